@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+ENVIRONMENT := $(VENV)/.ready
+KERNELS := deltackpt/_kernels.abi3.so
+READY := $(ENVIRONMENT) $(KERNELS)
 ARGS ?=
 # Number of parallel test processes; 0 runs the tests in pytest's own process.
 WORKERS ?= 2
@@ -26,9 +28,9 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHONS := 3.12 3.13
 SMOKE_PYTHONS := 3.11 $(PYTHONS)
 
-.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log demo-kafka demo-serving test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log demo-kafka demo-serving test test-processes test-long test-breaks test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
-.PHONY: generated smoke $(SMOKE_PYTHONS:%=smoke-%)
+.PHONY: generated kernels smoke test-kernels $(SMOKE_PYTHONS:%=smoke-%)
 
 help:
 	@echo "make demo              train a DLRM, kill it in a save, resume, compare bit for bit"
@@ -43,26 +45,35 @@ help:
 	@echo "make test              the test suite without further processes"
 	@echo "make test-processes    multi-process tests: jobs, kills, Ray, notebook, wheel"
 	@echo "make test-long         crash loops: kills, power cuts (LONG=full, LONG_SEED=N)"
+	@echo "make test-breaks       break lines that deleted tests protected: others must fail"
 	@echo "make servers           object stores and Kafka for tests, which skip without them"
+	@echo "make test-kernels      codecs without compiled kernels; kernels with sanitizers"
 	@echo "make test-without-jax  reading checkpoints without JAX and Orbax installed"
 	@echo "make test-pythons      codecs, saves, restores, kills on Python $(PYTHONS)"
 	@echo "make newest            the same with the newest dependencies, then pin them"
-	@echo "make bench             the measured tables of docs/project/benchmarks.md"
+	@echo "make bench             measure the tables of the docs (ARGS=--quick-set, names)"
 	@echo "make notebook          rerun the notebook in the docs"
 	@echo "make smoke             install the wheel into empty environments, save once"
+	@echo "make kernels           compile the C kernels in this checkout"
 	@echo "make lint types layers docs format clean"
 	@echo "ARGS='...' is passed to demos, tests and bench; WORKERS=N sets parallel tests"
 
 # Depends on everything that determines the environment, so a second call does nothing.
-MADE_OF := pyproject.toml $(wildcard constraints*.txt) tools/make_venv.sh tools/pins.sh
-$(READY): $(MADE_OF)
+MADE_OF := pyproject.toml hatch_build.py $(wildcard constraints*.txt) tools/make_venv.sh tools/pins.sh
+$(ENVIRONMENT): $(MADE_OF)
 	sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
 	touch $@
+
+# Optional: without a C compiler, numpy and XLA do the same work more slowly.
+$(KERNELS): deltackpt/_kernels.c hatch_build.py | $(ENVIRONMENT)
+	$(BIN)/python hatch_build.py
+
+kernels: $(KERNELS)
 
 # Naming a Python other than the environment's rebuilds the environment.
 ifneq ($(origin PYTHON),file)
 ifneq ($(shell $(PYTHON) --version),$(shell $(BIN)/python --version 2>/dev/null))
-$(READY): afresh
+$(ENVIRONMENT): afresh
 endif
 endif
 
@@ -112,9 +123,19 @@ test-long: $(READY)
 	$(BIN)/python $(PYTEST) -m long --long $(LONG) $(if $(LONG_SEED),--long-seed $(LONG_SEED)) \
 		$(if $(LONG_SECS),--long-secs $(LONG_SECS)) $(ARGS)
 
+# Breaks random lines that deleted tests protected: another test of each must fail.
+BREAKS ?= --sample 8
+test-breaks: $(READY)
+	$(BIN)/python tools/replay_breaks.py $(BREAKS)
+
+# The codecs without compiled kernels, and the kernels compiled with sanitizers.
+test-kernels: $(READY)
+	$(BIN)/python $(PYTEST) --kernels off tests/test_codecs.py tests/test_block_codes.py $(ARGS)
+	sh tools/sanitize_kernels.sh $(BIN)/python $(ARGS)
+
 # An environment without JAX and Orbax reads the runs that this one writes.
 BARE := build/bare
-$(BARE)/.ready: $(READY) tools/make_bare_venv.sh
+$(BARE)/.ready: $(ENVIRONMENT) tools/make_bare_venv.sh
 	sh tools/make_bare_venv.sh "$(BIN)/python" "$(BARE)"
 	touch $@
 
@@ -126,7 +147,7 @@ test-without-jax: $(READY) $(BARE)/.ready
 QUICK := $(addprefix tests/, test_block_codes.py test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
 	test_log.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
 # Without ray and other development-only packages.
-$(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
+$(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml hatch_build.py constraints-%.txt tools/make_venv.sh tools/pins.sh
 	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test
 	touch $@
 
@@ -141,27 +162,7 @@ $(PYTHONS:%=newest-%): newest-%:
 newest: $(PYTHONS:%=newest-%)
 
 bench: $(READY) servers
-	$(BIN)/python benchmarks/plain.py $(ARGS)
-	$(BIN)/python benchmarks/step.py $(ARGS)
-	$(BIN)/python benchmarks/save_restore.py $(ARGS)
-	$(BIN)/python benchmarks/bases.py $(ARGS)
-	$(BIN)/python benchmarks/many.py $(ARGS)
-	$(BIN)/python benchmarks/codecs.py $(ARGS)
-	$(BIN)/python benchmarks/dense.py $(ARGS)
-	$(BIN)/python benchmarks/tracking.py $(ARGS)
-	$(BIN)/python benchmarks/training.py $(ARGS)
-	$(BIN)/python benchmarks/accuracy.py $(ARGS)
-	$(BIN)/python benchmarks/scaling.py $(ARGS)
-	$(BIN)/python benchmarks/restore_service.py $(ARGS)
-	$(BIN)/python benchmarks/service_memory.py $(ARGS)
-	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
-	$(BIN)/python benchmarks/vocab.py $(ARGS)
-	$(BIN)/python benchmarks/extents.py $(ARGS)
-	$(BIN)/python benchmarks/tiers.py $(ARGS)
-	$(BIN)/python benchmarks/log.py $(ARGS)
-	$(BIN)/python benchmarks/thesis.py $(ARGS)
-	$(BIN)/python benchmarks/serving.py $(ARGS)
-	$(BIN)/python benchmarks/kafka_wal.py $(ARGS)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -180,10 +181,11 @@ layers: $(READY)
 notebook: $(READY)
 	$(BIN)/python tools/run_notebook.py docs/tutorials/inspecting.ipynb --pictures docs/assets
 
-# Generated pages and figures of the docs; a test compares them.
+# Generated pages, tables and figures of the docs; tests compare them.
 generated: $(READY)
 	$(BIN)/python tools/options_page.py docs/reference/options.md
 	$(BIN)/python tools/figures.py docs/assets
+	$(BIN)/python tools/tables.py
 
 docs: generated
 	$(BIN)/mkdocs build --strict
@@ -195,4 +197,4 @@ $(SMOKE_PYTHONS:%=smoke-%): smoke-%: $(READY)
 	sh tools/smoke.sh $* $(BIN)/python
 
 clean:
-	rm -rf $(VENV) build dist site .cache .coverage .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(KERNELS) $(VENV) build dist site .cache .coverage .hypothesis .pytest_cache .ruff_cache

@@ -7,10 +7,9 @@ the uninterrupted run of the same seed and batches, on samples that neither has 
 show what the comparison can detect: raw deltas (no difference at all), a perturbation of the
 initial tables by 1e-7 (the noise floor), and a deliberately biased codec (which must fail).
 
-Data: synthetic Zipf traffic, and a generated file in Criteo's format, or your own with --criteo.
+Data: synthetic Zipf traffic, and a generated file in Criteo's format.
 
 python benchmarks/accuracy.py --results accuracy.jsonl --json accuracy.json --plots docs/assets
-python benchmarks/accuracy.py --from accuracy.jsonl --plots docs/assets     # report again
 python benchmarks/accuracy.py --steps 20 --seeds 2 --restores 1 2 --codecs adaptive2   # smoke test
 """
 
@@ -20,9 +19,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,17 +28,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report as reports
 import ways  # noqa: F401  (makes the example importable)
 from dlrm_jax import data, model, trainer
-from report import Report, Sample
+from report import Report, Sample, arguments, count, percent
 from rich.progress import track as progress
 from running.digest import digest
 from scipy import stats
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.codecs import registry
+from deltackpt.codecs import row_codecs
 
 CODECS = ("adaptive2", "adaptive3", "adaptive4", "int8")
 RESTORES = (1, 3, 10, 30)
@@ -251,10 +247,8 @@ def measure(options: argparse.Namespace, place: Path) -> list[Outcome]:
     found = []
     for kind in options.traffic:
         if kind == "criteo":
-            path = options.criteo or place / "criteo.txt"
-            if options.criteo is None:
-                write_criteo(path, options.steps)
-            traffic = criteo(path)
+            write_criteo(place / "criteo.txt", options.steps)
+            traffic = criteo(place / "criteo.txt")
         else:
             traffic = synthetic()
         study = Study(traffic, options.steps)
@@ -311,14 +305,6 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean() - half), float(values.mean() + half)
 
 
-def verdict(values: np.ndarray) -> str:
-    """Verdict on a change of 0.01 %, given the interval of the log loss's change."""
-    low, _ = interval(values)
-    if claimed(values) <= BAR:
-        return "within 0.01 %"
-    return "more than 0.01 % worse" if low > BAR else "cannot tell"
-
-
 def claimed(values: np.ndarray) -> float:
     """The smallest upper bound that can be claimed for a change.
 
@@ -329,51 +315,48 @@ def claimed(values: np.ndarray) -> float:
     return max(high, (high - low) / 2)
 
 
-def add_lines(report: Report, outcomes: list[Outcome], traffic: str) -> None:
+def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
     """Adds the lines of one kind of traffic."""
-    for (codec, restores), change in changes(outcomes, traffic).items():
-        low, high = interval(change.log_loss)
+    for (codec, restores), change in found.items():
         title = f"{traffic}, {codec}, {restores} restores"
-        if codec == REFERENCE:
-            continue
         if codec == "raw":
             differ = Sample((0.0 if change.same_bits else 1.0,))
-            report.state(f"{title}: other bits", differ, "{:.0f}".format, bar=0.0)
+            report.state(f"{title}: other bits", differ, count, bar=0.0)
         elif codec == BIASED:
             # Inverted: the lower end must be above the target.
-            report.state(f"{title}: found out, - lower end", Sample((-low,)), shown, bar=-BAR)
-        else:
+            low = Sample((-interval(change.log_loss)[0],))
+            report.state(f"{title}: detected, - lower end", low, percent, bar=-BAR)
+        elif codec != REFERENCE:
+            least = Sample((claimed(change.log_loss),))
             bar = None if codec == PERTURBED else BAR
-            least = claimed(change.log_loss)
-            report.state(f"{title}: log loss, at most", Sample((least,)), shown, bar=bar)
-            auc = interval(change.auc)
-            report.note(
-                f"{title}: {verdict(change.log_loss)}; log loss {shown(change.log_loss.mean())} "
-                f"({shown(low)} to {shown(high)}), AUC {shown(change.auc.mean())} "
-                f"({shown(auc[0])} to {shown(auc[1])}), rows off by {change.relative_error:.2%}"
-            )
+            report.state(f"{title}: log loss, at most", least, percent, bar=bar)
+            error = Sample((change.relative_error,))
+            report.state(f"{title}: error of the rows", error, percent)
 
 
-def markdown(outcomes: list[Outcome], traffic: str) -> str:
-    """The figures of one kind of traffic as a table."""
-    lines = [
-        "| codec | restores | rows off by | log loss | 95 % interval | AUC | 95 % interval | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for (codec, restores), change in sorted(changes(outcomes, traffic).items()):
-        if codec == REFERENCE:
-            continue
-        ends = [" to ".join(map(shown, interval(v))) for v in (change.log_loss, change.auc)]
-        said = "the same bits" if change.same_bits else verdict(change.log_loss)
-        lines.append(
-            f"| {codec} | {restores} | {change.relative_error:.2%} | "
-            f"{shown(change.log_loss.mean())} | {ends[0]} | {shown(change.auc.mean())} | {ends[1]} "
-            f"| {said} |"
-        )
-    return "\n".join(lines)
+def publish(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
+    """Adds the published table of one kind of traffic: the mean, its interval and the verdict."""
+
+    def cell(codec: str, restores: int) -> str:
+        values = found[codec, restores].log_loss
+        low, high = interval(values)
+        word = ", within" if claimed(values) <= BAR else ", worse" if low > BAR else ""
+        return f"{100 * values.mean():+.4f} [{100 * low:+.4f}, {100 * high:+.4f}]{word}"
+
+    controls = (REFERENCE, PERTURBED, BIASED, "raw")
+    rows = sorted({codec for codec, _ in found if codec not in controls}, reverse=True)
+    columns = sorted({restores for codec, restores in found if codec in rows})
+    [(_, middle)] = [key for key in found if key[0] == BIASED]
+    report.publish(
+        traffic.lower().replace(" ", "-"),
+        ("codec", *(f"{n} restore{'s' if n > 1 else ''}" for n in columns)),
+        [[f"`{codec}`", *(cell(codec, restores) for restores in columns)] for codec in rows],
+        f"*{BIASED}*, {middle} restores: {cell(BIASED, middle)}. "
+        f"*{PERTURBED}*: {cell(PERTURBED, 0)}.",
+    )
 
 
-def plot(outcomes: list[Outcome], traffic: str, directory: Path) -> Path:
+def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) -> None:
     """Changes of log loss and AUC over the restores, with their intervals, as an SVG."""
     import matplotlib
 
@@ -381,7 +364,6 @@ def plot(outcomes: list[Outcome], traffic: str, directory: Path) -> Path:
     matplotlib.rcParams["svg.hashsalt"] = "deltackpt"
     from matplotlib import pyplot, ticker
 
-    found = changes(outcomes, traffic)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     floor = interval(found[PERTURBED, 0].log_loss), interval(found[PERTURBED, 0].auc)
     names = [codec for codec in dict.fromkeys(codec for codec, _ in found)]
@@ -415,61 +397,38 @@ def plot(outcomes: list[Outcome], traffic: str, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-    return path
 
 
-def shown(value: float) -> str:
-    """A relative change in percent."""
-    return f"{value:+.4%}"
-
-
-def parsed() -> argparse.Namespace:
-    """The command line."""
-    parser = reports.arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="training steps of a run")
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--codecs", nargs="+", default=CODECS)
-    parser.add_argument("--restores", nargs="+", type=int, default=RESTORES)
-    parser.add_argument(
-        "--traffic", nargs="+", choices=("synthetic", "criteo"), default=("synthetic", "criteo")
-    )
-    parser.add_argument("--criteo", type=Path, help="a file in Criteo's format")
-    parser.add_argument("--results", type=Path, help="keep outcomes here; known ones are not run")
-    parser.add_argument("--from", type=Path, dest="earlier", help="only report these outcomes")
-    parser.add_argument("--plots", type=Path, help="write plots into this directory")
-    return parser.parse_args()
-
-
-def main() -> int:
+def main() -> None:
     """Runs the command line."""
-    options = parsed()
-    registry._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    parser = arguments(__doc__, repeats=1)
+    add, kinds = parser.add_argument, ("synthetic", "criteo")
+    add("--steps", type=int, default=600, help="training steps of a run")
+    add("--seeds", type=int, default=12)
+    add("--codecs", nargs="+", default=CODECS)
+    add("--restores", nargs="+", type=int, default=RESTORES)
+    add("--traffic", nargs="+", choices=kinds, default=kinds)
+    add("--results", type=Path, help="keep outcomes here; known ones are not run")
+    add("--plots", type=Path, help="write plots into this directory")
+    options = parser.parse_args()
+    row_codecs._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     warnings.filterwarnings("ignore", message=".*donated buffers.*")
-    started = time.perf_counter()
-    if options.earlier is not None:
-        outcomes = read(options.earlier)
-    else:
-        with tempfile.TemporaryDirectory(prefix="accuracy-", dir=options.directory) as place:
-            outcomes = measure(options, Path(place))
-    kinds = list(dict.fromkeys(outcome.run.traffic for outcome in outcomes))
-    seeds = len({outcome.run.seed for outcome in outcomes})
+    with tempfile.TemporaryDirectory(prefix="accuracy-", dir=options.directory) as place:
+        outcomes = measure(options, Path(place))
     report = Report(
         "Accuracy after restores from quantized deltas",
-        sizes=f"{outcomes[0].run.steps} steps of batch {_BATCH}, {seeds} seeds, tested on up to "
-        f"{_TEST_BATCHES * _BATCH:,} samples; {time.perf_counter() - started:.0f} s",
+        sizes=f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
+        f"{_TEST_BATCHES * _BATCH:,} samples",
     )
-    for kind in kinds:
-        add_lines(report, outcomes, kind)
+    for kind in dict.fromkeys(outcome.run.traffic for outcome in outcomes):
+        found = changes(outcomes, kind)
+        add_lines(report, found, kind)
+        publish(report, found, kind)
         report.section()
-    report.show(options.json)
-    if options.markdown is not None:
-        tables = [f"### {kind}\n\n{markdown(outcomes, kind)}\n" for kind in kinds]
-        options.markdown.write_text("\n".join(tables))
-    if options.plots is not None:
-        for kind in kinds:
-            print(plot(outcomes, kind, options.plots))
-    return 0
+        if options.plots is not None:
+            plot(found, kind, options.plots)
+    report.show(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

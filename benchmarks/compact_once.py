@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One compaction in a fresh process; prints its memory and time as JSON. Used by ``bases.py``.
-
-python benchmarks/compact_once.py ROOT BYTES
-"""
+"""One compaction, for a fresh process that does not load JAX."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
-from peak import reset_peak, status_bytes
+import fresh
 
-from deltackpt.upkeep import compact
+from deltackpt.maintenance import compact
 
 
-def main() -> None:
-    """Runs the command line."""
-    root, memory_bytes = Path(sys.argv[1]), int(sys.argv[2])
-    before = status_bytes("VmRSS")
-    reset_peak()
-    done = compact.compact(root, memory_bytes=memory_bytes)
+def compacted(root: str, memory_bytes: int) -> dict[str, float]:
+    """Compacts the newest chain; returns its extra memory."""
+    before = fresh.status_bytes("VmRSS")
+    fresh.reset_peak()
+    done = compact.compact(Path(root), memory_bytes=memory_bytes)
     assert done is not None
-    extra = status_bytes("VmHWM") - before
-    print(json.dumps({"extra": extra, "seconds": done.seconds}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"extra": fresh.status_bytes("VmHWM") - before}

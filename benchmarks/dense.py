@@ -1,166 +1,254 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of deltas: bytes, errors along a chain, speed, and the loss after a restore.
+"""Dense leaves of deltas: bytes, errors along a chain, the loss after a restore, speed.
 
-T5 with AdamW (float32, pure bf16, bf16 with a float32 master), Adafactor, and adapters on a
-frozen backbone; the thesis DLRM; state W. Models are trained once and cached in --states.
+T5 with AdamW (float32, and bf16 with a float32 master) and adapters on a frozen backbone; state W;
+and bf16 weights of which 1 % change.
 
-python benchmarks/dense.py --text wiki.txt --states states --json dense.json
-python benchmarks/dense.py --text wiki.txt --states states --only speed sparse w  # what is timed
+python benchmarks/dense.py --text wiki.txt --json dense.json
+python benchmarks/dense.py --only sparse w          # what needs no training
 python benchmarks/dense.py --size tiny --first 2 --gap 1 --more 1 --scale 0.01 --repeats 1  # a test
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
+import shutil
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import dense_models
-import dense_speed
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report as reports
+import state as states
 import ways
-from dense_lab import (
-    CHAIN,
-    CODINGS,
-    EIGHT_BITS,
-    EXACT,
-    FOUR_BITS,
-    LINEAR,
-    Lab,
-    exact_weights,
+from dense_models import Model
+from dlrm_jax import trainer as dlrm_trainer
+from report import (
+    Report,
+    Sample,
+    arguments,
+    count,
+    interleaved,
+    megabytes,
+    percent,
+    ratio,
+    secs,
+    speed,
+    timed,
+    times,
 )
-from dense_models import Model, Trajectory
-from report import Report, Sample, megabytes, percent, secs, times
 from t5_jax import data as texts
 
 import deltackpt
+from deltackpt.format.row_blocks import BLOCK, blocks_of
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save import block_codes
 
+#: Deltas of a chain.
+CHAIN = 10
 #: Number of data orders whose losses define the spread.
 ORDERS = 5
-_PARTS = ("bytes", "chain", "loss", "speed", "sparse", "w")
+LOSSLESS, EIGHT_BITS, FOUR_BITS, LINEAR = "lossless", "8 bits", "4 bits", "second moments as `int8`"
+#: Globs of the kinds of leaves in the states of ``dense_models`` and of state W.
+_PARAMETERS = ("params/**", "dense/**", "opt_state/params/**")
+_FIRST, _SECOND = "opt_state/**/mu/**", "opt_state/**/nu/**"
+#: Bars: the bytes of sparse bf16 deltas, of a chain over its base, and of W over Orbax's; the error
+#: of the last saves over that of the first; and a restore of base and deltas over a read of them.
+_SPARSE_BAR, _CHAIN_BAR, _W_BAR, _GROWTH_BAR, _RESTORE_BAR = 0.02, 2.5, 1 / 100, 1.5, 1.4
+
+
+def codings(parameters: str, first: str, second: str) -> dict[str, str]:
+    """Codecs by glob, for parameters, first moments and second moments."""
+    return {_FIRST: first, _SECOND: second, **dict.fromkeys(_PARAMETERS, parameters)}
+
+
+CODINGS: dict[str, Mapping[str, str]] = {
+    LOSSLESS: {},
+    EIGHT_BITS: codings("ef8", "int8", "log8"),
+    FOUR_BITS: codings("ef4", "int8", "log4"),
+    # The control that must fail: small second moments become zero or far too large.
+    LINEAR: codings("ef4", "int8", "int8"),
+}
 
 
 class Case(NamedTuple):
     """A model whose deltas are measured.
 
     Attributes:
+      title: in the table.
       model: its name.
       coding: a key of ``CODINGS``.
-      codec: the codec of the coding for this model.
+      small: whether the model is the T5 of ``--size``, not that of ``--loss-size``.
       weights: whether the optimizer state is left out, as for inference processes.
-      raw_bar, defaults_bar: bars of the bytes at ten steps, over raw ones and Orbax's defaults.
+      raw_bar, orbax_bar: bars of the bytes, over raw ones and Orbax's defaults.
     """
 
+    title: str
     model: str
     coding: str
-    codec: Mapping[str, str]
+    small: bool = True
     weights: bool = False
     raw_bar: float | None = None
-    defaults_bar: float | None = None
-
-    @property
-    def title(self) -> str:
-        """The title of its line in the table."""
-        return f"{self.model}{', weights' if self.weights else ''}, {self.coding}"
+    orbax_bar: float | None = None
 
 
-def cases() -> Iterator[Case]:
-    """All cases, in the order of the table."""
-    yield Case("adamw", EXACT, CODINGS[EXACT])
-    yield Case("adamw", EIGHT_BITS, CODINGS[EIGHT_BITS], raw_bar=0.25)
-    yield Case("adamw", FOUR_BITS, CODINGS[FOUR_BITS], raw_bar=0.12, defaults_bar=1 / 8)
-    yield Case("adafactor", EXACT, CODINGS[EXACT])
-    yield Case("adafactor", EIGHT_BITS, CODINGS[EIGHT_BITS])
-    yield Case("adafactor", FOUR_BITS, CODINGS[FOUR_BITS], defaults_bar=1 / 8)
-    yield Case("master", EXACT, {})
-    yield Case("master", FOUR_BITS, exact_weights(FOUR_BITS))
-    yield Case("master", EXACT, {}, weights=True)
-    yield Case("tuning", EXACT, {}, weights=True)
-    yield Case("bf16", EXACT, {})
-    yield Case("bf16", FOUR_BITS, CODINGS[FOUR_BITS])
-    yield Case("lora", EXACT, {}, raw_bar=0.12)
-    yield Case("lora", FOUR_BITS, CODINGS[FOUR_BITS])
-    yield Case("dlrm", EXACT, {})
-    yield Case("dlrm", FOUR_BITS, CODINGS[FOUR_BITS])
+CASES = (
+    Case("AdamW", "adamw", LOSSLESS),
+    Case("AdamW", "adamw", EIGHT_BITS, raw_bar=0.25),
+    Case("AdamW", "adamw", FOUR_BITS, raw_bar=0.12, orbax_bar=1 / 8),
+    Case("LoRA", "lora", LOSSLESS, raw_bar=0.12),
+    Case("bf16 weights", "master", LOSSLESS, small=False, weights=True),
+    Case("bf16 fine-tuning", "tuning", LOSSLESS, small=False, weights=True),
+    Case("bf16 with a float32 master", "master", FOUR_BITS, small=False),
+)
 
 
-# Bytes.
+class Lab:
+    """Models, their trained states, and a directory for checkpoints."""
+
+    def __init__(self, options: argparse.Namespace, size: str, text: str, place: Path):
+        self.models = dense_models.t5_models(text, size, options.batch)
+        self.root = place / "checkpoints"
+        #: The steps of a base and the deltas on it.
+        self.chain = tuple(options.first + options.gap * n for n in range(CHAIN + 1))
+        self.size = size
+
+    def states(self, name: str, last: int | None = None) -> dict[int, Any]:
+        """Trained states of a model, in host memory, by step of the chain up to ``last``."""
+        model, wanted = self.models[name], self.chain[:last]
+        if model.starts_from is None:
+            state, done = model.init(), 0
+        else:
+            done = wanted[0]
+            state = jax.device_put(self.states(model.starts_from, 1)[done])
+        found = {}
+        for number in range(done, wanted[-1] + 1):
+            if number in wanted:
+                found[number] = jax.tree.map(np.array, state)
+            state, _ = model.step(state, model.batch(0, number))
+        return found
+
+    def saved_chain(self, model: Model, found: dict[int, Any], coding: str):
+        """A manager that has saved a base and the deltas on it."""
+        manager = opened(self.root, model, CODINGS[coding])
+        for step, state in found.items():
+            manager.save(step, jax.device_put(state))
+            manager.wait_until_finished()
+        return manager
 
 
-def add_bytes(report: Report, lab: Lab, chosen: list[Case]) -> None:
-    """Adds lines of the total bytes of a delta."""
-    orbax: dict[tuple[str, bool], dict[bool, int]] = {}
-    for case in chosen:
-        trajectory = lab.trajectory(case.model)
-        later = _viewed(trajectory.at(lab.chain[1]), case)
-        if (case.model, case.weights) not in orbax:
-            orbax[case.model, case.weights] = {
-                compressed: lab.orbax_bytes(later, compressed=compressed)
-                for compressed in (True, False)
-            }
-        of_orbax = orbax[case.model, case.weights]
-        raw = dense_models.nbytes(later)
-        for gap in lab.gaps:
-            mine = Sample((float(_delta_bytes(lab, trajectory, case, gap)),))
-            title = f"{case.title}, {gap} {'step' if gap == 1 else 'steps'}: bytes of a delta"
-            judged = gap == lab.gaps[1]
-            for other, theirs, bar in (
-                ("raw", raw, case.raw_bar),
-                (ways.NAMES["orbax"], of_orbax[True], case.defaults_bar),
-                (ways.NAMES["orbax-tuned"], of_orbax[False], None),
-            ):
-                bar = bar if judged else None
-                report.compare(title, mine, other, Sample((float(theirs),)), megabytes, bar=bar)
-        report.section()
+def opened(root: Path, model: Model, codec: Mapping[str, str]) -> deltackpt.CheckpointManager:
+    """A manager over an empty directory, whose only base is its first save."""
+    shutil.rmtree(root, ignore_errors=True)
+    policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": model.tables},
+        options=deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=policy),
+            writes=deltackpt.WriteOptions(durability="process"),
+            # Without an error budget, nothing prevents a linear code for second moments.
+            dense=deltackpt.Dense(deltas="blocks", codec=codec, max_error=None),
+        ),
+    )
 
 
-def _viewed(state: Any, case: Case) -> Any:
-    return state._replace(opt_state=()) if case.weights else state
+def orbax_bytes(root: Path, name: str, state: Any) -> Sample:
+    """Bytes of a step that stock Orbax saves."""
+    shutil.rmtree(root, ignore_errors=True)
+    way = ways.WAYS[name](root)
+    way.save(1, state)
+    way.wait()
+    way.close()
+    return Sample((float(ways.tree_bytes(root / "1")),))
 
 
-def _delta_bytes(lab: Lab, trajectory: Trajectory, case: Case, gap: int) -> int:
-    with lab.manager(trajectory.model, case.codec) as manager:
-        first = lab.chain[0]
-        for step in (first, first + gap):
-            saved = manager.save(step, _viewed(trajectory.at(step), case))
+def delta_bytes(
+    root: Path, model: Model, codec: Mapping[str, str], states_: tuple[Any, Any]
+) -> Sample:
+    """Bytes of a delta between two states."""
+    with opened(root, model, codec) as manager:
+        for number, state in enumerate(states_):
+            saved = manager.save(number, state)
             manager.wait_until_finished()
         assert saved.kind == "delta", saved.reason
-    return ways.tree_bytes(lab.root / str(first + gap))
+    return Sample((float(ways.tree_bytes(root / "1")),))
+
+
+def add_bytes(report: Report, labs: Mapping[bool, Lab], chosen: list[Case]) -> list[list]:
+    """Adds lines of the total bytes of a delta; returns rows of the published table."""
+    rows = []
+    for case in chosen:
+        lab = labs[case.small]
+        pair = tuple(
+            jax.device_put(state._replace(opt_state=()) if case.weights else state)
+            for state in lab.states(case.model, 2).values()
+        )
+        codec = dict(CODINGS[case.coding])
+        if case.model == "master":
+            codec = {"params/**": "lossless", **codec}
+        mine = delta_bytes(lab.root, lab.models[case.model], codec, pair)
+        raw = Sample((float(ways.nbytes(pair[1])),))
+        theirs = {name: orbax_bytes(lab.root, name, pair[1]) for name in ways.THEIRS}
+        title = f"T5 {lab.size}, {case.title}, {case.coding}"
+        report.compare(f"{title}: bytes", mine, "raw", raw, megabytes, bar=case.raw_bar)
+        for name, bar in zip(ways.THEIRS, (case.orbax_bar, None), strict=True):
+            report.compare(f"{title}: bytes", mine, name, theirs[name], megabytes, bar=bar)
+        over = mine.over(theirs[ways.THEIRS[0]])
+        rows.append([title, (mine, megabytes), (mine.over(raw), ratio), (over, ratio)])
+    report.section()
+    return rows
+
+
+def add_w(report: Report, root: Path, scale: float) -> list[list]:
+    """Adds the bytes of a delta of state W, with 4 bits for rows and dense leaves."""
+    tables = dlrm_trainer.checkpoint_tables("adaptive4")
+    state = states.make(scale)
+    theirs = {name: orbax_bytes(root, name, state) for name in ways.THEIRS}
+    with opened(
+        root, dense_models.untrained(lambda: states.make(scale), tables), CODINGS[FOUR_BITS]
+    ) as manager:
+        for step in range(2):
+            manager.save(step, state)
+            manager.wait_until_finished()
+            state = states.change(state, states.random_ids(state, 0.05, 1))
+    mine, title = Sample((float(ways.tree_bytes(root / "1")),)), "state W, 4 bits"
+    for name in ways.THEIRS:
+        report.compare(f"{title}: bytes", mine, name, theirs[name], megabytes, bar=_W_BAR)
+    report.section()
+    over = mine.over(theirs[ways.THEIRS[0]])
+    return [["state W, `adaptive4` rows, `ef4` dense leaves", (mine, megabytes), "", (over, ratio)]]
 
 
 # Errors along a chain.
 
 
-def add_chain(report: Report, lab: Lab, name: str, coding: str) -> None:
+def add_chain(report: Report, lab: Lab, coding: str) -> None:
     """Adds lines of the bytes, and of the error of each kind of leaf after 1 and 10 saves."""
-    trajectory = lab.trajectory(name)
     errors: dict[str, list[float]] = defaultdict(list)
-    with lab.saved_chain(trajectory, coding) as manager:
+    trained = lab.states("adamw")
+    with lab.saved_chain(lab.models["adamw"], trained, coding) as manager:
         for step in lab.chain[1:]:
-            state = trajectory.at(step)
+            state = jax.device_put(trained[step])
             for kind, error in leaf_errors(manager.restore(step, state).state, state).items():
                 errors[kind].append(error)
-    taken = [ways.tree_bytes(lab.root / str(step)) for step in lab.chain]
+    sizes = [float(ways.tree_bytes(lab.root / str(step))) for step in lab.chain]
     for kind, found in errors.items():
-        title = f"{name}, {coding}, {kind}: relative l2 error"
+        title = f"T5 {lab.size}, {coding}, {kind}: relative l2 error"
         report.state(f"{title}, 1 save", Sample((found[0],)), percent)
         report.state(f"{title}, {CHAIN} saves", Sample((found[-1],)), percent)
         if found[0]:
             # Averages of three, because the changes in ten training steps vary, too.
-            growth = float(np.mean(found[-3:]) / np.mean(found[:3]))
-            report.state(f"{title}, last saves over first ones", Sample((growth,)), times, bar=1.5)
-    whole = Sample((float(sum(taken)),))
-    base = Sample((float(taken[0]),))
-    title = f"{name}, {coding}: base and {CHAIN} deltas"
-    bar = 2.5 if coding == FOUR_BITS else None
+            growth = Sample((float(np.mean(found[-3:]) / np.mean(found[:3])),))
+            report.state(f"{title}, last saves over first ones", growth, times, bar=_GROWTH_BAR)
+    whole, base = Sample((sum(sizes),)), Sample((sizes[0],))
+    bar = _CHAIN_BAR if coding == FOUR_BITS else None
+    title = f"T5 {lab.size}, {coding}: base and {CHAIN} deltas"
     report.compare(title, whole, "the base", base, megabytes, bar=bar)
     report.section()
 
@@ -176,144 +264,186 @@ def leaf_errors(found: Any, expected: Any) -> dict[str, float]:
     )
     for (path, mine), theirs in pairs:
         if jnp.issubdtype(theirs.dtype, jnp.floating):
-            kind = _kind_of(jax.tree_util.keystr(path))
-            exact = np.asarray(theirs).astype(np.float32)
-            change = (np.asarray(mine).astype(np.float32) - exact).reshape(-1)
+            name = jax.tree_util.keystr(path)
+            kind = "first moments" if ".mu" in name else "parameters"
+            kind = "second moments" if ".nu" in name else kind
+            exact = np.asarray(theirs).astype(np.float32).reshape(-1)
+            change = np.asarray(mine).astype(np.float32).reshape(-1) - exact
             squared[kind] += float(np.dot(change, change))
-            norms[kind] += float(np.dot(exact.reshape(-1), exact.reshape(-1)))
+            norms[kind] += float(np.dot(exact, exact))
     return {kind: (squared[kind] / norms[kind]) ** 0.5 for kind in norms if norms[kind]}
-
-
-def _kind_of(path: str) -> str:
-    if ".mu" in path:
-        return "first moments"
-    if ".nu" in path:
-        return "second moments"
-    return "statistics" if "opt_state" in path and "params" not in path[:20] else "parameters"
 
 
 # The loss after a restore.
 
 
-def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
+def add_loss(report: Report, lab: Lab, more: int) -> None:
     """Adds lines of the loss after a restore from ten deltas and some more steps.
 
     The spread is the largest distance of a loss of the uninterrupted run, over orders of the data,
     from their mean. A coding is within it if its mean loss over the same orders is within that
     distance of the mean.
     """
-    trajectory = lab.trajectory(name)
-    model = trajectory.model
-    last = lab.chain[-1]
-    losses = {"uninterrupted": _trained_on(model, lambda: trajectory.at(last), last, more)}
-    for coding in (EXACT, EIGHT_BITS, FOUR_BITS, LINEAR):
-        with lab.saved_chain(trajectory, coding) as manager:
+    model, last = lab.models["adamw"], lab.chain[-1]
+    states_ = lab.states("adamw")
+
+    def at_last() -> Any:
+        return jax.device_put(states_[last])
+
+    def trained(start: Callable[[], Any]) -> Sample:
+        found = []
+        for order in range(1, ORDERS + 1):
+            state = start()
+            for number in range(last, last + more):
+                state, _ = model.step(state, model.batch(order, number))
+            found.append(model.tested(state))
+        return Sample(tuple(found))
+
+    losses = {"none, uninterrupted": trained(at_last)}
+    for coding in CODINGS:
+        with lab.saved_chain(model, states_, coding) as manager:
 
             def restored(manager: deltackpt.CheckpointManager = manager) -> Any:
-                return manager.restore(last, trajectory.at(last)).state
+                return manager.restore(last, at_last()).state
 
-            losses[coding] = _trained_on(model, restored, last, more)
-
-    def dropped() -> Any:
-        return trajectory.at(last)._replace(opt_state=model.init().opt_state)
-
-    losses["moments dropped"] = _trained_on(model, dropped, last, more)
-    exact = np.array(losses.pop("uninterrupted"))
+            losses[coding] = trained(restored)
+    losses["moments dropped"] = trained(
+        lambda: at_last()._replace(opt_state=model.init().opt_state)
+    )
+    exact = np.array(losses["none, uninterrupted"].values)
     # With no more steps, the orders do not differ.
     spread = max(1e-12, float(np.abs(exact - exact.mean()).max()))
-    title = f"{name}, restored and {more} steps more"
-    report.state(f"{title}, uninterrupted: loss", Sample(tuple(exact)), "{:.4f}".format)
-    for way, found in losses.items():
-        distance = float(np.mean(found) - exact.mean())
-        report.state(f"{title}, {way}: loss", Sample(tuple(found)), "{:.4f}".format)
-        if way == LINEAR:
-            # Inverted: the distance must exceed the spread.
-            report.state(
-                f"{title}, {way}: spread over distance",
-                Sample((spread / max(1e-12, abs(distance)),)),
-                times,
-                bar=1.0,
-            )
-        else:
-            bar = None if way == "moments dropped" else 1.0
-            share = Sample((abs(distance) / spread,))
-            report.state(f"{title}, {way}: distance over spread", share, times, bar=bar)
-        report.note(
-            f"{title}, {way}: mean loss {distance:+.4f} against uninterrupted ones, whose furthest "
-            f"is {spread:.4f} from their mean; paired by order "
-            f"{', '.join(f'{a - b:+.4f}' for a, b in zip(found, exact, strict=True))}."
-        )
+    for name, found in losses.items():
+        title = f"T5 {lab.size}, restored and {more} steps more, {name}"
+        report.state(f"{title}: loss", found, "{:.4f}".format)
+        distance = abs(float(np.mean(found.values)) - exact.mean()) / spread
+        if name == LINEAR:  # Inverted: the distance must exceed the spread.
+            value = Sample((1 / max(1e-12, distance),))
+            report.state(f"{title}: spread over distance", value, times, bar=1.0)
+        elif name in CODINGS:
+            report.state(f"{title}: distance over spread", Sample((distance,)), times, bar=1.0)
     report.section()
+    rows = [[name, found.shown("{:.3f}".format)] for name, found in losses.items()]
+    report.publish("loss", ("codecs", f"held-out loss, {more} steps after the restore"), rows)
 
 
-def _trained_on(model: Model, start: Callable[[], Any], step: int, more: int) -> list[float]:
-    """The losses on held-out data, one for each order of the data."""
-    found = []
-    for order in range(1, ORDERS + 1):
-        state = start()
-        for number in range(step, step + more):
-            state, _ = model.step(state, model.batch(order, number))
-        found.append(model.tested(state))
+# bf16 weights of which 1 % change.
+
+
+def sparse_state(weights: np.ndarray) -> dense_models.State:
+    """Weights as a train state."""
+    table = {"table": jnp.zeros((8, 8))}
+    marked = dense_models.marked(deltackpt.touched.init(table))
+    step = jnp.zeros((), jnp.int32)
+    return dense_models.State(table["table"], {"weights": jnp.asarray(weights)}, (), step, marked)
+
+
+def in_blocks(leaf: np.ndarray) -> np.ndarray:
+    """Pads a leaf to whole blocks."""
+    found = np.zeros((blocks_of(leaf.size), BLOCK), leaf.dtype)
+    found.reshape(-1)[: leaf.size] = leaf.reshape(-1)
     return found
+
+
+def add_sparse(report: Report, root: Path, scale: float, rounds: int) -> None:
+    """Measures bytes, speed and restores if 1 % of the bf16 weights change to adjacent values."""
+    random, size = np.random.default_rng(0), round(200e6 * scale)
+    weights = np.asarray(jnp.asarray(random.standard_normal(size, np.float32) * 0.02, jnp.bfloat16))
+    title, gigabytes = "bf16, 1 % changed", weights.nbytes / 1e9
+    model = dense_models.untrained(lambda: sparse_state(weights))
+    state = sparse_state(weights)
+    copies, encodings, sizes = list[float](), list[float](), list[float]()
+    with opened(root, model, {}) as manager, Runtime(2) as pool:
+        manager.save(0, state)
+        manager.wait_until_finished()
+        for number in range(1, CHAIN + 1):
+            before, bits = in_blocks(weights), weights.view(np.uint16).copy()
+            places = np.flatnonzero(random.random(size, np.float32) < 0.01)
+            bits[places] += np.where(random.random(len(places)) < 0.5, 1, -1).astype(np.uint16)
+            weights = bits.view(weights.dtype)
+            now = in_blocks(weights)
+            copies.append(ways.copy_secs(now, np.empty_like(now), pool) / gigabytes)
+            encode = functools.partial(block_codes.encode_leaf, now, before, "lossless", None, pool)
+            encodings.append(timed(lambda: pool.memory.give_back([encode().decoded])) / gigabytes)  # noqa: B023
+            touched = dense_models.marked(state.touched)
+            state = sparse_state(weights)._replace(touched=touched)
+            manager.save(number, state)
+            manager.wait_until_finished()
+            sizes.append(float(ways.tree_bytes(root / str(number))))
+        found = manager.restore(CHAIN, state).state.params["weights"]
+        equal = bool((np.asarray(found).view(np.uint16) == weights.view(np.uint16)).all())
+
+        def restores() -> dict[str, float]:
+            timings = {
+                name: timed(lambda: jax.block_until_ready(manager.restore(step, state)))  # noqa: B023
+                for name, step in (("base", 0), ("chain", CHAIN))
+            }
+            return timings | {"read": ways.read_secs(root)}
+
+        measured = interleaved(rounds, {"": restores})
+    raw = Sample((float(weights.nbytes),) * CHAIN)
+    report.compare(
+        f"{title}: bytes of a delta", Sample(tuple(sizes)), "raw", raw, megabytes, bar=_SPARSE_BAR
+    )
+    report.state(f"{title}: other bits", Sample((0.0 if equal else 1.0,)), count, bar=0.0)
+    encoded, copied = Sample(tuple(encodings[1:])), Sample(tuple(copies[1:]))
+    report.state(f"{title}: encode", encoded, speed, bar=1.0)
+    report.compare(f"{title}: encode", encoded, "copy", copied, speed)
+    base, chain, read = (measured("", what) for what in ("base", "chain", "read"))
+    what = f"{title}: restore of base and {CHAIN} deltas"
+    report.compare(what, chain, "a read of the files", read, secs, bar=_RESTORE_BAR)
+    report.compare(what, chain, "a restore of the base", base, secs)
+    report.section()
 
 
 def run(options: argparse.Namespace, place: Path) -> None:
     """Measures the chosen parts and prints the table."""
-    started = time.perf_counter()
-    text = texts.text_of(options.text)
-    kept = options.states or place / "states"
-    labs = {}
-    for size in {options.size, options.loss_size}:
-        models = dense_models.t5_models(text, size, options.batch)
-        models["dlrm"] = dense_models.dlrm_model(options.scale)
-        labs[size] = Lab(models, kept / size, options.first, options.gap, place / "checkpoints")
-    lab = labs[options.size]
     report = Report(
         "Dense leaves of deltas",
         sizes=f"T5 {options.size} (loss: {options.loss_size}), batch {options.batch}, "
-        f"{options.first} steps before the first save; {options.repeats} rounds, median (range)",
+        f"{options.first} steps before the first save, {options.gap} between two. {ways.TUNED}",
     )
-    report.note(ways.TUNED)
-    chosen = [
-        case for case in cases() if case.model in options.models and case.coding in options.codings
-    ]
+    chosen = [case for case in CASES if case.model in options.models]
+    labs: dict[bool, Lab] = {}
+    if {"bytes", "chain", "loss"} & {*options.only}:
+        text = texts.text_of(options.text)
+        for small, size in ((True, options.size), (False, options.loss_size)):
+            labs[small] = Lab(options, size, text, place)
+    rows: list[list] = []
     if "bytes" in options.only:
-        add_bytes(report, lab, chosen)
+        rows += add_bytes(report, labs, chosen)
+    if "w" in options.only:
+        rows += add_w(report, place / "w", options.scale)
+    if rows:
+        columns = ("model, codec", "delta", "vs. raw bytes", "vs. Orbax defaults")
+        report.publish("bytes", columns, rows)
     if "chain" in options.only:
         for coding in (EIGHT_BITS, FOUR_BITS):
-            add_chain(report, lab, "adamw", coding)
+            add_chain(report, labs[False], coding)
     if "loss" in options.only:
-        add_loss(report, labs[options.loss_size], "adamw", options.more)
-    if "speed" in options.only:
-        dense_speed.add_speed(report, lab, "adamw", options.repeats)
+        add_loss(report, labs[False], options.more)
     if "sparse" in options.only:
-        dense_speed.add_sparse(report, lab, options.scale, options.repeats)
-    if "w" in options.only:
-        dense_speed.add_w(report, lab, options.scale)
-    report.note(f"{secs(time.perf_counter() - started)} in all.")
-    report.show(options.json, options.markdown)
+        add_sparse(report, place / "sparse", options.scale, options.repeats)
+    report.show(options)
 
 
-def main() -> int:
+def main() -> None:
     """Runs the command line."""
-    parser = reports.arguments(__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure")
-    add("--models", nargs="+", default=sorted({case.model for case in cases()}))
-    add("--codings", nargs="+", choices=list(CODINGS), default=list(CODINGS))
+    parser = arguments(__doc__)
+    add, parts = parser.add_argument, ("bytes", "w", "chain", "loss", "sparse")
+    add("--only", nargs="+", choices=parts, default=parts, help="what to measure")
+    add("--models", nargs="+", default=sorted({case.model for case in CASES}))
     add("--text", type=Path, help="any text file; default: docs and sources of this clone")
-    add("--states", type=Path, help="keep trained states here, or take them from here")
     add("--size", default="small", help="of T5")
     add("--loss-size", default="tiny", help="of the T5 that is trained on after restores")
     add("--batch", type=int, default=4, help="samples in a batch of T5")
     add("--first", type=int, default=200, help="steps before the first save")
     add("--gap", type=int, default=10, help="steps between the saves of a chain")
-    add("--more", type=int, default=100, help="steps after a restore")
+    add("--more", type=int, default=20, help="steps after a restore")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dense-", dir=options.directory) as place:
         run(options, Path(place))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of ``dense.py``: T5 with five optimizers, a DLRM, and adapters on a frozen T5.
-
-The states are trained once and kept in a directory, so that codecs are always compared on the same
-values.
-"""
+"""Models of ``dense.py``: T5 with AdamW in float32 and with a bf16 copy, and adapters on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import ways  # noqa: F401  (makes the examples importable)
-from rich.progress import track as progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "t5x"))
 
-from dlrm_jax import data as clicks
-from dlrm_jax import model as dlrm
-from dlrm_jax import trainer as dlrm_trainer
 from flax import traverse_util
 from t5_jax import data as texts
 from t5_jax import model as t5
-from t5_jax import trainer as t5_trainer
 
 import deltackpt
 
@@ -92,69 +83,9 @@ class Model:
     starts_from: str | None = None
 
 
-class Trajectory:
-    """States of one training run, one file per step with the concatenated leaves."""
-
-    def __init__(self, model: Model, directory: Path):
-        """Opens a directory of trained states.
-
-        Args:
-          model: the trained model.
-          directory: directory of the files, one per step.
-        """
-        self.model = model
-        self._directory = directory
-        self._shapes, self._tree = jax.tree.flatten(jax.eval_shape(model.init))
-
-    def train(self, first: int, kept: Iterable[int], start: Trajectory | None = None) -> None:
-        """Trains up to the last step to keep, unless all of them exist.
-
-        Args:
-          first: step of the state of ``start``.
-          kept: steps to keep.
-          start: trajectory to start from; None for the model's first state.
-        """
-        missing = {step for step in kept if not self._path(step).exists()}
-        if not missing:
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        state, done = (start.at(first), first) if start is not None else (self.model.init(), 0)
-        for number in progress(range(done, max(missing) + 1), self.model.name):
-            if number in missing:
-                self._keep(number, state)
-            if number < max(missing):
-                state, _ = self.model.step(state, self.model.batch(0, number))
-
-    def at(self, step: int) -> Any:
-        """Returns a kept state, on the device."""
-        leaves = []
-        with self._path(step).open("rb") as file:
-            for shape in self._shapes:
-                found = np.fromfile(file, np.uint8, shape.size * shape.dtype.itemsize)
-                leaves.append(jnp.asarray(found.view(shape.dtype).reshape(shape.shape)))
-        return jax.block_until_ready(jax.tree.unflatten(self._tree, leaves))
-
-    def _keep(self, step: int, state: Any) -> None:
-        path = self._path(step)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            for leaf in jax.tree.leaves(state):
-                np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).tofile(file)
-        partial.rename(path)
-
-    def _path(self, step: int) -> Path:
-        return self._directory / str(step)
-
-
 def marked(touched: deltackpt.TouchState) -> deltackpt.TouchState:
     """Advances the clock and touches a row: a manager warns of states that do not change."""
     return deltackpt.touched.mark(touched, {"table": jnp.zeros(1, jnp.int32)})
-
-
-def nbytes(state: Any) -> int:
-    """Size in bytes of a full save of a state or its shapes."""
-    leaves = jax.tree.leaves(state._replace(touched=()))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 # T5.
@@ -194,24 +125,13 @@ def t5_models(text: str, size: str, batch_size: int) -> dict[str, Model]:
     plain = _from_optax(_adamw(_warmed_up))
     kinds: dict[str, _Kind] = {
         "adamw": _Kind(_in_float32, plain),
-        "bf16": _Kind(_in_bfloat16, plain),
         "master": _Kind(_in_bfloat16, _with_master(_adamw(_warmed_up))),
         "tuning": _Kind(
             _in_bfloat16, _with_master(_adamw(lambda step: _TUNING_RATE)), starts_from="master"
         ),
         "lora": _Kind(_with_adapters, _from_optax(_of_adapters(_adamw(_warmed_up)))),
     }
-    models = {name: _t5(name, kind, sizes, corpus) for name, kind in kinds.items()}
-    options = t5_trainer.TrainOptions(sizes=sizes, warmup=100)
-    models["adafactor"] = Model(
-        name="adafactor",
-        init=functools.partial(t5_trainer.init_state, options),
-        step=t5_trainer.train_step(options),
-        batch=corpus.batch,
-        tested=_tester(sizes, corpus),
-        tables=t5_trainer.checkpoint_tables(),
-    )
-    return models
+    return {name: _t5(name, kind, sizes, corpus) for name, kind in kinds.items()}
 
 
 class _Optimizer(NamedTuple):
@@ -354,43 +274,6 @@ def _with_master(transformation: optax.GradientTransformation) -> _Optimizer:
         return _in_bfloat16(master), _Master(master, found)
 
     return _Optimizer(init, apply)
-
-
-# DLRM.
-
-
-def dlrm_model(scale: float) -> Model:
-    """The thesis DLRM on Zipf traffic: row-wise Adagrad for tables, Adam for the dense part.
-
-    Args:
-      scale: factor on the rows of its tables.
-    """
-    rows = clicks.table_rows("thesis", scale)
-    source = clicks.ZipfTraffic(rows, 512, exponent=1.07, seed=0)
-    options = dlrm_trainer.ModelOptions(rows=rows)
-    step = dlrm_trainer.train_step(options)
-    logits = jax.jit(_dlrm_logits)
-    test = [source.batch(_ORDER_STRIDE - 1 - number) for number in range(32)]
-
-    def tested(state: dlrm_trainer.TrainState) -> float:
-        losses = [
-            dlrm.cross_entropy(logits(state, batch), jnp.asarray(batch.labels)) for batch in test
-        ]
-        return float(np.mean(losses))
-
-    return Model(
-        name="dlrm",
-        init=lambda: dlrm_trainer.init_state(options, 0),
-        step=lambda state, batch: step(state, batch)[:2],
-        batch=lambda order, number: source.batch(order * _ORDER_STRIDE + number),
-        tested=tested,
-        tables=dlrm_trainer.checkpoint_tables("adaptive4", "raw"),
-    )
-
-
-def _dlrm_logits(state: dlrm_trainer.TrainState, batch: clicks.Batch) -> jax.Array:
-    rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
-    return dlrm.logits(state.dense, jnp.asarray(batch.numeric), rows)
 
 
 def untrained(init: Callable[[], Any], tables: deltackpt.Tables = _NO_TABLES) -> Model:

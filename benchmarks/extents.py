@@ -16,41 +16,29 @@ that of this process.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fresh
 import numpy as np
-from report import Report, Sample, arguments, secs
+from report import Figures, Report, arguments, count, interleaved, metered, secs
 
-from deltackpt.resources.memory import aligned_buffer
+from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.crc import crc32c
-from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.packing import Label
+from deltackpt.storage.digests import crc32c
+from deltackpt.tiers.bundles import BundleRef
+from deltackpt.tiers.extent_store import ExtentFile
 
 NBYTES = 10_000_000
 _FILES = 20
 _BAR = 1 / 3
-#: The program of another process on the same file system.
-_OTHER = """
-import os, sys
-data, number = os.urandom(4 << 20), 0
-while True:
-    with open(os.path.join(sys.argv[1], str(number % 8)), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    number += 1
-"""
+_EXTENT, _REFERENCE = "an extent", f"a new directory of {_FILES} files"
+_WHEN = ("alone", "beside another process")
 _BLOCK_BYTES = 4096
 
 
@@ -59,125 +47,44 @@ class _Pack:
 
     def __init__(self, key: str, data: np.ndarray, crc: int):
         self._data = data
-        self.label = Label(key, len(data), crc)
+        self.ref = BundleRef(key, len(data), crc)
 
     def read_into(self, start: int, out: memoryview) -> None:
         out[:] = self._data[start : start + len(out)].data
 
 
-@dataclasses.dataclass
-class Way:
-    """A method of making bytes durable.
-
-    Attributes:
-      name: in the table.
-      save: makes the bytes durable.
-      forget: cleanup before the next round; not measured.
-    """
-
-    name: str
-    save: Callable[[], None]
-    forget: Callable[[], None]
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    cpu: list[float] = dataclasses.field(default_factory=list)
-    forced: int = 0
+def disturb(folder: str) -> None:
+    """Writes and fsyncs 4 MB files until it is killed; in a process of its own."""
+    data, number = os.urandom(4 << 20), 0
+    fresh.say("ready")
+    while True:
+        with open(Path(folder, str(number % 8)), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        number += 1
 
 
-def measure(report: Report, directory: Path, *, nbytes: int = NBYTES, repeats: int = 9) -> None:
-    """Adds the lines of this benchmark to a report.
-
-    Args:
-      report: receives the lines.
-      directory: on the file system to measure.
-      nbytes: size of a save.
-      repeats: interleaved rounds.
-    """
-    size = f"{nbytes / 1e6:g} MB"
-    with tempfile.TemporaryDirectory(prefix="extents-", dir=directory) as folder:
-        alone = _rounds(Path(folder, "alone"), nbytes, repeats)
-        with _another(Path(folder, "other")):
-            beside = _rounds(Path(folder, "beside"), nbytes, repeats)
-    for ways, when in ((alone, ""), (beside, ", beside another")):
-        extent, *others = ways
-        for number, other in enumerate(others):
-            report.compare(
-                f"{size} as an {extent.name}{when}",
-                Sample(tuple(extent.seconds)),
-                other.name,
-                Sample(tuple(other.seconds)),
-                secs,
-                bar=None if number else _BAR,
-            )
-        reference, limit = others[0], others[-1]
-        report.compare(
-            f"{limit.name}{when}",
-            Sample(tuple(limit.seconds)),
-            reference.name,
-            Sample(tuple(reference.seconds)),
-            secs,
-        )
-        report.section()
-    for way in alone:
-        report.state(f"CPU: {way.name}", Sample(tuple(way.cpu)), secs)
-    forced = ", ".join(f"{way.name} {way.forced}" for way in alone)
-    report.note(f"Calls that force something: {forced}.")
-
-
-def _rounds(folder: Path, nbytes: int, repeats: int) -> list[Way]:
+def measure(folder: Path, nbytes: int, repeats: int) -> Figures:
+    """Makes bytes durable in all ways, in turn."""
     folder.mkdir()
-    with _ways(folder, nbytes) as ways:
-        for number in range(-1, repeats):
-            for way in ways:
-                _run(way, measured=number >= 0)
-    return ways
+    with _ways(folder, nbytes) as found:
+
+        def once(save: Callable[[], None], forget: Callable[[], None]) -> dict[str, float]:
+            with metered() as spent:
+                save()
+            forget()
+            return spent[0]._asdict()
+
+        candidates = {n: lambda pair=pair: once(*pair) for n, pair in found.items()}
+        return interleaved(repeats, candidates)
 
 
 @contextmanager
-def _another(folder: Path) -> Iterator[None]:
-    """A concurrent process that writes and fsyncs files."""
-    folder.mkdir()
-    with subprocess.Popen([sys.executable, "-c", _OTHER, str(folder)]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def _run(way: Way, *, measured: bool) -> None:
-    with _forcings() as forcings:
-        cpu, started = time.process_time(), time.perf_counter()
-        way.save()
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    way.forget()
-    if measured:
-        way.seconds.append(seconds)
-        way.cpu.append(cpu)
-        way.forced = len(forcings)
-
-
-@contextmanager
-def _forcings() -> Iterator[list[str]]:
-    """Records fsync calls as they are made."""
-    real, calls = {name: getattr(os, name) for name in ("fsync", "fdatasync")}, []
-
-    def counting(name: str) -> Callable[[int], None]:
-        def call(descriptor: int) -> None:
-            calls.append(name)
-            real[name](descriptor)
-
-        return call
-
-    for name in real:
-        setattr(os, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, call in real.items():
-            setattr(os, name, call)
-
-
-@contextmanager
-def _ways(folder: Path, nbytes: int) -> Iterator[list[Way]]:
+def _ways(
+    folder: Path, nbytes: int
+) -> Iterator[dict[str, tuple[Callable[[], None], Callable[[], None]]]]:
+    """Yields what makes the bytes durable, and what cleans up before the next round, by name."""
     data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     crc = crc32c(data)
     pieces = np.array_split(data, _FILES)
@@ -193,7 +100,7 @@ def _ways(folder: Path, nbytes: int) -> Iterator[list[Way]]:
     os.fsync(descriptor)
 
     def as_extent() -> None:
-        held.hold(_Pack(f"save.{next(numbers)}", data, crc))
+        held.put(_Pack(f"save.{next(numbers)}", data, crc))
 
     def as_directory() -> None:
         new.mkdir()
@@ -219,13 +126,13 @@ def _ways(folder: Path, nbytes: int) -> Iterator[list[Way]]:
         os.fdatasync(descriptor)
 
     with Runtime(FSYNCS) as runtime:
-        yield [
-            Way("extent", as_extent, lambda: held.drop(held.labels())),
-            Way(f"new directory of {_FILES} files", as_directory, lambda: shutil.rmtree(new)),
-            Way("the same as a save writes it", as_save, lambda: shutil.rmtree(new)),
-            Way("new file", as_file, lambda: file.unlink()),
-            Way("limit: one write in place", in_place, lambda: None),
-        ]
+        yield {
+            _EXTENT: (as_extent, lambda: held.delete(held.refs())),
+            _REFERENCE: (as_directory, lambda: shutil.rmtree(new)),
+            "the same as a save writes it": (as_save, lambda: shutil.rmtree(new)),
+            "a new file": (as_file, lambda: file.unlink()),
+            "one write in place, the limit": (in_place, lambda: None),
+        }
     os.close(descriptor)
     held.close()
 
@@ -252,17 +159,36 @@ def file_system(directory: Path) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.set_defaults(repeats=9)
-    options = parser.parse_args()
+    """Runs the command line."""
+    options = arguments(__doc__, repeats=9).parse_args()
     directory = options.directory or Path(tempfile.gettempdir())
     nbytes = int(NBYTES * options.scale)
     report = Report(
         "A save made durable on a disk of the node",
-        sizes=f"{nbytes / 1e6:g} MB, {file_system(directory)}, {options.repeats} rounds",
+        sizes=f"{nbytes / 1e6:g} MB, {file_system(directory)}",
     )
-    measure(report, directory, nbytes=nbytes, repeats=options.repeats)
-    report.show(options.json, options.markdown)
+    found: dict[str, Figures] = {}
+    with tempfile.TemporaryDirectory(prefix="extents-", dir=directory) as folder:
+        found[_WHEN[0]] = measure(Path(folder, "alone"), nbytes, options.repeats)
+        Path(folder, "other").mkdir()
+        with fresh.started(disturb, Path(folder, "other")) as other:
+            fresh.heard(other)
+            try:
+                found[_WHEN[1]] = measure(Path(folder, "beside"), nbytes, options.repeats)
+            finally:
+                other.kill()
+    rows = []
+    for name in found[_WHEN[0]].candidates:
+        for when, figures in found.items():
+            mine, theirs = figures(_EXTENT, "secs"), figures(name, "secs")
+            if name != _EXTENT:
+                bar = _BAR if name == _REFERENCE else None
+                report.compare(f"{_EXTENT}, {when}", mine, name, theirs, secs, bar=bar)
+        for what, unit in (("cpu", secs), ("fsyncs", count)):
+            report.state(f"{name}: {what}", found[_WHEN[0]](name, what), unit)
+        rows.append([name, *((figures(name, "secs"), secs) for figures in found.values())])
+    report.publish("extents", (f"{nbytes / 1e6:g} MB as", *_WHEN), rows)
+    report.show(options)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,9 @@ import argparse
 import functools
 import itertools
 import queue
-import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,39 +31,46 @@ import numpy as np
 import state as states
 import ways
 from jax import lax
-from report import Report, Sample, arguments, percent, secs, speed, timed, times
+from report import (
+    Figures,
+    Report,
+    Sample,
+    arguments,
+    interleaved,
+    percent,
+    secs,
+    speed,
+    timed,
+    times,
+)
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.save import encode, pieces
+from deltackpt.save import capture, encode
 
 TOUCHED = 0.05
 #: Steps that are waiting for the device or running there.
 AHEAD = 3
 #: What is saved: name to (way, kind).
 SAVES = {
-    "base, hold": ("power", "base"),
-    "delta": ("power", "delta"),
-    "delta, adaptive4": ("adaptive4", "delta"),
-    "base, block": ("power-block", "base"),
-    "Orbax defaults": ("orbax", "full"),
-    "Orbax tuned": ("orbax-tuned", "full"),
+    "delta of 5% of the rows, `raw`": ("power", "delta"),
+    "the same, `adaptive4`": ("adaptive4", "delta"),
+    'base, `base_snapshot="hold"` (default)': ("power", "base"),
+    'base, `base_snapshot="block"`': ("power-block", "base"),
+    "Orbax tuned": ("Orbax tuned", "full"),
+    "Orbax defaults": ("Orbax defaults", "full"),
 }
-OURS = tuple(name for name, (way, _) in SAVES.items() if not way.startswith("orbax"))
-THEIRS = tuple(name for name in SAVES if name not in OURS)
+DELTA = next(iter(SAVES))
 #: (figure, words, bar of deltas).
 FIGURES = (
-    ("blocked", "save() takes", 1.0),
-    ("gap", "without a step at the save", None),
+    ("blocked", "`save()` takes", 1.0),
     ("lost", "training time lost", 1 / 15),
-    ("committed", "durable under training", None),
+    ("committed", "durable after", None),
+    ("gap", "without a step at the save", None),
 )
 CODECS = ("bf16", "int8", "int4", "adaptive4", "adaptive2")
 #: Rows that are encoded at once: 64 MiB, as in a save on a device.
 ENCODED_ROWS = 1 << 18
-
-#: Seconds by (figure, save), one for each round.
-Figures = dict[tuple[str, str], list[float]]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -194,42 +199,37 @@ def committed_at(manager: ways.Way) -> float:
 
 
 def measure_training(root: Path, state: states.State, options: argparse.Namespace) -> Figures:
-    """Measures the cost of each kind of save to training, in turn."""
-    found: Figures = defaultdict(list)
+    """Measures the cost of each kind of save to training, in turn; the first round compiles."""
     managers = {way: ways.WAYS[way](root / way) for way, _ in SAVES.values()}
-    loop = Loop(state, options.step_secs)
-    step = 0
+    loop, step = Loop(state, options.step_secs), 0
+
+    def save(way: str, kind: str) -> dict[str, float]:
+        nonlocal step
+        step += 2
+        if kind == "delta":
+            managers[way].save(step - 1, loop.state, base=True)
+            managers[way].wait()
+        ids = states.random_ids(loop.state, TOUCHED, step)
+        loop.state = jax.block_until_ready(states.change(loop.state, ids))
+        ways.warm_memory(loop.state)
+        figures = disturbed(loop, managers[way], step, kind, options.steps, pool)
+        ways.keep_only(managers[way].root, step - 1)
+        return figures
+
     with ThreadPoolExecutor(1, "wait") as pool:
-        for number in range(options.repeats + 1):
-            for name, (way, kind) in SAVES.items():
-                step += 2
-                if kind == "delta":
-                    managers[way].save(step - 1, loop.state, base=True)
-                    managers[way].wait()
-                ids = states.random_ids(loop.state, TOUCHED, step)
-                loop.state = jax.block_until_ready(states.change(loop.state, ids))
-                ways.settle(loop.state)
-                figures = disturbed(loop, managers[way], step, kind, options.steps, pool)
-                # The first round compiles.
-                if number:
-                    for figure, value in figures.items():
-                        found[figure, name].append(value)
-                ways.keep_only(managers[way].root, step - 1)
+        candidates = {name: functools.partial(save, *what) for name, what in SAVES.items()}
+        found = interleaved(options.repeats, candidates)
     loop.close()
     for manager in managers.values():
         manager.close()
     return found
 
 
-def measure_encoding(rows: jax.Array, rounds: int) -> Figures:
-    """Measures seconds per GB of rows encoded on the device, codec by codec."""
-    found: Figures = defaultdict(list)
-    for number, name in itertools.product(range(rounds + 1), CODECS):
-        codec = codecs.get(name)
-        seconds = timed(lambda: jax.block_until_ready(encode.encode(codec, rows)))  # noqa: B023
-        if number:
-            found["encode", name].append(seconds / rows.nbytes * 1e9)
-    return found
+def encode_speed(name: str, rows: jax.Array) -> dict[str, float]:
+    """Measures seconds per GB of rows encoded on the device."""
+    codec = codecs.get(name)
+    seconds = timed(lambda: jax.block_until_ready(encode.encode(codec, rows)))
+    return {"encode": seconds / rows.nbytes * 1e9}
 
 
 def alike(name: str, rows: jax.Array) -> float:
@@ -244,40 +244,6 @@ def alike(name: str, rows: jax.Array) -> float:
     return float(same.mean())
 
 
-def add_training(report: Report, found: Figures) -> None:
-    """Adds the cost of saves to training."""
-    for figure, words, bar in FIGURES:
-        for name, other in itertools.product(OURS, THEIRS):
-            report.compare(
-                f"{name}: {words}",
-                sample(found, figure, name),
-                other,
-                sample(found, figure, other),
-                secs,
-                bar=bar if name == "delta" else None,
-            )
-        report.section()
-    for name in SAVES:
-        report.state(f"{name}: steps meanwhile", sample(found, "slower", name), times)
-    report.state("undisturbed step", sample(found, "quiet", "delta"), secs)
-    report.section()
-
-
-def add_encoding(report: Report, found: Figures, rows: jax.Array) -> None:
-    """Adds the figures of encoding on the device."""
-    for name in CODECS:
-        report.state(f"{name}: encode on the device", sample(found, "encode", name), speed)
-    few = rows[: pieces.piece_rows(rows.shape[1:])]
-    for name in CODECS:
-        same = Sample((alike(name, few),))
-        report.state(f"{name}: rows stored as the CPU encodes them", same, percent)
-
-
-def sample(found: Figures, figure: str, name: str) -> Sample:
-    """One of the figures."""
-    return Sample(tuple(found[figure, name]))
-
-
 def run(options: argparse.Namespace, root: Path) -> None:
     """Measures and prints the table."""
     device = jax.devices()[0]
@@ -285,25 +251,44 @@ def run(options: argparse.Namespace, root: Path) -> None:
     rows = sum(table.shape[0] for table in state.tables.values())
     report = Report(
         "Saves of a state on a GPU",
-        sizes=(
-            f"{device.device_kind} ({device.platform}); {rows:,} rows of {states.WIDTH} float32, "
-            f"{states.nbytes(state) / 1e9:.2f} GB with slots and the dense part; {TOUCHED:.0%} of "
-            f"the rows touched between saves; {AHEAD} steps ahead; {options.repeats} interleaved "
-            "rounds, median (range)"
-        ),
+        sizes=f"{device.device_kind} ({device.platform}); {rows:,} rows of {states.WIDTH} float32, "
+        f"{ways.nbytes(state) / 1e9:.2f} GB with slots and the dense part; {TOUCHED:.0%} of the "
+        f"rows touched between saves; {AHEAD} steps ahead. {ways.TUNED}",
     )
-    report.note(ways.TUNED)
     if device.platform != "gpu":
         report.note("Not on a GPU: this shows that the benchmark runs, and nothing else.")
     found = measure_training(root, state, options)
-    add_training(report, found)
-    count = max(1024, round(ENCODED_ROWS * min(1.0, options.scale)))
-    random = jax.random.normal(jax.random.key(0), (count, states.WIDTH))
-    add_encoding(report, measure_encoding(random, options.repeats), random)
-    report.show(options.json, options.markdown)
+    ours = [name for name in SAVES if name not in ways.THEIRS]
+    for (figure, words, bar), name, other in itertools.product(FIGURES, ours, ways.THEIRS):
+        mine, theirs = found(name, figure), found(other, figure)
+        bar = bar if name == DELTA else None
+        report.compare(f"{name}: {words}", mine, other, theirs, secs, bar=bar)
+    for name in SAVES:
+        report.state(f"{name}: steps meanwhile", found(name, "slower"), times)
+    report.state("undisturbed step", found(DELTA, "quiet"), secs)
+    report.section()
+    size = max(1024, round(ENCODED_ROWS * min(1.0, options.scale)))
+    random = jax.random.normal(jax.random.key(0), (size, states.WIDTH))
+    speeds = {name: functools.partial(encode_speed, name, random) for name in CODECS}
+    encoded = interleaved(options.repeats, speeds)
+    few = random[: capture.piece_rows(random.shape[1:])]
+    table = []
+    for name in CODECS:
+        same = Sample((alike(name, few),))
+        report.state(f"{name}: encode on the device", encoded(name, "encode"), speed)
+        report.state(f"{name}: rows stored as the CPU encodes them", same, percent)
+        table.append([f"`{name}`", (encoded(name, "encode"), speed), (same, percent)])
+    shown = FIGURES[:3]
+    report.publish(
+        "saves",
+        ("save", *(words for _, words, _ in shown)),
+        [[name, *((found(name, figure), secs) for figure, _, _ in shown)] for name in SAVES],
+    )
+    report.publish("encoding", ("codec", "encode on the device", "rows as the CPU's"), table)
+    report.show(options)
 
 
-def main() -> int:
+def main() -> None:
     """Runs the command line."""
     parser = arguments(__doc__)
     parser.add_argument("--allow-cpu", action="store_true", help="run where there is no GPU")
@@ -314,8 +299,7 @@ def main() -> int:
         parser.error(f"expected a GPU, found {jax.default_backend()}; see --allow-cpu")
     with tempfile.TemporaryDirectory(prefix="gpu-", dir=options.directory) as place:
         run(options, Path(place))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loses to saves: steps of a multi-rank job, with and without saves.
+"""The load-imbalance table: steps of a job of several ranks, with and without saves.
 
 Ranks are processes of this machine, joined by gloo. They wait for one another in each step, so a
 step lasts as long as on the slowest rank. They train without saves; with deltas to a bucket,
 through a staging directory and an uploader of each rank, with one base and one compaction in the
-run; and with stock Orbax to a directory, as often. The variants take turns, round by round. Each
-run ends when its background work is done.
+run; and with tuned Orbax to a directory, as often. The three take turns, round by round. A run ends
+when its background work is done. The ranks use all cores, or leave one to the background work.
 
-    make servers
-    python benchmarks/interference.py --json interference.json
-    python benchmarks/interference.py --ranks 4
-    python benchmarks/interference.py --scale 0.02 --repeats 1 --steps 8 --every 4 --step-ms 5
+make servers
+python benchmarks/interference.py --json interference.json
+python benchmarks/interference.py --scale 0.02 --repeats 1 --steps 8 --every 4 --step-ms 5
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
+import fresh
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,331 +34,251 @@ import state as states
 import ways
 from dlrm_jax import trainer
 from jax.experimental import multihost_utils
-from report import Report, Sample, arguments, secs
+from report import Figures, Report, arguments, cpu_secs, secs, times
 from running import s3_server
 
 import deltackpt
 
-WAYS = ("none", "deltas", "orbax")
-#: Bars relative to no saves: p99 of the steps without a save, and the longest step of any rank.
-BARS = {"p99": 1.05, "longest": 1.25}
+NONE, OURS, THEIRS = "no saves", "deltackpt", "Orbax tuned"
+FREE, FULL = "a core is free", "all cores are in use"
+#: Bars relative to no saves if a core is free; otherwise Orbax's figures are the bars.
+_BARS = {"p99": 1.10, "longest": 1.3}
+_WORDS = {"p99": "p99 of the steps without a save", "longest": "longest step of any rank"}
 #: Share of the rows that one step touches.
 _TOUCHED = 0.0025
 _WIDTH = 512
-_COMPACTOR_NICE = 10
 _CPU = re.compile(r"([\d.]+) s of CPU")
 
 
 class Bucketed:
     """deltackpt with a staging directory for each rank."""
 
-    def __init__(self, url: str, stage: Path, endpoint: str):
-        self._stage = stage / f"process-{jax.process_index()}"
+    def __init__(self, url: str, stage: Path, endpoint: str, cpus: list[int] | None):
+        self._log = stage / f"process-{jax.process_index()}" / "promoter.log"
+        policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
             url,
             handlers={"embeddings": trainer.checkpoint_tables()},
             options=deltackpt.ManagerOptions(
-                deltas=deltackpt.DeltaOptions(
-                    policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-                ),
+                deltas=deltackpt.DeltaOptions(policy=policy),
                 tiers=deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint, shared=False),
+                background=deltackpt.Background(cpus=cpus),
             ),
         )
 
-    def save(self, step: int, state: states.State, *, base: bool) -> None:
-        """Starts a save."""
+    def save(self, step: int, state: states.State, *, base: bool = False) -> None:
         self._manager.save(step, state, force_base=base)
 
-    def close(self) -> float:
-        """Waits for all saves; returns the CPU seconds of this rank's uploader."""
+    def wait(self) -> None:
         self._manager.wait_until_finished()
+
+    def close(self) -> None:
         self._manager.close()
-        log = self._stage / "promoter.log"
+
+    def uploader_cpu(self) -> float:
+        """CPU seconds of this rank's uploader, once it has ended."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if log.exists() and (found := _CPU.findall(log.read_text(errors="replace"))):
+            if self._log.exists() and (found := _CPU.findall(self._log.read_text())):
                 return sum(map(float, found))
             time.sleep(0.1)
-        raise RuntimeError(f"{log}: expected the end of a promoter, found none in 60 s")
-
-
-class Orbax:
-    """Stock Orbax: the whole state each time."""
-
-    def __init__(self, root: Path):
-        self._way = ways.Orbax(root, compressed=True)
-
-    def save(self, step: int, state: states.State, *, base: bool) -> None:
-        """Starts a save."""
-        self._way.save(step, state, base=base)
-
-    def close(self) -> float:
-        """Waits for all saves, which threads of this process make."""
-        self._way.wait()
-        self._way.close()
-        return 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of a rank: seconds of its steps, and of CPU.
-
-    Attributes:
-      way: the variant.
-      plain: seconds of the steps without a save.
-      saving: seconds of the steps with a save.
-      cpu: of this process, from the first step until all saves were done.
-      others: of its uploader and of the compactor.
-    """
-
-    way: str
-    plain: list[float]
-    saving: list[float]
-    cpu: float
-    others: float
+        raise RuntimeError(f"{self._log}: expected the end of an uploader, found none in 60 s")
 
 
 # Code of the ranks.
 
 
 @partial(jax.jit, static_argnums=2)
-def _multiply(rows: jax.Array, kernel: jax.Array, times: int) -> jax.Array:
+def _multiply(rows: jax.Array, kernel: jax.Array, count: int) -> jax.Array:
     """Computes on the rows of this rank, then waits for all other ranks."""
-
-    def once(_: int, rows: jax.Array) -> jax.Array:
-        return jnp.tanh(rows @ kernel)
-
-    return jnp.sum(jax.lax.fori_loop(0, times, once, rows))
+    return jnp.sum(jax.lax.fori_loop(0, count, lambda _, rows: jnp.tanh(rows @ kernel), rows))
 
 
 class Training:
     """The training steps of a job."""
 
-    def __init__(self, options: argparse.Namespace):
-        self._options = options
+    def __init__(self, scale: float, step_secs: float):
         mesh = jax.make_mesh(
             (jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)
         )
-        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        by_rows, everywhere = (
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+            for axes in (("rows",), ())
+        )
         shape = (_WIDTH * jax.device_count(), _WIDTH)
         self._rows = jax.jit(lambda: jnp.ones(shape), out_shardings=by_rows)()
         self._kernel = jax.jit(lambda: jnp.eye(_WIDTH) * 0.5, out_shardings=everywhere)()
-        self.state = scaling.make(options.scale)
-        self._number = 0
-        self._times = self._calibrated(options.step_ms / 1e3)
+        self.state = scaling.make(scale)
+        self._number, self._count = 0, 1
+        while (worst := self._least_secs()) < step_secs:
+            grown = int(self._count * min(4.0, 1.1 * step_secs / worst))
+            self._count = max(self._count + 1, grown)
 
-    def _calibrated(self, least_secs: float) -> int:
-        """Multiplications for a step of the wanted duration; process 0 decides."""
-        times = 1
-        while True:
-            took = []
-            for _ in range(3):
-                started = time.perf_counter()
-                jax.block_until_ready(_multiply(self._rows, self._kernel, times))
-                took.append(time.perf_counter() - started)
-            worst = float(multihost_utils.broadcast_one_to_all(np.float64(min(took))))
-            if worst >= least_secs:
-                return times
-            times = max(times + 1, int(times * min(4.0, 1.1 * least_secs / worst)))
+    def _least_secs(self) -> float:
+        """Seconds of the multiplications of a step, as process 0 measures them."""
+        took = []
+        for _ in range(3):
+            started = time.perf_counter()
+            jax.block_until_ready(_multiply(self._rows, self._kernel, self._count))
+            took.append(time.perf_counter() - started)
+        return float(multihost_utils.broadcast_one_to_all(np.float64(min(took))))
 
     def step(self) -> None:
         """Runs one training step and waits for it."""
         self._number += 1
         ids = states.random_ids(self.state, _TOUCHED, self._number)
         self.state = states.change(self.state, ids)
-        jax.block_until_ready((self.state, _multiply(self._rows, self._kernel, self._times)))
+        jax.block_until_ready((self.state, _multiply(self._rows, self._kernel, self._count)))
 
 
-def run(options: argparse.Namespace, training: Training, way: str, number: int) -> Run:
-    """Trains once."""
-    place = options.directory / f"{way}-{number}"
-    url = f"s3://bench/{way}-{number}"
-    manager: Bucketed | Orbax | None = None
-    if way == "deltas":
-        manager = Bucketed(url, place, options.endpoint)
-    elif way == "orbax":
-        manager = Orbax(place)
+def trained(
+    directory: str, endpoint: str, sizes: dict[str, Any], background: list[int] | None
+) -> list[dict[str, Any]]:
+    """This rank's view of all runs; ``background`` are the cores that training leaves free."""
+    cores = os.sched_getaffinity(0)
+    # Threads inherit the cores of the one that starts them: XLA's here, a manager's below.
+    os.sched_setaffinity(0, cores - set(background or ()))
+    training, found = Training(sizes["scale"], sizes["step_ms"] / 1e3), []
+    for number in range(sizes["repeats"] + 1):
+        names = (NONE, OURS, THEIRS)
+        for name in names if number % 2 else names[::-1]:
+            place = Path(directory, f"{name.split()[0]}-{number}")
+            url = f"s3://bench/{Path(directory).name}-{number}"
+            way: Any = None
+            os.sched_setaffinity(0, cores)
+            if name == OURS:
+                way = Bucketed(url, place, endpoint, background)
+            elif name == THEIRS:
+                way = ways.WAYS[THEIRS](place)
+            os.sched_setaffinity(0, cores - set(background or ()))
+            compact = (
+                ["compact", url, "--endpoint", endpoint, "--workers=1"] if name == OURS else []
+            )
+            view = _run(training, way, sizes, _on(background, compact))
+            if number:  # The first round compiles.
+                found.append(view | {"name": name})
+            if jax.process_index() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+                os.sync()
+            multihost_utils.sync_global_devices("removed")
+    return found
+
+
+def _on(cores: list[int] | None, words: list[str]) -> list[str]:
+    """The command of a compaction that yields to training."""
+    limit = [] if cores is None else ["taskset", "-c", ",".join(map(str, cores))]
+    return [*limit, "nice", "-n10", sys.executable, "-m", "deltackpt.cli", *words] if words else []
+
+
+def _run(
+    training: Training, way: Any, sizes: dict[str, Any], compact: list[str]
+) -> dict[str, float]:
+    """Trains once; process 0 starts the compaction after the last save."""
+    steps, every = sizes["steps"], sizes["every"]
     for _ in range(3):
         training.step()
+    multihost_utils.sync_global_devices("begin")
+    plain, saving, cpu = list[float](), list[float](), cpu_secs()
     compactor: subprocess.Popen[bytes] | None = None
-    scaling.barrier("begin")
-    plain, saving, cpu = list[float](), list[float](), time.process_time()
-    for step in range(options.steps):
+    for step in range(steps):
         started = time.perf_counter()
         training.step()
-        is_save = manager is not None and step % options.every == options.every // 2
-        if is_save:
-            assert manager is not None
-            manager.save(step, training.state, base=step < options.every)
-        (saving if is_save else plain).append(time.perf_counter() - started)
-        is_late = step == options.steps - options.every // 2 - 1
-        if way == "deltas" and is_late and jax.process_index() == 0:
-            compactor = _compact(url, options.endpoint)
-    others = 0.0 if manager is None else manager.close()
-    spent = time.process_time() - cpu
+        times_ = plain
+        if way is not None and step % every == every // 2:
+            way.save(step, training.state, base=step < every)
+            times_ = saving
+        times_.append(time.perf_counter() - started)
+        if compact and step == steps - every // 2 - 1 and jax.process_index() == 0:
+            compactor = subprocess.Popen(compact, stdout=subprocess.DEVNULL)
+    if way is not None:
+        way.wait()
+        way.close()
+    found = {
+        "p99": float(np.percentile(plain, 99)),
+        "longest": max(plain + saving),
+        "all steps": sum(plain + saving),
+        "ranks": cpu_secs() - cpu,
+    }
+    if isinstance(way, Bucketed):
+        found["uploaders"], found["compaction"] = way.uploader_cpu(), 0.0
     if compactor is not None:
         _, status, used = os.wait4(compactor.pid, 0)
         compactor.returncode = os.waitstatus_to_exitcode(status)
         if compactor.returncode:
             raise RuntimeError(f"the compaction ended with {compactor.returncode}")
-        others += used.ru_utime + used.ru_stime
-    scaling.barrier("done")
-    if jax.process_index() == 0:
-        shutil.rmtree(place, ignore_errors=True)
-        os.sync()
-    scaling.barrier("removed")
-    return Run(way, plain, saving, spent, others)
-
-
-def _compact(url: str, endpoint: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "deltackpt.cli", "compact", url, "--endpoint", endpoint]
-    return subprocess.Popen(
-        ["nice", f"-n{_COMPACTOR_NICE}", *command, "--workers=1"], stdout=subprocess.DEVNULL
-    )
-
-
-def work(options: argparse.Namespace) -> None:
-    """Joins the other ranks and trains with each variant in turn."""
-    signal.alarm(options.limit)  # Ends this rank even if the launcher is gone.
-    address = f"127.0.0.1:{options.port}"
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        options.ranks,
-        options.worker,
-        coordinator_bind_address=address,
-        initialization_timeout=scaling.START_SECS,
-    )
-    training = Training(options)
-    # The first round compiles and is not counted.
-    found = [
-        run(options, training, way, number)
-        for number in range(options.repeats + 1)
-        for way in (WAYS if number % 2 else WAYS[::-1])
-    ][len(WAYS) :]
-    path = options.directory / f"found.{options.worker}.json"
-    path.write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+        found["compaction"] = used.ru_utime + used.ru_stime
+    multihost_utils.sync_global_devices("done")
+    return found
 
 
 # Code of the launcher.
 
 
-def launch(options: argparse.Namespace, place: Path, endpoint: str) -> list[list[Run]]:
-    """Runs the ranks and returns what each of them measured.
-
-    Raises:
-      RuntimeError: a rank failed, or they did not end in time.
-    """
-    command = [sys.executable, __file__, f"--port={scaling.free_port()}", f"--endpoint={endpoint}"]
-    command += [f"--directory={place}"]
-    for name in ("ranks", "scale", "repeats", "steps", "every", "step_ms", "limit"):
-        command.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    logs = [place / f"log.{rank}" for rank in range(options.ranks)]
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                workers.append(
-                    subprocess.Popen(
-                        [*command, f"--worker={rank}"],
-                        env=environment,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        scaling.join(workers, logs, time.monotonic() + options.limit)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return [
-        [Run(**one) for one in json.loads((place / f"found.{rank}.json").read_text())]
-        for rank in range(options.ranks)
-    ]
-
-
-def add(report: Report, options: argparse.Namespace, ranks: list[list[Run]]) -> None:
-    """Adds lines that compare each variant with no saves."""
-    rounds = list(zip(*ranks, strict=True))
-
-    def sample(way: str, figure: Any) -> Sample:
-        return Sample(tuple(figure(views) for views in rounds if views[0].way == way))
-
-    def p99(views: tuple[Run, ...]) -> float:
-        return max(float(np.percentile(one.plain, 99)) for one in views)
-
-    def longest(views: tuple[Run, ...]) -> float:
-        return max(max(*one.plain, *one.saving) for one in views)
-
-    def whole(views: tuple[Run, ...]) -> float:
-        return max(sum(one.plain) + sum(one.saving) for one in views)
-
-    barred = options.ranks == 2
-    names = {"deltas": "deltackpt", "orbax": "Orbax defaults"}
-    for way, name in names.items():
-        ours = barred and way == "deltas"
-        for words, figure, bar in (
-            ("p99 of the steps without a save", p99, BARS["p99"]),
-            ("longest step of any rank", longest, BARS["longest"]),
-            ("all steps", whole, None),
-        ):
-            mine, none = sample(way, figure), sample("none", figure)
-            report.compare(
-                f"{name}: {words}", mine, "no saves", none, secs, bar=bar if ours else None
-            )
+def add(report: Report, found: Figures, title: str) -> list[list]:
+    """Adds the lines of one use of the cores, and returns its rows of the published table."""
+    rows = []
+    for name in (OURS, THEIRS):
+        for figure in ("p99", "longest", "all steps"):
+            bar = _BARS.get(figure) if (name, title) == (OURS, FREE) else None
+            what, none = f"{title}: {_WORDS.get(figure, figure)}, {name}", found(NONE, figure)
+            report.compare(what, found(name, figure), NONE, none, secs, bar=bar)
+        cpu = found(name, "ranks").minus(found(NONE, "ranks"))
+        report.state(f"{title}: more CPU of the ranks, {name}", cpu, secs)
+        relative = [(found(name, one).over(found(NONE, one)), times) for one in _BARS]
+        rows.append([title, name, *relative])
+    for figure in _BARS:
+        mine, theirs = found(OURS, figure), found(THEIRS, figure)
+        bar = 1.0 if title == FULL else None
+        report.compare(f"{title}: {_WORDS[figure]}", mine, THEIRS, theirs, secs, bar=bar)
+    for figure in ("uploaders", "compaction"):
+        report.state(f"{title}: CPU of {figure}", found(OURS, figure), secs)
     report.section()
-    for way, name in names.items():
-        spent = sample(way, lambda views: sum(one.cpu for one in views))
-        report.compare(
-            f"{name}: CPU of the ranks",
-            spent,
-            "no saves",
-            sample("none", lambda views: sum(one.cpu for one in views)),
-            secs,
-        )
-    others = sample("deltas", lambda views: sum(one.others for one in views))
-    report.state("deltackpt: CPU of promoters and compaction", others, secs)
+    return rows
 
 
-def main() -> int:
+def main() -> None:
     """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.set_defaults(repeats=5)
+    parser = arguments(__doc__, repeats=5)
     parser.add_argument("--ranks", type=int, default=2, help="processes of the job")
     parser.add_argument("--steps", type=int, default=100, help="of one run")
     parser.add_argument("--every", type=int, default=20, help="steps between saves")
     parser.add_argument("--step-ms", type=float, default=200.0, help="least of a step")
-    parser.add_argument("--limit", type=int, default=3600, help="seconds for all of it")
-    for hidden, kind in (("--worker", int), ("--port", int), ("--endpoint", str)):
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker is not None:
-        work(options)
-        return 0
-    rows = sum(scaling.ROWS.values()) * options.scale
+    nbytes = sum(scaling.ROWS.values()) * options.scale * (states.WIDTH + 1) * 4
     report = Report(
         "What training loses to saving",
-        sizes=(
-            f"{options.ranks} ranks over gloo, {rows * (states.WIDTH + 1) * 4 / 1e6:.0f} MB each; "
-            f"{options.steps} steps of at least {options.step_ms:g} ms, a save every "
-            f"{options.every}; {options.repeats} interleaved rounds, median (range)"
-        ),
+        sizes=f"{options.ranks} ranks over gloo, {nbytes / 1e6:.0f} MB each; {options.steps} steps "
+        f"of at least {options.step_ms:g} ms, a save every {options.every}. {ways.TUNED}",
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="interference-", dir=options.directory) as place,
-        s3_server.running(Path(place) / "server") as server,
-    ):
-        server.bucket("bench")
-        add(report, options, launch(options, Path(place), server.endpoint))
-    report.note(
-        "The server of the bucket, the promoters and the compaction share the ranks' cores, as "
-        "nothing else does on hosts of their own."
+    cores, rows = sorted(os.sched_getaffinity(0)), []
+    sizes = {
+        name: getattr(options, name) for name in ("scale", "repeats", "steps", "every", "step_ms")
+    }
+    for title, background in ((FREE, cores[-1:]), (FULL, None)):
+        if background == cores:
+            report.note("No core can be left free: there is only one.")
+            continue
+        with tempfile.TemporaryDirectory(prefix="interference-", dir=options.directory) as place:
+            os.sched_setaffinity(0, background or cores)  # The server inherits it.
+            with s3_server.running(Path(place) / "server") as server:
+                os.sched_setaffinity(0, cores)
+                server.bucket("bench")
+                where = place, server.endpoint, sizes, background
+                views = fresh.call_job(trained, options.ranks, *where, limit=3600)
+        found = Figures()
+        for parts in zip(*views, strict=True):
+            name = parts[0].pop("name")
+            for figure in parts[0]:
+                slowest = figure in ("p99", "longest", "all steps")
+                value = (max if slowest else sum)(part[figure] for part in parts)
+                found.add(name, {figure: value})
+        rows += add(report, found, title)
+    report.note("The server of the bucket runs on the cores of the background work.")
+    report.publish(
+        "interference", ("", "saved by", *(f"{w}, of no saves" for w in _WORDS.values())), rows
     )
-    report.show(options.json, options.markdown)
-    return 0
+    report.show(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

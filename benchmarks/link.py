@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rate-limited link between two loopback ports: a node's link to a bucket.
-
-python benchmarks/link.py PORT TARGET_PORT BYTES_PER_SEC
-"""
+"""A rate-limited link between two loopback ports: a node's link to a bucket."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 
 _PIECE = 64 << 10
@@ -53,5 +49,6 @@ async def serve(port: int, target: int, pace: Pace) -> None:
         await server.serve_forever()
 
 
-if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), Pace(float(sys.argv[3]))))
+def run(port: int, target: int, bytes_per_sec: float) -> None:
+    """Forwards until the process is killed."""
+    asyncio.run(serve(port, target, Pace(bytes_per_sec)))

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of many tables, many steps and long chains.
+"""The cost of many tables: state W's rows in 10 tables and in 1,000, the same rows touched.
 
-State W's rows in 10 tables and in 1,000, the same rows touched: each save's blocked time and CPU.
-Then a directory of 1,000 small deltas: opening it, with the metadata that chains need, and the
-cost of one more delta in a chain. The latter compares restores of the newest step and of one half
-as far from the base.
+python benchmarks/many.py --json many.json
+python benchmarks/many.py --scale 0.01 --repeats 1      # a smoke test
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import state as states
-from report import Report, Sample, arguments, ratio, secs, timed
+from report import Report, Sample, arguments, interleaved, ratio, secs
 
 import deltackpt
-from deltackpt.ledger.directory import Root
 
-_FEW, _MANY = 10, 1000
+_FEW, _MANY = "10 tables", "1,000 tables"
 #: Share of the rows that change between two saves.
 _SHARE = 0.05
+#: Bar of blocked time and CPU with many tables.
+_BAR = 2.0
 _OPTIONS = deltackpt.ManagerOptions(
     deltas=deltackpt.DeltaOptions(
         policy=deltackpt.policies.Consecutive(max_chain=100_000, max_restore_ratio=1e9)
@@ -39,120 +36,76 @@ _HANDLERS = {
 }
 
 
-@dataclasses.dataclass
 class Trainer:
-    """A state of several tables that is saved repeatedly.
+    """A state of several equal tables that is saved repeatedly."""
 
-    Attributes:
-      manager: with its own directory.
-      state: tables and slots, all of the same size.
-      touched: its TouchState.
-      step: number of the next save.
-    """
-
-    manager: deltackpt.CheckpointManager
-    state: dict[str, dict[str, jax.Array]]
-    touched: deltackpt.TouchState
-    step: int = 0
-
-    @classmethod
-    def of(cls, root: Path, tables: int, rows: int, width: int) -> Trainer:
-        """A trainer whose tables have ``rows`` rows in total."""
+    def __init__(self, root: Path, tables: int, rows: int, width: int):
+        """Creates tables that have ``rows`` rows in total."""
         random = np.random.default_rng(0)
         names = [f"table{number:04d}" for number in range(tables)]
         shape = rows // tables, width
-        state = {
+        self.state = {
             "tables": {name: jnp.asarray(random.random(shape, np.float32)) for name in names},
             "slots": {name: jnp.asarray(random.random(shape[:1], np.float32)) for name in names},
         }
-        manager = deltackpt.CheckpointManager(root, handlers=_HANDLERS, options=_OPTIONS)
-        return cls(manager, state, deltackpt.touched.init(state["tables"]))
+        self._touched = deltackpt.touched.init(self.state["tables"])
+        self.manager = deltackpt.CheckpointManager(root, handlers=_HANDLERS, options=_OPTIONS)
+        self._step = 0
 
-    def touch(self, share: float) -> None:
-        """Marks a share of the rows of each table, as a training step would."""
-        random, clock = np.random.default_rng(self.step), int(self.touched.clock) + 1
+    def save(self, share: float) -> dict[str, float]:
+        """Marks a share of the rows of each table, as a training step would, and saves."""
+        random, clock = np.random.default_rng(self._step), int(self._touched.clock) + 1
         stamps = {}
-        for name, known in self.touched.stamps.items():
+        for name, known in self._touched.stamps.items():
             marked = np.array(known)
             marked[random.choice(len(marked), round(len(marked) * share), replace=False)] = clock
             stamps[name] = jnp.asarray(marked)
-        self.touched = self.touched._replace(clock=jnp.int32(clock), stamps=stamps)
-        jax.block_until_ready((self.touched, self.state))
-
-    def save(self) -> tuple[float, float, float]:
-        """Saves a step; returns its blocked seconds, CPU seconds and seconds until the commit."""
+        self._touched = self._touched._replace(clock=jnp.int32(clock), stamps=stamps)
+        jax.block_until_ready((self._touched, self.state))
         cpu, started = time.process_time(), time.perf_counter()
-        self.manager.save(self.step, self.state, touched=self.touched)
+        self.manager.save(self._step, self.state, touched=self._touched)
         blocked = time.perf_counter() - started
         self.manager.wait_until_finished()
-        self.step += 1
-        return blocked, time.process_time() - cpu, time.perf_counter() - started
+        self._step += 1
+        durable = time.perf_counter() - started
+        return {"blocked": blocked, "CPU": time.process_time() - cpu, "durable": durable}
 
 
 def many_tables(report: Report, directory: Path, scale: float, repeats: int) -> None:
     """Compares 1,000 tables with 10."""
     rows = round(sum(states.ROWS.values()) * scale)
     trainers = {
-        count: Trainer.of(directory / f"{count}-tables", count, rows, states.WIDTH)
-        for count in (_FEW, _MANY)
+        name: Trainer(directory / name, int(name.split()[0].replace(",", "")), rows, states.WIDTH)
+        for name in (_FEW, _MANY)
     }
-    found: dict[int, list[tuple[float, float, float]]] = {_FEW: [], _MANY: []}
-    for trainer in trainers.values():
-        for _ in range(3):  # A base, and deltas whose memory is reused.
-            trainer.touch(_SHARE)
-            trainer.save()
-    for _ in range(repeats):
-        for count, trainer in trainers.items():
-            trainer.touch(_SHARE)
-            found[count].append(trainer.save())
+    saves = {name: functools.partial(one.save, _SHARE) for name, one in trainers.items()}
+    # First a base, and deltas whose memory is reused.
+    found = interleaved(repeats, saves, warm_up=3)
     for trainer in trainers.values():
         trainer.manager.close()
-    worst: list[tuple[float, ...]] = []
-    for what, number in (("blocked", 0), ("CPU", 1), ("durable", 2)):
-        few, many = (Sample(tuple(s[number] for s in found[count])) for count in (_FEW, _MANY))
-        report.compare(f"a delta of {_MANY:,} tables, {what}", many, f"{_FEW}", few, secs)
-        if what != "durable":
-            worst.append(many.over(few).values)
-    report.state(f"{_MANY:,} tables", Sample(tuple(map(max, zip(*worst)))), ratio, bar=2.0)
+    figures = ("blocked", "CPU", "durable")
+    for what in figures:
+        report.compare(
+            f"a delta of {_MANY}, {what}", found(_MANY, what), _FEW, found(_FEW, what), secs
+        )
+    ratios = [found(_MANY, what).over(found(_FEW, what)).values for what in figures[:2]]
+    report.state(_MANY, Sample(tuple(map(max, *ratios))), ratio, bar=_BAR)
+    report.publish(
+        "tables",
+        ("a delta of", "`save()` blocks", "CPU time", "durable after"),
+        [[name, *((found(name, what), secs) for what in figures)] for name in (_FEW, _MANY)],
+    )
 
 
-def many_steps(report: Report, directory: Path, steps: int, repeats: int) -> None:
-    """Measures a directory whose steps form one chain."""
-    root = directory / "steps"
-    trainer = Trainer.of(root, 5, 10_000, 16)
-    for _ in range(steps):
-        trainer.touch(0.005)
-        trainer.save()
-    trainer.manager.close()
-    opening: list[float] = []
-    links: list[float] = []
-    half = steps // 2
-    for _ in range(repeats):
-        opening.append(timed(lambda: Root.open(root, read_only=True).saves()))
-        with deltackpt.CheckpointManager(root, handlers=_HANDLERS, options=_OPTIONS) as manager:
-            near, far = (
-                timed(functools.partial(manager.restore, step, trainer.state))
-                for step in (steps - 1 - half, steps - 1)
-            )
-        links.append((far - near) / half)
-    report.state(f"opening {steps:,} steps", Sample(tuple(opening)), secs, bar=0.2)
-    report.state("a link of a chain", Sample(tuple(links)), secs, bar=0.5e-3)
-
-
-def main() -> int:
+def main() -> None:
     """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="steps of the directory")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     rows = f"{sum(states.ROWS.values()) * options.scale:,.0f} rows of {states.WIDTH} float32"
-    report = Report("Many tables, many steps", sizes=f"{rows}, {_SHARE:.0%} of them touched.")
+    report = Report("Many tables", sizes=f"{rows}, {_SHARE:.0%} of them touched.")
     with tempfile.TemporaryDirectory(prefix="many-", dir=options.directory) as place:
         many_tables(report, Path(place), options.scale, options.repeats)
-        report.section()
-        many_steps(report, Path(place), options.steps, options.repeats)
-    report.show(options.json, options.markdown)
-    return 0
+    report.show(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

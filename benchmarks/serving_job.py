@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The follower and the readers of ``serving.py``, in processes of their own, without jax."""
+"""The follower and the readers of ``serving.py``, for processes of their own without JAX."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import threading
 import time
+from typing import Any
 
+import fresh
 import numpy as np
 
 from deltackpt import serving
+from deltackpt.wal import KafkaWal
 
-_READY_SECS = 300.0
+_READY_SECS, _POLL_SECS = 300.0, 0.005
 
 
-def follower(directory: str, address: str, poll_secs: float) -> None:
-    """Shares the tables; prints when each version was shown until its input ends."""
+def follow(directory: str, address: str, kafka: list[str]) -> list[tuple[int, float, float]]:
+    """Shares the tables until its input ends; returns when each version was shown and captured."""
+    wal: Any = KafkaWal(kafka[0], config={"bootstrap.servers": kafka[1]}) if kafka else True
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    with serving.follow(directory, tables="**", poll_secs=poll_secs) as live:
+    found = []
+    with serving.follow(directory, tables="**", wal=wal, poll_secs=_POLL_SECS) as live:
         live.wait_ready(_READY_SECS)
         live.share(address)
-        print("ready", flush=True)
+        fresh.say("ready")
         last = -1
         while not ended.is_set():
             try:
@@ -33,12 +36,12 @@ def follower(directory: str, address: str, poll_secs: float) -> None:
             shown = time.time()
             with live.version() as version:
                 last = version.step
-                captured = version.unix_secs
-            print(json.dumps([last, shown, captured]), flush=True)
+                found.append((last, shown, version.unix_secs))
+    return found
 
 
-def reader(address: str, rows: int, lookups: int, batch: int, seed: int) -> None:
-    """Looks up rows that all hold the step; prints the mixed versions that it saw."""
+def read(address: str, rows: int, lookups: int, batch: int, seed: int) -> dict[str, float]:
+    """Looks up rows that all hold the step; returns the mixed versions that it saw."""
     rng, attached = np.random.default_rng(seed), serving.attach(address)
     asked = [rng.integers(0, rows, batch) for _ in range(256)]
     mixed, done, versions = 0, 0, set()
@@ -51,11 +54,11 @@ def reader(address: str, rows: int, lookups: int, batch: int, seed: int) -> None
             done += 4
             versions.add(version.step)
     secs = time.process_time() - started
-    print(json.dumps({"mixed": mixed, "done": done, "versions": len(versions), "secs": secs}))
+    return {"mixed": mixed, "done": done, "versions": len(versions), "secs": secs}
 
 
-def gather(address: str, rows: int, batch: int, repeats: int) -> None:
-    """Prints the processor seconds per million rows of lookups of random rows, per repetition."""
+def gather(address: str, rows: int, batch: int, repeats: int) -> list[float]:
+    """CPU seconds per million rows of lookups of random rows, per repetition."""
     rng, attached, found = np.random.default_rng(0), serving.attach(address), []
     asked = [rng.integers(0, rows, batch) for _ in range(64)]
     for _ in range(repeats):
@@ -65,29 +68,4 @@ def gather(address: str, rows: int, batch: int, repeats: int) -> None:
                 version.lookup("a", asked[(count // batch) % 64])
             count += batch
         found.append((time.process_time() - started) * 1e6 / count)
-    print(json.dumps(found))
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    roles = parser.add_subparsers(dest="role", required=True)
-    one = roles.add_parser("follower")
-    one.add_argument("directory")
-    one.add_argument("address")
-    one.add_argument("--poll-secs", type=float, default=0.005)
-    two = roles.add_parser("reader")
-    two.add_argument("address")
-    for name in ("rows", "lookups", "batch", "seed"):
-        two.add_argument(f"--{name}", type=int, required=True)
-    three = roles.add_parser("gather")
-    three.add_argument("address")
-    for name in ("rows", "batch", "repeats"):
-        three.add_argument(f"--{name}", type=int, required=True)
-    options = vars(parser.parse_args())
-    role = options.pop("role")
-    {"follower": follower, "reader": reader, "gather": gather}[role](**options)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -57,12 +60,6 @@ def template(scale: float) -> State:
     return jax.eval_shape(lambda: make(scale))
 
 
-def nbytes(state: State) -> int:
-    """Size in bytes of a full save of a state or its shapes."""
-    leaves = jax.tree.leaves(state._replace(touched=()))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
 def random_ids(state: State, share: float, seed: int) -> dict[str, np.ndarray]:
     """Draws distinct rows, ``share`` of each table."""
     random = np.random.default_rng(seed)
@@ -114,3 +111,43 @@ def train(state: State, ids: dict[str, Any]) -> tuple[State, jax.Array]:
         accumulators[name] = accumulators[name].at[rows].add(1e-6)
     touched = None if state.touched is None else deltackpt.touched.mark(state.touched, ids)
     return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss
+
+
+class Loop:
+    """A training loop whose steps donate the state."""
+
+    #: Undisturbed steps that time a single one.
+    QUIET_STEPS = 30
+
+    def __init__(self, state: State, batches: int = 2):
+        """Draws few distinct batches: their rows add to those that a save holds."""
+        self.state = state
+        self._ids = [lookups(state, seed) for seed in range(batches)]
+        self._pool = ThreadPoolExecutor(1, "wait")
+
+    def change(self, share: float, seed: int) -> None:
+        """Touches a share of the rows."""
+        self.state = change(self.state, random_ids(self.state, share, seed))
+        jax.block_until_ready(self.state)
+
+    def steps(self, until: Callable[[int], bool]) -> tuple[float, float, int]:
+        """Trains; returns the total seconds, those of the longest step, and the step count."""
+        number, longest, started = 0, 0.0, time.perf_counter()
+        while not until(number):
+            begun = time.perf_counter()
+            self.state, loss = train(self.state, self._ids[number % len(self._ids)])
+            jax.block_until_ready(loss)
+            longest = max(longest, time.perf_counter() - begun)
+            number += 1
+        return time.perf_counter() - started, longest, number
+
+    def quiet(self) -> float:
+        """Seconds of an undisturbed step."""
+        return self.steps(self.QUIET_STEPS.__eq__)[0] / self.QUIET_STEPS
+
+    def until(self, end: Callable[[], object]) -> tuple[float, float, int]:
+        """Trains for at least one step, until a call in another thread returns."""
+        ended = self._pool.submit(end)
+        found = self.steps(lambda number: number > 0 and ended.done())
+        ended.result()
+        return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of saving one delta: time, CPU time, threads and context switches.
+"""The cost of one save, a delta or a base: time, CPU, bytes, threads and context switches.
 
 deltackpt saves the rows touched since the previous save, Orbax the whole state. Both are compared
 with the limits of the machine for the same bytes in the same round. For the time that blocks
@@ -12,117 +12,48 @@ python benchmarks/step.py --scale 0.01 --repeats 1      # a smoke test
 
 from __future__ import annotations
 
-import os
-import resource
+import functools
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import state as states
 import ways
-from report import Report, Sample, arguments, secs
+from report import Report, arguments, count, interleaved, megabytes, metered, secs
 
-from deltackpt.resources.memory import aligned_buffer
-
-#: Name of a delta to its rows: a count, or a fraction of all rows below 1.
-DELTAS = {"4,000 rows": 4_000, "10,000 rows": 10_000, "5 % of all rows": 0.05}
+#: Saves: their rows, as a count or as a share below 1, and their way; ``BASE`` is a full save.
+BASE = "a base"
+DELTAS = {
+    "4,000 rows, `int4`": (4_000, "int4"),
+    "4,000 rows, `raw`": (4_000, "power"),
+    "200,000 rows, `raw`": (0.05, "power"),
+    "200,000 rows, `int4`": (0.05, "int4"),
+    "200,000 rows, `adaptive4`": (0.05, "adaptive4"),
+    "200,000 rows, `lossless`": (0.05, "lossless"),
+    '200,000 rows, `durability="process"`': (0.05, "process"),
+    BASE: (0.05, "base"),
+}
+#: Bases have a directory of their own.
+WAYS = ways.WAYS | {"base": ways.Deltas}
 #: Saves of each method before the measured ones.
 WARM_UP = 3
 #: Deltas per full save of Orbax, which takes longer.
 PER_ROUND = 4
-#: Our methods to the target for a durable delta, as a fraction of the time of Orbax's defaults.
-FRACTIONS = {"power": 1 / 15, "int4": 1 / 25}
-_BUFFERED_BYTES, _DIRECT_BYTES = 256 << 10, 4 << 20
-
-
-class Save(NamedTuple):
-    """The cost of one save: seconds, seconds, CPU seconds, and counts."""
-
-    blocked: float
-    durable: float
-    cpu: float
-    switches: float
-    threads: float
-
-
-class Limit(NamedTuple):
-    """Seconds that the machine needs for the same work."""
-
-    taking: float
-    writing: float
-
-
-def measured(way: ways.Way, step: int, state: Any, *, forced: bool) -> Save:
-    """Saves and waits; fsyncs the files if ``forced``."""
-    before, threads = resource.getrusage(resource.RUSAGE_SELF), _threads()
-    started = time.perf_counter()
-    way.save(step, state)
-    blocked = time.perf_counter() - started
-    way.wait()
-    if forced:
-        ways.force_to_disk(way.root / str(step))
-    durable = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    switches = after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw
-    # Thread IDs increase, so threads that have already ended count too.
-    return Save(blocked, durable, cpu, switches, _threads() - threads - 1)
-
-
-def _threads() -> int:
-    """The ID of a new thread; IDs increase system-wide."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(threading.get_native_id()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def limit(state: states.State, ids: dict[str, np.ndarray], nbytes: int, place: Path) -> Limit:
-    """Measures how fast the machine can gather the rows of a delta and write its bytes."""
-    leaves = [state.tables, state.accumulators]
-    sources = [(np.asarray(leaf[name]), np.sort(ids[name])) for leaf in leaves for name in ids]
-    warm = [np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf, rows in sources]
-    stamps = [np.asarray(one) for one in state.touched.stamps.values()]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(abs, range(2)))
-        started = time.perf_counter()
-        list(pool.map(lambda one: np.flatnonzero(one > 0).size, stamps))
-        jobs = [
-            pool.submit(np.take, leaf, rows, 0, out, "clip")
-            for (leaf, rows), out in zip(sources, warm, strict=True)
-        ]
-        for job in jobs:
-            job.result()
-        taking = time.perf_counter() - started
-    return Limit(taking, written(place, nbytes))
-
-
-def written(place: Path, nbytes: int) -> float:
-    """Seconds to write and fsync so many bytes, buffered or direct, whichever is faster."""
-    data = aligned_buffer(nbytes)
-    data[:] = 1
-    return min(
-        _written(place, data[:nbytes], 0, _BUFFERED_BYTES),
-        _written(place, data, os.O_DIRECT, _DIRECT_BYTES),
-    )
-
-
-def _written(place: Path, data: np.ndarray, flags: int, piece: int) -> float:
-    started = time.perf_counter()
-    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
-    for start in range(0, len(data), piece):
-        os.write(descriptor, data[start : start + piece].data)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    seconds = time.perf_counter() - started
-    place.unlink()
-    return seconds
+#: Bars of a durable delta against Orbax's defaults and tuned; and its limit: so many writes, secs.
+_BARS = {
+    "4,000 rows, `int4`": (1 / 100, 1 / 80, None),
+    "200,000 rows, `raw`": (1 / 25, 1 / 20, 0.015),
+    "200,000 rows, `int4`": (1 / 30, 1 / 25, 0.020),
+    "200,000 rows, `adaptive4`": (1 / 30, 1 / 25, 0.020),
+    "200,000 rows, `lossless`": (1 / 25, 1 / 20, None),
+    '200,000 rows, `durability="process"`': (1 / 25, 1 / 20, None),
+    BASE: (1 / 2.5, 1 / 2, None),
+}
+#: Bars of bytes against Orbax's.
+_BYTES_BARS = {"200,000 rows, `raw`": 1 / 18, "200,000 rows, `int4`": 1 / 100}
+_BLOCKED_TIMES, _BLOCKED_SECS, _DURABLE_TIMES, _BASE_TIMES = 1.3, 0.003, 1.5, 1.3
 
 
 class Round:
@@ -134,33 +65,48 @@ class Round:
         self._step = 0
         self._ways: dict[str, ways.Way] = {}
 
-    def way(self, name: str) -> ways.Way:
-        """A save method; on first use it saves a base."""
+    def run(self, name: str, rows: float, times: int, base: bool = False) -> dict[str, float]:
+        """Saves so many rows, or bases, and returns the medians."""
         if name not in self._ways:
-            way = self._ways[name] = ways.WAYS[name](self._root / name)
-            way.save(self._step, self._state, base=True)
-            way.wait()
+            self._ways[name] = WAYS[name](self._root / name)
+            self._ways[name].save(self._step, self._state, base=True)
+            self._ways[name].wait()
             for _ in range(WARM_UP):
-                self.run(name, 1000)
-        return self._ways[name]
+                self._once(name, 1000)
+        # The first delta also has the rows that steps of other methods touched.
+        found = [self._once(name, rows, base) for _ in range(times + (times > 1))][-times:]
+        return {key: sorted(one[key] for one in found)[len(found) // 2] for key in found[0]}
 
-    def run(self, name: str, rows: float) -> tuple[Save, Limit]:
-        """Trains a step that touches so many rows, saves it, and measures the machine limits."""
-        way = self.way(name)
+    def _once(self, name: str, rows: float, base: bool = False) -> dict[str, float]:
         total = sum(table.shape[0] for table in self._state.tables.values())
-        share = min(0.5, rows if rows < 1 else rows / total)
         self._step += 1
-        ids = states.random_ids(self._state, share, self._step)
+        ids = states.random_ids(
+            self._state, min(0.5, rows if rows < 1 else rows / total), self._step
+        )
         self._state = jax.block_until_ready(states.change(self._state, ids))
         time.sleep(0.05)
-        stock = name.startswith("orbax")
-        saved = measured(way, self._step, self._state, forced=stock)
-        nbytes = ways.tree_bytes(way.root / str(self._step))
-        if stock:
+        way, step_dir = self._ways[name], self._root / name / str(self._step)
+        with metered() as spent:
+            started = time.perf_counter()
+            way.save(self._step, self._state, base=base)
+            blocked = time.perf_counter() - started
+            way.wait()
+        [cost] = spent
+        nbytes = ways.tree_bytes(step_dir)
+        found = {"blocked": blocked, "durable": cost.secs, **cost._asdict(), "bytes": nbytes}
+        if name in ways.THEIRS or base:
+            with metered() as more:
+                ways.fsync_all(step_dir)
             ways.keep_only(way.root, self._step)
-            return saved, Limit(0, 0)
-        found = limit(self._state, ids, nbytes, self._root / "plain")
-        return saved, found
+            found["write"] = ways.write_secs(self._root / "plain", nbytes)
+            return found | {"forced": cost.secs + more[0].secs}
+        found |= {"gather": ways.gather_secs(self._state, ids), "least bytes": self._bytes(ids)}
+        return found | {"write": ways.write_secs(self._root / "plain", nbytes)}
+
+    def _bytes(self, ids: dict[str, np.ndarray]) -> float:
+        """Raw bytes of some rows with their slots, 2 % more, and of the dense leaves."""
+        rows = sum(map(len, ids.values()))
+        return 1.02 * rows * 4 * (states.WIDTH + 1) + ways.nbytes(self._state.dense)
 
     def close(self) -> None:
         """Closes all managers."""
@@ -168,82 +114,69 @@ class Round:
             way.close()
 
 
-def _by_round(values: list[float]) -> Sample:
-    """The median of the saves of each round."""
-    rounds = (values[i : i + PER_ROUND] for i in range(0, len(values), PER_ROUND))
-    return Sample(tuple(Sample(tuple(each)).median for each in rounds))
-
-
-def show(
-    deltas: dict[tuple[str, str], list[tuple[Save, Limit]]], whole: dict[str, list[Save]]
-) -> Report:
-    """The table of all deltas, against Orbax's full saves and the machine limits."""
-    report = Report("One save", sizes=f"{ways.TUNED}")
-    number = "{:.0f}".format
-    stock = {
-        name: {
-            field: Sample(tuple(getattr(save, field) for save in saves)) for field in Save._fields
-        }
-        for name, saves in whole.items()
-    }
-    defaults, tuned = stock["orbax"], stock["orbax-tuned"]
-    for (delta, way), rounds in deltas.items():
-        ours = {f: _by_round([getattr(save, f) for save, _ in rounds]) for f in Save._fields}
-        least = {f: _by_round([getattr(one, f) for _, one in rounds]) for f in Limit._fields}
-        taking = Sample(tuple(1.3 * value + 0.003 for value in least["taking"].values))
-        writing = Sample(tuple(1.5 * value + 0.025 for value in least["writing"].values))
-        share = FRACTIONS[way]
-        small = isinstance(DELTAS[delta], int)
-        limit_bar, tuned_bar = (None, 1.0) if small else (1.0, None)
-        for what, mine, against, theirs, unit, bar in (
-            ("blocked", ours["blocked"], "1.3 takes + 3 ms", taking, secs, limit_bar),
-            (
-                "blocked",
-                ours["blocked"],
-                "Orbax tuned",
-                tuned["blocked"],
-                secs,
-                1.0 if small else None,
-            ),
-            ("durable", ours["durable"], "1.5 writes + 25 ms", writing, secs, 1.0),
-            (
-                "durable",
-                ours["durable"],
-                "Orbax defaults",
-                defaults["durable"],
-                secs,
-                share,
-            ),
-            ("durable", ours["durable"], "Orbax tuned", tuned["durable"], secs, None),
-            ("processor", ours["cpu"], "Orbax tuned", tuned["cpu"], secs, None),
-            ("switches", ours["switches"], "Orbax tuned", tuned["switches"], number, 0.25),
-        ):
-            report.compare(f"{delta}, {way}: {what}", mine, against, theirs, unit, bar=bar)
-        report.state(f"{delta}, {way}: threads started", ours["threads"], number, bar=0)
-        report.section()
-    return report
-
-
 def main() -> None:
-    """Measures, and prints the results and which targets are met."""
-    parser = arguments(__doc__)
-    options = parser.parse_args()
-    deltas: dict[tuple[str, str], list[tuple[Save, Limit]]] = {}
-    whole: dict[str, list[Save]] = {}
+    """Measures, and prints the results and which bars hold."""
+    options = arguments(__doc__).parse_args()
+    report = Report("One save", sizes=f"State W at {options.scale:g} of its rows. {ways.TUNED}")
     with tempfile.TemporaryDirectory(dir=options.directory) as place:
         running = Round(Path(place), options.scale)
-        for _ in range(options.repeats):
-            for way in FRACTIONS:
-                for delta, rows in DELTAS.items():
-                    # The first one also has the rows that steps of other methods touched.
-                    found = [running.run(way, rows) for _ in range(1 + PER_ROUND)]
-                    deltas.setdefault((delta, way), []).extend(found[1:])
-            for way in ("orbax", "orbax-tuned"):
-                whole.setdefault(way, []).append(running.run(way, 1000)[0])
+        candidates = {
+            name: functools.partial(
+                running.run, way, rows, 1 if name == BASE else PER_ROUND, name == BASE
+            )
+            for name, (rows, way) in DELTAS.items()
+        } | {name: functools.partial(running.run, name, 1000, 1) for name in ways.THEIRS}
+        found = interleaved(options.repeats, candidates, warm_up=0)
         running.close()
-    report = show(deltas, whole)
-    report.note(f"State W at {options.scale:g} of its rows. Each round: {PER_ROUND} of each delta.")
-    report.show(options.json, options.markdown)
+    for name in DELTAS:
+        defaults_bar, tuned_bar, extra = _BARS.get(name, (None, None, None))
+        blocked, durable = found(name, "blocked"), found(name, "durable")
+        tuned, write = found("Orbax tuned", "blocked"), found(name, "write")
+        bar = None if name == BASE else 1.0
+        report.compare(f"{name}: blocked", blocked, "Orbax tuned", tuned, secs, bar=bar)
+        if name == BASE:
+            report.compare(f"{name}: durable", durable, "a write", write, secs, bar=_BASE_TIMES)
+        if name == "200,000 rows, `raw`":
+            mine, limit = found(name, "bytes"), found(name, "least bytes")
+            what = "rows + 2 % + dense leaves"
+            report.compare(f"{name}: bytes", mine, what, limit, megabytes, bar=1.0)
+        if extra is not None:
+            limit = found(name, "gather").mapped(lambda s: _BLOCKED_TIMES * s + _BLOCKED_SECS)
+            report.compare(f"{name}: blocked", blocked, "1.3 gathers + 3 ms", limit, secs, bar=1.0)
+            limit = write.mapped(lambda s, by=extra: _DURABLE_TIMES * s + by)
+            what = f"1.5 writes + {1e3 * extra:.0f} ms"
+            report.compare(f"{name}: durable", durable, what, limit, secs, bar=1.0)
+        for other, bar in zip(ways.THEIRS, (defaults_bar, tuned_bar), strict=True):
+            theirs = found(other, "durable")
+            report.compare(f"{name}: durable", durable, other, theirs, secs, bar=bar)
+            # A fair comparison: Orbax with the fsyncs that it leaves out.
+            forced = found(other, "forced")
+            report.compare(f"{name}: durable", durable, f"{other} + fsync", forced, secs)
+            mine, theirs = found(name, "bytes"), found(other, "bytes")
+            bar = _BYTES_BARS.get(name)
+            report.compare(f"{name}: bytes", mine, other, theirs, megabytes, bar=bar)
+        report.compare(
+            f"{name}: CPU", found(name, "cpu"), "Orbax tuned", found("Orbax tuned", "cpu"), secs
+        )
+        for what in ("switches", "calls", "fsyncs", "threads"):
+            bar = 0 if what == "threads" else None
+            report.state(f"{name}: {what}", found(name, what), count, bar=bar)
+        report.section()
+    figures = ("blocked", "durable", "cpu", "bytes")
+    report.publish(
+        "deltas",
+        ("save", "`save()` blocks", "durable after", "CPU time", "bytes"),
+        [
+            [
+                name,
+                *((found(name, f), megabytes if f == "bytes" else secs) for f in figures),
+            ]
+            for name in (*DELTAS, *ways.THEIRS)
+        ],
+        "A write and fsync of the bytes of 200,000 raw rows took "
+        f"{found('200,000 rows, `raw`', 'write').shown(secs)} in the same rounds.",
+    )
+    report.show(options)
 
 
 if __name__ == "__main__":

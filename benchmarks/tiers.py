@@ -1,162 +1,320 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers near the trainer, against published measurements: DeepFreeze, CHFS, PyMM.
+"""The tables of DeepFreeze and CHFS: what a save blocks and costs, and a store over several nodes.
 
-The shared file system is a store on one node, limited to 100 MB/s. ``dense_job.py`` runs the jobs;
-``clustering.py``, ``extents.py`` and ``neighbours.py`` add the other lines.
+``freeze``: the processes of a job save a dense state to a remote directory behind a link of
+100 MB/s, each through a staging directory in memory. Against it, synchronous Orbax, in its best
+case: it writes to memory while as many bytes as its files have cross the same link, and a save is
+done when both are. A step updates all parameters, pauses (which frees the cores, as an
+accelerator's step does), and waits for all processes.
 
-    python benchmarks/tiers.py --json tiers.json
-    python benchmarks/tiers.py --only clustering --repeats 3
-    python benchmarks/tiers.py --scale 0.01 --repeats 1 --processes 1 --iterations 2
+``stores``: one process saves to node stores, and to one shared store as fast as each of them.
+
+python benchmarks/tiers.py --json tiers.json
+python benchmarks/tiers.py --scale 0.01 --repeats 1 --processes 2 --nodes 2      # a smoke test
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import clustering
-import dense_job
-import extents
-import neighbours
-import stores
-from report import Report, Sample, arguments, secs
+import fresh
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import ways
+from jax.experimental import multihost_utils
+from report import Figures, Report, arguments, interleaved, secs
 
-#: Bandwidth of the shared file system.
-SHARED_BYTES_PER_SEC = 100e6
-#: Bandwidth of each node's store and link together, so low that two cores are not the limit.
-SLOW_BYTES_PER_SEC = 8e6
-_BLOCKED_BAR, _OVERHEAD_BAR = 1 / 10, 1 / 5
-_GATHER_BARS = {4: 1 / 3.9, 8: 1 / 6}
+import deltackpt
+from deltackpt.storage.node_client import Node
+
+#: Bandwidth of the shared file system; and of each node's store and its link together, so low that
+#: two cores are not the limit.
+_SHARED, _SLOW = 100e6, 8e6
+#: Pause in each training step, during which the cores are free.
+_PAUSE_SECS = 0.5
+#: Size of a request that simulates Orbax's writes.
+_PIECE = 16 << 20
+#: Bars against Orbax; and of several stores against one.
+_BARS = {"blocked": 1 / 10, "overhead": 1 / 5}
+_STORES = {2: None, 4: 1 / 3.9, 8: 1 / 6}
+_TOKEN = "DELTACKPT_NODES_TOKEN"
+OURS, THEIRS = "deltackpt", "Orbax, synchronous"
+
+
+def resnet(scale: float) -> list[tuple[int, ...]]:
+    """27 tensors of unequal size, 100 MB in total, like ResNet-50's parameters."""
+    unit = 25.6e6 * scale / sum(range(1, 28))
+    return [(4, max(1, round(unit * number / 4))) for number in range(1, 28)]
+
+
+def nt3(scale: float) -> list[tuple[int, ...]]:
+    """The nine tensors of CANDLE's NT3: 620 MB in total, nearly all of it in one tensor."""
+    large = max(4, round(773_760 * scale / 4) * 4), 200
+    return [(20, 1, 128), (128,), (10, 128, 128), (128,), large, (200,), (200, 20), (20,), (20, 2)]
+
+
+SHAPES = {"ResNet-50": resnet, "NT3": nt3}
+
+
+def nbytes(name: str, scale: float) -> int:
+    """Size of a state in bytes."""
+    return sum(4 * math.prod(shape) for shape in SHAPES[name](scale))
+
+
+def make(name: str, scale: float) -> dict[str, Any]:
+    """A state of random values, replicated over the devices of all processes, and a small table."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def placed(shape: tuple[int, ...]) -> jax.Array:
+        values = np.random.default_rng(math.prod(shape)).random(shape, np.float32)
+        return jax.make_array_from_callback(shape, everywhere, values.__getitem__)
+
+    params = {f"tensor{n:02}": placed(shape) for n, shape in enumerate(SHAPES[name](scale))}
+    return {"params": params, "table": {"embedding": placed((8, 8))}}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update(state: dict[str, Any]) -> dict[str, Any]:
+    """Updates all parameters, as a training step does."""
+    return {**state, "params": jax.tree.map(lambda leaf: leaf * 0.999, state["params"])}
+
+
+class Tiered:
+    """deltackpt: a staging directory in memory and an uploader per process; one remote."""
+
+    def __init__(self, url: str, stage: Path):
+        shared = jax.process_count() == 1
+        tiers = deltackpt.Tiers(staging_dir=str(stage), keep_local=1, shared=shared)
+        self._manager = deltackpt.CheckpointManager(
+            url,
+            handlers={"embeddings": deltackpt.Tables(select="table/embedding", slots={})},
+            options=deltackpt.ManagerOptions(max_to_keep=1, tiers=tiers),
+        )
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        marks = deltackpt.touched.init({"table/embedding": state["table"]["embedding"]})
+        self._manager.save(step, state, touched=marks, force_base=True)
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        found = self._manager.restore_latest(jax.eval_shape(lambda: state))
+        assert found is not None
+        jax.block_until_ready(found.state)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Orbax:
+    """Stock Orbax, synchronous and uncompressed; its bytes cross the link during the save."""
+
+    def __init__(self, root: Path, url: str, size: int):
+        self._manager = ocp.CheckpointManager(
+            root,
+            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
+        )
+        address = url.removeprefix("nodes://").partition("/")[0]
+        self._node = Node(address, os.environ[_TOKEN], deadline_secs=600)
+        self._sender = ThreadPoolExecutor(1, "link")
+        self._nbytes = size // jax.process_count()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        sent = self._sender.submit(self._send)
+        self._manager.save(step, args=ocp.args.PyTreeSave(state))
+        sent.result()
+        multihost_utils.sync_global_devices("saved")
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._manager.close()
+        self._sender.shutdown()
+        self._node.close()
+
+    def _send(self) -> None:
+        data = memoryview(bytes(min(self._nbytes, _PIECE)))
+        for start in range(0, self._nbytes, _PIECE):
+            self._node.put(f"orbax/{jax.process_index()}", [data[: self._nbytes - start]])
+
+
+def saves(directory: str, url: str, name: str, scale: float, repeats: int) -> list[dict[str, Any]]:
+    """This process's view of each save: how long it blocks, and its cost to two steps."""
+    state, size = make(name, scale), nbytes(name, scale)
+    made = {
+        OURS: Tiered(f"{url}/run", Path(directory, "stage")),
+        THEIRS: Orbax(Path(directory, "orbax"), url, size),
+    }
+
+    def steps(way: Any, step: int) -> tuple[float, float]:
+        nonlocal state
+        blocked, started = 0.0, time.perf_counter()
+        for number in range(2):
+            state = jax.block_until_ready(update(state))
+            before = time.perf_counter()
+            if way is not None and number == 0:
+                way.save(step, state)
+            blocked += time.perf_counter() - before
+            time.sleep(_PAUSE_SECS)
+            multihost_utils.sync_global_devices("step")
+        return time.perf_counter() - started, blocked
+
+    found = []
+    for number in range(repeats + 1):
+        for candidate, way in made.items():
+            if jax.process_index() == 0:
+                ways.warm_memory(state, 2 * size)
+            multihost_utils.sync_global_devices("warm")
+            without, _ = steps(None, number)
+            took, blocked = steps(way, number)
+            way.wait()
+            if number:
+                # At least 1 ms, as it is a divisor.
+                view = {"blocked": blocked, "overhead": max(1e-3, took - without)}
+                found.append(view | {"name": candidate})
+    for way in made.values():
+        way.close()
+    return found
+
+
+@contextlib.contextmanager
+def node_stores(number: int, bytes_per_sec: float) -> Iterator[str]:
+    """Runs servers that keep bytes in memory; yields the URL of a store over all of them.
+
+    The limit covers what each of them sends and receives.
+    """
+    os.environ.setdefault(_TOKEN, secrets.token_urlsafe(32))
+    command = [sys.executable, "-m", "deltackpt.cli", "node-store", "--bind=127.0.0.1", "--json"]
+    command += [f"--memory={8 << 30}", f"--bytes-per-sec={round(bytes_per_sec)}"]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
+    try:
+        yield f"nodes://{','.join(map(_address, running))}"
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads("".join(lines))["address"]
+    raise RuntimeError(f"a node store ended with {process.wait()}")
 
 
 def freeze(report: Report, options: argparse.Namespace, memory: Path) -> None:
     """DeepFreeze's table: blocking phase and overhead."""
-    for state in ("ResNet-50", "NT3"):
-        for count in options.processes:
-            with stores.node_stores(1, SHARED_BYTES_PER_SEC) as server:
-                found = dense_job.run(
-                    "freeze",
-                    state,
-                    server.url,
-                    memory / "job",
-                    processes=count,
-                    scale=options.scale,
-                    repeats=options.repeats,
+    rows = []
+    for name in SHAPES:
+        for processes in options.processes:
+            folder = memory / f"{name}-{processes}"
+            folder.mkdir()
+            with node_stores(1, _SHARED) as url:
+                arguments_ = folder, url, name, options.scale, options.repeats
+                views = fresh.call_job(saves, processes, *arguments_)
+            found = Figures()
+            for parts in zip(*views, strict=True):
+                found.add(
+                    parts[0]["name"], {one: max(part[one] for part in parts) for one in _BARS}
                 )
-            title = f"{state}-sized, {dense_job.nbytes(state, options.scale) / 1e6:.0f} MB, {count}"
-            title += " process" + ("es" if count > 1 else "")
-            for figure, words, bar in (
-                ("blocked", "save() blocks", _BLOCKED_BAR),
-                ("overhead", "overhead", _OVERHEAD_BAR),
-            ):
-                ours, theirs = (_sample(found, way, figure) for way in ("ours", "Orbax"))
-                report.compare(
-                    f"{title}: {words}", ours, "Orbax, synchronous", theirs, secs, bar=bar
-                )
-    report.note(
-        "Overhead: the step that saves and the next one, less two steps without a save. Orbax: "
-        "uncompressed, to memory, while its bytes cross the same link; a save ends with the later."
-    )
+            size = f"{name}-sized, {nbytes(name, options.scale) / 1e6:.0f} MB"
+            title = f"{size}, {processes} process{'es' if processes > 1 else ''}"
+            for figure, bar in _BARS.items():
+                mine, theirs = found(OURS, figure), found(THEIRS, figure)
+                report.compare(f"{title}: {figure}", mine, THEIRS, theirs, secs, bar=bar)
+            cells = [(found(who, one), secs) for one in _BARS for who in (OURS, THEIRS)]
+            rows.append([size, str(processes), *cells])
+            shutil.rmtree(folder)
+    columns = [
+        f"{one}, {who}" for one in ("`save()` blocks", "overhead") for who in (OURS, "Orbax")
+    ]
+    remark = "Overhead: of the step that saves and the next one, over two steps without a save."
+    report.publish("freeze", ("state", "processes", *columns), rows, remark)
+    report.section()
 
 
-def gather(report: Report, options: argparse.Namespace, memory: Path) -> None:
-    """CHFS's table: a store over nodes against one shared root with the bandwidth of a node."""
-    nbytes = dense_job.nbytes("NT3", options.scale)
-    for count, bar in _GATHER_BARS.items():
-        with (
-            stores.node_stores(count, SLOW_BYTES_PER_SEC) as nodes,
-            stores.node_stores(1, SLOW_BYTES_PER_SEC) as shared,
-        ):
-            found = dense_job.run(
-                "gather",
-                "NT3",
-                nodes.url,
-                memory / "job",
-                processes=1,
-                scale=options.scale,
-                repeats=options.repeats,
-                against=shared.url,
-            )
-        for figure, words in (("durable", "saved"), ("restored", "restored")):
-            ours, theirs = (_sample(found, way, figure) for way in ("nodes", "shared"))
-            report.compare(
-                f"NT3-sized, {nbytes / 1e6:.0f} MB: {words}, {count} stores",
-                ours,
-                "one root",
-                theirs,
-                secs,
-                bar=bar,
-            )
-        cpu = _sample(found, "nodes", "restore_cpu")
-        report.state(f"CPU of the restoring process, {count} stores", cpu, secs)
-    report.note(
-        f"Each store and the root transfer {SLOW_BYTES_PER_SEC / 1e6:.0f} MB/s. Restored: by a new "
-        "manager with an empty staging directory; its start is included."
-    )
+def stores(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """CHFS's table: a store over nodes against one shared store with the bandwidth of a node."""
+    rows = []
+    for number in options.nodes:
+        state = jax.block_until_ready(make("NT3", options.scale))
+
+        def measure(url: str, state: Any = state) -> dict[str, float]:
+            folder, cpu = f"{url}/{time.monotonic_ns()}", time.process_time()
+            ways.warm_memory(state, 2 * nbytes("NT3", options.scale))
+            found = {}
+            for figure in ("saved", "restored"):
+                way, started = Tiered(folder, memory / "stage"), time.perf_counter()
+                if figure == "saved":
+                    way.save(1, state)
+                    way.wait()
+                else:
+                    way.restore(state)
+                found[figure] = time.perf_counter() - started
+                way.close()
+                shutil.rmtree(memory / "stage")
+            return found | {"cpu": time.process_time() - cpu}
+
+        with node_stores(number, _SLOW) as nodes, node_stores(1, _SLOW) as one:
+            urls = {"nodes": nodes, "one": one}
+            candidates = {name: functools.partial(measure, url) for name, url in urls.items()}
+            found = interleaved(options.repeats, candidates)
+        title = f"NT3-sized, {nbytes('NT3', options.scale) / 1e6:.0f} MB, {number} stores"
+        for figure in ("saved", "restored"):
+            mine, theirs = found("nodes", figure), found("one", figure)
+            bar = _STORES[number]
+            report.compare(f"{title}: {figure}", mine, "one store", theirs, secs, bar=bar)
+            rows.append([f"{number}, {figure}", (mine, secs), (theirs, secs)])
+        report.state(f"{title}: CPU of this process", found("nodes", "cpu"), secs)
+    speed = f"Each store transfers {_SLOW / 1e6:g} MB/s. Restores are by a new manager."
+    report.publish("stores", ("stores", "time", "one store of all"), rows, speed)
+    report.section()
 
 
-def kmeans(report: Report, options: argparse.Namespace, memory: Path) -> None:
-    """PyMM's table: k-means, saved at every iteration."""
-    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as disk:
-        clustering.measure(
-            report,
-            memory,
-            Path(disk),
-            scale=options.scale,
-            repeats=options.repeats,
-            iterations=options.iterations,
-        )
-
-
-def on_disk(report: Report, options: argparse.Namespace, memory: Path) -> None:
-    """Extents against new directories."""
-    del memory
-    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as disk:
-        nbytes = int(extents.NBYTES * options.scale)
-        extents.measure(report, Path(disk), nbytes=nbytes, repeats=options.repeats)
-
-
-def at_neighbours(report: Report, options: argparse.Namespace, memory: Path) -> None:
-    """Fragments at peers, and lost nodes."""
-    del memory
-    neighbours.measure(report, scale=options.scale, repeats=options.repeats)
-
-
-TABLES: dict[str, Callable[[Report, argparse.Namespace, Path], None]] = {
-    "freeze": freeze,
-    "gather": gather,
-    "clustering": kmeans,
-    "extents": on_disk,
-    "neighbours": at_neighbours,
-}
-
-
-def _sample(found: list[dict[str, Any]], way: str, figure: str) -> Sample:
-    return Sample(tuple(one[figure] for one in found if one["way"] == way))
+PARTS = {"freeze": freeze, "stores": stores}
 
 
 def main() -> None:
     """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.set_defaults(repeats=5)
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=[*TABLES], help="tables")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="of a job")
-    parser.add_argument("--iterations", type=int, default=20, help="of k-means in a round")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for stages")
+    parser = arguments(__doc__, repeats=5)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
+    add("--processes", type=int, nargs="+", default=[1, 2, 4], help="of a job")
+    add("--nodes", type=int, nargs="+", choices=_STORES, default=[4, 8], help="node stores")
+    add("--memory", type=Path, default=Path("/dev/shm"), help="for staging directories")
     options = parser.parse_args()
     report = Report(
-        "Near the training, and beside what others measured",
-        sizes=f"Steps of {dense_job.PAUSE_SECS} s in which the cores are free; "
-        f"{options.repeats} rounds in turn, median (range)",
+        "Tiers against published measurements",
+        sizes=f"Steps pause for {_PAUSE_SECS} s, in which the cores are free. Shared store: "
+        f"{_SHARED / 1e6:g} MB/s.",
     )
     with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.memory) as memory:
         for name in options.only:
-            TABLES[name](report, options, Path(memory))
-            report.section()
-    report.show(options.json, options.markdown)
+            PARTS[name](report, options, Path(memory))
+    report.show(options)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,10 @@ def replayed(rows: int, batches: int, size: int) -> dict[str, Outcome]:
     }
 
 
+def _millions(nanoseconds: Sample) -> str:
+    return f"{1e3 / nanoseconds.median:.2g}"
+
+
 def nanoseconds(value: float) -> str:
     """Nanoseconds for each id, and millions of ids a second."""
     return f"{value:.0f} ns ({1e3 / value:.1f} M/s)"
@@ -205,11 +209,16 @@ def main() -> None:
     rows, size = max(2000, int(ROWS * given.scale)), max(500, int(STREAM_BATCH * given.scale))
     batch = max(1000, int(BATCH * given.scale))
     report = Report("vocabularies: CPU for each id", sizes=f"batches of {batch:,} ids")
+    table, order = [], ("known, uniform", "known, Zipf", "new", "evict", "index")
     for capacity in CAPACITIES:
         capacity = max(10_000, int(capacity * given.scale))
-        for name, sample in speeds(capacity, batch, given.repeats).items():
+        found = speeds(capacity, batch, given.repeats)
+        table.append([f"{capacity / 1e6:g} million", *(_millions(found[name]) for name in order)])
+        for name, sample in found.items():
             bar = BAR_NS if name in ("known, uniform", "known, Zipf", "new") else None
             report.state(f"{name}, capacity {capacity:,}", sample, nanoseconds, bar=bar)
+    columns = ("capacity", *order[:2], "new, each twice", "evict", "`index`")
+    report.publish("speeds", columns, table)
     report.section()
     batches = max(3 * INTERVAL, int(STREAM_BATCHES * min(1.0, given.scale)))
     outcomes = replayed(rows, batches, size)
@@ -217,13 +226,16 @@ def main() -> None:
     for name, others in COMPARED.items():
         for other in others:
             report.compare(f"misses, {name}", misses[name], other, misses[other], percent)
-    for name, outcome in outcomes.items():
-        report.note(
-            f"{name}: {outcome.evictions:,} evictions, {outcome.own:.2%} of the lookups read a row "
-            "of their own"
-        )
+    report.publish(
+        "eviction",
+        ("rule", "hits", "lookups of a row of their own", "evictions"),
+        [
+            [name, f"{one.hits:.1%}", f"{one.own:.1%}".replace(".0%", "%"), f"{one.evictions:,}"]
+            for name, one in outcomes.items()
+        ],
+    )
     report.note(f"stream: {batches} batches of {size:,} ids, {rows:,} rows")
-    report.show(given.json, given.markdown)
+    report.show(given)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save methods to compare: deltackpt and stock Orbax, behind one interface."""
+"""Save methods to compare, deltackpt and stock Orbax; limits of the machine for the same bytes."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import shutil
 import sys
+import time
+import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,9 +22,14 @@ import orbax.checkpoint as ocp
 from dlrm_jax import trainer
 
 import deltackpt
+import deltackpt.events
+from deltackpt.resources.host_memory import aligned_buffer
 
 # The package imports its modules on first use; Orbax's are already imported.
 deltackpt.CheckpointManager  # noqa: B018
+
+_FRESH = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_BUFFERED_BYTES, _DIRECT_BYTES = 256 << 10, 4 << 20
 
 
 class Way(Protocol):
@@ -48,82 +55,74 @@ class Way(Protocol):
 
 
 class Deltas:
-    """deltackpt: touched rows since the previous save."""
+    """deltackpt: touched rows since the previous save, and a WAL if ``wal`` is given.
+
+    Attributes:
+      appends: an event with the cost of each durable WAL record.
+    """
 
     def __init__(
         self,
         root: Path,
-        durability: Literal["power", "process"],
+        durability: Literal["power", "process"] = "power",
+        *,
         base_snapshot: Literal["block", "hold"] = "hold",
         codec: str = "raw",
         slot_codec: str = "raw",
-        policy: deltackpt.policies.BaseOrDelta | None = None,
-        log: deltackpt.WalOptions | None = None,
-        event_handlers: tuple[deltackpt.events.EventHandler, ...] = (),
+        wal: deltackpt.WalOptions | None = None,
+        defaults: bool = False,
     ):
         self.root = root
+        self.appends: list[deltackpt.events.AppendEvent] = []
         # No automatic bases: the benchmark decides which save is one.
-        policy = policy or deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+        policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+        options = deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(base_snapshot=base_snapshot, policy=policy),
+            writes=deltackpt.WriteOptions(durability=durability),
+            wal=wal,
+        )
         self._manager = deltackpt.CheckpointManager(
             root,
             handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
-            options=deltackpt.ManagerOptions(
-                deltas=deltackpt.DeltaOptions(
-                    base_snapshot=base_snapshot,
-                    policy=policy,
-                ),
-                writes=deltackpt.WriteOptions(durability=durability),
-                wal=log,
-            ),
-            event_handlers=event_handlers,
-        )
-
-    def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        self._manager.save(step, state, force_base=base)
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def restore(self, template: Any) -> Any:
-        result = self._manager.restore_latest(template)
-        assert result is not None and not result.skipped
-        return jax.block_until_ready(result.state)
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-class Logs(Deltas):
-    """deltackpt: the WAL between saves.
-
-    Attributes:
-      appends: an event with the cost of each durable append.
-    """
-
-    def __init__(self, root: Path, options: deltackpt.WalOptions | None = None):
-        self.appends: list[deltackpt.events.AppendEvent] = []
-        super().__init__(
-            root, "power", log=options or deltackpt.WalOptions(), event_handlers=(self,)
+            options=deltackpt.ManagerOptions() if defaults else options,
+            event_handlers=(self,),
         )
 
     def receive(self, event: deltackpt.events.Event) -> None:
         if isinstance(event, deltackpt.events.AppendEvent):
             self.appends.append(event)
 
-    def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Appended:
+    def save(self, step: int, state: Any, *, base: bool = False) -> None:
+        self._manager.save(step, state, force_base=base)
+
+    def append(self, step: int, state: Any, ids: Any = None) -> None:
         """Appends a WAL record of this step."""
-        return self._manager.append(step, state, ids=ids)
+        self._manager.append(step, state, ids=ids)
 
     def wait(self) -> None:
-        super().wait()
-        self._manager.wait_appended()
+        self._manager.wait_until_finished()
+        if self._manager.options.wal is not None:
+            self._manager.wait_appended()
+
+    def restore(self, template: Any) -> Any:
+        return jax.block_until_ready(self.restore_from(template).state)
+
+    def restore_from(self, template: Any, *, storage: bool = False) -> deltackpt.Restored:
+        """Restores the newest step, from the hot standby unless ``storage`` is true."""
+        more: dict[str, Any] = {"service": None} if storage else {}
+        result = self._manager.restore_latest(template, **more)
+        assert result is not None and not result.skipped
+        return result
+
+    def close(self) -> None:
+        self._manager.close()
 
 
 class Orbax:
     """Stock Orbax: the whole state each time."""
 
-    def __init__(self, root: Path | str, *, compressed: bool, keep: int | None = None):
-        self.root = Path(root)
+    def __init__(self, root: Path, *, compressed: bool, keep: int | None = None):
+        self.root = root
         self._manager = ocp.CheckpointManager(
             root,
             item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),
@@ -149,77 +148,24 @@ class Orbax:
         self._manager.close()
 
 
-class Pickles:
-    """One pickle for each process and save, as plain training scripts write it."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        root.mkdir(parents=True, exist_ok=True)
-
-    def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        del base
-        shards = [
-            {str(shard.index): np.asarray(shard.data) for shard in leaf.addressable_shards}
-            for leaf in jax.tree.leaves(state._replace(touched=()))
-        ]
-        path = self.root / f"{step}.{jax.process_index()}.pickle"
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            pickle.dump(shards, file, protocol=5)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-        _fsync(self.root)
-
-    def wait(self) -> None:
-        """Saves are synchronous."""
-
-    def restore(self, template: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(template._replace(touched=()))
-        mine = self.root.glob(f"*.{jax.process_index()}.pickle")
-        newest = max(mine, key=lambda path: int(path.name.partition(".")[0]))
-        with newest.open("rb") as file:
-            shards = pickle.load(file)
-        found = [
-            jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda at, by=by: by[str(at)])
-            for leaf, by in zip(leaves, shards, strict=True)
-        ]
-        return jax.block_until_ready(jax.tree.unflatten(treedef, found))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-#: Save methods by their command-line names.
+#: Save methods by their names in functions and tables.
 WAYS: dict[str, Callable[[Path], Way]] = {
-    "power": lambda root: Deltas(root, "power"),
-    "power-block": lambda root: Deltas(root, "power", "block"),
+    "power": Deltas,
+    "power-block": lambda root: Deltas(root, base_snapshot="block"),
     "process": lambda root: Deltas(root, "process"),
-    "adaptive4": lambda root: Deltas(root, "power", codec="adaptive4"),
-    "int4": lambda root: Deltas(root, "power", codec="int4"),
-    "lossless": lambda root: Deltas(root, "power", codec="lossless", slot_codec="lossless"),
-    "log": Logs,
-    "pickle": Pickles,
-    "orbax": lambda root: Orbax(root, compressed=True),
-    "orbax-tuned": lambda root: Orbax(root, compressed=False),
+    "adaptive4": lambda root: Deltas(root, codec="adaptive4"),
+    "int4": lambda root: Deltas(root, codec="int4"),
+    "lossless": lambda root: Deltas(root, codec="lossless", slot_codec="lossless"),
+    "wal": lambda root: Deltas(root, wal=deltackpt.WalOptions()),
+    "Orbax defaults": lambda root: Orbax(root, compressed=True),
+    "Orbax tuned": lambda root: Orbax(root, compressed=False),
 }
-NAMES = {
-    "power": "deltackpt, power",
-    "power-block": 'deltackpt, power, base_snapshot="block"',
-    "process": "deltackpt, process",
-    "adaptive4": "power, adaptive4",
-    "int4": "power, int4",
-    "lossless": "power, lossless",
-    "log": "deltackpt, log",
-    "pickle": "pickle",
-    "orbax": "Orbax defaults",
-    "orbax-tuned": "Orbax tuned",
-}
+THEIRS = ("Orbax defaults", "Orbax tuned")
 TUNED = "Tuned: PyTreeCheckpointHandler(use_compression=False)."
 
 
-def settle(state: Any) -> None:
-    """Prepares a measurement: flushes pending writes and touches free memory.
+def warm_memory(state: Any, most: int = 1 << 62) -> None:
+    """Flushes pending writes and touches free memory.
 
     A virtual machine may get memory from its host only at first touch, and lose memory that it
     frees. This was measured at 0.5 GB/s against 13 GB/s, a larger effect than all that is compared
@@ -227,20 +173,44 @@ def settle(state: Any) -> None:
 
     Args:
       state: memory of four states is touched, the most that any save or restore uses.
+      most: touches at most so many bytes.
     """
     os.sync()
-    leaves = jax.tree.leaves(state)
-    nbytes = 4 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "dtype"))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    mmap.mmap(-1, max(1, nbytes), flags=flags).close()
+    flags = _FRESH | getattr(mmap, "MAP_POPULATE", 0)
+    mmap.mmap(-1, max(1, min(most, 4 * nbytes(state))), flags=flags).close()
 
 
-def force_to_disk(step_dir: Path) -> None:
+def nbytes(state: Any) -> int:
+    """Size in bytes of the arrays of a state or its shapes, without the TouchState."""
+    state = state._replace(touched=()) if hasattr(state, "touched") else state
+    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype")]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def fsync_all(step_dir: Path) -> None:
     """Fsyncs every file and directory of a step, and the parent, which stock Orbax does not."""
-    for folder, _, files in os.walk(step_dir, topdown=False):
-        for name in (*(Path(folder, file) for file in files), Path(folder)):
-            _fsync(name)
-    _fsync(step_dir.parent)
+    paths = [
+        Path(folder, name)
+        for folder, _, files in os.walk(step_dir, topdown=False)
+        for name in (*files, "")
+    ]
+    for path in (*paths, step_dir.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[Any], object]) -> None:
+    """Writes a file anew, and makes it and its name durable."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def keep_only(root: Path, first: int) -> None:
@@ -256,12 +226,102 @@ def tree_bytes(step_dir: Path) -> int:
     return sum(path.stat().st_size for path in step_dir.rglob("*") if path.is_file())
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def drop_caches() -> bool:
+    """Empties the page cache; returns False if this user may not."""
+    os.sync()
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def read_through(root: Path) -> None:
+    """Brings every file into the page cache."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+
+
+def checksum(state: Any) -> int:
+    """CRC32 over every leaf but the TouchState."""
+    total = 0
+    for leaf in jax.tree.leaves(state._replace(touched=())):
+        total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
+    return total
+
+
+# The limits of this machine for the same bytes.
+
+
+def write_secs(place: Path, nbytes: int) -> float:
+    """Seconds to write and fsync so many bytes, buffered or direct, whichever is faster."""
+    data = aligned_buffer(nbytes)
+    data[:] = 1
+    return min(
+        _write_secs(place, data[:nbytes], 0, _BUFFERED_BYTES),
+        _write_secs(place, data, os.O_DIRECT, _DIRECT_BYTES),
+    )
+
+
+def _write_secs(place: Path, data: np.ndarray, flags: int, piece: int) -> float:
+    started = time.perf_counter()
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+    for start in range(0, len(data), piece):
+        os.write(descriptor, data[start : start + piece].data)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    seconds = time.perf_counter() - started
+    place.unlink()
+    return seconds
+
+
+def read_secs(root: str | Path) -> float:
+    """Seconds to read every large file into fresh memory with two threads, as a restore must."""
+    found = [path for path in Path(root).rglob("*") if path.is_file()]
+    found = [path for path in found if path.stat().st_size > 1 << 16]
+    buffers = [(path, mmap.mmap(-1, path.stat().st_size, flags=_FRESH)) for path in found]
+
+    def fill(path: Path, buffer: mmap.mmap) -> None:
+        with path.open("rb", buffering=0) as file:
+            view = memoryview(buffer)
+            while count := file.readinto(view):
+                view = view[count:]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: fill(*each), buffers))
+    return time.perf_counter() - started
+
+
+def copy_secs(array: np.ndarray, out: np.ndarray, pool: Any, threads: int = 2) -> float:
+    """Seconds of a plain copy of rows by some threads, the limit of the memory."""
+    step = max(1, -(-len(array) // threads))
+    parts = [slice(start, start + step) for start in range(0, len(array), step)]
+    started = time.perf_counter()
+    list(pool.map(lambda part: np.copyto(out[part], array[part]), parts))
+    return time.perf_counter() - started
+
+
+def gather_secs(state: Any, ids: dict[str, np.ndarray]) -> float:
+    """Seconds to scan all stamps and to gather rows and slots with two threads, in warm memory."""
+    leaves = [state.tables, state.accumulators]
+    sources = [(np.asarray(leaf[name]), np.sort(ids[name])) for leaf in leaves for name in ids]
+    warm = [np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf, rows in sources]
+    stamps = [np.asarray(one) for one in state.touched.stamps.values()]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(abs, range(2)))
+        started = time.perf_counter()
+        list(pool.map(lambda one: np.flatnonzero(one > 0).size, stamps))
+        jobs = [
+            pool.submit(np.take, leaf, rows, 0, out, "clip")
+            for (leaf, rows), out in zip(sources, warm, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+        return time.perf_counter() - started
 
 
 def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:

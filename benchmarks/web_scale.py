@@ -24,18 +24,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 from report import Report, Sample, arguments, megabytes, percent, secs
 
+from deltackpt.format.row_blocks import CHUNK_BYTES
 from deltackpt.policies import (
     Consecutive,
     Cost,
-    History,
     Intermittent,
+    SaveHistory,
     advise_interval,
     advise_regime,
 )
-from deltackpt.policies.base_or_delta import BaseOrDelta, too_large
+from deltackpt.policies.save_policies import BaseOrDelta, too_large
 from deltackpt.resources.runtime import READS
-from deltackpt.storage.arrays import CHUNK_BYTES
-from deltackpt.storage.placement import ranked
+from deltackpt.storage.striping import ranked
 
 GB = 1e9
 #: The claim under test: effective training time, with the restart of the job left out.
@@ -370,7 +370,7 @@ class Outcome:
       wasted: bytes of saves that a failure interrupted.
       begun: bytes of all saves that were begun.
       pending: bytes of a save in flight at the end.
-      puts, messages, coordinated_bytes: requests of payloads; messages and bytes through process 0.
+      puts: requests of payloads.
       recoveries: seconds of each finished recovery, without the restart.
       lost_secs: training that each failure lost.
       most_read: the most bytes of a host that a restore would have read.
@@ -388,8 +388,6 @@ class Outcome:
     begun: float = 0.0
     pending: float = 0.0
     puts: int = 0
-    messages: int = 0
-    coordinated_bytes: float = 0.0
     recoveries: list[float] = dataclasses.field(default_factory=list)
     lost_secs: list[float] = dataclasses.field(default_factory=list)
     most_read: float = 0.0
@@ -445,10 +443,10 @@ class _Chain:
             self.read = (self.base if replaces else self.read) + saved.nbytes
             self.deltas = (*self.deltas, saved.nbytes)
 
-    def history(self, *, replaces: bool) -> History:
+    def history(self, *, replaces: bool) -> SaveHistory:
         """Returns what a policy decides from."""
         length = min(1, len(self.deltas)) if replaces else len(self.deltas)
-        return History(
+        return SaveHistory(
             base_bytes=round(self.base),
             delta_bytes=tuple(map(round, self.deltas)),
             chain_length=length,
@@ -598,8 +596,6 @@ class Simulation:
                 self._job, self._inputs, saved.kind, saved.nbytes, readers=self._inputs.readers
             )
             outcome.puts += traffic.puts
-            outcome.messages += traffic.messages
-            outcome.coordinated_bytes += traffic.nbytes
         self._chain.add(saved, replaces=self._replaces)
         outcome.most_read = max(outcome.most_read, self._chain.read)
 
@@ -721,7 +717,7 @@ def main() -> None:
     )
     _show_ways(report, options, job, inputs, placed)
     _show_protocol(report, job, inputs)
-    report.show(options.json, options.markdown)
+    report.show(options)
 
 
 def _show_ways(
@@ -729,86 +725,95 @@ def _show_ways(
 ) -> None:
     """Adds the figures of every way, without a restart in detail, then with restarts."""
     runs: dict[str, list[Outcome]] = {}
-    seeds = range(options.repeats)
+    rows: list[tuple[float, list[str], list[str]]] = []
+
+    def simulate(name: str, job: Job) -> list[Outcome]:
+        [way] = [one for one in ways(job, inputs, placed.load) if one.name == name]
+        seeds = range(options.repeats)
+        return [simulated(job, way, inputs, options.hours, s, placed.load) for s in seeds]
+
+    def lost(found: list[Outcome]) -> Sample:
+        return Sample(tuple(1 - one.effective for one in found))
+
     for way in ways(job, inputs, placed.load):
-        found = runs[way.name] = [
-            simulated(job, way, inputs, options.hours, seed, placed.load) for seed in seeds
-        ]
+        found = runs[way.name] = simulate(way.name, job)
 
         def each(value: Callable[[Outcome], float], found: list[Outcome] = found) -> Sample:
             return Sample(tuple(map(value, found)))
 
-        every = [f"{kind} {steps}" for kind in KINDS if (steps := getattr(way, f"{kind}_every"))]
-        report.note(
-            f"{way.name}: steps between saves: {', '.join(every) or 'as short as possible'}"
-        )
         bar = 1 - CLAIM if way.name in (CLAIMED, WITH_WAL) else None
-        report.state(
-            f"{way.name}: time lost", each(lambda one: 1 - one.effective), percent, bar=bar
-        )
-        for part in ("stall", "rework", "recovery"):
-            share = each(lambda one, part=part: getattr(one, f"{part}_secs") / one.total_secs)
-            report.state(f"... in {part}", share, percent)
-        for restart in RESTARTS:
-            slower = dataclasses.replace(job, restart_secs=restart)
-            [again] = [one for one in ways(slower, inputs, placed.load) if one.name == way.name]
-            lost = [
-                1 - simulated(slower, again, inputs, options.hours, seed, placed.load).effective
-                for seed in seeds
-            ]
-            report.state(f"... with a restart of {restart} s", Sample(tuple(lost)), percent)
-        report.state("a recovery", each(lambda one: float(np.mean(one.recoveries or [0]))), secs)
+        report.state(f"{way.name}: time lost", lost(found), percent, bar=bar)
+        parts = [
+            each(lambda one, part=part: getattr(one, f"{part}_secs") / one.total_secs)
+            for part in ("stall", "rework", "recovery")
+        ]
+        parts += [
+            lost(simulate(way.name, dataclasses.replace(job, restart_secs=restart)))
+            for restart in RESTARTS
+        ]
+        every = [f"{kind} {steps}" for kind in KINDS if (steps := getattr(way, f"{kind}_every"))]
+        recovery = each(lambda one: float(np.mean(one.recoveries or [0])))
         speed = each(lambda one: sum(one.written.values()) / one.total_secs / job.hosts)
-        report.state("written per second and host", speed, megabytes)
-        report.state(
-            "PUTs per second", each(lambda one: one.puts / one.total_secs), "{:,.0f}".format
-        )
+        puts = each(lambda one: one.puts / one.total_secs)
+        other = []
+        if way.wal_every is not None:
+            brokers = each(lambda one: one.written["wal"] / one.total_secs / inputs.broker)
+            other.append(f"{math.ceil(brokers.median)} Kafka brokers")
         if way.where == "peers":
             fragments = placed.load * (job.k + job.m) / job.k
             memory = each(lambda one, by=fragments: by * one.most_read)
-            report.state("memory of the fullest peer", memory, megabytes)
-        if way.wal_every is not None:
-            load = each(lambda one: one.written["wal"] / one.total_secs / inputs.broker)
-            report.state("Kafka brokers", load, lambda count: str(math.ceil(count)))
-        report.section()
-    for other in ("Orbax, continuous", "Check-N-Run, every 30 min", "Check-N-Run, Daly's interval"):
-        ours, theirs = (
-            Sample(tuple(1 - one.effective for one in runs[name])) for name in (CLAIMED, other)
+            other.append(f"{memory.median / 1e9:.0f} GB on the fullest peer")
+        shares = [f"{one.median:.1%}" for one in (lost(found), *parts)]
+        costs = [f"{recovery.median:.1f} s", megabytes(speed.median), f"{puts.median:,.0f}"]
+        rows.append(
+            (
+                lost(found).median,
+                [way.name, ", ".join(every) or "as short as possible", *shares],
+                [way.name, *costs, "; ".join(other)],
+            )
         )
-        report.compare(f"time lost: {CLAIMED}", ours, other, theirs, percent, bar=1.0)
+    for name in ("Orbax, continuous", "Check-N-Run, every 30 min", "Check-N-Run, Daly's interval"):
+        title = f"time lost: {CLAIMED}"
+        report.compare(title, lost(runs[CLAIMED]), name, lost(runs[name]), percent, bar=1.0)
     report.note(
         f"peers: the host with most fragments has {placed.load:.2f} times the mean; at most "
         f"{placed.most_in_rack} fragments of a save are in one rack"
     )
+    rows.sort()
+    restarts = [f"restart {restart} s" for restart in RESTARTS]
+    first, second = "lost, restart 0 s", ("stalls", "rework", "recoveries")
+    report.publish(
+        "lost",
+        ["method", "steps between saves", first, *second, *restarts],
+        [row for _, row, _ in rows],
+    )
+    columns = ("method", "a recovery", "written per second and host", "PUTs per second", "other")
+    report.publish("costs", columns, [row for _, _, row in rows])
 
 
 def _show_protocol(report: Report, job: Job, inputs: Inputs) -> None:
     """Adds what the commit of one save costs beside its payload."""
-    report.section()
-    sizes: tuple[tuple[Kind, float], ...] = (
+    rows: dict[str, list[str]] = collections.defaultdict(list)
+    saves: tuple[tuple[Kind, float], ...] = (
         ("base", job.base_bytes),
         ("delta", job.delta_bytes(30)),
     )
-    for kind, nbytes in sizes:
-        turns = coordination(job, inputs, kind, nbytes, readers=1)
+    for kind, nbytes in saves:
         cost = coordination(job, inputs, kind, nbytes, readers=inputs.readers)
         figures = {
-            "PUTs": cost.puts,
-            "GETs of process 0": cost.gets,
-            "messages": cost.messages,
-            "messages, if manifests and digests were sent": cost.pieces,
+            "PUTs": f"{cost.puts:,}",
+            "messages to and from process 0": f"{cost.messages:,}",
+            "manifests and digests, which process 0 reads from storage": megabytes(cost.nbytes),
+            "messages of 64 KiB, if they were sent to process 0": f"{cost.pieces:,}",
         }
-        for what, count in figures.items():
-            report.state(f"a {kind}: {what}", Sample((count,)), "{:,}".format)
-        report.state(f"a {kind}: manifests and digests", Sample((cost.nbytes,)), megabytes)
-        for how, seconds in (
-            ("in turn", turns.seconds),
-            (f"{inputs.readers} at once", cost.seconds),
-        ):
-            report.state(f"a {kind}: commit, files read {how}", Sample((seconds,)), secs)
-    tails = job.hosts * inputs.store_secs
-    report.state("ends of all WALs at a restore, in turn", Sample((tails,)), secs)
-    report.state(f"the same, {inputs.readers} at once", Sample((tails / inputs.readers,)), secs)
+        for readers in (1, 8, 32):
+            took = coordination(job, inputs, kind, nbytes, readers=readers).seconds
+            figures[f"commit, {readers} of the {cost.gets:,} files at once"] = secs(took)
+        for what, value in figures.items():
+            rows[what].append(value)
+    report.publish(
+        "commit", ("", "a base", "a delta"), [[what, *row] for what, row in rows.items()]
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 
 __version__ = "0.1.0"
 
@@ -13,6 +12,8 @@ __version__ = "0.1.0"
 @functools.cache
 def writer_versions() -> dict[str, str]:
     """Versions of deltackpt and of the libraries that write bytes, as far as they are installed."""
+    import importlib.metadata  # Takes 10 ms, and not every command writes.
+
     found = {"deltackpt": __version__}
     for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy"):
         # Compaction needs neither of the first two.

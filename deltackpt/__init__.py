@@ -10,9 +10,10 @@ a checkpoint needs neither jax nor Orbax. Policies are in ``deltackpt.policies``
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltackpt.__about__ import __version__
+from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
     from deltackpt import errors, fingerprint, serving, touched
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     )
     from deltackpt.outcomes import Appended, Restored, Saved
     from deltackpt.reading.wal_index import RecoveryPoint
-    from deltackpt.state.choice import Tables
+    from deltackpt.state.tables import Tables
     from deltackpt.touched import TouchState
 
 _MODULES = (
@@ -48,23 +49,26 @@ _MODULES = (
     "vocab",
     "wal",
 )
-_NAMES = {
-    "Appended": "outcomes",
-    "Background": "options",
-    "CheckpointManager": "manager",
-    "DeltaOptions": "options",
-    "Dense": "options",
-    "ManagerOptions": "options",
-    "RecoveryPoint": "reading.wal_index",
-    "Restored": "outcomes",
-    "Saved": "outcomes",
-    "Tables": "state.choice",
-    "Tiers": "options",
-    "Timeouts": "options",
-    "TouchState": "touched",
-    "WalOptions": "options",
-    "WriteOptions": "options",
-}
+_attribute = attributes(
+    __name__,
+    {
+        "Appended": ".outcomes",
+        "Background": ".options",
+        "CheckpointManager": ".manager",
+        "DeltaOptions": ".options",
+        "Dense": ".options",
+        "ManagerOptions": ".options",
+        "RecoveryPoint": ".reading.wal_index",
+        "Restored": ".outcomes",
+        "Saved": ".outcomes",
+        "Tables": ".state.tables",
+        "Tiers": ".options",
+        "Timeouts": ".options",
+        "TouchState": ".state.touch_state",
+        "WalOptions": ".options",
+        "WriteOptions": ".options",
+    },
+)
 
 __all__ = [
     "Appended",
@@ -90,12 +94,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"deltackpt.{name}")
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"deltackpt.{_NAMES[name]}"), name)
-    raise AttributeError(f"module 'deltackpt' has no attribute {name!r}")
+    return _attribute(name)
 
 
 def __dir__() -> list[str]:

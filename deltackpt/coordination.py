@@ -19,12 +19,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
-from orbax.checkpoint import multihost
+from jax.experimental import multihost_utils
 
-from deltackpt import processes
 from deltackpt.errors import (
     DeltackptError,
     OptionError,
@@ -36,6 +35,40 @@ from deltackpt.errors import (
     StorageError,
 )
 
+
+def process_index() -> int:
+    """Returns the index of this process."""
+    return jax.process_index()
+
+
+def process_count() -> int:
+    """Returns the number of processes."""
+    return jax.process_count()
+
+
+class Device(Protocol):
+    """The part of a ``jax.Device`` that is used; type checkers do not know that class."""
+
+    id: int
+    process_index: int
+    platform: str
+
+
+def process_of(device: Device) -> int:
+    """Returns the index of the process that a device belongs to."""
+    return device.process_index
+
+
+def reached_preemption(step: int) -> bool:
+    """Returns whether the platform has announced that this job will be preempted at ``step``."""
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # The job is a single process, or preemption notices are switched off.
+        return False
+
+
+#: A JSON value that processes exchange.
+_Json = TypeVar("_Json")
 #: Size limit of a value; longer messages are sent in pieces.
 _PIECE_BYTES = 64 << 10
 #: Limit for the text of an error, so that it is sent in one piece.
@@ -93,8 +126,8 @@ class Coordinator:
         Raises:
           OptionError: there are several processes, and ``jax.distributed`` is not initialized.
         """
-        self.index = 0 if alone else processes.index()
-        self.count = 1 if alone else processes.count()
+        self.index = 0 if alone else process_index()
+        self.count = 1 if alone else process_count()
         self.others = {*range(self.count)} - {self.index}
         self.timeout_secs = timeout_secs
         self._directory = directory
@@ -107,6 +140,9 @@ class Coordinator:
         self._working, self._is_beating = 0, False
         if self.count == 1:
             return
+        # The only public way to the client; a single process does not need Orbax.
+        from orbax.checkpoint import multihost
+
         if not multihost.is_jax_distributed_client_initialized():
             raise OptionError(
                 f"{directory}: expected a job with jax.distributed.initialize(), whose "
@@ -233,7 +269,7 @@ class Coordinator:
                 # What the first look finds may be old.
                 changed = {name for name, beat in beats.items() if last and last.get(name) != beat}
                 heard |= {int(name): max(looked, now - limit / _LOOKS) for name in changed}
-                if now - looked >= limit / 2:  # This process stood still: it heard nobody.
+                if now - looked >= limit / 2:  # This process was suspended, and heard nothing.
                     heard = {process: max(at, now - limit / 2) for process, at in heard.items()}
                 looked = now
             if late := {process for process in missing if now - heard[process] >= limit}:
@@ -297,12 +333,12 @@ class Coordinator:
             self.send(f"deltackpt/{name}", own.encode())
         return own
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: _Json) -> list[_Json]:
         """Returns the value of each process, by process; the same result on every process.
 
         Args:
           what: what is gathered, for errors.
-          value: a JSON value.
+          value: a JSON value; a tuple may arrive as a list.
 
         Raises:
           ProcessMissing: a process was silent for the timeout.
@@ -336,7 +372,7 @@ class Coordinator:
         self.delete(f"{key}/{number - 1}")
         return json.loads(found)
 
-    def agree(self, what: str, value: Any) -> Any:
+    def agree(self, what: str, value: _Json) -> _Json:
         """Returns process 0's value on every process.
 
         Args:
@@ -346,10 +382,11 @@ class Coordinator:
         Raises:
           ProcessMissing, ProcessFailed, StorageError: as for ``gather``.
         """
-        return self.gather(what, value if self.index == 0 else None)[0]
+        return self.gather(what, [value] if self.index == 0 else [])[0][0]
 
-    @contextlib.contextmanager
-    def together(self, what: str, *, fatal: bool = False) -> Iterator[list[Any]]:
+    def together(
+        self, what: str, *, fatal: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Runs a block; afterwards either every process raises, or none does.
 
         Args:
@@ -361,21 +398,22 @@ class Coordinator:
           StepGone: another process failed because the step was removed.
           ProcessFailed: another process failed fatally; the message names it.
           ProcessMissing, StorageError: as for ``gather``.
-
-        Yields:
-          An empty list; afterwards it contains what the block added to it on process 0.
         """
+        return self._together(what, [], fatal)
+
+    @contextlib.contextmanager
+    def _together(self, what: str, values: list[_Json], fatal: bool) -> Iterator[None]:
+        """Like ``together``; afterwards ``values`` are those of process 0."""
         error: Exception | None = None
-        values: list[Any] = []
         try:
             with self.alive():
-                yield values
+                yield
         except Exception as caught:
             error = caught
         # A context manager drops this frame from the traceback, where it would be a cycle.
         values[:] = self._outcome(what, error, values, fatal)
 
-    def of_first(self, what: str, find: Callable[[], Any], *, fatal: bool = False) -> Any:
+    def from_process_0(self, what: str, find: Callable[[], _Json], *, fatal: bool = False) -> _Json:
         """Returns the value that process 0 finds, on every process.
 
         Args:
@@ -387,21 +425,22 @@ class Coordinator:
           RestoreError, ProcessFailed: process 0 failed; process 0 itself raises its own error.
           ProcessMissing, StorageError: as for ``gather``.
         """
-        with self.together(what, fatal=fatal) as found:
+        found: list[_Json] = []
+        with self._together(what, found, fatal):
             if self.index == 0:
                 found.append(find())
         return found[0]
 
     def _outcome(
-        self, what: str, error: Exception | None, values: list[Any], fatal: bool
-    ) -> list[Any]:
+        self, what: str, error: Exception | None, values: list[_Json], fatal: bool
+    ) -> list[_Json]:
         """Returns process 0's values unless a process failed: then every process raises."""
-        own = None
+        own: _Failure | None = None
         if error is not None:
             fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
             gone = isinstance(error, (StepGone, StepNotFound))
             own = _Failure(self.index, f"{type(error).__name__}: {error}", fatal, gone)
-        found = self.gather(what, [own, values])
+        found = self.gather(what, (own, values))
         failures = [_Failure(*failure) for failure, _ in found if failure is not None]
         worst = [failure for failure in failures if failure.fatal] or failures
         if error is not None and (fatal or not worst[0].fatal):

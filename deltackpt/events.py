@@ -17,12 +17,13 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from deltackpt.errors import DeltackptError, MissingExtra
-from deltackpt.format.figures import LeafFigures as LeafFigures
-from deltackpt.format.figures import TableFigures as TableFigures
-from deltackpt.format.manifest import Kind
+from deltackpt.format.manifest import Kind, LeafFigures, TableFigures
+
+if TYPE_CHECKING:
+    import prometheus_client
 
 #: Operations that can fail.
 Operation = Literal["save", "restore", "skip", "upload", "push", "append"]
@@ -277,7 +278,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def emit(
     event: Event, event_handlers: Iterable[EventHandler] = (), *, log_message: bool = True
 ) -> None:
-    """WalReader an event as one line and passes it to the event handlers.
+    """Logs an event as one line and passes it to the event handlers.
 
     Saves, restores and uploads are logged at INFO, appends at DEBUG, skipped steps and failed
     uploads at WARNING, other failures at ERROR.
@@ -343,10 +344,10 @@ class OrbaxLoggerHandler:
     def receive(self, event: Event) -> None:
         """See ``EventHandler``."""
         entry = dataclasses.asdict(event)
-        for name in ("tables", "chain"):
-            if name in entry:
-                entry[name] = list(entry[name])
+        if "chain" in entry:
+            entry["chain"] = list(entry["chain"])
         if isinstance(event, SaveEvent):
+            entry["tables"] = [figures._asdict() for figures in event.tables]
             entry["dense"] = [figures._asdict() for figures in event.dense]
             entry["relative_error"] = event.relative_error
             entry["dense_relative_error"] = event.dense_relative_error
@@ -357,8 +358,8 @@ class OrbaxLoggerHandler:
 class OrbaxLogger(Protocol):
     """The part of ``orbax.checkpoint.logging.AbstractLogger`` that is used."""
 
-    def log_entry(self, msg: Any, /) -> Any:
-        """WalReader one entry."""
+    def log_entry(self, msg: object, /) -> object:
+        """Logs one entry."""
         ...
 
 
@@ -372,7 +373,7 @@ class PrometheusHandler:
       registry: the registry that holds the metrics.
     """
 
-    def __init__(self, registry: Any = None):
+    def __init__(self, registry: prometheus_client.CollectorRegistry | None = None):
         """Registers the metrics.
 
         Args:
@@ -390,13 +391,13 @@ class PrometheusHandler:
             ) from error
         self.registry = prometheus_client.REGISTRY if registry is None else registry
 
-        def counter(name: str, text: str, *labels: str) -> Any:
+        def counter(name: str, text: str, *labels: str) -> prometheus_client.Counter:
             return prometheus_client.Counter(name, text, labels, registry=self.registry)
 
-        def gauge(name: str, text: str, *labels: str) -> Any:
+        def gauge(name: str, text: str, *labels: str) -> prometheus_client.Gauge:
             return prometheus_client.Gauge(name, text, labels, registry=self.registry)
 
-        def seconds(name: str, text: str, *labels: str) -> Any:
+        def seconds(name: str, text: str, *labels: str) -> prometheus_client.Histogram:
             return prometheus_client.Histogram(
                 name, text, labels, registry=self.registry, buckets=_SECONDS_BUCKETS
             )
@@ -550,7 +551,12 @@ _SECONDS_BUCKETS = (
 )
 
 
-def _observe(histogram: Any, labels: tuple[str, ...], event: Event, stages: Iterable[str]) -> None:
+def _observe(
+    histogram: prometheus_client.Histogram,
+    labels: tuple[str, ...],
+    event: Event,
+    stages: Iterable[str],
+) -> None:
     for stage in stages:
         histogram.labels(*labels, stage).observe(getattr(event, f"{stage}_secs"))
 
@@ -581,5 +587,5 @@ def _figures(event: Event, left_out: tuple[str, ...]) -> str:
     return " ".join(f"{key}={_shown(value)}" for key, value in figures.items())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:.6f}" if isinstance(value, float) else repr(value)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CheckpointManager: saves and restores training states; the entry point of the library.
 
-``handlers.saving`` implements saves and ``handlers.restoring`` restores; both share a ``Run``. The
+``session.saving`` implements saves and ``session.restoring`` restores; both share a ``Run``. The
 manager runs one call at a time, in the process that created it. Its owner, the end of the program
 or another manager of the same directory closes it.
 """
@@ -17,9 +17,9 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltackpt import events, processes
+from deltackpt import coordination, events
 from deltackpt.errors import (
     AppendFailed,
     ClosedError,
@@ -31,31 +31,40 @@ from deltackpt.errors import (
     TrackingError,
     WaitTimeout,
 )
-from deltackpt.format import names
-from deltackpt.handlers import decision
-from deltackpt.handlers.catalog import Catalog, Metric, Mode
-from deltackpt.handlers.flight import Failure, SaveArguments
+from deltackpt.format import naming
+from deltackpt.format.naming import PyTree
 from deltackpt.handlers.items import json_args, sorted_handlers
-from deltackpt.handlers.restoring import Restorer
-from deltackpt.handlers.run import Run, refuse
-from deltackpt.handlers.saving import Saver
+from deltackpt.lazy_import import LazyModule
+from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
 from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore.steps import Items, RowRanges, Service
-from deltackpt.save import exits, snapshot
-from deltackpt.save.flight import Embeddings, SaveReport
-from deltackpt.save.proof import TrackingVerifier
-from deltackpt.save.termination import Termination
-from deltackpt.state import contexts, placement
-from deltackpt.state.choice import Tables
+from deltackpt.restore.step_reader import Items, RowRanges, Service
+from deltackpt.save import exits, pending_save
+from deltackpt.save.exits import Termination
+from deltackpt.save.pending_save import Embeddings, SaveReport
+from deltackpt.save.tracking_audit import TrackingVerifier
+from deltackpt.session import save_call
+from deltackpt.session.catalog import Catalog, Metric, Mode
+from deltackpt.session.restoring import Restorer
+from deltackpt.session.run import Run, refuse
+from deltackpt.session.save_call import Failure, SaveArguments
+from deltackpt.session.saving import Saver
+from deltackpt.state import placement
+from deltackpt.state.tables import Tables
 from deltackpt.state.touch_state import Marks, TouchState
-from deltackpt.tiers import opening
-from deltackpt.wal import batch
+from deltackpt.storage import buckets
+from deltackpt.wal import record_batch
+from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Call, Recorder
+
+if TYPE_CHECKING:
+    from deltackpt.tiers import open_root as opening
+else:  # A local directory needs none of it.
+    opening = LazyModule("deltackpt.tiers.open_root")
 
 
 class CheckpointManager:
@@ -137,15 +146,16 @@ class CheckpointManager:
             refuse(directory, options, error)
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._read_only = options.read_only
         self._closed = True  # Until it is open.
         #: Why something other than the owner closed it.
         self._ended: str | None = None
         #: Whether the program has ended.
         self._leaving = False
         #: A failed save that was not reported to the owner, because another manager was opened.
-        self._untold: Failure | None = None
+        self._unreported: Failure | None = None
         #: The step that the last ``append()`` saved instead of writing a WAL record.
-        self._saved_by_log: Saved | None = None
+        self._saved_by_append: Saved | None = None
         self._verifier = TrackingVerifier()
 
         with contextlib.ExitStack() as start:
@@ -165,30 +175,38 @@ class CheckpointManager:
         """Opens all resources or none; the caller closes ``start``."""
 
         def path() -> Path:
-            return opening.saves_to(directory, options, processes.index())
+            local = buckets.file_path(directory)
+            return local or opening.saves_to(directory, options, coordination.process_index())
 
         def warn(errors: list[DeltackptError]) -> None:
             for error in errors:
                 events.warn(f"another manager of this process was open on the directory: {error}")
 
         def open_root(writing: bool) -> Steps:
+            if (local := buckets.file_path(directory)) is not None:
+                if options.tiers is not None:
+                    raise OptionError(
+                        f"ManagerOptions.tiers: expected None for the local directory {local}, "
+                        "found tiers; leave the option out, or use the URL of a bucket"
+                    )
+                return Root.open(local, item=item, read_only=not writing, confirmed=False)
             return opening.open_root(
                 directory,
                 item=item,
                 options=options,
                 writing=writing,
-                process=processes.index(),
-                processes=processes.count(),
+                process=coordination.process_index(),
+                processes=coordination.process_count(),
                 # A staging directory, with its extents and peers, has one manager per process.
                 taking=lambda: warn(exits.close_others(path())),
             )
 
         def take_over() -> None:
-            if not options.read_only:
+            if not self._read_only:
                 start.enter_context(exits.starting(path()))
                 warn(exits.take_over(path()))
 
-        self._run = Run.begin(
+        self._run = Run.start(
             directory, item, choice, options, event_handlers, open_root, take_over
         )
         try:
@@ -196,21 +214,25 @@ class CheckpointManager:
             self._recorder: Recorder | None = None
             self._watch: exits.Watch | None = None
             # Either all processes get a manager, or none does.
-            among, what = self._run.among, f"{self._root.given}: opening it"
-            with among.together(what, fatal=True):
-                if not options.read_only:
-                    self._recorder = self._run.log = Recorder(self._run)
+            coordinator, what = self._run.coordinator, f"{self._root.given}: opening it"
+            with coordinator.together(what, fatal=True):
+                if options.wal is not None and not self._read_only:
+                    self._recorder = self._run.wal = Recorder(self._run)
+                elif not self._read_only:
+                    self._run.wal = EndedWal(self._run)
                 self._saver = Saver(self._run, extra, self)
                 self._restorer = Restorer(self._run, extra)
                 self._catalog = Catalog(self._run)
                 self._termination = Termination()
-            with among.together(what, fatal=True):
-                if not options.read_only:
-                    held = self._run.held
-                    held.confirm()
-                    warn(exits.close_others(path(), held.epoch))
-            if not options.read_only:
-                self._watch = exits.Watch(self._end, self._run.held.path, self._run.held.epoch)
+            with coordinator.together(what, fatal=True):
+                if not self._read_only:
+                    root = self._run.writable_root
+                    root.confirm()
+                    warn(exits.close_others(path(), root.epoch))
+            if not self._read_only:
+                self._watch = exits.Watch(
+                    self._end, self._run.writable_root.path, self._run.writable_root.epoch
+                )
         except BaseException:
             self._run.root.abandon()
             raise
@@ -226,12 +248,12 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
         touched: TouchState | None = None,
         items: Items | None = None,
         metrics: Mapping[str, float] | None = None,
-        custom_metadata: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, object] | None = None,
         force_base: bool = False,
         force: bool = False,
     ) -> Saved:
@@ -269,7 +291,7 @@ class CheckpointManager:
         started = time.perf_counter()
         with self._use(writing=True):
             when_busy, step = self.options.writes.when_busy, _as_step(step)
-            if (done := self._saved_by_log) is not None and done.step == step and not force_base:
+            if (done := self._saved_by_append) is not None and done.step == step and not force_base:
                 if metrics or items or custom_metadata:
                     events.warn(
                         f"step {step}: append() has already saved it, without the metrics, items "
@@ -289,17 +311,17 @@ class CheckpointManager:
         with self._use(writing=True):
             step = _as_step(step)
             flight, preempted = self._saver.in_flight, self.reached_preemption
-            return decision.should_save(self._run, step, flight, metrics, preempted)
+            return save_call.should_save(self._run, step, flight, metrics, preempted)
 
     def save_if_due(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
         touched: TouchState | None = None,
         items: Items | None = None,
         metrics: Mapping[str, float] | None = None,
-        custom_metadata: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, object] | None = None,
         force_base: bool = False,
     ) -> Saved | None:
         """Saves if a save is due: a coalesced one, or one before a preemption.
@@ -337,12 +359,14 @@ class CheckpointManager:
                     # Also if an earlier save failed: this one was made nevertheless.
                     self.wait_until_finished()
 
-    def _save(self, step: int, state: Any, arguments: SaveArguments, when_busy: WhenBusy) -> Saved:
+    def _save(
+        self, step: int, state: PyTree, arguments: SaveArguments, when_busy: WhenBusy
+    ) -> Saved:
         started = time.perf_counter()
         with self._use(writing=True):
             return self._saver.save(step, state, arguments, when_busy, started)
 
-    def next_save(self, state: Any, *, touched: TouchState | None = None) -> Decision:
+    def next_save(self, state: PyTree, *, touched: TouchState | None = None) -> Decision:
         """Returns whether the next save would be a base or a delta, and why; changes nothing."""
         with self._use(writing=True):
             split = self._saver.parts(state, touched)
@@ -350,10 +374,10 @@ class CheckpointManager:
                 marks = (Marks("", tracker.touched),)
             else:
                 marks = Embeddings(split=split, touched=touched).marks
-            clocks = snapshot.clocks_of(split, marks)
+            clocks = pending_save.clocks_of(split, marks)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
-    def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
+    def verify_tracking(self, state: PyTree, *, touched: TouchState | None = None) -> bool:
         """Checks that every row that changed since the previous call is marked as touched.
 
         The tracking audit of each save checks about 1,536 rows; this method checks all rows. It
@@ -383,11 +407,11 @@ class CheckpointManager:
                 )
             marks = Embeddings(split=split, touched=touched).marks
             try:
-                return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
+                return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:
                 reason = "verify_tracking found rows that are not marked"
                 self._run.lineage.distrust(reason)
-                self._run.log.distrust(reason)
+                self._run.wal.distrust(reason)
                 raise
 
     def reached_preemption(self, step: int) -> bool:
@@ -398,11 +422,11 @@ class CheckpointManager:
         """
         self._check_usable()
         step = _as_step(step)
-        if processes.count() > 1:
+        if coordination.process_count() > 1:
             # All must save the same step. A process that handled SIGTERM itself would save alone,
             # and would replace the handler through which JAX notifies the other processes.
-            return processes.reached_preemption(step)
-        return self._termination.announced(step) or processes.reached_preemption(step)
+            return coordination.reached_preemption(step)
+        return self._termination.announced(step) or coordination.reached_preemption(step)
 
     def wait_until_finished(self) -> list[SaveReport]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
@@ -419,11 +443,11 @@ class CheckpointManager:
         """
         limit = self.options.timeouts.close_secs
         with self._use():
-            failure = self._saver.settle(limit)
+            failure = self._saver.wait_finished(limit)
             if failure is not None:
                 self._saver.reports.clear()
                 raise failure.error(None) from failure.cause
-            self._saver.settle_at_root(limit)
+            self._saver.wait_uploaded(limit)
             if self._recorder is not None:
                 self._recorder.wait(limit)
             reports = list(self._saver.reports)
@@ -442,7 +466,7 @@ class CheckpointManager:
           SaveFailed: a save failed; it is raised once.
         """
         with self._use():
-            failure = self._saver.settle(0.0) if self._saver.is_lost else None
+            failure = self._saver.wait_finished(0.0) if self._saver.is_lost else None
         if failure is not None:
             raise failure.error(None) from failure.cause
 
@@ -451,11 +475,11 @@ class CheckpointManager:
     def append(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
         touched: TouchState | None = None,
-        ids: Mapping[str, Any] | None = None,
-        items: Mapping[str, Any] | None = None,
+        ids: Mapping[str, object] | None = None,
+        items: Mapping[str, object] | None = None,
         full: bool | None = None,
     ) -> Appended:
         """Appends the changes since the last call to the write-ahead log; blocks for a few ms.
@@ -500,22 +524,22 @@ class CheckpointManager:
                     "ManagerOptions(wal=WalOptions())"
                 )
             assert self._recorder is not None
-            self._saved_by_log = None
+            self._saved_by_append = None
             try:
                 self._recorder.count()
                 step = _as_step(step)
                 split = self._saver.split(state, touched)
                 self._saver.go_back(split, touched)
             except BaseException:
-                self._recorder.missed(ids)
+                self._recorder.requeue_ids(ids)
                 raise
             call = Call(touched, ids, items, full, started, self._saver.may_commit)
             found = self._recorder.append(step, split, call)
             if isinstance(found, Appended):
                 return found
-            given = json_args(batch.as_json(items))
+            given = json_args(record_batch.as_json(items))
             arguments = SaveArguments(touched=touched, items=given, ids=ids)
-            saved = self._saved_by_log = self._save(step, state, arguments, "wait")
+            saved = self._saved_by_append = self._save(step, state, arguments, "wait")
             return Appended(
                 step=step,
                 kind=None,
@@ -550,13 +574,15 @@ class CheckpointManager:
             limit = (self.options.wal or WalOptions()).deadline_secs
         deadline = time.monotonic() + limit
         with self._use(writing=True):
-            assert self._recorder is not None
+            if self._recorder is None:
+                newest = self._run.lineage.newest_committed
+                return None if newest is None else newest.step
             # If the save commits during the wait, what the wait returns may not know of it.
-            is_anchored = self._recorder.is_anchored
+            is_base_committed = self._recorder.is_base_committed
             found = self._recorder.wait(limit)
-            if is_anchored:
+            if is_base_committed:
                 return found
-            failure = self._saver.settle(max(0.0, deadline - time.monotonic()))
+            failure = self._saver.wait_finished(max(0.0, deadline - time.monotonic()))
             if failure is not None:
                 raise failure.error(None) from failure.cause
             return self._recorder.recovery(fresh=True)
@@ -573,14 +599,14 @@ class CheckpointManager:
         """
         with self._use():
             if self._recorder is not None:
-                self._recorder.settle_trimming()
+                self._recorder.wait_trimmed()
             return self._restorer.points()
 
     # Restoring.
 
     def restore_latest(
         self,
-        abstract_state: Any = None,
+        abstract_state: PyTree = None,
         *,
         service: Service = "auto",
         items: Items | None = None,
@@ -619,13 +645,13 @@ class CheckpointManager:
         """
         abstract_state = placement.resolved(abstract_state)
         with self._use():
-            self._settle_quietly()
+            self._wait_or_warn()
             return self._restorer.newest(abstract_state, items, progress, service, wal=wal)
 
     def restore(
         self,
         step: int | RecoveryPoint,
-        abstract_state: Any = None,
+        abstract_state: PyTree = None,
         *,
         service: Service = "auto",
         items: Items | None = None,
@@ -653,11 +679,11 @@ class CheckpointManager:
           StepGone: it was removed while it was read; the message names the nearest ones.
           RestoreError: the step or recovery point cannot be restored.
         """
-        asked = step if isinstance(step, RecoveryPoint) else _as_step(step)
+        requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
         with self._use():
-            self._settle_quietly()
-            return self._restorer.one(asked, abstract_state, items, progress, service)
+            self._wait_or_warn()
+            return self._restorer.restore_one(requested, abstract_state, items, progress, service)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
         """Reads rows of some tables of a step, without the rest of the state.
@@ -679,10 +705,12 @@ class CheckpointManager:
         """
         step = _as_step(step)
         with self._use():
-            self._settle_quietly()
+            self._wait_or_warn()
             return self._restorer.rows(step, tables, progress)
 
-    def read_state(self, step: int, template: Any, progress: Progress | None = None) -> ReadState:
+    def read_state(
+        self, step: int, template: PyTree, progress: Progress | None = None
+    ) -> ReadState:
         """Reads the leaves of a step that a template names, e.g. to initialize another state.
 
         The template may contain only a part of the state, leaves that the step lacks, different
@@ -707,7 +735,7 @@ class CheckpointManager:
         step = _as_step(step)
         template = placement.resolved(template)
         with self._use():
-            self._settle_quietly()
+            self._wait_or_warn()
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
@@ -736,7 +764,7 @@ class CheckpointManager:
         self._check_usable()
         return self._catalog.best(metric, mode)
 
-    def item_metadata(self, step: int) -> Any:
+    def item_metadata(self, step: int) -> PyTree:
         """Returns a step's structure without its data: nested dicts of ``jax.ShapeDtypeStruct``.
 
         PRNG keys appear as their key data; leaves that are not arrays appear as Orbax describes
@@ -760,7 +788,7 @@ class CheckpointManager:
         """
         step = _as_step(step)
         with self._use(writing=True):
-            self._settle_quietly()
+            self._wait_or_warn()
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
@@ -770,13 +798,13 @@ class CheckpointManager:
           FencedError: another trainer took over the directory; the message names it.
         """
         self._check_usable()
-        self._root.check_lease(ask=True)
+        self._root.check_lease(refresh=True)
 
     @property
     def resume_step(self) -> int | None:
         """Returns the step that the next save must exceed: the newest or the restored step."""
         self._check_usable()
-        restored, point = self._run.restored, self._run.lineage.continues
+        restored, point = self._run.restored, self._run.lineage.forked_from
         step = self.latest_step() if restored is None else restored
         return step if point is None else max(step or 0, point.save_id.step)
 
@@ -798,9 +826,9 @@ class CheckpointManager:
           ClosedError: this is a forked child of the process that created the manager.
         """
         self._check_process()
-        with contexts.neutral(), self._lock:
+        with placement.neutral(), self._lock:
             if self._closed:
-                failure, self._untold = self._untold, None
+                failure, self._unreported = self._unreported, None
                 if failure is not None:
                     raise failure.error(None) from failure.cause
                 return
@@ -819,7 +847,7 @@ class CheckpointManager:
     def _close_parts(self, reason: str | None) -> None:
         self._closed = True
         if reason is not None:
-            self._ended, self._untold = reason, self._saver.untold
+            self._ended, self._unreported = reason, self._saver.unreported
         self._termination.close()
         with contextlib.ExitStack() as parts:
             parts.callback(self._root.close)
@@ -830,8 +858,8 @@ class CheckpointManager:
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)
-            if not self.options.read_only:
-                parts.callback(self._run.held.give_up)
+            if not self._read_only:
+                parts.callback(self._run.writable_root.stop_waiting)
             if self._watch is not None:
                 parts.callback(self._watch.cancel)
 
@@ -852,16 +880,16 @@ class CheckpointManager:
             if ending == "leave":
                 self._ended, self._leaving = reason, True
             try:
-                failure = self._saver.untold = self._saver.settle(limit)
+                failure = self._saver.unreported = self._saver.wait_finished(limit)
                 try:
                     if self._recorder is not None:
                         if ending == "leave" and failure is None:
                             self._recorder.wait(limit)
                         else:
-                            self._recorder.settle_quietly()
+                            self._recorder.wait_durable_or_warn()
                 finally:
                     if failure is None and ending != "commit":
-                        self._saver.settle_at_root(limit)
+                        self._saver.wait_uploaded(limit)
             finally:
                 if ending == "leave":
                     # Python ends threads and executors; the next trainer removes the rest.
@@ -871,12 +899,12 @@ class CheckpointManager:
         finally:
             self._lock.release()
 
-    def _settle_quietly(self) -> None:
+    def _wait_or_warn(self) -> None:
         """Warns of background failures instead of raising them, so that a restore can proceed."""
-        self._saved_by_log = None
-        self._saver.settle_quietly()
+        self._saved_by_append = None
+        self._saver.wait_finished_or_warn()
         if self._recorder is not None:
-            self._recorder.settle_quietly()
+            self._recorder.wait_durable_or_warn()
 
     def __enter__(self) -> CheckpointManager:
         self._check_usable()
@@ -892,7 +920,7 @@ class CheckpointManager:
         flight = self._saver.in_flight
         if not self._closed and flight is not None and flight.is_lost:
             # Its thread, which kept the manager alive, has ended without a commit.
-            exits.tell_lost(
+            exits.report_lost(
                 f"the save of step {flight.step} failed, and its CheckpointManager of "
                 f"{self._root} is gone: {flight.future.exception()}"
             )
@@ -904,18 +932,16 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _use(self, *, writing: bool = False) -> Iterator[None]:
-        """Serializes calls; raises ``FencedError`` for failures that a takeover caused.
-
-        For example, the new trainer has removed the directory of a save in flight.
-        """
+        """Serializes calls; raises ``FencedError`` for failures that a takeover caused."""
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with contexts.neutral(), self._lock:
+        with placement.neutral(), self._lock:
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
-                with self._run.among.alive():
+                with self._run.coordinator.alive():
                     yield
             except (SaveFailed, AppendFailed, StorageError) as error:
+                # For example, the new trainer has removed the directory of a save in flight.
                 with contextlib.suppress(StorageError):
                     try:
                         self._root.check_lease()
@@ -951,7 +977,7 @@ class CheckpointManager:
                 f"CheckpointManager of {self._root}: expected an open manager, found it "
                 f"closed{f', because {self._ended}' if self._ended else ''}; create a new one"
             )
-        if writing and self.options.read_only:
+        if writing and self._read_only:
             raise OptionError(
                 f"CheckpointManager of {self._root}: expected a manager that can write, "
                 f"found access={self.options.access!r}; open it with access='write' to save"
@@ -960,6 +986,6 @@ class CheckpointManager:
 
 def _as_step(step: Any) -> int:
     if type(step) is int:
-        return names.as_step(step)
-    with contexts.neutral():
-        return names.as_step(step)
+        return naming.as_step(step)
+    with placement.neutral():
+        return naming.as_step(step)

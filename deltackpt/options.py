@@ -11,13 +11,15 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from deltackpt.codecs import of_blocks
+from deltackpt.codecs import block_codecs
 from deltackpt.errors import OptionError
-from deltackpt.policies import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive, Rolling
-from deltackpt.policies.bit_width import is_at_least_zero
-from deltackpt.policies.decision import SaveDecisionPolicy
-from deltackpt.policies.retention import PreservationPolicy
-from deltackpt.storage import files, kafka, redaction
+from deltackpt.policies import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive
+from deltackpt.policies.save_policies import (
+    PreservationPolicy,
+    SaveDecisionPolicy,
+    is_at_least_zero,
+)
+from deltackpt.storage import kafka, posix, redaction
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
@@ -112,9 +114,9 @@ class DeltaOptions:
         state or passed to ``save()``. ``"fingerprints"``: by hashing each row with its slots at
         every save; this needs 12 bytes per row on the devices (about 24 at the peak of a save).
         ``"auto"``: ``"touched"`` if there is a ``TouchState``, else ``"fingerprints"``.
-      sampled_proof: whether each save checks about 1,536 rows that its parent sampled, in less than
-        2 ms. If an unmarked row changed, the save becomes a base. With several processes, the save
-        fails and the next one is a base.
+      tracking_audit: whether each save checks about 1,536 rows that its parent sampled, in less
+        than 2 ms. If an unmarked row changed, the save becomes a base. With several processes, the
+        save fails and the next one is a base.
       policy: decides between a base and a delta.
       bases: ``"periodic"``: the trainer writes a base when the policy's limits require it.
         ``"compacted"``: the standby or ``deltackpt compact`` writes later bases; the trainer writes
@@ -126,7 +128,7 @@ class DeltaOptions:
     """
 
     tracking: Tracking = "auto"
-    sampled_proof: bool = True
+    tracking_audit: bool = True
     policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
     bases: Bases = "periodic"
     base_snapshot: BaseSnapshot = "hold"
@@ -138,16 +140,11 @@ class DeltaOptions:
             bases=("periodic", "compacted"),
             base_snapshot=("block", "hold"),
         )
-        _check_kind(self, bool, "sampled_proof")
+        _check_kind(self, bool, "tracking_audit")
         if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
             raise OptionError(
                 "DeltaOptions.policy: expected a base-or-delta policy such as Consecutive(), "
                 f"found {self.policy!r}"
-            )
-        if self.bases == "compacted" and isinstance(self.policy, Rolling):
-            raise OptionError(
-                'DeltaOptions.policy: expected a policy other than Rolling with bases="compacted", '
-                f'found {self.policy}; its saves need no bases: keep bases="periodic"'
             )
 
 
@@ -332,7 +329,7 @@ class Background:
         apply while ``save()`` itself waits, as with ``base_snapshot="block"``.
         ``Tiers.bytes_per_sec`` limits uploads.
       threads: number of arrays that are written at the same time, while about as many threads
-        encode; two by default.
+        encode; four by default.
     """
 
     cpus: Collection[int] | None = None
@@ -373,7 +370,7 @@ class LocalWal:
         _check_path(self, "directory")
         if self.directory is not None:
             # Epoch headers contain it, and are read from other working directories.
-            object.__setattr__(self, "directory", os.path.abspath(files.user_path(self.directory)))
+            object.__setattr__(self, "directory", os.path.abspath(posix.user_path(self.directory)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,9 +514,9 @@ class Dense:
         _check_kind(self, (str, Mapping), "codec")
         given = [self.codec] if isinstance(self.codec, str) else list(self.codec.values())
         for name in given:
-            if name not in of_blocks.names():
+            if name not in block_codecs.names():
                 raise OptionError(
-                    f"Dense.codec: expected one of {of_blocks.names()}, found {name!r}; "
+                    f"Dense.codec: expected one of {block_codecs.names()}, found {name!r}; "
                     "choose one of them"
                 )
         if self.max_error is not None and not is_at_least_zero(self.max_error):

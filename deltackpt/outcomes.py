@@ -12,6 +12,7 @@ import numpy as np
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
+from deltackpt.format.naming import PyTree
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.state.touch_state import TouchState
 from deltackpt.units import count, size
@@ -91,7 +92,7 @@ class Restored:
     """
 
     step: int
-    state: Any
+    state: PyTree
     touched: TouchState | None
     items: dict[str, Any]
     chain: tuple[int, ...]
@@ -130,7 +131,7 @@ class ReadState:
     """
 
     step: int
-    state: Any
+    state: PyTree
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     cast: tuple[str, ...]

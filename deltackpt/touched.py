@@ -7,6 +7,9 @@ rows that it changes. ``save`` finds the ``TouchState`` in the state or takes it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
 from deltackpt.state.touch_state import (
     CLOCK_MAX,
     UNKNOWN,
@@ -16,9 +19,12 @@ from deltackpt.state.touch_state import (
     find,
     fresh,
     is_touch_state,
+    mark_rows,
 )
-from deltackpt.tracking.optimizer import TrackState, track
-from deltackpt.tracking.stamps import init, mark, mark_rows
+from deltackpt.tracking.stamps import grow, init, mark
+
+if TYPE_CHECKING:
+    from deltackpt.tracking.optimizer import TrackState, track
 
 __all__ = [
     "CLOCK_MAX",
@@ -29,9 +35,15 @@ __all__ = [
     "clock_exhausted",
     "find",
     "fresh",
+    "grow",
     "init",
     "is_touch_state",
     "mark",
     "mark_rows",
     "track",
 ]
+
+# The module imports optax, which is needed only to wrap an optimizer.
+__getattr__ = attributes(
+    __name__, dict.fromkeys(("TrackState", "track"), "deltackpt.tracking.optimizer")
+)

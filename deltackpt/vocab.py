@@ -96,11 +96,33 @@ class RowKeys:
         check_unique(ids)
         found = cls(len(ids))
         found._set_ids(ids)
-        rows = np.flatnonzero(ids != NO_ID)
-        found._fresh = int(rows[-1]) + 1 if len(rows) else 0
-        found._freed = np.flatnonzero(ids[: found._fresh] == NO_ID)
+        found._find_free_rows()
         found._rebuild()
         return found
+
+    def follow(self, column: np.ndarray) -> None:
+        """Replaces the ids with those of a later key column; rehashes only the rows that differ.
+
+        Args:
+          column: as many rows as before; see ``ids_of``.
+
+        Raises:
+          DamagedKeys: an id has two rows; nothing was replaced.
+          OptionError: the column has another shape or dtype.
+        """
+        ids = ids_of(column)
+        if len(ids) != self.capacity:
+            raise OptionError(f"column: expected {self.capacity} rows, found {len(ids)}")
+        changed = np.flatnonzero(ids != self._ids)
+        known = self.find(ids[changed][ids[changed] != NO_ID])
+        if not np.isin(known[known >= 0], changed).all():
+            check_unique(ids)  # A row that did not change has the id of one that did.
+        check_unique(ids[changed], changed)
+        self._forget(changed[self._ids[changed] != NO_ID])
+        self._ids[changed] = ids[changed]
+        self._evicted = []
+        self._find_free_rows()
+        self._insert(changed[ids[changed] != NO_ID])
 
     def __len__(self) -> int:
         """Returns the number of ids."""
@@ -134,7 +156,7 @@ class RowKeys:
         if len(unknown):
             missing = asked.reshape(-1)[unknown]
             added = _distinct(missing)
-            new = self._taken(len(added))
+            new = self._allocate_rows(len(added))
             self._ids[new] = added
             self._insert(new)
             rows[unknown] = self._rows_of(missing)
@@ -175,8 +197,7 @@ class RowKeys:
             chosen = chosen[self._ids[chosen] != NO_ID]
         freed = _distinct(chosen)
         if len(freed):
-            self._table[self._probed(self._ids[freed])[1]] = _EVICTED
-            self._ids[freed] = NO_ID
+            self._forget(freed)
             self._evicted.append(freed)
         return freed
 
@@ -222,7 +243,7 @@ class RowKeys:
             )
         return found
 
-    def _taken(self, count: int) -> np.ndarray:
+    def _allocate_rows(self, count: int) -> np.ndarray:
         """Removes the first free rows from the free ones and returns them, ascending."""
         if count > self.free:
             raise VocabularyFull(
@@ -238,6 +259,16 @@ class RowKeys:
         fresh = np.arange(self._fresh, self._fresh + count - len(freed))
         self._fresh += len(fresh)
         return np.concatenate([freed, fresh])
+
+    def _forget(self, rows: np.ndarray) -> None:
+        """Removes the ids of some rows, all of which have one."""
+        self._table[self._probed(self._ids[rows])[1]] = _EVICTED
+        self._ids[rows] = NO_ID
+
+    def _find_free_rows(self) -> None:
+        rows = np.flatnonzero(self._ids != NO_ID)
+        self._fresh = int(rows[-1]) + 1 if len(rows) else 0
+        self._freed = np.flatnonzero(self._ids[: self._fresh] == NO_ID)
 
     def _rebuild(self) -> None:
         """Builds the hash table from the ids, without the positions of evicted ones."""

@@ -10,10 +10,10 @@ from machine import required
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from running import kafka_cluster
-from running.kafka_cluster import PASSWORD
+from running.kafka_cluster import PASSWORD, USER
 from servers import Certificate
 
-__all__ = ["PASSWORD", "KafkaCluster"]
+__all__ = ["PASSWORD", "USER", "KafkaCluster"]
 
 
 class KafkaCluster(kafka_cluster.KafkaCluster):

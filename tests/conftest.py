@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -74,7 +75,6 @@ CROWDED = {
     "test_process_kills",
     "test_processes",
     "test_processes_failures",
-    "test_processes_tracking",
     "test_step_kills",
     "test_scaling",
     "test_t5x_processes",
@@ -89,7 +89,6 @@ PROCESSES = {
     "test_log_processes",
     "test_processes",
     "test_processes_failures",
-    "test_processes_tracking",
     "test_ray_cluster",
     "test_service",
     "test_service_buckets",
@@ -101,7 +100,7 @@ PROCESSES = {
 #: Pauses of the library before it checks something twice, except those of readers during a
 #: removal, which tests exercise.
 PAUSES = {
-    "deltackpt.upkeep.verify": "_INTERVAL_SECS",
+    "deltackpt.maintenance.verify": "_INTERVAL_SECS",
 }
 
 
@@ -114,6 +113,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long-summary", default="build/long_loops", help="directory of the summary")
     parser.addoption(
         "--in-memory", action="store_true", help="put test directories in /dev/shm if they fit"
+    )
+    parser.addoption(
+        "--kernels", metavar="PATH", help="use this instruction set, or no compiled kernels: off"
     )
 
 
@@ -130,6 +132,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(functools.partial(shutil.rmtree, place, ignore_errors=True))
     given = getattr(config, "workerinput", {}).get("long_seed", config.option.long_seed)
     config.option.long_seed = secrets.randbelow(1 << 32) if given is None else given
+    if config.option.kernels:
+        from deltackpt import kernels
+
+        used = contextlib.ExitStack()
+        used.enter_context(kernels.forced(config.option.kernels.removesuffix("off")))
+        config.add_cleanup(used.close)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -289,6 +297,16 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A ``many.Server`` that starts the processes of jobs."""
+    from many import Server
+
+    found = Server()
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Any]:
     """A ``deltackpt.testing.Disk`` of the test's directory."""
@@ -301,8 +319,8 @@ def disk(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def nobody_removes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes readers report damage at once, since no other process removes steps."""
-    from deltackpt.reading import removal
-    from deltackpt.upkeep import verify
+    from deltackpt.maintenance import verify
+    from deltackpt.reading import stored_saves
 
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(stored_saves, "_GONE_CHECKS", 1)
     monkeypatch.setattr(verify, "_CHECKS", 1)

@@ -27,14 +27,14 @@ from deltackpt.events import Event, FailureEvent
 from deltackpt.ledger import entries
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import ManagerOptions, Tiers
-from deltackpt.reading import removal
+from deltackpt.reading import stored_saves
 from deltackpt.storage import buckets
-from deltackpt.tiers import running
+from deltackpt.tiers import replicator
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.stage import Stage
-from deltackpt.tiers.uploading import Uploader
-from deltackpt.upkeep.verify import verify_root
+from deltackpt.tiers.staging import StagingDir
+from deltackpt.tiers.uploader import Uploader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 #: Steps of the final lineage to the steps that their restores read.
@@ -50,15 +50,15 @@ Objects = Mapping[str, bytes]
 def quick() -> Iterator[None]:
     """Skips waits for concurrent removals and starts no uploaders; ``promote`` does their work."""
     with (
-        mock.patch.object(removal, "_GONE_CHECKS", 1),
-        mock.patch.object(running.Running, "start", lambda self: None),
+        mock.patch.object(stored_saves, "_GONE_CHECKS", 1),
+        mock.patch.object(replicator.ReplicatorProcess, "start", lambda self: None),
     ):
         yield
 
 
 def promote(stage: Path) -> None:
     """Uploads everything in a staging directory to its remote directory."""
-    Uploader(Stage(stage)).run(Trainer(is_gone=True))
+    Uploader(StagingDir(stage)).run(Trainer(is_gone=True))
 
 
 class EventHandler(list[Event]):
@@ -177,7 +177,7 @@ class Bucket:
     def __init__(self, url: str, folder: Path, *, endpoint: str | None = None):
         """Trains; ``folder`` gets the staging directories of nodes."""
         self.url, self._folder, self._endpoint = url, folder, endpoint
-        self._at = buckets.place(url, endpoint=endpoint).open()
+        self._at = buckets.locate(url, endpoint=endpoint).open()
         self._count = itertools.count()
         #: Its current objects; None if a node may have changed them.
         self._now: Objects | None = None

@@ -14,7 +14,7 @@ import pytest
 
 import deltackpt
 from deltackpt import inspect
-from deltackpt.upkeep import compact
+from deltackpt.maintenance import compact
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb")}
 CODECS = {"params/w": "ef4", "params/v": "ef8", "nu": "int8"}

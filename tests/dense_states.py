@@ -15,7 +15,7 @@ from shown import dense_leaves
 
 import deltackpt
 from deltackpt import inspect
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 
 ROWS, WIDTH = 64, 8
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb", slots={})}
@@ -147,7 +147,6 @@ def assert_kept_as_stored(root: Path, loop: Loop, step: int, **options: Any) -> 
         # Mark all rows: the test is about dense leaves only.
         touched = deltackpt.touched.mark(found.touched, {"emb": jnp.arange(ROWS)})
         assert saver.save(step, state, touched=touched).kind == "delta"
-        saver.wait_until_finished()
     assert dense_leaves(twin, step) == dense_leaves(root, step)
     shutil.rmtree(twin)
 
@@ -160,13 +159,13 @@ def assert_exact(saver: deltackpt.CheckpointManager, states: dict[int, dict[str,
 
 def own(root: Path, step: int) -> bool:
     """Whether a step stores its dense leaves as blocks."""
-    found = saves.read_save(root / str(step)).head.dense_blocks is not None
+    found = stored_saves.read_save(root / str(step)).head.dense_blocks is not None
     assert found != (root / str(step) / "dense").exists()
     return found
 
 
 def changed_bytes(root: Path, step: int) -> int:
     """Size in bytes of a step's dense blocks."""
-    record = saves.read_save(root / str(step)).head.dense_blocks
+    record = stored_saves.read_save(root / str(step)).head.dense_blocks
     assert record is not None
     return record.nbytes

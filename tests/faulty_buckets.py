@@ -48,7 +48,7 @@ def fresh(network: Proxy) -> str:
 def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> StorePath:
     """Opens a folder of a bucket; without retries, each fault is reported at once."""
     scheme = network.server.scheme
-    place = buckets.place(f"{scheme}://{name}/run", endpoint=network.endpoint)
+    place = buckets.locate(f"{scheme}://{name}/run", endpoint=network.endpoint)
     if not retries:
         spec = {**place.spec, _RETRIES[scheme]: {"max_retries": 0}}
         place = dataclasses.replace(place, spec=spec)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-process jobs as threads, distinguished by what ``deltackpt.processes`` returns.
+"""Multi-process jobs as threads, distinguished by what ``deltackpt.coordination`` returns.
 
 For tests with several participants that are never killed and run no jax collective; ``many.py``
 starts real processes.
@@ -17,12 +17,12 @@ from unittest import mock
 import jax
 from orbax.checkpoint import multihost
 
-from deltackpt import processes
+from deltackpt import coordination
 from deltackpt.coordination import Coordinator
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import division
-from deltackpt.save.writers import StepWriters
-from deltackpt.state import ownership
+from deltackpt.save import selection
+from deltackpt.save.commit import StepWriters
+from deltackpt.state import placement
 
 #: Assigned to the processes of a job, in order.
 DEVICES = 8
@@ -30,10 +30,10 @@ DEVICES = 8
 
 def forget() -> None:
     """Clears cached plans; their key is the sharding, but tests assign devices differently."""
-    ownership._grid.cache_clear()
-    ownership._owned.cache_clear()
-    ownership._shared_rows.cache_clear()
-    division.forget()
+    placement._grid.cache_clear()
+    placement._owned.cache_clear()
+    placement._shared_rows.cache_clear()
+    selection.forget()
 
 
 class MemoryService:
@@ -89,9 +89,11 @@ class Job:
     def running(self):
         forget()
         with (
-            mock.patch.object(processes, "count", lambda: self.count),
-            mock.patch.object(processes, "index", lambda: getattr(self._here, "index", 0)),
-            mock.patch.object(processes, "of", lambda d: d.id * self.count // DEVICES),
+            mock.patch.object(coordination, "process_count", lambda: self.count),
+            mock.patch.object(
+                coordination, "process_index", lambda: getattr(self._here, "index", 0)
+            ),
+            mock.patch.object(coordination, "process_of", lambda d: d.id * self.count // DEVICES),
             mock.patch.object(multihost, "is_jax_distributed_client_initialized", lambda: True),
             mock.patch.object(multihost, "get_jax_distributed_client", lambda: self.service),
         ):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills compactions of step 3, the parent of step 4, at each call in turn.
 
-Each compaction runs in its own process. Afterwards the steps are read with and without the
-compacted base, if there is one: both must be equal. Run as a script; see ``killed_anywhere``.
+Each compaction runs in its own process. Afterwards the files of the steps are unchanged, and the
+steps are read as before the first, through the compacted base if there is one. Run as a script;
+see ``killed_anywhere``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -22,8 +24,8 @@ from typing import NamedTuple
 import tensorstore  # noqa: F401  Loaded before the first child is forked.
 from shown import dense_leaves, table_fields
 
-from deltackpt.format import names
-from deltackpt.upkeep import compact
+from deltackpt.format import naming
+from deltackpt.maintenance import compact
 
 #: Audit events at which a compaction is killed.
 _CALLS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -92,35 +94,47 @@ def _compact(root: Path, at: int) -> None:
     assert compact.compact(root, step=3, workers=1, memory_bytes=64 << 20) is not None
 
 
-def _check(root: Path, part: str) -> None:
-    compacted, aside = root / names.COMPACTED, root.with_name("aside")
-    with_base = [_PARTS[part](root, step) for step in (3, 4)]
-    if compacted.exists():
-        compacted.rename(aside)
-    try:
-        without = [_PARTS[part](root, step) for step in (3, 4)]
-    finally:
-        if aside.exists():
-            aside.rename(compacted)
-    assert with_base == without
+def _written(root: Path) -> dict[Path, bytes]:
+    """The files of the steps, without those of compacted bases."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {
+        path: path.read_bytes() for path in files if root / naming.COMPACTED not in path.parents
+    }
+
+
+def _read(root: Path, part: str, into: Path) -> None:
+    into.write_bytes(pickle.dumps({step: _PARTS[part](root, step) for step in (3, 4)}))
+
+
+def _check(root: Path, part: str, before: Path, steps: tuple[int, ...]) -> None:
+    shown = pickle.loads(before.read_bytes())
+    for step in steps:
+        assert _PARTS[part](root, step) == shown[step]
 
 
 def _main(root: Path, part: str, every: int) -> None:
-    base = root / names.COMPACTED / "3"
+    base = root / naming.COMPACTED / "3"
+    before, files = root.with_name(f"{root.name}-before"), _written(root)
+    assert _in_child(functools.partial(_read, root, part, before)) == 0
     at, kills, published = 1, 0, 0
     while True:
         ended = _in_child(functools.partial(_compact, root, at))
         assert ended in (0, -signal.SIGKILL), ended
-        assert _in_child(functools.partial(_check, root, part)) == 0, at
+        # So that without the base, the steps are read as before.
+        assert _written(root) == files, at
+        is_published = (base / naming.EMBEDDINGS_ITEM).is_dir()
+        # With the base, or with what the killed compaction left.
+        steps = (3, 4) if is_published else (4,)
+        assert _in_child(functools.partial(_check, root, part, before, steps)) == 0, at
         if ended == 0:
             break
         kills += 1
-        if (base / names.EMBEDDINGS_ITEM).is_dir():
-            # Killed after the rename: the base is published and complete.
+        if is_published:
+            # Killed after the rename: the base is complete.
             published += 1
             shutil.rmtree(base)
         at += every
-    left = [name for name in os.listdir(root / names.COMPACTED) if names.is_compaction(name)]
+    left = [name for name in os.listdir(root / naming.COMPACTED) if naming.is_compaction(name)]
     assert left == [], left
     print(kills, published)
 

@@ -23,15 +23,14 @@ from unittest import mock
 import model
 
 import deltackpt
-from deltackpt.save import flight
-from deltackpt.save import step as steps
+from deltackpt.save import commit, pending_save
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: Stages that can be delayed: the directories (hence all of the save), its rows, its commit.
 STAGES = {
-    "all": (steps, "write"),
-    "write": (flight.PendingSave, "write"),
-    "commit": (steps, "_commit"),
+    "all": (commit, "write"),
+    "write": (pending_save.PendingSave, "write"),
+    "commit": (commit, "_commit"),
 }
 #: Delay after the end of the program's code: an interpreter that does not wait exits sooner.
 LONGER_SECS = 1.0
@@ -82,8 +81,7 @@ def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
     keep(manager)
     found = states(2)
     state, marks = found[1]
-    manager.save(1, state, touched=marks)
-    manager.wait_until_finished()
+    model.commit(manager, 1, state, touched=marks)
     hold_back(task)
     state, marks = found[2]
     manager.save(2, state, touched=marks, force_base=task["kind"] == "base")
@@ -96,6 +94,9 @@ def end(task: dict[str, Any]) -> None:
     if task["ending"] == "interrupted":
         # Runs before the manager's callbacks, like a Ctrl-C at that moment.
         threading._register_atexit(interrupt_once)  # type: ignore[attr-defined]
+    if task["ending"] == "no threads":
+        # Like Python 3.12.0: no thread starts once the program's own code has ended.
+        mock.patch.object(threading, "_start_new_thread", refuse).start()
     if task["ending"] == "raise":
         raise ValueError("the training diverged")
     if task["ending"] == "exit":
@@ -107,6 +108,10 @@ def interrupt_once() -> None:
     if not interrupted.is_set():
         interrupted.set()
         signal.raise_signal(signal.SIGINT)
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
 def in_daemon(task: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from deltackpt import events
 from deltackpt.errors import Damaged
-from deltackpt.inspect.logs import Wal
+from deltackpt.inspect.descriptions import Wal
 from deltackpt.storage.store import FileStore, StorePath
 
 #: Number of different deltas; many saves share the same figures.

@@ -13,9 +13,9 @@ import msgpack
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format.blocks import Rows as RowIndices
-from deltackpt.format.blocks import rows_of
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.row_blocks import Rows as RowIndices
+from deltackpt.format.row_blocks import rows_of
 from deltackpt.layers import footer
 from deltackpt.layers.footer import (
     PAGE_BYTES,
@@ -25,10 +25,9 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
-from deltackpt.layers.read import ByteSource, Layer
+from deltackpt.layers.read import ByteSource, LayerReader
 from deltackpt.layers.write import LayerFile, WrittenLayer, ranges_of
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage.posix import DirectFile
 
 NAME = "layer.0"
@@ -90,7 +89,7 @@ class Rows(NamedTuple):
 
 def append(file: LayerFile, manifest: LayerManifest, groups: Sequence[Rows]) -> WrittenLayer:
     """Writes a layer of row groups in memory."""
-    layer = file.begin(manifest)
+    layer = file.begin_layer(manifest)
     try:
         for group in groups:
             layer.write_rows(group.name, group.rows)
@@ -149,7 +148,7 @@ def contents_of(groups: Sequence[Rows]) -> dict[str, tuple[list[int], dict[str, 
     return found
 
 
-def read_all(layer: Layer) -> dict[str, tuple[list[int], dict[str, bytes]]]:
+def read_all(layer: LayerReader) -> dict[str, tuple[list[int], dict[str, bytes]]]:
     """Row indices and bytes of every array, by row group."""
     found = {}
     for group in layer.row_groups():
@@ -183,19 +182,19 @@ def write(
     return written
 
 
-def opened(data: bytes | bytearray) -> Layer:
+def opened(data: bytes | bytearray) -> LayerReader:
     """Opens a layer from its bytes."""
-    return Layer(Memory(data), len(data))
+    return LayerReader(Memory(data), len(data))
 
 
-def layers_in(source: ByteSource, data: bytes) -> list[Layer]:
+def layers_in(source: ByteSource, data: bytes) -> list[LayerReader]:
     """The complete layers in the bytes of a file."""
     found, start = [], 0
     while start + PAGE_BYTES <= len(data):
         header = footer.header_of(data[start : start + PAGE_BYTES], "a layer")
         if header is None or start + header.nbytes > len(data):
             break
-        found.append(Layer(source, header.nbytes, start=start))
+        found.append(LayerReader(source, header.nbytes, start=start))
         start += header.nbytes
     return found
 
@@ -225,7 +224,7 @@ def with_fields(data: bytes, **changed) -> bytes:
     return refooted(data, msgpack.packb(fields_of(data) | changed))
 
 
-def place_of(layer: Layer, offset: int) -> str:
+def place_of(layer: LayerReader, offset: int) -> str:
     """The location that an error about a byte of a layer must name."""
     trailer = layer.nbytes - TRAILER_BYTES
     if offset < PAGE_BYTES:

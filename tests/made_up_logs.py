@@ -12,29 +12,48 @@ import made_up_layers
 import msgpack
 import numpy as np
 
-from deltackpt.format import names, wal_epochs, wal_records
-from deltackpt.format.dense_blocks import PLAIN, SEGMENTS, BlockedValue
-from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
-from deltackpt.format.segments import Encoding, FieldSpec, GroupEntry, Segment
-from deltackpt.format.wal_epochs import Continues, EpochHeader
-from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
+from deltackpt.format import naming, row_blocks, wal_format
+from deltackpt.format.manifest import DenseEntry, Layout, SaveId, TableEntry
+from deltackpt.format.row_blocks import (
+    PLAIN,
+    SEGMENTS,
+    BlockedValue,
+    Encoding,
+    FieldSpec,
+    GroupEntry,
+    Segment,
+)
+from deltackpt.format.wal_format import (
+    ITEM_BYTES,
+    ITEMS,
+    Continues,
+    EpochHeader,
+    RecordHead,
+    RecordItem,
+    packed_values,
+)
 from deltackpt.layers import footer
-from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES, EpochRef, LayerManifest
-from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.layers.shard import segment_of
+from deltackpt.layers.footer import (
+    CHUNK,
+    PAGE_BYTES,
+    REMOVED,
+    TRAILER_BYTES,
+    EpochRef,
+    LayerManifest,
+)
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.targets import empty_buffers
-from deltackpt.layers.write import REMOVED
 from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, WalReader, newest_plan
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
-from deltackpt.reading.wal_records import ProcessWal
+from deltackpt.reading.wal_records import ProcessWal, segment_of
 from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import dense_layer
-from deltackpt.storage import arrays, parts
-from deltackpt.storage.parts import Place
+from deltackpt.save import dense_save
+from deltackpt.storage import parts
+from deltackpt.storage.parts import SegmentSink
 from deltackpt.storage.store import store_path
-from deltackpt.wal.segments import Fill, FilledRecord, SegmentWriter
+from deltackpt.wal.segment_files import Fill, FilledRecord, SegmentWriter
 
 ROWS, WIDTH = 16, 2
 TABLE = "tables/t"
@@ -55,7 +74,7 @@ LAYOUT = Layout(
             leaves={"values": (("dict", "tables"), ("dict", "t"))},
         ),
     ),
-    (DenseLeaf(path=(("dict", "w"),), key=("w",)),),
+    (DenseEntry(path=(("dict", "w"),), key=("w",)),),
     (),
 )
 BASE = SaveId("ba5e", 0, 0)
@@ -99,11 +118,11 @@ RAW = Encoding(
 def fill_of(number: int, run: str = "a0") -> Fill:
     """Returns a function that writes a full record."""
 
-    def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+    def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         rows, weights = rows_of(number), np.frombuffer(weights_of(number, run), np.uint8)
-        place = place_of("g0.0")
+        place = sink_of("g0.0")
         gaps, values = place.write_rows(rows), values_of(number, run)
-        entry = arrays.array_entry("values", values.shape, values.dtype)
+        entry = row_blocks.array_entry("values", values.shape, values.dtype)
         parts.write_array(place, entry, [values])
         segment = Segment(
             name="g0.0",
@@ -116,10 +135,10 @@ def fill_of(number: int, run: str = "a0") -> Fill:
             encodings=(RAW,),
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
-        plain = dense_layer.write_plain(place_of, [weights], zstd=False)
+        plain = dense_save.write_plain(sink_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode(), np.uint8)
         parts.write_array(
-            place_of(ITEMS), arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
+            sink_of(ITEMS), row_blocks.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
         )
         head = RecordHead(
             part=0,
@@ -199,7 +218,9 @@ class MadeUpLog:
     def begin(self) -> MadeUpLog:
         """Writes the epoch header."""
         self.at.mkdir(parents=True, exist_ok=True)
-        (self.at / names.epoch_name(self.epoch)).write_bytes(wal_epochs.to_bytes(self.head))
+        (self.at / naming.epoch_name(self.epoch)).write_bytes(
+            wal_format.epoch_header_bytes(self.head)
+        )
         return self
 
     def append(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
@@ -296,7 +317,7 @@ class StoredRecord(NamedTuple):
 
     path: Path
     number: int
-    layer: Layer
+    layer: LayerReader
     head: RecordHead
 
     @property
@@ -330,8 +351,8 @@ def records_in(folder: Path) -> list[StoredRecord]:
     for path in sorted(folder.glob("*.seg")):
         source = StoredBytes(store_path(path))
         for number, (start, end) in enumerate(bounds_of(path.read_bytes())):
-            layer = Layer(source, end - start, start=start)
-            head = wal_records.from_bytes(layer.manifest.schema, name=path.name)
+            layer = LayerReader(source, end - start, start=start)
+            head = wal_format.record_head_from(layer.manifest.schema, name=path.name)
             start = head.part_start
             found = [one for one in found if one.head.part == head.part or one.seq < start]
             found.append(StoredRecord(path, number, layer, head))

@@ -7,18 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from deltackpt.format import manifest, names
-from deltackpt.format.blocks import VALUES
-from deltackpt.format.manifest import (
-    BaseRef,
-    Cover,
-    LayerRef,
-    Layout,
-    Manifest,
-    SaveId,
-    TableEntry,
-)
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import BaseRef, Cover, LayerRef, Layout, Manifest, SaveId, TableEntry
+from deltackpt.format.row_blocks import VALUES, ArrayEntry, FieldSpec, GroupEntry, Segment
 
 ROWS, WIDTH = 100, 4
 ROW_BYTES = 4 * WIDTH
@@ -77,7 +68,7 @@ def write(item_dir: Path, made: Manifest) -> bytes:
     """Writes a manifest where its process would; returns its bytes."""
     item_dir.mkdir(parents=True, exist_ok=True)
     data = to_bytes(made)
-    (item_dir / names.manifest_name(made.process)).write_bytes(data)
+    (item_dir / naming.manifest_name(made.process)).write_bytes(data)
     return data
 
 
@@ -90,10 +81,10 @@ def commit(
     made = record(
         intent.save_id, rows=rows, kind=intent.kind, parent=intent.parent, compacted=compacted
     )
-    write(step_dir / names.EMBEDDINGS_ITEM, made)
+    write(step_dir / naming.EMBEDDINGS_ITEM, made)
 
 
 def compact(step_dir: Path, save_id: SaveId, *, rows: int = ROWS) -> BaseRef:
     """Writes a compacted base in place of a save."""
-    write(names.compacted_dir(step_dir, names.EMBEDDINGS_ITEM), record(save_id, rows=rows))
+    write(naming.compacted_dir(step_dir, naming.EMBEDDINGS_ITEM), record(save_id, rows=rows))
     return BaseRef(save_id=save_id, nbytes=rows * ROW_BYTES)

@@ -14,7 +14,7 @@ from many_worker import Worker
 
 from deltackpt import RecoveryPoint, WalOptions
 from deltackpt.testing import Disk
-from deltackpt.wal import KafkaWal, LocalWal, segments
+from deltackpt.wal import KafkaWal, LocalWal, segment_files
 from deltackpt.wal.writer import WalWriter
 
 #: Deadline of each wait, so that a test cannot hang.
@@ -165,7 +165,9 @@ class Logger(Worker):
         return found | {"point": None if point is None else point.step}
 
 
-many_worker.POINTS["before the log is forced"] = many_worker._before(segments.SegmentWriter, "sync")
+many_worker.POINTS["before the log is forced"] = many_worker._before(
+    segment_files.SegmentWriter, "sync"
+)
 many_worker.Worker = Logger  # The class that forked processes use.
 
 if __name__ == "__main__":

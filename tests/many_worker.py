@@ -40,16 +40,15 @@ from orbax.checkpoint import v1
 
 import deltackpt
 from deltackpt import manager, touched
-from deltackpt.handlers import dense, saving
+from deltackpt.handlers import orbax_dense
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
-from deltackpt.reading.saves import StoredPart
-from deltackpt.resources import priority
-from deltackpt.restore import placing
-from deltackpt.restore import steps as restoring
-from deltackpt.save import exits, flight, snapshot, writers
-from deltackpt.save import step as steps
-from deltackpt.storage import batch, ocdbt, parts, writer
+from deltackpt.reading.stored_saves import StoredPart
+from deltackpt.resources import runtime
+from deltackpt.restore import placing, step_reader
+from deltackpt.save import commit, exits, pending_save
+from deltackpt.session import saving
+from deltackpt.storage import batch, ocdbt, parts, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
@@ -98,7 +97,6 @@ POLICIES = {
     "consecutive": deltackpt.policies.Consecutive,
     "one_shot": deltackpt.policies.OneShot,
     "intermittent": deltackpt.policies.Intermittent,
-    "rolling": deltackpt.policies.Rolling,
 }
 #: Heartbeat timeout, after which JAX itself would abort the processes.
 _NEVER_SECS = 600
@@ -385,8 +383,8 @@ class Worker:
 
     def gather(self, sizes: list[int]) -> dict[str, Any]:
         """Gathers strings through the manager's coordinator; returns their lengths."""
-        among = self._manager._run.among
-        gathered = (among.gather("x", "x" * (size + among.index)) for size in sizes)
+        coordinator = self._manager._run.coordinator
+        gathered = (coordinator.gather("x", "x" * (size + coordinator.index)) for size in sizes)
         return {"sizes": [[len(one) for one in found] for found in gathered]}
 
     def limit(self, processes_secs: float) -> None:
@@ -396,7 +394,7 @@ class Worker:
         )
         run = self._manager._run
         run.options = dataclasses.replace(run.options, timeouts=timeouts)
-        run.among.timeout_secs = processes_secs
+        run.coordinator.timeout_secs = processes_secs
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:
         """Sets the state of a step, with no row touched yet."""
@@ -405,7 +403,7 @@ class Worker:
         self._marks = self._fresh()
 
     def train(self, to: int, forget: list[int] | None = None) -> None:
-        """Trains up to step ``to``; if a table grows, resets the marks.
+        """Trains up to step ``to``.
 
         Args:
           to: the step.
@@ -417,7 +415,7 @@ class Worker:
             self._step += 1
             if self._model.rows_at(self._step) != before:
                 self._state = self._place.placed(self._model.at(self._step))
-                self._marks = self._fresh()
+                self._marks = touched.grow(self._marks, self._tables())
             self._marks = _marked(self._marks, self._model.changed(self._step))
         self._state = self._place.placed(self._model.at(self._step))
         if jax.process_index() in (forget or ()):
@@ -665,8 +663,10 @@ class Worker:
     # The parts of an answer.
 
     def _fresh(self) -> touched.TouchState:
-        named = self._state["tables"].items()
-        return touched.init({f"tables/{name}": table for name, table in named})
+        return touched.init(self._tables())
+
+    def _tables(self) -> dict[str, Any]:
+        return {f"tables/{name}": table for name, table in self._state["tables"].items()}
 
     def _restored(
         self, result: Any, place: dict[str, Any] | None, grown: int | None = None
@@ -832,32 +832,32 @@ def _after_system_rename(reached: Callable[[], None]) -> None:
 
 #: Points of a save at which a process can be stopped. Only process 0 passes those of the commit.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
-    "before its part": _before(flight.PendingSave, "write"),
+    "before its part": _before(pending_save.PendingSave, "write"),
     "during its part": _each(
-        _after(writer.ArrayWriter, "_write_chunk"), _after(DirectFile, "write")
+        _after(zarr_writer.ZarrWriter, "_write_chunk"), _after(DirectFile, "write")
     ),
     "before its manifest": _before(parts, "complete"),
     "before a force": _before(batch.FileBatch, "force"),
     "after a force": _after(batch.FileBatch, "force"),
-    "before its word": _before(writers.StepWriters, "report", "written"),
-    "after its word": _after(writers.StepWriters, "report", "written"),
-    "waiting for the parts": _before(writers.StepWriters, "collect"),
-    "has the parts": _after(writers.StepWriters, "collect"),
-    "waiting for the commit": _before(writers.StepWriters, "wait", "done"),
+    "before its word": _before(commit.StepWriters, "report", "written"),
+    "after its word": _after(commit.StepWriters, "report", "written"),
+    "waiting for the parts": _before(commit.StepWriters, "collect"),
+    "has the parts": _after(commit.StepWriters, "collect"),
+    "waiting for the commit": _before(commit.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
-    "commit: digests": _before(steps, "_commit"),
-    "commit: after the digests": _after(steps, "_write_digests"),
+    "commit: digests": _before(commit, "_commit"),
+    "commit: after the digests": _after(commit, "_write_digests"),
     "commit: before the rename": _around_rename(True),
     "commit: between the rename and the fsync": _after_system_rename,
     "commit: after the rename": _around_rename(False),
-    "checking the options": _before(priority, "check"),
+    "checking the options": _before(runtime, "check"),
     "the end of a start": _before(manager, "Catalog"),
     "before the save": _before(saving.Saver, "_start"),
-    "snapshot": _before(snapshot, "take"),
+    "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
     "reading arrays": _before(StoredPart, "read_into"),
-    "reading dense leaves": _before(restoring.StepReader, "_dense"),
-    "reading through Orbax": _before(dense, "from_folder"),
+    "reading dense leaves": _before(step_reader.StepReader, "_dense"),
+    "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltackpt.storage.crc import crc32c
-from deltackpt.tiers.packing import Label
+from deltackpt.storage.digests import crc32c
+from deltackpt.tiers.bundles import BundleRef
 
 
 class MemoryPack:
@@ -14,10 +14,10 @@ class MemoryPack:
 
     def __init__(self, key: str, nbytes: int):
         self.data = contents(key, nbytes)
-        self.label = Label(key, nbytes, crc32c(np.frombuffer(self.data, np.uint8)))
+        self.ref = BundleRef(key, nbytes, crc32c(np.frombuffer(self.data, np.uint8)))
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """See ``Pack``."""
+        """See ``Bundle``."""
         out[:] = self.data[start : start + len(out)]
 
 

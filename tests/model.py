@@ -23,6 +23,7 @@ from deltackpt.testing.states import (
     like,
     move,
     new_touched,
+    start,
     train,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "WIDTH",
     "assert_same",
     "assert_same_or_decoded",
+    "commit",
     "decoded",
     "initial",
     "like",
@@ -40,8 +42,15 @@ __all__ = [
     "moved",
     "new_touched",
     "placements",
+    "start",
     "train",
 ]
+
+
+def commit(manager: Any, *what: Any, **how: Any) -> None:
+    """Saves a step and waits until it is committed."""
+    manager.save(*what, **how)
+    manager.wait_until_finished()
 
 
 def placements(tree: object) -> list[object]:
@@ -66,16 +75,16 @@ def decoded(
 ) -> np.ndarray:
     """Rows as a codec decodes them, each encoded by itself; rows it does not hold unchanged."""
     chosen, out = codecs.get(codec), np.empty_like(rows)
-    for start in range(0, len(rows), 64):
-        part = rows[start : start + 64]
+    for at in range(0, len(rows), 64):
+        part = rows[at : at + 64]
         encoded = encoder(chosen, part)
         shapes = chosen.stored(rows.shape[1:], rows.dtype)
         chosen.decode(
             {key: np.asarray(encoded.arrays[key]).view(shapes[key].dtype) for key in shapes},
-            out[start : start + 64],
+            out[at : at + 64],
         )
-        missing = ~np.asarray(encoded.held)
-        out[start : start + 64][missing] = part[missing]
+        missing = ~np.asarray(encoded.representable)
+        out[at : at + 64][missing] = part[missing]
     return out
 
 

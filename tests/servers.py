@@ -191,10 +191,6 @@ def azure(
         yield Server("az", address, environment, make, process)
 
 
-#: Functions that start a server, by the scheme of its URLs.
-STARTS = {"s3": s3, "gs": gcs, "az": azure}
-
-
 def environment_of(server: Server) -> contextlib.AbstractContextManager[object]:
     """Sets the environment variables that a client of the server needs."""
     found = {"TENSORSTORE_GCS_HTTP_URL": server.endpoint} if server.scheme == "gs" else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt import inspect
-from deltackpt.inspect.dense import PLACEHOLDERS
+from deltackpt.inspect.dense_items import PLACEHOLDERS
 
 
 def table_fields(root: Path, step: int) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from t5x.examples.t5 import network
 
     from deltackpt.integrations import t5x as deltackpt_t5x
-    from deltackpt.integrations.t5x import manager as t5x_manager
+    from deltackpt.integrations.t5x import checkpoint_manager
 
 import deltackpt
 from deltackpt.errors import Damaged
@@ -179,13 +179,13 @@ class Worker(many_worker.Worker):
 
     def spoil(self) -> None:
         """Makes this process find a damaged step, once."""
-        real = t5x_manager.leaves_of
+        real = checkpoint_manager.leaves_of
 
         def damaged(found: Any) -> Any:
-            mock.patch.object(t5x_manager, "leaves_of", real).start()
+            mock.patch.object(checkpoint_manager, "leaves_of", real).start()
             raise Damaged(str(found.path), "what was written", "something else")
 
-        mock.patch.object(t5x_manager, "leaves_of", damaged).start()
+        mock.patch.object(checkpoint_manager, "leaves_of", damaged).start()
 
     def close(self) -> None:
         """Closes the manager."""

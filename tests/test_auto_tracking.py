@@ -14,11 +14,9 @@ import optax
 import pytest
 
 import deltackpt
-from deltackpt import inspect, touched
+from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed
-from deltackpt.integrations.loop import LoopCheckpoints
-from deltackpt.policies import Rolling
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.storage.store import store_path
 from deltackpt.testing import failing_saves
 from deltackpt.touched import TrackState
@@ -45,7 +43,7 @@ def rows_of(one: deltackpt.CheckpointManager) -> list[int]:
 
 
 def recorded(root, step: int) -> str:
-    return saves.read_save(store_path(root / str(step)), "embeddings").head.tracking
+    return stored_saves.read_save(store_path(root / str(step)), "embeddings").head.tracking
 
 
 def test_a_state_without_touch_state_is_fingerprinted(tmp_path, caplog):
@@ -201,7 +199,6 @@ def test_a_state_without_tables_has_deltas_if_they_hold_blocks(tmp_path, deltas,
             assert (found is None) == (step == 0)
             one.save(step, state)
             assert one.save(step + 1, {"w": state["w"].at[step].add(1.0)}).kind == kind
-            one.wait_until_finished()
 
 
 def test_the_default_selects_large_embeddings_and_logs_them_once(tmp_path, caplog):
@@ -222,17 +219,6 @@ def test_the_default_selects_large_embeddings_and_logs_them_once(tmp_path, caplo
     assert "pos" not in found[0]
 
 
-def test_a_loop_and_a_manager_have_the_same_default(tmp_path):
-    tables = deltackpt.Tables(select="emb", slots={})
-    options = deltackpt.ManagerOptions(max_to_keep=3)
-    state = initial()
-    with LoopCheckpoints(tmp_path, tables=tables, every_steps=1, options=options) as loop:
-        loop.after_step(1, state)
-        assert loop.after_step(2, moved(state, 3)).kind == "delta"
-        assert loop.manager.options.deltas == deltackpt.ManagerOptions().deltas
-    assert [save.kind for save in inspect.open(tmp_path).saves] == ["base", "delta"]
-
-
 def test_a_sharded_table_is_counted_over_all_devices(tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -243,11 +229,10 @@ def test_a_sharded_table_is_counted_over_all_devices(tmp_path):
             state = {**state, "emb": state["emb"] + (jnp.arange(ROWS) > ROWS // 3)[:, None]}
 
 
-@pytest.mark.parametrize("options", ["wal", "rolling", "blocks"])
+@pytest.mark.parametrize("options", ["wal", "blocks"])
 def test_hashing_does_not_stop_if_it_is_needed_anyway(tmp_path, options):
     given = {
         "wal": {"wal": deltackpt.WalOptions()},
-        "rolling": {"deltas": deltackpt.DeltaOptions(policy=Rolling(window=4))},
         "blocks": {"dense": deltackpt.Dense(deltas="blocks")},
     }[options]
     state = initial()
@@ -285,7 +270,7 @@ def test_a_restored_touch_state_does_not_replace_the_fingerprints(tmp_path):
     state = initial()
     with manager(tmp_path, deltas=deltackpt.DeltaOptions(tracking="touched")) as one:
         one.save(0, state)
-    deltas = deltackpt.DeltaOptions(sampled_proof=False)
+    deltas = deltackpt.DeltaOptions(tracking_audit=False)
     with manager(tmp_path, deltas=deltas) as one:
         marks = one.restore_latest(state).touched
         for step in range(1, 4):
@@ -319,17 +304,15 @@ def test_accumulated_gradients_of_an_untracked_step_are_not_lost(tmp_path):
         state, marks = found.state, found.touched
         for row in (2, 3):
             state, marks = step(state, row), touched.mark(marks, {"emb": jnp.array([row])})
-        one.save(4, state, touched=marks)
-        one.wait_until_finished()
+        model.commit(one, 4, state, touched=marks)
         model.assert_same(one.restore(4, state).state, state)
 
 
 @pytest.mark.parametrize("inspects", [False, True])
 def test_a_touch_state_after_a_failed_save_with_fingerprints_gives_a_base(tmp_path, inspects):
     state, marks = initial(), touched.init({"emb": jnp.zeros((ROWS, 4))})
-    with manager(tmp_path, deltas=deltackpt.DeltaOptions(sampled_proof=False)) as one:
-        one.save(0, state, touched=marks)
-        one.wait_until_finished()
+    with manager(tmp_path, deltas=deltackpt.DeltaOptions(tracking_audit=False)) as one:
+        model.commit(one, 0, state, touched=marks)
         state = moved(state, 7)
         with failing_saves(tmp_path):
             one.save(1, state)
@@ -384,6 +367,5 @@ def test_the_wal_continues_from_a_save_with_other_tracking(tmp_path):
         state, marks = moved(state, 2), touched.mark(marks, {"emb": jnp.array([2])})
         found = one.append(3, state, touched=marks, ids={"emb": np.array([2])})
         assert found.kind == "full"
-        one.save(4, state, touched=marks)
-        one.wait_until_finished()
+        model.commit(one, 4, state, touched=marks)
         model.assert_same(one.restore_latest(state).state, state)

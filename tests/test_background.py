@@ -12,31 +12,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies
 
 import deltackpt
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.options import Background, ManagerOptions
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.crc import joined
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import cursor, running
-from deltackpt.tiers.cursor import HURRY, WAKE, Cursor, StagedSave, Trainer
-from deltackpt.tiers.stage import Orders, Stage
-from deltackpt.tiers.uploading import (
+from deltackpt.tiers import cursor, replicator
+from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
+from deltackpt.tiers.staging import Orders, StagingDir
+from deltackpt.tiers.uploader import (
     MEETING,
     MOST_DELAY_SECS,
-    Part,
     Parts,
     Uploader,
+    UploadPart,
     delay_secs,
 )
 
@@ -98,8 +93,8 @@ def test_a_pause_gives_no_credit():
 
 def test_a_waiting_thread_continues_when_the_pace_is_lifted():
     pace = Pace(1e-6)
-    pace.take(1)
-    waiting = threading.Thread(target=pace.take, args=(1,))
+    pace.acquire(1)
+    waiting = threading.Thread(target=pace.acquire, args=(1,))
     waiting.start()
     with pace.lifted(), pace.lifted():
         assert pace.reserve(1 << 40) == 0.0
@@ -121,16 +116,6 @@ def test_every_byte_of_a_batch_counts_towards_its_pace(tmp_path):
     batch.close()
 
 
-@hypothesis.given(
-    first=strategies.binary(max_size=300),
-    second=strategies.binary(max_size=300),
-)
-def test_a_joined_checksum_equals_that_of_the_concatenation(first, second):
-    expected = google_crc32c.value(first + second)
-    found = joined(google_crc32c.value(first), google_crc32c.value(second), len(second))
-    assert found == expected
-
-
 def test_save_threads_run_on_the_given_cpus(tmp_path, one_cpu):
     state = {"tables": {"a": jnp.ones((512, 16))}}
     options = ManagerOptions(background=Background(cpus=[one_cpu], threads=1))
@@ -149,7 +134,7 @@ def test_save_threads_run_on_the_given_cpus(tmp_path, one_cpu):
 
 
 def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
-    stage = Stage(tmp_path / "stage")
+    stage = StagingDir(tmp_path / "stage")
     stage.path.mkdir()
     told = tmp_path / "cpus"
     program = (
@@ -158,31 +143,14 @@ def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
         "try: replicator.main(sys.argv[3:])\n"
         f"except TypeError: open({str(told)!r}, 'w').write(str(os.sched_getaffinity(0)))"
     )
-    monkeypatch.setattr(running, "_PROGRAM", program)
-    one = running.Running(stage, cpus=[one_cpu])
+    monkeypatch.setattr(replicator, "_PROGRAM", program)
+    one = replicator.ReplicatorProcess(stage, cpus=[one_cpu])
     one.start()
     process = one._process
     assert isinstance(process, subprocess.Popen)
     one.close()
     assert process.wait(60.0) == 0
     assert told.read_text() == str({one_cpu})
-
-
-def test_an_uploader_hurries_only_until_the_next_wake():
-    reading, writing = os.pipe()
-    try:
-        trainer, seen = Trainer(reading), 0
-        for words, waiting in ((WAKE, False), (WAKE + HURRY, True), (WAKE, False)):
-            os.write(writing, words)
-            trainer.wait(seen, 60.0)
-            seen += 1
-            assert trainer.signals == seen
-            assert trainer.is_waiting is waiting and not trainer.is_gone
-    finally:
-        os.close(writing)
-        trainer.wait(seen, 60.0)
-        os.close(reading)
-    assert trainer.is_gone
 
 
 def test_a_wake_up_before_the_wait_is_not_lost():
@@ -199,7 +167,7 @@ class Untidy(Cursor):
 
     tier = "remote"
 
-    def __init__(self, stage: Stage, failures: int):
+    def __init__(self, stage: StagingDir, failures: int):
         super().__init__(stage)
         self.failures = failures
 
@@ -218,7 +186,7 @@ def test_the_back_off_grows_if_only_tidying_fails(tmp_path, monkeypatch):
     trainer = Trainer()
     monkeypatch.setattr(trainer, "wait", lambda seen, secs: rests.append(secs))
     monkeypatch.setattr(cursor.random, "uniform", lambda low, high: high)
-    stage = Stage(tmp_path)
+    stage = StagingDir(tmp_path)
     stage.path.mkdir(exist_ok=True)
     Untidy(stage, 5).run(trainer)
     assert rests == [0.2, 0.4, 0.8, 1.6, 3.2]
@@ -276,7 +244,7 @@ def orders_of(process: int) -> Orders:
 
 
 def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(tmp_path):
-    stage = Stage(tmp_path / "stage")
+    stage = StagingDir(tmp_path / "stage")
     now = time.time()
     for step in (1, 2):
         folder = stage.steps / str(step)
@@ -308,8 +276,8 @@ def two_parts(tmp_path: Path, monkeypatch) -> Any:
     }
     at = store_path(tmp_path / "stage")
     found = [StagedSave(step, info, at, step) for step, info in infos.items()]
-    work = Uploader(Stage(tmp_path / "stage"))
-    monkeypatch.setattr(work, "_send", lambda *_: (Part(process=0), None))
+    work = Uploader(StagingDir(tmp_path / "stage"))
+    monkeypatch.setattr(work, "_send", lambda *_: (UploadPart(process=0), None))
 
     def advance(save: StagedSave) -> bool:
         return work._advance(save, infos[save.step], found, orders_of(0), journal)
@@ -320,7 +288,7 @@ def two_parts(tmp_path: Path, monkeypatch) -> Any:
 def test_a_base_is_not_committed_before_an_earlier_save_of_its_run(tmp_path, monkeypatch):
     _, work, found, advance = two_parts(tmp_path, monkeypatch)
     assert advance(found[0]) and advance(found[1])
-    work._uploads[found[1].key].parts.publish(Part(process=1))
+    work._uploads[found[1].key].parts.publish(UploadPart(process=1))
     assert not advance(found[1])  # There is no journal to commit to.
 
 
@@ -349,10 +317,10 @@ def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, 
     assert advance(found[0]) and advance(found[1])
     real = Parts.read
 
-    def read(self: Parts) -> dict[int, Part]:
+    def read(self: Parts) -> dict[int, UploadPart]:
         if self is work._uploads[found[1].key].parts:
             for save in found:  # Process 1 catches up after the reports on step 1 were read.
-                Parts(work._uploads[save.key].parts._at).publish(Part(process=1))
+                Parts(work._uploads[save.key].parts._at).publish(UploadPart(process=1))
         return real(self)
 
     monkeypatch.setattr(Parts, "read", read)

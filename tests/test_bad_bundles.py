@@ -27,16 +27,15 @@ from test_tiers_neighbours import Cluster
 import deltackpt
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.events import FailureEvent
-from deltackpt.format.extents import Header
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.format.extents import ExtentHeader
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.service import discovery
-from deltackpt.storage import nodes
-from deltackpt.tiers import Copies, Extents, packing
-from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.neighbours import Neighbours
-from deltackpt.tiers.packing import Label, PackName
+from deltackpt.storage import node_client
+from deltackpt.tiers import Copies, Extents, bundles
+from deltackpt.tiers.bundles import BundleName, BundleRef
+from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.peers import PeerTier
 
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
 EXTENT, EXTENTS = 16 << 10, 500
@@ -48,7 +47,7 @@ class Bundle:
     """A bundle with the given bytes."""
 
     def __init__(self, key: str, data: bytes):
-        self.data, self.label = data, Label(key, len(data), google_crc32c.value(data))
+        self.data, self.ref = data, BundleRef(key, len(data), google_crc32c.value(data))
 
     def read_into(self, start: int, out: memoryview) -> None:
         out[:] = self.data[start : start + len(out)]
@@ -58,7 +57,7 @@ class Trained(NamedTuple):
     """A remote directory, and the bundles of two saves that never reached it."""
 
     url: str
-    client: nodes.Node
+    client: node_client.Node
     root: dict[str, bytes]
     good: list[Bundle]
     expected: dict[str, Any]
@@ -69,11 +68,11 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("DELTACKPT_NODES_TOKEN", TOKEN)
-        patch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
-        shelf = stack.enter_context(contextlib.closing(MemoryShelf(64 << 20)))
+        patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
+        shelf = stack.enter_context(contextlib.closing(MemoryBlobs(64 << 20)))
         server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
         stack.enter_context(contextlib.closing(server))
-        client = stack.enter_context(contextlib.closing(nodes.Node(server.address, TOKEN)))
+        client = stack.enter_context(contextlib.closing(node_client.Node(server.address, TOKEN)))
         place = tmp_path_factory.mktemp("trained")
         one = Node(f"nodes://{server.address}/run", "", place / "stage")
         with manager_of(one, extents=extents_of(place)) as manager:
@@ -82,14 +81,14 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
             manager.wait_until_finished()
             root = {key: client.get(key) for key in client.keys("")}
         with contextlib.closing(extent_file(place)) as file:
-            good = [Bundle(label.key, bytes_of(file, label)) for label in file.labels()]
+            good = [Bundle(label.key, bytes_of(file, label)) for label in file.refs()]
         assert len(good) == 2
         yield Trained(one.url, client, root, good, one.held())
 
 
-def bytes_of(holder: Any, label: Label) -> bytes:
+def bytes_of(holder: Any, label: BundleRef) -> bytes:
     found = bytearray(label.nbytes)
-    with holder.reading(label) as reader:
+    with holder.open(label) as reader:
         reader.read_into(0, memoryview(found))
     return bytes(found)
 
@@ -130,9 +129,9 @@ def remade(body: Any, payload: bytes, key: str) -> Bundle:
     return Bundle(key, b"dckpack1" + len(record).to_bytes(8, "little") + record + payload)
 
 
-def name_of(body: dict[str, Any]) -> PackName:
+def name_of(body: dict[str, Any]) -> BundleName:
     one = body["save_id"]
-    return PackName(
+    return BundleName(
         one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["part"]
     )
 
@@ -208,7 +207,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             key = name_of(other).key
             other = put(other, at, to)
             with contextlib.suppress(Exception):  # The record may no longer have a valid name.
-                key = name_of(other).key if PackName.of(name_of(other).key) else key
+                key = name_of(other).key if BundleName.of(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
         for field in ("files", "past", "unknown"):
@@ -227,7 +226,7 @@ def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
         bad.append(remade(other, payload, name_of(other).key))
     for number, bundle in enumerate(bad):
         with contextlib.suppress(RestoreError, StorageError):
-            packing.unpack(bundle, bundle.label, tmp_path / str(number), fsync=False)
+            bundles.unpack(bundle, bundle.ref, tmp_path / str(number), fsync=False)
 
 
 # ---- startup
@@ -237,7 +236,7 @@ def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
 def in_extents(place: Path, bundles: list[Bundle], also: Callable[[Any], None]) -> Iterator[dict]:
     with contextlib.closing(extent_file(place / "extents")) as file:
         for bundle in bundles:
-            file.hold(bundle)
+            file.put(bundle)
         also(file)
     yield {"extents": extents_of(place / "extents")}
 
@@ -250,13 +249,13 @@ def at_neighbours(
         contextlib.closing(Cluster(2)) as cluster,
         pytest.MonkeyPatch.context() as patch,
         contextlib.closing(
-            Neighbours(cluster.keepers("root", "embeddings", Copies(), "0"))
+            PeerTier(cluster.keepers("root", "embeddings", Copies(), "0"))
         ) as neighbours,
     ):
-        patch.setattr(discovery, "keepers", cluster.keepers)
+        patch.setattr(discovery, "peer_group", cluster.keepers)
         patch.setattr(discovery, "require_nodes", lambda *_: None)
         for bundle in bundles:
-            neighbours.hold(bundle)
+            neighbours.put(bundle)
         also(neighbours)
         yield {"peers": Copies()}
 
@@ -304,7 +303,7 @@ def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, ho
     warned = start(trained, tmp_path, holder, bad)
     for what, bundle in zip(FILES, bad):
         # If its only fault is that it is not a save, the restore finds that.
-        assert bundle.label.key in warned or "manifest" in what or "file" in what, what
+        assert bundle.ref.key in warned or "manifest" in what or "file" in what, what
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -336,7 +335,7 @@ def test_startup_skips_a_bundle_with_random_bytes(trained, tmp_path_factory, hol
         if drawn.random() < 0.3:
             data = bytearray(one.data)
             data[drawn.randrange(_PREFIX)] = drawn.randrange(256)
-            one = Bundle(one.label.key, bytes(data[: drawn.choice([len(data), 17, 16, 9, 1])]))
+            one = Bundle(one.ref.key, bytes(data[: drawn.choice([len(data), 17, 16, 9, 1])]))
         bad.append(one)
     start(trained, tmp_path_factory.mktemp("start"), holder, bad)
 
@@ -344,7 +343,7 @@ def test_startup_skips_a_bundle_with_random_bytes(trained, tmp_path_factory, hol
 def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
     most, room = 2**64 - 1, EXTENT - 4096
     headers = [
-        Header(sequence, number, pieces, nbytes, crc32c, key)
+        ExtentHeader(sequence, number, pieces, nbytes, crc32c, key)
         for sequence, number, pieces, nbytes, crc32c, key in (
             (most, 0, 0, 0, 0, ""),
             (most, 0, 1, room, 0, "e0.1.2.3.4.0"),
@@ -366,14 +365,14 @@ def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
 
 
 def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
-    key, big = trained.good[1].label.key, 10**15 - 1
-    later = PackName.of(key)._replace(step=900, attempt=900).key
+    key, big = trained.good[1].ref.key, 10**15 - 1
+    later = BundleName.of(key)._replace(step=900, attempt=900).key
     names = [
         *(f"{k}.{m}.0.{n}.0" for k, m in ((33, 1), (31, 2), (999, 0), (0, 1)) for n in range(33)),
         *(f"{k}.{m}.0.{n}.0" for k, m in ((2, 2), (1, 0), (3, 0), (31, 1)) for n in range(4)),
     ]
 
-    def also(held: Neighbours) -> None:
+    def also(held: PeerTier) -> None:
         (node, *_) = held._others
         for name in names:
             held._nodes[node].put(f"root/{later}/2.0/{name}", [b"1"])
@@ -403,5 +402,5 @@ def test_a_bundle_of_another_save_than_it_claims_is_skipped(trained, tmp_path):
     other = with_files(body, body["files"])
     changed = remade(other, payload, name_of(other).key)
     warned = start(trained, tmp_path, "extents", [changed])
-    assert changed.label.key in warned
+    assert changed.ref.key in warned
     assert warned.startswith(f"skipped {{{name_of(other).step}}}\n")

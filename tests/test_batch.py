@@ -8,6 +8,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machine import open_files
 
 from deltackpt.errors import OutOfSpace, StorageError
-from deltackpt.format.segments import ArrayEntry
-from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
-from deltackpt.storage import arrays, batch, crc, digests
+from deltackpt.format import row_blocks
+from deltackpt.format.row_blocks import ArrayEntry
+from deltackpt.resources.host_memory import ALIGNMENT, aligned_buffer, is_aligned
+from deltackpt.resources.runtime import Runtime
+from deltackpt.storage import arrays, batch, digests
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.writer import ArrayWriter
+from deltackpt.storage.zarr_writer import ZarrWriter
 
 
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
@@ -57,7 +60,7 @@ def _ours(path: Path, values: np.ndarray, padding: int = 0) -> bytes:
 
 def _chunk(values: np.ndarray, padding: int = 0) -> bytes:
     data = values.tobytes() + bytes(padding)
-    return data + crc.crc32c(np.frombuffer(data, np.uint8)).to_bytes(4, "little")
+    return data + digests.crc32c(np.frombuffer(data, np.uint8)).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "int64", "float16", "complex64", "bool"])
@@ -67,10 +70,10 @@ def _chunk(values: np.ndarray, padding: int = 0) -> bytes:
 @pytest.mark.parametrize("place", [np.copy, _aligned])
 def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     values = place(np.random.default_rng(1).integers(0, 100, shape).astype(dtype))
-    with mock.patch.object(arrays, "CHUNK_BYTES", 100_000):
-        entry = arrays.array_entry("a", shape, values.dtype)
+    with mock.patch.object(row_blocks, "CHUNK_BYTES", 100_000):
+        entry = row_blocks.array_entry("a", shape, values.dtype)
     files = FileBatch(tmp_path, fsync=False)
-    array = ArrayWriter(tmp_path / "ours", entry, files)
+    array = ZarrWriter(tmp_path / "ours", entry, files)
     array.write(values)
     nbytes = array.finish()
     files.force()
@@ -81,6 +84,93 @@ def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
         name: digest._replace(blocks=files.digests[f"ours/{name}"].blocks)
         for name, digest in digests.digest_tree(tmp_path / "stock").items()
     }
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 2000), cuts=st.sets(st.integers(0, 2000)), chunk_rows=st.integers(100, 700)
+)
+def test_threads_share_the_chunks_of_an_array_in_any_pieces(
+    tmp_path_factory, rows, cuts, chunk_rows
+):
+    folder = tmp_path_factory.mktemp("shared")
+    values = np.random.default_rng(rows).standard_normal((rows, 3), np.float32)
+    entry = row_blocks.array_entry("a", values.shape, values.dtype, chunk_rows=chunk_rows)
+    with Runtime(3) as runtime:
+        files = FileBatch(folder, fsync=False, runtime=runtime)
+        array = ZarrWriter(folder / "ours", entry, files)
+        for piece in np.split(values, sorted(cuts)):
+            array.write(piece)
+        nbytes = array.finish()
+        files.force()
+    _stock(folder / "stock", entry, values)
+    assert _files(folder / "ours") == _files(folder / "stock")
+    assert nbytes == sum(map(len, _files(folder / "ours").values()))
+
+
+def test_two_threads_write_chunks_of_one_array_at_the_same_time(tmp_path, monkeypatch):
+    together, real = threading.Barrier(2), FileBatch.write_chunk
+
+    def write_chunk(*arguments, **options):
+        together.wait(30)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(FileBatch, "write_chunk", write_chunk)
+    values = np.ones((8, 64), np.float32)
+    entry = row_blocks.array_entry("a", values.shape, values.dtype, chunk_rows=2)
+    with Runtime(2) as runtime:
+        files = FileBatch(tmp_path, fsync=False, runtime=runtime)
+        array = ZarrWriter(tmp_path / "ours", entry, files)
+        array.write(values)
+        array.finish()
+        files.force()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("ends", ["finish", "remove"])
+def test_a_finished_or_abandoned_array_keeps_no_memory(tmp_path, compressed, ends):
+    entry = row_blocks.array_entry(
+        "a", (1600, 64), np.dtype(np.float32), chunk_rows=400, zstd=compressed
+    )
+    with Runtime(2) as runtime:
+        files = FileBatch(tmp_path, fsync=False, runtime=runtime)
+        for number in range(3):
+            array = ZarrWriter(tmp_path / f"{number}", entry, files)
+            rows = np.ones(entry.shape, np.float32)
+            for piece in np.split(rows if ends == "finish" else rows[:500], 5):
+                array.write(piece)
+            getattr(array, ends)()
+            assert not runtime.memory._lent
+        assert not files._buffers
+        files.force()
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_failed_write_of_gathered_chunks_is_typed_and_returns_all_memory(
+    tmp_path, monkeypatch, fails_at
+):
+    real, started = FileBatch.write_chunk, list[Path]()
+
+    def write_chunk(files, path, *arguments, **options):
+        started.append(path)
+        if len(started) > fails_at:
+            raise OutOfSpace("full")
+        real(files, path, *arguments, **options)
+
+    monkeypatch.setattr(FileBatch, "write_chunk", write_chunk)
+    entry = row_blocks.array_entry("a", (1600, 64), np.dtype(np.float32), chunk_rows=400)
+    with Runtime(2) as runtime:
+        files = FileBatch(tmp_path, fsync=False, runtime=runtime)
+        array = ZarrWriter(tmp_path / "ours", entry, files)
+        with pytest.raises(OutOfSpace, match="full"):
+            for piece in np.split(np.ones(entry.shape, np.float32), 16):
+                array.write(piece)
+            array.finish()
+        files.close()
+        memory = runtime.memory
+        kept = sum(one.nbytes for one in memory._kept)
+        assert memory.nbytes == kept
+    assert len(started) <= fails_at + 2
 
 
 @given(
@@ -246,7 +336,7 @@ def test_removed_files_leave_no_trace(tmp_path):
 _FORKING = """
 import os, sys, threading, numpy as np
 from pathlib import Path
-from deltackpt.resources.memory import aligned_buffer
+from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.storage.batch import FileBatch
 over = threading.Event()
 def fork():

@@ -1,22 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks: reports are correct, and each benchmark runs at a small scale."""
+"""The benchmarks: reports are correct, pages show results, and each benchmark runs when small."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import pytest
 import report as reports
-import restore_service
+import run
+import tables
 from report import Report, Sample, ratio, secs
 
-BENCHMARKS = Path(reports.__file__).parent
+_ROOT = Path(__file__).resolve().parents[1]
+#: Figures in tables that are limits, defaults, inputs or estimates, and in prose those of a setup.
+NOT_MEASURED = {
+    "docs/how-to/standby.md": {"300 MB"},
+    "docs/project/benchmarks.md": {"0.5 s", "5 MB"},
+    "docs/project/design.md": {"0.15 GB", "0.4 MB", "0.5 GB", "10 GB"},
+    "docs/project/security.md": {"20 s", "5 s"},
+    "docs/project/web-scale.md": {
+        *("0.1 ms", "0.11 s", "0.2 GB/s", "0.31 s", "0.7 ms", "1 s", "11 ms", "2.6 GB/s"),
+        *("3.1 GB/s", "37 ms", "7 s", "73 ms"),
+    },
+    "docs/reference/options.md": {"2 ms"},
+    "docs/tutorials/language-model.md": {"1/4"},
+}
+#: Pages whose whole text quotes results only.
+WHOLE = {"README.md", "docs/project/benchmarks.md"}
+
+
+def written(report: Report, path: Path) -> dict:
+    """The result of a report."""
+    report.show(reports.arguments(None).parse_args([f"--json={path}", "--repeats=1"]))
+    return json.loads(path.read_text())
+
+
+def small_report() -> Report:
+    report = Report("title", sizes="sizes")
+    report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
+    report.compare("missed", Sample((3.0,)), "them", Sample((4.0,)), secs, bar=0.5)
+    report.state("stated", Sample((7.0,)), secs)
+    report.publish("table", ("a", "b"), [["one", (Sample((2.0, 1.0, 3.0)), secs)]], "A remark.")
+    return report
 
 
 def test_ratios_are_computed_round_by_round():
@@ -27,18 +57,20 @@ def test_ratios_are_computed_round_by_round():
 
 def test_ratios_are_shown_as_fractions_below_a_half():
     assert ratio(1 / 18) == "1/18.0"
-    assert ratio(0.75) == "x 0.75"
+    assert ratio(0.75) == "x0.75"
     assert secs(0.0123) == "12.3 ms"
 
 
-def test_json_reports_which_bars_hold(tmp_path, capsys):
-    report = Report("title", sizes="sizes")
-    report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
-    report.compare("missed", Sample((3.0,)), "them", Sample((4.0,)), secs, bar=0.5)
-    report.state("stated", Sample((7.0,)), secs)
-    report.show(tmp_path / "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found == [
+def test_ranges_name_a_shared_unit_once():
+    assert Sample((0.02, 0.01, 0.03)).shown(secs) == "20 ms (10–30)"
+    assert Sample((0.5, 0.4, 2.0)).shown(secs) == "500 ms (400 ms–2.00 s)"
+    assert Sample((0.01, -0.1, 0.03)).shown(secs) == "10 ms (-100 to 30)"
+    assert Sample((1.5, 1.25, 2.0)).shown(ratio) == "x1.50 (1.25–2.00)"
+
+
+def test_a_result_reports_which_bars_hold(tmp_path, capsys):
+    found = written(small_report(), tmp_path / "out.json")
+    assert found["bars"] == [
         {"name": "met against them", "ratio": 0.25, "bar": 0.5, "holds": True},
         {"name": "missed against them", "ratio": 0.75, "bar": 0.5, "holds": False},
         {"name": "stated", "ratio": 7.0, "bar": None, "holds": True},
@@ -46,99 +78,72 @@ def test_json_reports_which_bars_hold(tmp_path, capsys):
     assert "missed" in capsys.readouterr().out
 
 
-def test_a_save_that_the_service_never_showed_counts_until_the_next_one_shown():
-    found, unseen = restore_service.lags({1: 10.0, 2: 11.0, 3: 12.0}, {1: 0.5, 3: 0.25})
-    assert found == [0.5, 1.25, 0.25]
-    assert unseen == 1
+def test_a_result_names_commit_machine_load_and_versions(tmp_path):
+    found = written(small_report(), tmp_path / "out.json")
+    assert set(found) > {"commit", "clean", "date", "command", "secs"}
+    assert set(found["machine"]) == {"cpu", "cores", "memory_gib"}
+    assert len(found["load"]) == 2
+    assert {"python", "jax", "orbax-checkpoint"} <= set(found["versions"])
 
 
-def test_markdown_has_a_line_for_each_row_and_no_markup():
-    report = Report("title", sizes="sizes")
-    report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
-    report.state("stated", Sample((7.0,)), secs)
-    assert report.markdown().splitlines()[2:] == [
-        "| met | 1.00 s | them | 4.00 s | 1/4.0 | x 0.50 holds |",
-        "| stated | 7.00 s |  |  |  |  |",
+def test_rounds_take_turns_and_the_first_does_not_count():
+    calls: list[str] = []
+
+    def measure(name: str) -> dict[str, float]:
+        calls.append(name)
+        return {"secs": float(len(calls))}
+
+    candidates = {name: lambda name=name: measure(name) for name in "ab"}
+    found = reports.interleaved(2, candidates)
+    assert "".join(calls) == "ababab"
+    assert found("b", "secs").values == (4.0, 6.0)
+
+
+def test_a_page_shows_what_a_result_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    written(small_report(), tmp_path / "small.json")
+    page = tables.rewritten("<!-- results small table -->\nold\n<!-- end of results -->\nprose")
+    lines = page.splitlines()
+    assert lines[1:4] == ["| a | b |", "| --- | --- |", "| one | 2.00 s (1.00–3.00) |"]
+    assert "Commit" in lines[5]
+    assert lines[-4:] == ["", "A remark.", "<!-- end of results -->", "prose"]
+    assert tables.rewritten(page) == page
+
+
+def test_pages_equal_the_results():
+    differing = [
+        page for page in tables.pages() if tables.rewritten(page.read_text()) != page.read_text()
     ]
+    assert not differing, "run `python tools/tables.py`"
+
+
+def test_pages_quote_no_figure_that_no_result_holds():
+    for page in tables.pages():
+        name = page.relative_to(_ROOT).as_posix()
+        found = tables.unheld(page, prose=name in WHOLE) - NOT_MEASURED.get(name, set())
+        assert not found, f"{name}: expected figures of benchmarks/results, found {sorted(found)}"
+
+
+def test_results_say_how_to_repeat_them():
+    for path in tables.RESULTS.glob("*.json"):
+        found = tables.result(path.stem)
+        if path.stem in run.BENCHMARKS:
+            command = run.BENCHMARKS[path.stem].command
+            assert found["command"].startswith(f"python benchmarks/{command.split()[0]}"), path.name
+        else:
+            # Recorded by hand: long crash tests, and measurements without a script.
+            assert "recorded" in found, path.name
 
 
 @pytest.mark.long
 @pytest.mark.drawn("benchmarks", 2)
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("plain.py", ["--scale", "0.01", "--repeats", "1", "--steps", "40"]),
-        ("save_restore.py", ["--scale", "0.01", "--repeats", "1"]),
-        (
-            "accuracy.py",
-            ["--steps", "8", "--seeds", "2", "--restores", "2", "--codecs", "adaptive2"],
-        ),
-        (
-            "bases.py",
-            ["--scale", "0.01", "--repeats", "1", "--modes", "hold", "compacted", "rolling 8"],
-        ),
-        (
-            "buckets.py",
-            ["--scale", "0.01", "--repeats", "1", "--saves", "2", "--interval", "0.1"],
-        ),
-        ("extents.py", ["--scale", "0.1", "--repeats", "1"]),
-        ("kafka_wal.py", ["--scale", "0.01", "--repeats", "1"]),
-        ("codecs.py", ["--scale", "0.01", "--repeats", "1", "--steps", "5"]),
-        ("gpu.py", ["--allow-cpu", "--scale", "0.01", "--repeats", "1", "--steps", "6"]),
-        ("soak.py", ["--scale", "0.001", "--repeats", "1", "--saves", "8"]),
-        ("step.py", ["--scale", "0.01", "--repeats", "1"]),
-        ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
-        ("cycles.py", ["--scale", "0.01", "--repeats", "1"]),
-        (
-            "interference.py",
-            [
-                "--scale",
-                "0.02",
-                "--repeats",
-                "1",
-                "--steps",
-                "8",
-                "--every",
-                "4",
-                "--step-ms",
-                "200",
-            ],
-        ),
-        ("log.py", ["--quick"]),
-        ("many.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
-        ("nodes.py", ["--scale", "0.02", "--repeats", "1"]),
-        ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
-        ("vocab.py", ["--scale", "0.01", "--repeats", "2"]),
-        ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
-        ("service_memory.py", ["--scale", "0.01", "--sizes", "1"]),
-        (
-            "dense.py",
-            ["--only", "bytes", "w", "--models", "adafactor", "--size", "tiny", "--batch", "1"]
-            + ["--first", "2", "--gap", "1", "--more", "1", "--scale", "0.01", "--repeats", "1"],
-        ),
-        (
-            "tiers.py",
-            ["--scale", "0.01", "--repeats", "1", "--iterations", "2", "--processes", "1", "2"],
-        ),
-        ("thesis.py", ["--quick"]),
-        ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
-        (
-            "training.py",
-            ["--scale", "0.01", "--repeats", "1", "--batch", "64", "--steps", "4", "--every", "2"],
-        ),
-        ("web_scale.py", ["--hosts", "12", "--hours", "0.5", "--repeats", "2"]),
-    ],
-)
-def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
-    path, table = tmp_path / "out.json", tmp_path / "out.md"
-    places = [f"--directory={tmp_path}", f"--json={path}", f"--markdown={table}"]
-    # The tests' virtual devices would share the two cores.
-    environment = os.environ | {"XLA_FLAGS": ""}
-    subprocess.run(
-        [sys.executable, BENCHMARKS / name, *arguments, *places], check=True, env=environment
-    )
-    entries = json.loads(path.read_text())
-    assert entries
-    assert all(set(entry) == {"name", "ratio", "bar", "holds"} for entry in entries)
-    assert table.read_text().count("\n|") > 2
+@pytest.mark.parametrize("name", run.BENCHMARKS)
+def test_benchmark_runs_at_a_small_scale(tmp_path, name):
+    tiny = run.BENCHMARKS[name].tiny.split()
+    assert run.run(name, *tiny, f"--directory={tmp_path}", results=tmp_path)
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert all(set(bar) == {"name", "ratio", "bar", "holds"} for bar in found["bars"])
+    assert found["bars"] and found["rows"]
+    for table in found["tables"].values():
+        assert all(len(row) == len(table["columns"]) for row in table["rows"])

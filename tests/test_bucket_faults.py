@@ -18,10 +18,9 @@ from faulty_buckets import chain, faulty, fresh, opened
 from proxy import KINDS, Plan, Proxy
 
 from deltackpt.errors import StorageError
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswered
@@ -212,7 +211,7 @@ class Trainer:
     def __init__(self, root: StorePath):
         self.root = root
         self.ledger = Journal(root)
-        self.told: dict[int, Standing] = {}
+        self.told: dict[int, CatalogEntry] = {}
 
     def steps(self) -> list[Callable[[], object]]:
         return [
@@ -234,24 +233,24 @@ class Trainer:
         self.ledger.claim()
 
     def begin(self) -> None:
-        self.ledger.begin(None, ["stage"])
+        self.ledger.begin_run(None, ["stage"])
 
     def leave_an_upload(self) -> None:
-        self.ledger.give_up(self.upload(Unit(9)))
+        self.ledger.abandon_upload(self.upload(ObjectKey(9)))
 
-    def upload(self, unit: Unit) -> str:
+    def upload(self, unit: ObjectKey) -> str:
         prefix = self.ledger.prefix(unit)
         try:
             for name in ("x", "commit.msgpack"):
                 at = self.root / prefix / name
                 at.store.put(at.key, prefix.encode())
         except StorageError:
-            self.ledger.give_up(prefix)
+            self.ledger.abandon_upload(prefix)
             raise
         return prefix
 
     def commit(self, step: int, parent: int | None = None) -> None:
-        unit = Unit(step)
+        unit = ObjectKey(step)
         prefix = self.upload(unit)
         of = None if parent is None else ParentRef(save_id=_save_id(parent), step_dir=str(parent))
         info = SaveInfo(
@@ -261,14 +260,14 @@ class Trainer:
             step_dir=str(step),
             nbytes=10,
         )
-        standing = Standing.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
         try:
             self.told[step] = self.ledger.commit(standing)
         except StorageError:
-            self.ledger.give_up(prefix)
+            self.ledger.abandon_upload(prefix)
             raise
         if self.told[step].prefix != prefix:
-            self.ledger.give_up(prefix)
+            self.ledger.abandon_upload(prefix)
 
     def die(self) -> None:
         """Another trainer takes its place."""
@@ -298,7 +297,7 @@ def check(root: StorePath, trainer: Trainer) -> None:
     """Checks that the root has the result of all steps, in one chain of entries."""
     state = JournalView(root).state()
     assert state.claim == trainer.ledger.claimed and state.claim.began
-    assert {*state.standings} == {Unit(2)} and state.steps[2] == trainer.told[2]
+    assert {*state.standings} == {ObjectKey(2)} and state.steps[2] == trainer.told[2]
     assert [one.standing for one in state.entry.rolled_back] == [trainer.told[3]]
     assert state.entry.promoted == {"r": 3}
     for one in (trainer.told[2], trainer.told[3]):

@@ -47,7 +47,7 @@ def azure(tmp_path_factory) -> Iterator[servers.Server]:
 def opened(server: servers.Server, **how) -> StorePath:
     """Opens a fresh folder in a fresh bucket."""
     url = f"{server.bucket(f'bucket{next(_numbers)}')}/some/run"
-    return buckets.place(url, endpoint=server.endpoint).open(**how)
+    return buckets.locate(url, endpoint=server.endpoint).open(**how)
 
 
 class TestS3(StoreSuite):
@@ -102,7 +102,7 @@ def test_one_of_several_racing_writers_wins_each_key(server):
 
 
 def test_a_missing_bucket_is_named(server):
-    at = buckets.place(f"{server.scheme}://nobody-made-it/run", endpoint=server.endpoint).open()
+    at = buckets.locate(f"{server.scheme}://nobody-made-it/run", endpoint=server.endpoint).open()
     with pytest.raises(Refused, match=r"nobody-made-it/run: .* to write x, found: .*NotF|NOT_F"):
         at.store.put("x", b"")
     with pytest.raises(Missing):
@@ -142,7 +142,7 @@ def test_a_stopped_server_is_unanswered_and_a_restarted_one_answers(tmp_path):
 def test_wrong_credentials_are_refused_and_not_in_the_error(s3):
     url = s3.bucket("secrets") + "/run"
     with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "who", "AWS_SECRET_ACCESS_KEY": "hush"}):
-        at = buckets.place(url, endpoint=s3.endpoint).open()
+        at = buckets.locate(url, endpoint=s3.endpoint).open()
         with pytest.raises(StorageError, match="expected to write x") as caught:
             at.store.put("x", b"")
     told, cause = str(caught.value), caught.value.__cause__
@@ -154,7 +154,7 @@ def test_a_wrong_azure_key_is_refused_and_not_in_the_error(azure):
     url = azure.bucket("secrets") + "/run"
     hush = base64.b64encode(b"hush" * 16).decode()
     with mock.patch.dict(os.environ, {"AZURE_STORAGE_ACCOUNT_KEY": hush}):
-        at = buckets.place(url, endpoint=azure.endpoint).open()
+        at = buckets.locate(url, endpoint=azure.endpoint).open()
     for ask in (
         lambda: at.store.put("x", b""),
         lambda: at.store.get("x"),
@@ -169,19 +169,19 @@ def test_azure_without_an_account_names_what_to_set(monkeypatch):
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(Refused, match=r"az://con/run: expected .*AZURE_STORAGE_ACCOUNT_NAME"):
-        buckets.place("az://con/run").open()
+        buckets.locate("az://con/run").open()
 
 
 def test_azure_without_obstore_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingExtra, match=r"pip install 'deltackpt\[azure\]'"):
-        buckets.place("az://con/run").open()
+        buckets.locate("az://con/run").open()
 
 
 def test_the_azure_endpoint_is_read_from_the_environment(azure, monkeypatch):
     url = azure.bucket("endpoints") + "/run"
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure.endpoint)
-    at = buckets.place(url).open()
+    at = buckets.locate(url).open()
     at.store.put("x", b"abc")
     assert at.store.get("x") == b"abc"
 
@@ -201,7 +201,7 @@ def test_the_azure_endpoint_is_read_from_the_environment(azure, monkeypatch):
     ],
 )
 def test_a_url_is_a_bucket_and_a_folder(url, driver, bucket, path):
-    found = buckets.place(url).spec
+    found = buckets.locate(url).spec
     assert (found["driver"], found["bucket"], found["path"]) == (driver, bucket, path)
 
 
@@ -217,7 +217,7 @@ def test_a_url_is_a_bucket_and_a_folder(url, driver, bucket, path):
 )
 def test_an_invalid_bucket_url_is_an_error(url, expected, message):
     with pytest.raises(expected, match=message) as caught:
-        buckets.place(url)
+        buckets.locate(url)
     assert "hush" not in str(caught.value)
 
 

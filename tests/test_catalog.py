@@ -17,7 +17,7 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt.errors import Damaged, OptionError, SaveFailed, StepNotFound
-from deltackpt.format import names
+from deltackpt.format import naming
 
 policies = ocp.checkpoint_managers
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -31,8 +31,7 @@ def manager_of(root: Path, **options: Any) -> deltackpt.CheckpointManager:
 
 
 def save_all(manager: deltackpt.CheckpointManager, steps: range = range(4), **more: Any) -> Any:
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     for step in steps:
         metrics = {"loss": LOSSES[step]} if step in LOSSES else None
         state, touched = model.train(state, touched, step)
@@ -71,8 +70,7 @@ def test_the_preservation_policy_ranks_saves_from_before_a_restart(tmp_path, wra
     with manager_of(tmp_path, policy=bases, preservation_policy=kept) as manager:
         restored = manager.restore_latest(state)
         manager.save(3, state, touched=restored.touched, metrics={"loss": 9.0})
-        manager.save(4, state, touched=restored.touched, metrics={"loss": 8.0})
-        manager.wait_until_finished()
+        model.commit(manager, 4, state, touched=restored.touched, metrics={"loss": 8.0})
         assert manager.best_step() == 1
         # The best, its base, and the newest, which is the parent of the next save.
         assert set(manager.all_steps()) >= {0, 1, 4} and 2 not in manager.all_steps()
@@ -97,8 +95,7 @@ def test_a_nan_ranks_below_every_metric_and_never_replaces_the_best(
     with manager_of(tmp_path, preservation_policy=policy) as manager:
         state = model.initial()
         for step, loss in enumerate(losses):
-            manager.save(step, state, metrics={"loss": loss}, force_base=True)
-            manager.wait_until_finished()
+            model.commit(manager, step, state, metrics={"loss": loss}, force_base=True)
         # The newest stays regardless of its metric: training continues from it.
         assert {*manager.all_steps()} == kept
 
@@ -122,15 +119,14 @@ def test_invalid_metrics_are_rejected_before_anything_is_saved(tmp_path, given):
         with pytest.raises(OptionError, match="metrics: expected"):
             manager.save(0, state, metrics=given)
         assert manager.all_steps() == []
-        manager.save(0, state, metrics={"loss": jnp.float32(0.5), "nested": {"a": [1]}})
-        manager.wait_until_finished()
+        model.commit(manager, 0, state, metrics={"loss": jnp.float32(0.5), "nested": {"a": [1]}})
         assert manager.metrics(0) == {"loss": 0.5, "nested": {"a": [1]}}
 
 
 def test_damaged_metadata_is_reported(tmp_path):
     with manager_of(tmp_path) as manager:
         save_all(manager, range(1))
-        (tmp_path / "0" / names.STEP_METADATA).write_text("{")
+        (tmp_path / "0" / naming.STEP_METADATA).write_text("{")
         with pytest.raises(Damaged, match="JSON"):
             manager.metrics(0)
         assert manager.best_step("loss") is None
@@ -139,8 +135,7 @@ def test_damaged_metadata_is_reported(tmp_path):
 def test_item_metadata_can_be_used_as_a_template(tmp_path):
     state = {name: leaf for name, leaf in model.initial().items() if name != "key"}
     with manager_of(tmp_path) as manager:
-        manager.save(1, state)
-        manager.wait_until_finished()
+        model.commit(manager, 1, state)
         found = manager.item_metadata(1)
         arrays = [leaf for leaf in jax.tree.leaves(found) if hasattr(leaf, "shape")]
         shapes = [(leaf.shape, leaf.dtype) for leaf in arrays]
@@ -179,8 +174,7 @@ def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):
 
 
 def test_training_continues_after_its_newest_step_is_deleted(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     kinds = {}
     with manager_of(tmp_path) as manager:
         for step in range(5):
@@ -194,13 +188,6 @@ def test_training_continues_after_its_newest_step_is_deleted(tmp_path):
     assert kinds == {0: "base", 1: "delta", 2: "delta", 3: "base", 4: "delta"}
     assert restored is not None and restored.chain == (3, 4)
     model.assert_same(restored.state, state)
-
-
-def test_a_reader_cannot_delete(tmp_path):
-    with manager_of(tmp_path) as manager:
-        save_all(manager, range(1))
-    with manager_of(tmp_path, access="read") as manager, pytest.raises(OptionError, match="access"):
-        manager.delete(0)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +205,7 @@ def test_a_reader_cannot_delete(tmp_path):
     ids=lambda value: type(value).__name__,
 )
 def test_the_policy_decides_which_steps_are_saved(tmp_path, policy, taken):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     interval = 3 if policy is None else None
     with manager_of(tmp_path, save_interval_steps=interval, save_decision_policy=policy) as manager:
         for step in range(8):
@@ -249,20 +235,19 @@ def test_a_number_and_a_policy_exclude_each_other():
 
 
 def test_a_background_error_is_raised_once_without_a_wait(tmp_path, monkeypatch):
-    from deltackpt.save import step as steps
+    from deltackpt.save import commit
 
     state = model.initial()
     with manager_of(tmp_path) as manager:
         assert not manager.is_saving_in_progress()
         manager.check_for_errors()
         with monkeypatch.context() as patched:
-            patched.setattr(steps, "_commit", lambda *_: 1 / 0)
+            patched.setattr(commit, "_commit", lambda *_: 1 / 0)
             manager.save(0, state)
             while manager.is_saving_in_progress():
                 pass
         with pytest.raises(SaveFailed, match="division by zero"):
             manager.check_for_errors()
         manager.check_for_errors()
-        manager.save(0, state)
-        manager.wait_until_finished()
+        model.commit(manager, 0, state)
         assert manager.latest_step() == 0

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from deltackpt.errors import BrokenChain
 from deltackpt.format import chain
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 
 
 def save(step: int, parent: int | None = None, run: str = "run") -> SaveInfo:
@@ -117,21 +116,11 @@ def test_the_error_names_the_fault_and_the_newest_intact_step(spoil, match):
 # --- walk ------------------------------------------------------------------------------------
 
 
-def test_a_walk_goes_from_a_save_to_its_base() -> None:
-    by_dir = {str(s.save_id.step): s for s in (save(1), save(2, 1), save(3, 2))}
-    found = chain.walk(by_dir["3"], lambda parent: by_dir.get(parent.step_dir))
-    assert [s.save_id.step for s in found] == [3, 2, 1]
-
-
 def test_a_walk_of_a_base_looks_up_nothing() -> None:
     def find(parent: ParentRef) -> SaveInfo:
         raise AssertionError(parent)
 
     assert list(chain.walk(save(1), find)) == [save(1)]
-
-
-def test_a_walk_ends_at_a_missing_parent() -> None:
-    assert list(chain.walk(save(3, 2), lambda parent: None)) == [save(3, 2)]
 
 
 def test_a_walk_looks_up_a_parent_after_its_child_is_consumed() -> None:

@@ -7,14 +7,17 @@ import json
 import subprocess
 import sys
 
+import click
+import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 from command import run
 from test_compact import chain, write_chain
 
+import deltackpt
 from deltackpt import cli
-from deltackpt.cli import arguments
-from deltackpt.upkeep import compact
+from deltackpt.cli import terminal
+from deltackpt.maintenance import compact
 
 
 def test_compact_merges_the_newest_step_and_reports_it(tmp_path):
@@ -56,16 +59,57 @@ def test_errors_are_one_line_with_their_code_and_an_exit_code(tmp_path):
     ("text", "nbytes"), [("1GiB", 1 << 30), ("512M", 512 << 20), ("1.5k", 1536), ("77", 77)]
 )
 def test_sizes_have_units(text, nbytes):
-    assert arguments.Size().convert(text, None, None) == nbytes
+    assert terminal.Size().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (80, ["step why", "   8 because of this and also of that", "  10 -"]),
+        (29, ["step why", "   8 because of this and also", "     of that", "  10 -"]),
+        (28, ["step", "   8", "  10"]),
+    ],
+)
+def test_the_last_column_is_wrapped_or_left_out_on_a_narrow_terminal(
+    columns, expected, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.print_table(("step", "why"), [(8, "because of this and also of that"), (10, None)])
+    heading, rule, *lines = click.unstyle(capsys.readouterr().out).splitlines()
+    assert [heading, *lines] == expected
+    assert rule == "\u2500" * max(len(rule), len(heading))
+
+
+def test_a_table_that_is_not_on_a_terminal_is_as_wide_as_it_needs(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal.print_table(("name", "size"), [("a" * 40, "1.5 MiB"), ("b", "12 KiB")], "files")
+    lines = ["", "files", f"{'name':40}    size", f"{'a' * 40} 1.5 MiB", f"{'b':40}  12 KiB"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 @pytest.mark.processes
-def test_help_has_examples_and_needs_neither_jax_nor_ray():
-    found = CliRunner().invoke(cli.cli, ["compact", "--help"])
-    assert "deltackpt compact /data/run-17" in found.output
+def test_a_listing_imports_no_package_that_only_other_commands_need(tmp_path):
+    state = {"tables": {"words": jnp.ones((50, 8))}, "bias": jnp.zeros(3)}
+    handlers = {"embeddings": deltackpt.Tables(select="tables/*")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager:
+        touched = deltackpt.touched.init(state["tables"])
+        manager.save(0, state, touched=touched)
+        manager.save(1, state, touched=deltackpt.touched.mark(touched, {"words": jnp.array([3])}))
+    others = ["jax", "ray", "orbax", "tensorstore", "rich", "h11", "ml_dtypes", "asyncio"]
+    others += ["deltackpt.layers.write", "deltackpt.layers.merge", "deltackpt.storage.node_client"]
+    others += ["deltackpt.events", "hashlib"]
     program = (
-        "import sys, deltackpt.cli;"
-        "print([m for m in ('jax', 'ray', 'orbax', 'tensorstore') if m in sys.modules])"
+        f"import sys; sys.argv[1:] = ['ls', {str(tmp_path)!r}];"
+        "from deltackpt import cli; cli.cli(standalone_mode=False);"
+        f"print([m for m in {others} if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", found.stderr
+    *lines, imported = found.stdout.splitlines()
+    assert imported == "[]", found.stderr
+    assert [line.split()[:2] for line in lines[1:3]] == [["0", "base"], ["1", "delta"]]
+
+
+def test_help_has_examples():
+    found = CliRunner().invoke(cli.cli, ["compact", "--help"])
+    assert "deltackpt compact /data/run-17" in found.output

@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as arrays
 from oracles import make_oracles
 
 from deltackpt import codecs
-from deltackpt.codecs import packing, uniform
+from deltackpt.codecs import row_codecs
 from deltackpt.errors import OptionError
-from deltackpt.save import encode, pieces
+from deltackpt.save import capture, encode
 
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
 UNIFORM = [name for name in LOSSY if isinstance(codecs.get(name), codecs.Uniform)]
@@ -54,7 +54,7 @@ def through(name: str, rows: np.ndarray) -> tuple[np.ndarray, encode.Encoded]:
 def assert_within_bound(name: str, rows: np.ndarray) -> None:
     """Checks that encoded rows are within the bound, and the reported figures."""
     found, encoded = through(name, rows)
-    held = np.asarray(encoded.held)
+    held = np.asarray(encoded.representable)
     kept = rows[held]
     error = found[held].astype(np.float64) - kept.astype(np.float64)
     error = np.linalg.norm(error, axis=1)
@@ -100,12 +100,12 @@ def test_sensible_rows_are_held_and_within_the_bound(name, rows):
     _, encoded = through(name, rows)
     greatest = np.abs(rows).max(axis=1)
     low, high = (
-        (uniform.SMALLEST, uniform.LARGEST)
+        (row_codecs.SMALLEST, row_codecs.LARGEST)
         if name in UNIFORM
         else (codecs.get(name).smallest, codecs.get(name).largest)
     )
     expected = (greatest == 0) | ((greatest >= low) & (greatest <= high))
-    assert np.array_equal(encoded.held, expected)
+    assert np.array_equal(encoded.representable, expected)
     assert_within_bound(name, rows)
 
 
@@ -126,8 +126,8 @@ def test_tables_of_shorter_floats_are_quantized_too(name, dtype):
     rows[::7] += codecs.dtype_of(dtype).type(3)
     assert_within_bound(name, rows)
     found, encoded = through(name, rows)
-    assert np.isfinite(found[encoded.held].astype(np.float32)).all()
-    assert np.asarray(encoded.held).mean() > 0.7
+    assert np.isfinite(found[encoded.representable].astype(np.float32)).all()
+    assert np.asarray(encoded.representable).mean() > 0.7
 
 
 @pytest.mark.parametrize("name", UNIFORM)
@@ -136,7 +136,7 @@ def test_float16_rows_near_the_largest_value_do_not_become_infinite(name):
     rows[::2] *= np.float16(2**-1.5)
     assert_within_bound(name, rows)
     found, encoded = through(name, rows)
-    assert np.isfinite(found[encoded.held]).all()
+    assert np.isfinite(found[encoded.representable]).all()
 
 
 @pytest.mark.parametrize("name", ["int2", "int8", "adaptive4", "symmetric4"])
@@ -159,7 +159,7 @@ def test_the_encoding_of_a_row_depends_only_on_that_row(name):
     together = encode.on_host(codecs.get(name), rows)
     for part in (slice(0, 1), slice(70, 150), slice(299, 300)):
         alone = encode.on_host(codecs.get(name), rows[part])
-        assert np.array_equal(together.held[part], alone.held)
+        assert np.array_equal(together.representable[part], alone.representable)
         for suffix, array in alone.arrays.items():
             assert together.arrays[suffix][part].tobytes() == array.tobytes()
 
@@ -172,7 +172,7 @@ def test_rows_with_nothing_to_quantize(name):
     rows[4] = 2.0**-140  # subnormal
     rows[5, 0], rows[6, 23] = np.inf, np.nan
     found, encoded = through(name, rows)
-    assert encoded.held.tolist() == [True, True, True, True, False, False, False]
+    assert encoded.representable.tolist() == [True, True, True, True, False, False, False]
     exact = 2 if name.startswith("symmetric") else 4
     assert (found[:exact] == rows[:exact]).all(), "zeros, and offsets of few bits, are exact"
 
@@ -186,7 +186,7 @@ def test_shorter_floats_round_to_the_nearest_even(bits):
         with np.errstate(all="ignore"):
             expected = rows.astype(dtype).astype(np.float32)
         normal = np.abs(rows) >= codecs.get(name).smallest
-        held = encoded.held[:, None] & normal
+        held = encoded.representable[:, None] & normal
         assert np.array_equal(found[held], expected[held])
 
 
@@ -197,19 +197,19 @@ def test_a_bfloat16_of_the_first_format_version_decodes_to_its_upper_half():
     assert out.view(np.uint32).tolist() == [[0x3F800000, 0x7FC10000, 0xFF800000, 0x00010000]]
 
 
-@pytest.mark.parametrize("bits", packing.PARTS)
+@pytest.mark.parametrize("bits", row_codecs.PARTS)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_packed_codes_round_trip(bits, data):
     width = data.draw(st.sampled_from([1, 2, 3, 5, 8, 11, 24, 64]))
     codes = data.draw(arrays.arrays(np.uint8, (4, width), elements=st.integers(0, 2**bits - 1)))
     packed = np.asarray(encode._packed(jnp.asarray(codes), bits))
-    assert packed.shape == (4, packing.packed_bytes(width, bits))
-    assert np.array_equal(packing.unpack(packed, bits, width), codes)
+    assert packed.shape == (4, row_codecs.packed_bytes(width, bits))
+    assert np.array_equal(row_codecs.unpack(packed, bits, width), codes)
 
 
 def test_packed_bytes_have_the_minimum_size():
-    assert [packing.packed_bytes(64, bits) for bits in (2, 3, 4, 8)] == [16, 24, 32, 64]
+    assert [row_codecs.packed_bytes(64, bits) for bits in (2, 3, 4, 8)] == [16, 24, 32, 64]
 
 
 @pytest.mark.parametrize("name", UNIFORM)
@@ -232,7 +232,7 @@ def test_decoding_matches_the_format_page(name):
         place, byte = divmod(code, plane)
         return (int(row[start + byte]) >> (place * part)) & ((1 << part) - 1)
 
-    for i in np.flatnonzero(encoded.held):
+    for i in np.flatnonzero(encoded.representable):
         scale_bits = int(stored["scale"][i])
         brain = bool(scale_bits & 0x8000)
         scale = parameter(scale_bits & 0x7FFF, brain)
@@ -312,6 +312,6 @@ def test_multidimensional_rows_are_quantized_like_flat_ones():
 
 def test_pieces_are_powers_of_two_of_rows():
     for trailing in ((64,), (3,), (), (1 << 20,)):
-        rows = pieces.piece_rows(trailing)
+        rows = capture.piece_rows(trailing)
         assert rows & (rows - 1) == 0
         assert rows >= 64 and math.prod(trailing) * 4 * rows >= 1 << 8

@@ -30,31 +30,28 @@ from deltackpt.errors import (
     InUse,
     StorageError,
 )
-from deltackpt.format import manifest
-from deltackpt.format import names as layout
+from deltackpt.format import manifest, naming
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
-from deltackpt.reading import saves
-from deltackpt.storage import files
+from deltackpt.maintenance import compact
+from deltackpt.maintenance import gc as collection
+from deltackpt.maintenance.garbage import Retention
+from deltackpt.maintenance.gc import collect, collectable
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.reading import stored_saves
+from deltackpt.storage import posix
 from deltackpt.testing import Disk
-from deltackpt.upkeep import collect as collection
-from deltackpt.upkeep import compact
-from deltackpt.upkeep.collect import collect, collectable
-from deltackpt.upkeep.unneeded import Retention
-from deltackpt.upkeep.verify import verify_root
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     """Steps 0 to 4, of which 0 and 3 are bases, with a compacted base of 1."""
     root = tmp_path_factory.mktemp("written") / "root"
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with manager(root, policy=deltackpt.policies.Consecutive(max_chain=2)) as trainer:
         for step in range(5):
             trainer.save(step, state, touched=touched)
             state, touched = model.train(state, touched, step)
-        trainer.wait_until_finished()
     fold(root, 1)
     return root
 
@@ -77,7 +74,7 @@ def ended(root: Path, **changes) -> None:
     """Signs the lease as a process of this host that ended long ago."""
     (path,) = root.glob("lease.*")
     lease = Lease(
-        epoch=layout.lease_epoch(path.name) or 0,
+        epoch=naming.lease_epoch(path.name) or 0,
         holder="x" * 32,
         host=socket.gethostname(),
         pid=ended_pid(),
@@ -93,8 +90,8 @@ def leave(root: Path, *, age_secs: float = 1e6) -> list[str]:
     """Leaves the remains of an interrupted save, deletion and compaction."""
     names = [
         "9.orbax-checkpoint-tmp",
-        f"{layout.TRASH}/abc/7",
-        f"{layout.COMPACTED}/{layout.compaction_name('4')}",
+        f"{naming.TRASH}/abc/7",
+        f"{naming.COMPACTED}/{naming.compaction_name('4')}",
     ]
     changed = time.time() - age_secs
     for name in names:
@@ -137,7 +134,7 @@ def test_steps_are_removed_newest_first_and_chains_stay(root):
     assert done.kept == (3, 4)
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
     assert verify_root(root).intact
-    assert not list((root / layout.TRASH).iterdir())
+    assert not list((root / naming.TRASH).iterdir())
 
 
 def test_steps_that_a_compacted_base_replaces_are_removed_and_the_base_stays(root):
@@ -149,24 +146,24 @@ def test_steps_that_a_compacted_base_replaces_are_removed_and_the_base_stays(roo
 
 
 def test_rolled_back_runs_are_removed_only_on_request(root):
-    aside = root / layout.ROLLED_BACK / "run" / "8"
+    aside = root / naming.ROLLED_BACK / "run" / "8"
     aside.mkdir(parents=True)
     (aside / "file").write_text("123")
     assert names(collect(root)) == []
     assert aside.is_dir()
     ended(root)
-    assert names(collect(root, rolled_back=True)) == [f"{layout.ROLLED_BACK}/run"]
+    assert names(collect(root, rolled_back=True)) == [f"{naming.ROLLED_BACK}/run"]
     assert not aside.exists()
 
 
 def test_an_unreadable_step_prevents_all_removals(root):
-    (root / "1" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
+    (root / "1" / "embeddings" / naming.manifest_name(0)).write_bytes(b"damaged")
     found = collectable(root, retention=Retention(keep_last=1))
     assert names(found) == [] and "[1] are unreadable" in found.notes[0]
 
 
 def test_a_damaged_compacted_base_replaces_nothing_and_stays(root):
-    path = root / "compacted" / "1" / "embeddings" / layout.manifest_name(0)
+    path = root / "compacted" / "1" / "embeddings" / naming.manifest_name(0)
     path.write_bytes(b"damaged")
     found = collectable(root, retention=Retention(keep_last=1, keep_every=2))
     assert names(found) == [] and "compacted/1 stays" in found.notes[0]
@@ -225,20 +222,8 @@ def test_without_a_readable_lease_nothing_is_removed(unsigned, root):
         collect(root)
 
 
-def test_gc_is_refused_beside_a_live_trainer_and_its_save_in_flight_stays(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
-    with manager(tmp_path) as trainer:
-        trainer.save(1, state, touched=touched)
-        with pytest.raises(InUse, match="which is running"):
-            collect(tmp_path)
-        trainer.wait_until_finished()
-        assert trainer.all_steps() == [1]
-
-
 def test_offline_fences_a_trainer_that_is_still_running(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     trainer = manager(tmp_path)
     for step in (1, 2):
         trainer.save(step, state, touched=touched)
@@ -260,7 +245,7 @@ def test_a_compaction_under_way_is_left_alone(root):
 
 def test_a_trainer_that_starts_during_gc_keeps_the_remaining_steps(root):
     with Disk(root) as disk, pytest.raises(FencedError):
-        disk.on("fsync", lambda _: Root.open(root), f"^{layout.TRASH}/", times=1)
+        disk.on("fsync", lambda _: Root.open(root), f"^{naming.TRASH}/", times=1)
         collect(root, retention=Retention(keep_last=1))
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["0", "1", "3", "4"]
     assert verify_root(root).intact
@@ -278,7 +263,7 @@ def test_an_interrupted_collection_leaves_each_step_whole_or_removed(cut_after, 
     collect(root, retention=Retention(keep_last=1), offline=True)
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
     assert {step: contents(root, step) for step in (3, 4)} == before
-    assert saves.compacted_bases(root) == {}
+    assert stored_saves.compacted_bases(root) == {}
 
 
 def test_foreign_directories_are_refused(tmp_path):
@@ -320,7 +305,7 @@ def test_a_copy_to_the_directory_and_a_collection_exclude_each_other(root):
     with collection.exclusive(root), pytest.raises(InUse, match="no other copy"):
         collect(root, offline=True)
     collect(root)
-    assert not (root / layout.COPYING).exists()
+    assert not (root / naming.COPYING).exists()
 
 
 def values(folder: Path) -> Path:
@@ -359,7 +344,7 @@ def test_chains_of_another_deltackpt_item_stay(root):
     ids = {}
     for step in range(5):
         shutil.copytree(root / str(step) / "embeddings", root / str(step) / "others")
-        path = root / str(step) / "others" / layout.manifest_name(0)
+        path = root / str(step) / "others" / naming.manifest_name(0)
         record = manifest.from_bytes(path.read_bytes(), name="m")
         parent = None
         if step:
@@ -374,8 +359,8 @@ def test_chains_of_another_deltackpt_item_stay(root):
 def test_files_that_vanish_while_sizes_are_summed_are_skipped(root):
     leave(root)
     (root / "9.orbax-checkpoint-tmp" / "gone").symlink_to("nowhere")
-    assert files.tree_bytes(root / "9.orbax-checkpoint-tmp") == 5
-    assert files.tree_bytes(root / "none") == 0
+    assert posix.tree_bytes(root / "9.orbax-checkpoint-tmp") == 5
+    assert posix.tree_bytes(root / "none") == 0
     real = os.stat
 
     def stat(path, **kwargs):
@@ -383,7 +368,7 @@ def test_files_that_vanish_while_sizes_are_summed_are_skipped(root):
             raise FileNotFoundError(path)
         return real(path, **kwargs)
 
-    with mock.patch.object(files.os, "stat", stat):
+    with mock.patch.object(posix.os, "stat", stat):
         assert collectable(root).nbytes == 0
 
 

@@ -17,18 +17,17 @@ from test_compact import fold, write_chain
 
 from deltackpt import inspect
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format import names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.inspect.checkpoints import Checkpoints
 from deltackpt.ledger import committed
-from deltackpt.ledger.committed import COMMIT, Committed
-from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.committed import COMMIT, CommittedStore
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.upload import upload
 from deltackpt.ledger.view import JournalView
-from deltackpt.reading import inventory, saves
+from deltackpt.reading import inventory, stored_saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import digest_tree
 from deltackpt.storage.store import FileStore, StorePath, store_path
@@ -56,20 +55,20 @@ def bucket(request, tmp_path_factory) -> Iterator[tuple[StorePath, str | None]]:
         start = getattr(servers, request.param)
         with start(folder) as server, servers.environment_of(server):
             url = server.bucket("bucket") + "/run"
-            yield buckets.place(url, endpoint=server.endpoint).open(), server.endpoint
+            yield buckets.locate(url, endpoint=server.endpoint).open(), server.endpoint
 
 
-def commit(ledger: Journal, root: Path, unit: Unit) -> Standing:
+def commit(ledger: Journal, root: Path, unit: ObjectKey) -> CatalogEntry:
     """Uploads a step or compacted base of a directory to a store and commits it."""
     source = store_path(root / unit.name)
-    files = inventory.every_digest(source, names.EMBEDDINGS_ITEM, base=unit.item is not None)
+    files = inventory.every_digest(source, naming.EMBEDDINGS_ITEM, base=unit.item is not None)
     prefix = ledger.prefix(unit)
     put = upload(source, files, ledger.root / prefix)
     if unit.item is None:
-        info = saves.read_save(source, names.EMBEDDINGS_ITEM).info
+        info = stored_saves.read_save(source, naming.EMBEDDINGS_ITEM).info
     else:
-        info = saves.read_base(store_path(root / str(unit.step)), unit.item).info
-    standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+        info = stored_saves.read_base(store_path(root / str(unit.step)), unit.item).info
+    standing = CatalogEntry.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
     return ledger.commit(standing)
 
 
@@ -78,18 +77,18 @@ def filled(run, bucket) -> Journal:
     ledger = Journal(bucket[0])
     ledger.claim()
     steps = sorted(int(path.name) for path in run.iterdir() if path.name.isdecimal())
-    based = [int(path.name) for path in (run / names.COMPACTED).iterdir() if path.name.isdecimal()]
+    based = [int(path.name) for path in (run / naming.COMPACTED).iterdir() if path.name.isdecimal()]
     for step in steps:
-        commit(ledger, run, Unit(step))
+        commit(ledger, run, ObjectKey(step))
         if step in based:
-            commit(ledger, run, Unit(step, names.EMBEDDINGS_ITEM))
+            commit(ledger, run, ObjectKey(step, naming.EMBEDDINGS_ITEM))
     return ledger
 
 
 def as_directory(root: StorePath) -> StorePath:
     journal = JournalView(root)
     journal.state()
-    return StorePath(Committed(journal), "")
+    return StorePath(CommittedStore(journal), "")
 
 
 def test_a_journal_has_the_layout_of_the_directory(run, bucket, filled):
@@ -119,14 +118,14 @@ def test_steps_in_segments_are_inspected_too(run, tmp_path, monkeypatch):
     monkeypatch.setattr("deltackpt.ledger.upload.SEGMENT_BYTES", 500)
     ledger = Journal(StorePath(FileStore(tmp_path), "run"))
     ledger.claim()
-    for unit in (Unit(0), Unit(1), Unit(1, names.EMBEDDINGS_ITEM), Unit(2)):
+    for unit in (ObjectKey(0), ObjectKey(1), ObjectKey(1, naming.EMBEDDINGS_ITEM), ObjectKey(2)):
         commit(ledger, run, unit)
     same_as_the_directory(ledger.root, run)
 
 
 def same_as_the_directory(root: StorePath, run: Path) -> None:
     ck = inspect.open(run)
-    there = Checkpoints(BucketSteps(JournalView(root), names.EMBEDDINGS_ITEM))
+    there = Checkpoints(BucketSteps(JournalView(root), naming.EMBEDDINGS_ITEM))
     assert there.steps == ck.steps and there.compacted.keys() == ck.compacted.keys()
     for step in ck.steps:
         one, other = ck.at(step), there.at(step)
@@ -159,7 +158,7 @@ def test_altered_and_lost_files_are_named(run, tmp_path):
     root = StorePath(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
-    first = commit(ledger, run, Unit(0))
+    first = commit(ledger, run, ObjectKey(0))
     at = tmp_path / "run" / first.prefix
     found = as_directory(root)
     chunk = next(name for name in (found / "0").keys() if name.endswith("/c/0/0"))
@@ -182,7 +181,7 @@ def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_pat
     root = StorePath(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
-    commit(ledger, run, Unit(0))
+    commit(ledger, run, ObjectKey(0))
     found = as_directory(root)
     names_there = (found / "0").keys()
     stamp = (found / "0").stamp()
@@ -208,7 +207,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             ledger = Journal(root)
             ledger.claim()
             ledger.retire(lambda state: [one.prefix for one in state.steps.values()])
-            prefix = ledger.prefix(Unit(7))
+            prefix = ledger.prefix(ObjectKey(7))
             files = digest_tree(source)
             put = upload(store_path(source), files, root / prefix)
             folder = root / prefix
@@ -222,7 +221,9 @@ def test_large_files_are_put_in_segments(run, tmp_path):
                 nbytes=0,
             )
             ledger.commit(
-                Standing.of(info, Unit(7), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+                CatalogEntry.of(
+                    info, ObjectKey(7), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
+                )
             )
             found = as_directory(root) / "7"
             assert found.keys() == ["empty", "large", "small"]
@@ -242,5 +243,5 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             # A file that changes during the upload is not uploaded.
             (source / "large").write_bytes(data[:5_000] + b"x" + data[5_001:])
             with pytest.raises(Damaged, match="large"):
-                upload(store_path(source), files, root / ledger.prefix(Unit(7)))
+                upload(store_path(source), files, root / ledger.prefix(ObjectKey(7)))
             (source / "large").write_bytes(data)

@@ -39,13 +39,12 @@ from deltackpt.errors import (
     StepGone,
     StepNotFound,
 )
-from deltackpt.format import names
-from deltackpt.reading import chains, reader, removal
+from deltackpt.format import naming, row_blocks
+from deltackpt.maintenance import base_merge, compact
+from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.storage import arrays, digests
+from deltackpt.storage import digests
 from deltackpt.testing import Disk
-from deltackpt.upkeep import compact
-from deltackpt.upkeep import fold as folding
 
 MEMORY_BYTES = 64 << 20
 
@@ -67,15 +66,13 @@ def manager(root: Path, *, codec="raw", slot_codec="raw", always=(), **options):
 
 def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dict[int, dict]:
     """Saves a base and deltas, the third without touched rows; returns the state of each step."""
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     states = {}
     with manager(root, **options) as one:
         for step in range(steps):
             one.save(step, state, touched=touched)
             states[step] = state
             state, touched = model.train(state, touched, step, rows=0 if step == 2 else rows)
-        one.wait_until_finished()
     return states
 
 
@@ -101,7 +98,7 @@ def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | N
 
 
 def leftovers(root: Path) -> list[str]:
-    return [name for name in os.listdir(root / names.COMPACTED) if names.is_compaction(name)]
+    return [name for name in os.listdir(root / naming.COMPACTED) if naming.is_compaction(name)]
 
 
 @pytest.mark.parametrize(
@@ -165,19 +162,19 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     assert sum(stop - start for _, (start, stop) in spans) == 1005
     merged: list[int] = []
     with (
-        mock.patch.object(folding, "_LEAST_BYTES", 1 << 10),
-        mock.patch.object(folding, "_compressed_bytes", lambda *given: 0),
-        mock.patch.object(folding, "_COPIES", 1),
-        mock.patch.object(arrays, "CHUNK_BYTES", 512),
+        mock.patch.object(base_merge, "_LEAST_BYTES", 1 << 10),
+        mock.patch.object(base_merge, "_compressed_bytes", lambda *given: 0),
+        mock.patch.object(base_merge, "_COPIES", 1),
+        mock.patch.object(row_blocks, "CHUNK_BYTES", 512),
         compact.exclusive(tmp_path),
     ):
         for number, memory_bytes in enumerate((2 << 10, 4 << 10, 16 << 10, 1 << 20, 1 << 26)):
-            folded = compact.fold(
+            folded = compact.merge_part(
                 planned, number, memory_bytes=memory_bytes, on_bytes=merged.append
             )
             assert folded.bytes_read > 0
-            again = compact.fold(planned, number, memory_bytes=memory_bytes)
-            assert again == compact.Folded(bytes_read=0, bytes_written=folded.bytes_written)
+            again = compact.merge_part(planned, number, memory_bytes=memory_bytes)
+            assert again == compact.MergedPart(bytes_read=0, bytes_written=folded.bytes_written)
         assert sum(merged) == planned.nbytes and len(merged) > 50
         assert contents(tmp_path, 4) == before and len(chain(tmp_path, 4)) == 5
         compact.publish(planned)
@@ -229,8 +226,7 @@ def test_tables_of_other_dtypes_compact(tmp_path):
         one.save(0, state, touched=touched)
         state["tables"]["half"] = state["tables"]["half"].at[3].set(-0.0)
         touched = deltackpt.touched.mark(touched, {"tables/half": jnp.array([3])})
-        one.save(1, state, touched=touched)
-        one.wait_until_finished()
+        model.commit(one, 1, state, touched=touched)
         before = contents(tmp_path, 1)
         assert fold(tmp_path, 1) is not None
         assert contents(tmp_path, 1) == before
@@ -276,11 +272,11 @@ def test_a_full_disk_changes_nothing(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
     with Disk(tmp_path) as disk, pytest.raises(OutOfSpace):
-        disk.fail("write", f"^{names.COMPACTED}/.*/c/", errno=errno.ENOSPC, after=1)
+        disk.fail("write", f"^{naming.COMPACTED}/.*/c/", errno=errno.ENOSPC, after=1)
         fold(tmp_path, 4)
-    assert os.listdir(tmp_path / names.COMPACTED) == [names.COMPACTION_LOCK]
+    assert os.listdir(tmp_path / naming.COMPACTED) == [naming.COMPACTION_LOCK]
     with (
-        mock.patch.object(compact.files, "free_bytes", lambda path: 10),
+        mock.patch.object(compact.posix, "free_bytes", lambda path: 10),
         pytest.raises(OutOfSpace, match="expected room for"),
     ):
         fold(tmp_path, 4)
@@ -293,7 +289,7 @@ def test_a_base_with_a_missing_part_is_not_published(tmp_path):
     planned = compact.plan(tmp_path, parts=3)
     assert planned is not None
     for number in (0, 2):
-        compact.fold(planned, number, memory_bytes=MEMORY_BYTES)
+        compact.merge_part(planned, number, memory_bytes=MEMORY_BYTES)
     with pytest.raises(Damaged, match="part 1 of 3"):
         compact.publish(planned)
     assert len(chain(tmp_path, 4)) == 5
@@ -303,12 +299,14 @@ def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path)
     assert planned is not None
-    compact.fold(planned, 0, memory_bytes=MEMORY_BYTES)
+    compact.merge_part(planned, 0, memory_bytes=MEMORY_BYTES)
     shutil.rmtree(tmp_path / "4")
     with pytest.raises(StepGone):
         compact.publish(planned)
     with pytest.raises(StepGone):
-        compact.fold(compact.dataclasses.replace(planned, temporary="4.new.tmp"), 0, memory_bytes=1)
+        compact.merge_part(
+            compact.dataclasses.replace(planned, temporary="4.new.tmp"), 0, memory_bytes=1
+        )
     assert chain(tmp_path, 3)[-1] == "3/embeddings"
 
 
@@ -337,7 +335,7 @@ def _damaged(root: Path, how: str):
 
 
 @pytest.mark.parametrize("how", HOWS)
-@mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
+@mock.patch.object(stored_saves, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
     write_chain(tmp_path)
     before = {step: contents(tmp_path, step) for step in (3, 4)}
@@ -349,7 +347,7 @@ def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
     for path, other in zip(_damaged(tmp_path, how), _damaged(bare, how), strict=True):
         # Metadata for other readers has no checksum and is not read.
         # Both steps contain all their dense leaves.
-        matters = path.name != "zarr.json" and names.DENSE_ITEM not in path.parts
+        matters = path.name != "zarr.json" and naming.DENSE_ITEM not in path.parts
         for step in (3, 4):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -402,8 +400,7 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
 
 
 def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     options = {
         "bases": "compacted",
         "max_to_keep": 1,
@@ -429,8 +426,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
 
 
 def test_without_compaction_the_trainer_eventually_saves_a_base(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     policy = deltackpt.policies.Consecutive(max_chain=2, max_restore_ratio=100.0)
     with manager(tmp_path, bases="compacted", policy=policy) as one:
         saved = []
@@ -443,12 +439,10 @@ def test_without_compaction_the_trainer_eventually_saves_a_base(tmp_path):
 
 
 def test_one_shot_deltas_build_on_the_compacted_base(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with manager(tmp_path, bases="compacted", policy=deltackpt.policies.OneShot()) as one:
         for step in range(7):
-            one.save(step, state, touched=touched)
-            one.wait_until_finished()
+            model.commit(one, step, state, touched=touched)
             if step == 3:
                 assert fold(tmp_path, 3) is not None
             expected, (state, touched) = state, model.train(state, touched, step)
@@ -473,8 +467,7 @@ def test_a_rollback_moves_the_bases_of_later_steps_aside(tmp_path):
 
 
 def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     sums: dict[int, bytes] = {}
     stop = threading.Event()
 
@@ -512,16 +505,14 @@ def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_
     }
     with concurrent.futures.ThreadPoolExecutor(3) as pool, manager(tmp_path, **options) as one:
         sums[0] = contents_of(state)
-        one.save(0, state, touched=touched)
-        one.wait_until_finished()
+        model.commit(one, 0, state, touched=touched)
         # Warning filters apply to all threads: two readers would re-enable the warnings.
         reading, compacting = pool.submit(read), pool.submit(compact_on)
         try:
             for step in range(1, 40):
                 state, touched = model.train(state, touched, step)
                 sums[step] = contents_of(state)
-                one.save(step, state, touched=touched)
-                one.wait_until_finished()
+                model.commit(one, step, state, touched=touched)
         finally:
             stop.set()
         assert reading.result() > 0 and compacting.result() > 0
@@ -533,7 +524,7 @@ def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_
 _BOUNDED = """
 import re, resource, sys, threading
 from pathlib import Path
-from deltackpt.upkeep import compact
+from deltackpt.maintenance import compact
 
 threading.stack_size(1 << 20)
 small, large, memory_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -564,8 +555,7 @@ def test_compaction_merges_four_times_its_memory_budget_under_a_hard_limit(tmp_p
             root, handlers={"embeddings": tables}, options=options
         ) as one:
             for step in range(3):
-                one.save(step, state, touched=touched)
-                one.wait_until_finished()
+                model.commit(one, step, state, touched=touched)
                 ids = rng.choice(rows, rows // 10, replace=False)
                 state["t"][ids] += 1
                 touched = deltackpt.touched.mark(touched, {"t": jnp.asarray(ids)})
@@ -594,13 +584,3 @@ def test_compaction_merges_four_times_its_memory_budget_under_a_hard_limit(tmp_p
     assert int(re.findall(r"\d+", run.stdout)[-1]) >= 4 * memory_bytes
     assert contents(tmp_path / "large", 2) == before
     assert len(chain(tmp_path / "large", 2)) == 1
-
-
-@pytest.mark.processes
-def test_importing_compaction_imports_neither_jax_nor_orbax():
-    program = (
-        "import sys, deltackpt.upkeep.compact;"
-        "print([m for m in ('jax', 'orbax', 'ray', 'flax') if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout.strip() == "[]", found.stderr

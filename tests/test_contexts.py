@@ -20,7 +20,7 @@ from user_contexts import CONTEXTS, MESHES, Context
 import deltackpt
 from deltackpt import fingerprint, inspect, serving, touched
 from deltackpt.errors import TemplateMismatch, TrackingError
-from deltackpt.state import contexts
+from deltackpt.state import placement
 
 # The codec represents the values of these tables exactly.
 TABLES = deltackpt.Tables(
@@ -94,7 +94,7 @@ def states_of(mesh: jax.sharding.Mesh) -> list[dict[str, Any]]:
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    with contexts.neutral():
+    with placement.neutral():
         model.assert_same(found, expected)
 
 

@@ -148,5 +148,5 @@ def test_a_service_that_does_not_answer_is_named():
 
 def test_one_process_needs_no_service():
     one = Coordinator("directory", LONG_SECS, alone=True)
-    assert one.gather("asking", 5) == [5] and one.of_first("looking", lambda: 6) == 6
+    assert one.gather("asking", 5) == [5] and one.from_process_0("looking", lambda: 6) == 6
     assert one.join("starting") != one.join("starting")

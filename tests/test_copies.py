@@ -30,7 +30,6 @@ from deltackpt.errors import (
     Damaged,
     FencedError,
     ForeignDirectory,
-    FormatTooOld,
     InUse,
     OptionError,
     OutOfSpace,
@@ -40,18 +39,17 @@ from deltackpt.errors import (
     TargetDiffers,
     UnsupportedRoot,
 )
-from deltackpt.format import manifest, names
-from deltackpt.ledger import locks
+from deltackpt.format import manifest, naming
+from deltackpt.ledger import lease
 from deltackpt.ledger.journal import Journal
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import Tiers
-from deltackpt.reading import chains, inventory, saves
-from deltackpt.storage import buckets, digests, files
+from deltackpt.reading import chains, inventory, stored_saves
+from deltackpt.storage import buckets, digests, posix
 from deltackpt.testing import Disk
-from deltackpt.tiers import bucket as bucket_places
 from deltackpt.tiers import copy as copies
-from deltackpt.tiers import directory
+from deltackpt.tiers import copy_locations
 from deltackpt.tiers.copy import copy
-from deltackpt.upkeep.verify import verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
 
@@ -151,8 +149,7 @@ def test_a_trainer_continues_in_a_copy(run, tmp_path):
         result = trainer.restore_latest(states[2])
         assert result is not None
         model.assert_same(result.state, states[2])
-        trainer.save(3, result.state, touched=result.touched)
-        trainer.wait_until_finished()
+        model.commit(trainer, 3, result.state, touched=result.touched)
         assert trainer.all_steps() == [2, 3]
 
 
@@ -160,9 +157,9 @@ def test_a_step_without_digests_of_orbax_files_is_copied_too(tmp_path):
     """The manifest declares no digests of Orbax's files: they are copied as they are."""
     write_chain(tmp_path / "run", 1)
     step = tmp_path / "run" / "0"
-    plain = dataclasses.replace(saves.read_save(step).head, digests=("item",))
-    (step / "embeddings" / names.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
-    (step / names.STEP_DIGESTS).unlink()
+    plain = dataclasses.replace(stored_saves.read_save(step).head, digests=("item",))
+    (step / "embeddings" / naming.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
+    (step / naming.STEP_DIGESTS).unlink()
     copy(tmp_path / "run", tmp_path / "target")
     for path in step.rglob("*"):
         if path.is_file():
@@ -259,19 +256,10 @@ def test_damage_at_the_source_is_named_and_nothing_becomes_visible(run, tmp_path
         victim.write_bytes(before)
 
 
-def test_a_missing_parent_is_named(run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
-    shutil.rmtree(root / "compacted")
-    shutil.rmtree(root / "0")
-    with pytest.raises(BrokenChain, match="parent 0 .* is missing"):
-        copy(root, tmp_path / "target")
-
-
 def test_a_damaged_compacted_manifest_is_skipped_if_the_chain_is_valid(run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    flip(root / "compacted" / "1" / "embeddings" / names.manifest_name(0), root)
+    flip(root / "compacted" / "1" / "embeddings" / naming.manifest_name(0), root)
     with pytest.warns(UserWarning, match="a compacted base in its chain is skipped"):
         assert copy(root, tmp_path / "target").copied == ("0", "1", "2")
     assert verify_root(tmp_path / "target").intact
@@ -295,7 +283,7 @@ def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, 
     if "endpoint" not in target:
         pytest.skip("that of a directory is another test")
     copy(root, **target)
-    at = buckets.place(target["target"], endpoint=target["endpoint"]).open()
+    at = buckets.locate(target["target"], endpoint=target["endpoint"]).open()
     name = chunk(root / "2").relative_to(root / "2").as_posix()
     [key] = [key for key in at.keys() if key.startswith("saves/2.") and key.endswith(name)]
     at.store.put(key, b"other bytes")
@@ -313,26 +301,13 @@ def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, 
     assert verify_root(target["target"], endpoint=target["endpoint"]).intact
 
 
-def test_copies_with_markers_are_refused(run, server, bucket, tmp_path):
-    """Development versions without journals made such copies."""
-    at = buckets.place(bucket, endpoint=server.endpoint).open()
-    at.store.put((at / names.COPIED / "0.msgpack").key, b"")
-    given = {"target": bucket, "endpoint": server.endpoint}
-    for steps in (None, [0]):
-        with pytest.raises(FormatTooOld, match="expected a journal, found copies with markers"):
-            copy(run[0], **given, steps=steps)
-        with pytest.raises(FormatTooOld, match="expected a journal, found copies with markers"):
-            back(given, tmp_path / "again", steps=steps)
-
-
 def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
     root, _ = run
     tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
     given = {"target": bucket, "endpoint": server.endpoint}
     with manager(bucket, tiers=tiers) as trainer:  # type: ignore[arg-type]
         state = model.initial()
-        trainer.save(7, state, touched=model.new_touched(state))
-        trainer.wait_until_finished()
+        model.commit(trainer, 7, state, touched=model.new_touched(state))
         with pytest.raises(InUse, match="a trainer that holds it: epoch 1"):
             copy(root, **given, steps=[2])
         trainer.check_lease()
@@ -343,14 +318,14 @@ def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
 
 def test_wrongly_stored_bytes_are_detected(run, tmp_path):
     """Simulates a disk that stores wrong bytes."""
-    real = directory.Directory.write
+    real = copy_locations.Directory.write
 
     def garbled(self, unit, name, pieces):
         data = b"".join(pieces)
         real(self, unit, name, [data[:-1] + b"x" if name.endswith("0/0") else data])
 
     with (
-        mock.patch.object(directory.Directory, "write", garbled),
+        mock.patch.object(copy_locations.Directory, "write", garbled),
         pytest.raises(
             StorageError, match="expected to read back the written bytes, found different"
         ),
@@ -377,7 +352,7 @@ def foreign(place: Path) -> None:
 
 
 def altered(place: Path) -> None:
-    flip(place / "embeddings" / names.manifest_name(0), place)
+    flip(place / "embeddings" / naming.manifest_name(0), place)
 
 
 @pytest.mark.parametrize("make", [another_item, foreign, altered], ids=lambda one: one.__name__)
@@ -403,7 +378,7 @@ def test_a_damaged_step_is_put_back_if_its_replacement_fails(killed, run, tmp_pa
         copy(run[0], target)
     assert (target / "2").exists() != killed
     assert copy(run[0], target).copied == ("2",)
-    assert verify_root(target).intact and not (target / names.COPYING).exists()
+    assert verify_root(target).intact and not (target / naming.COPYING).exists()
 
 
 def rolled_back(root: Path, step: int, new: int) -> None:
@@ -413,7 +388,6 @@ def rolled_back(root: Path, step: int, new: int) -> None:
         assert result.touched is not None
         state, touched = model.train(result.state, result.touched, 77)
         trainer.save(new, state, touched=touched)
-        trainer.wait_until_finished()
 
 
 def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_path):
@@ -430,7 +404,7 @@ def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_
 def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(at, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    where = copies if at == "_units" else directory
+    where = copies if at == "_units" else copy_locations
     real, first = getattr(where, at), iter([True])
 
     def then(*args):
@@ -464,14 +438,14 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     [record] = (tmp_path / "kv" / "saves").glob("0.*/commit.msgpack")
     found = digests.digests_from(record.read_bytes(), name="record")
     found.files[name] = (1, 2, 3)
-    at = buckets.place(spec).open()
+    at = buckets.locate(spec).open()
     digest = manifest.to_bytes(found, digests._MAGIC)
     at.store.put(f"saves/{record.parent.name}/commit.msgpack", digest)
     ledger = Journal(at)
     ledger.resume()
     [standing] = ledger.known.standings.values()
     altered = dataclasses.replace(standing, crc32c=google_crc32c.value(digest))
-    ledger._change_own(lambda state: state.with_unit(altered))
+    ledger._change_own(lambda state: state.with_committed(altered))
     with pytest.raises(Damaged, match="paths of files below it"):
         copy(spec, tmp_path / "deep" / "target")
     assert not list(tmp_path.rglob("escaped"))
@@ -483,7 +457,7 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
 def test_a_parent_that_is_not_a_step_is_refused(name, expected, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    path = root / "2" / "embeddings" / names.manifest_name(0)
+    path = root / "2" / "embeddings" / naming.manifest_name(0)
     record = manifest.from_bytes(path.read_bytes(), name="m")
     assert record.parent is not None
     wrong = dataclasses.replace(record.parent, step_dir=name)
@@ -502,14 +476,14 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         given["target"] = request.getfixturevalue("bucket")
         given["endpoint"] = request.getfixturevalue("server").endpoint
     write_chain(tmp_path / "other", 1)
-    real, first = bucket_places.Bucket.publish, iter([True])
+    real, first = copy_locations.Bucket.publish, iter([True])
 
     def publish(self, standing):
         if next(first, False):
             copy(tmp_path / "other", **given)
         real(self, standing)
 
-    with mock.patch.object(bucket_places.Bucket, "publish", publish):
+    with mock.patch.object(copy_locations.Bucket, "publish", publish):
         with pytest.raises(FencedError):
             copy(run[0], **given, steps=[0])
     back(given, tmp_path / "again")
@@ -534,7 +508,7 @@ def test_a_foreign_directory_is_refused_before_anything_is_created_there(run, tm
 
 
 def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
-    real = directory.Directory.publish
+    real = copy_locations.Directory.publish
 
     def publish(self, unit, expected):
         real(self, unit, expected)
@@ -542,7 +516,7 @@ def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
             shutil.rmtree(tmp_path / "target" / "compacted")
 
     with (
-        mock.patch.object(directory.Directory, "publish", publish),
+        mock.patch.object(copy_locations.Directory, "publish", publish),
         pytest.raises(InUse, match="something was removed"),
     ):
         copy(run[0], tmp_path / "target")
@@ -552,7 +526,7 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
     """The first holder releases after the second opens the file and before it locks it."""
     first = copies._place(tmp_path, None)
     first.__enter__()
-    real, once = locks.fcntl.flock, iter([True])
+    real, once = lease.fcntl.flock, iter([True])
 
     def flock(file, operation):
         if next(once, False):
@@ -560,7 +534,7 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
         real(file, operation)
 
     with (
-        mock.patch.object(locks.fcntl, "flock", flock),
+        mock.patch.object(lease.fcntl, "flock", flock),
         copies._place(tmp_path, None),
         pytest.raises(InUse),
         copies._place(tmp_path, None),
@@ -569,14 +543,14 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
 
 
 def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
-    real = directory.Directory.publish
+    real = copy_locations.Directory.publish
 
     def publish(self, unit, expected):
         next(self._staged(unit).rglob("manifest.0.msgpack")).unlink()
         real(self, unit, expected)
 
     with (
-        mock.patch.object(directory.Directory, "publish", publish),
+        mock.patch.object(copy_locations.Directory, "publish", publish),
         pytest.raises(StorageError, match="manifest.0.msgpack removed"),
     ):
         copy(run[0], tmp_path / "target", steps=[0])
@@ -587,7 +561,7 @@ def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
 def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    real, first = directory.pieces_of, iter([True])
+    real, first = copy_locations.pieces_of, iter([True])
 
     def pieces_of(at, expected):
         if next(first, False):
@@ -595,7 +569,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_
         return real(at, expected)
 
     with (
-        mock.patch.object(directory, "pieces_of", pieces_of),
+        mock.patch.object(copy_locations, "pieces_of", pieces_of),
         pytest.raises(StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")
@@ -603,8 +577,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_
 
 
 def test_copying_beside_a_trainer_with_retention_gives_complete_steps(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
     with manager(tmp_path / "run", **options) as trainer:
         for step in range(6):
@@ -640,7 +613,7 @@ def test_wrong_sources_and_targets_are_named(run, server, bucket, tmp_path):
     with pytest.raises(StorageError, match="some/run"):
         copy(root, "s3://no-such-bucket-here/some/run", endpoint=server.endpoint)
     with (
-        mock.patch.object(files, "free_bytes", return_value=10),
+        mock.patch.object(posix, "free_bytes", return_value=10),
         pytest.raises(OutOfSpace, match="found 10 free"),
     ):
         copy(root, tmp_path / "full")

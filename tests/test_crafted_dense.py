@@ -21,25 +21,23 @@ from made_up_logs import StoredRecord, history_of, records_in
 from test_log_looking import manager
 
 from deltackpt.errors import Damaged, DamagedWal, DeltackptError
-from deltackpt.format import names, wal_records
-from deltackpt.format.dense_blocks import PLAIN, BlockedValue
-from deltackpt.format.names import PYTREE_METADATA
-from deltackpt.format.segments import Segment
-from deltackpt.format.wal_records import packed_values
-from deltackpt.layers.read import Layer
-from deltackpt.layers.shard import LayerPlace
-from deltackpt.layers.write import LayerFile
+from deltackpt.format import naming, wal_format
+from deltackpt.format.naming import PYTREE_METADATA
+from deltackpt.format.row_blocks import PLAIN, BlockedValue, Segment
+from deltackpt.format.wal_format import packed_values
+from deltackpt.layers.read import LayerReader
+from deltackpt.layers.write import LayerFile, LayerSegmentSink
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading import dense_state
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.saves import read_info
+from deltackpt.reading.stored_saves import read_info
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import dense_layer
+from deltackpt.save import dense_save
 from deltackpt.storage import ocdbt, parts
-from deltackpt.storage.parts import Place
+from deltackpt.storage.parts import SegmentSink
 from deltackpt.storage.posix import DirectFile
-from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal.segments import Fill, FilledRecord, row_groups_of
+from deltackpt.wal.segment_files import Fill, FilledRecord, row_groups_of
 
 #: (is_file, key) of a value.
 Key = tuple[bool, str]
@@ -49,8 +47,7 @@ JUNK = [None, 0, -1, 1 << 60, 1.5, "x", "", [], {}, True, [1 << 40], "é", [[]],
 
 def write(root: Path) -> None:
     """Writes step 0, and recovery points 1 and 2."""
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with manager(root, dense="whole") as trainer:
         trainer.save(0, state, touched=touched)
         for step in (1, 2):
@@ -84,11 +81,11 @@ class Root(NamedTuple):
             blocked.append(value)
             at += len(data)
 
-        def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+        def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
             for segment in self.record.rows:
-                copy_segment(self.record.layer, segment, place_of(segment.name))
+                copy_segment(self.record.layer, segment, sink_of(segment.name))
             found = [np.frombuffer(data, np.uint8) for data in values.values()]
-            plain = dense_layer.write_plain(place_of, found, zstd=False)
+            plain = dense_save.write_plain(sink_of, found, zstd=False)
             changed = dataclasses.replace(head, values=packed_values(blocked))
             return FilledRecord(changed, [*self.record.rows, plain])
 
@@ -101,11 +98,11 @@ class Root(NamedTuple):
             trainer.restore(2, template)
 
 
-def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
+def copy_segment(layer: LayerReader, segment: Segment, place: SegmentSink) -> None:
     """Writes the arrays of a segment of another layer."""
     arrays = LayerArrays(lambda: layer, name="it", file="")
     for entry in segment.arrays:
-        if entry.name == names.GAPS:
+        if entry.name == naming.GAPS:
             place.write_rows(arrays.row_indices(segment).rows)
         else:
             held = np.empty(entry.shape, entry.dtype)
@@ -120,9 +117,9 @@ def rewrite(record: StoredRecord, fill: Fill) -> None:
     file = LayerFile(
         DirectFile(path), runtime, sequence=record.seq, predecessor=manifest.predecessor
     )
-    layer = file.begin(manifest)
-    filled = fill(functools.partial(LayerPlace, layer))
-    schema, groups = wal_records.to_bytes(filled.head), tuple(row_groups_of(filled))
+    layer = file.begin_layer(manifest)
+    filled = fill(functools.partial(LayerSegmentSink, layer))
+    schema, groups = wal_format.record_head_bytes(filled.head), tuple(row_groups_of(filled))
     layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))
     file.file.close()
     runtime.close()

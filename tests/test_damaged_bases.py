@@ -20,12 +20,12 @@ from damaged_roots import EventHandler
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import BrokenChain, Damaged, NoIntactStep
-from deltackpt.restore.steps import StepReader
+from deltackpt.maintenance.compact import compact
+from deltackpt.restore.step_reader import StepReader
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import stored_chunks
 from deltackpt.tiers.copy import copy
-from deltackpt.upkeep.compact import compact
 
 _numbers = itertools.count()
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
@@ -239,7 +239,7 @@ def test_a_manifest_that_cannot_be_read_now_loses_no_step(root, run):
         return real(store, key)
 
     was_read: list[bool] = []
-    blamed = deltackpt.handlers.choosing.damaged_saves.blamed
+    blamed = deltackpt.session.restore_choice.ledger_steps.find_damaged_save
 
     def after(*arguments):
         found = blamed(*arguments)
@@ -248,7 +248,9 @@ def test_a_manifest_that_cannot_be_read_now_loses_no_step(root, run):
 
     with (
         mock.patch.object(FileStore, "get", get),
-        mock.patch.object(deltackpt.handlers.choosing.damaged_saves, "blamed", after),
+        mock.patch.object(
+            deltackpt.session.restore_choice.ledger_steps, "find_damaged_save", after
+        ),
     ):
         found = Restore(root, run[1], 6)
     assert next(refused, None) is None
@@ -269,7 +271,7 @@ def test_steps_on_a_damaged_save_in_a_bucket_are_skipped_unread(root, run, bucke
     url = bucket.bucket(f"damaged{next(_numbers)}") + "/run"
     copy(root, url, all_steps=True, endpoint=bucket.endpoint)
     options = deltackpt.Tiers(endpoint=bucket.endpoint)
-    place = deltackpt.storage.buckets.place(url, endpoint=bucket.endpoint).open()
+    place = deltackpt.storage.buckets.locate(url, endpoint=bucket.endpoint).open()
     if step == 5:
         name = name.replace("part.0/g0.0/values/c/0/0", "layer.0")
     [key] = [key for key in place.keys() if key.endswith(name) and key.startswith(f"saves/{step}.")]

@@ -20,18 +20,18 @@ from test_bucket_faults import named
 from test_nodes import TOKEN, serving
 
 from deltackpt.events import FailureEvent
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.ledger.view import JOURNAL
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.upkeep.compact import compact
-from deltackpt.upkeep.verify import verify_root
+from deltackpt.maintenance.compact import compact
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.nodes.blobs import MemoryBlobs
 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory) -> Iterator[Bucket]:
     with (
         mock.patch.dict(os.environ, {"DELTACKPT_NODES_TOKEN": TOKEN}),
-        serving(MemoryShelf(256 << 20)) as server,
+        serving(MemoryBlobs(256 << 20)) as server,
         damaged_roots.quick(),
     ):
         yield Bucket(f"nodes://{server.address}/run", tmp_path_factory.mktemp("nodes"))
@@ -127,9 +127,9 @@ def test_every_entry_point_tolerates_one_damaged_file_or_folder_of_a_directory(t
         compact(root, step=2)
         for number, path in enumerate(sorted(root.rglob("*"))):
             below = path.relative_to(root)
-            step = names.step_number(below.parts[0])
+            step = naming.step_number(below.parts[0])
             # ``test_damage`` covers the files of a step.
-            if below.parts[0] == names.ROLLED_BACK or (path.is_file() and step in (1, 2)):
+            if below.parts[0] == naming.ROLLED_BACK or (path.is_file() and step in (1, 2)):
                 continue
             # A step removed by hand looks like one removed by retention.
             some = {one: states[one] for one in states if below.parts != (str(one),)}

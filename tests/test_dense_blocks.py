@@ -8,7 +8,6 @@ from typing import Any
 import dense_states
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import model
 import numpy as np
 import pytest
@@ -23,43 +22,22 @@ from dense_states import (
 )
 
 import deltackpt
-from deltackpt.errors import OptionError, SaveFailed
-from deltackpt.reading import saves
-from deltackpt.save.dense_references import HASHED_BYTES, Hashes
-from deltackpt.testing import failing_saves
+from deltackpt.errors import OptionError
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading import stored_saves
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save.block_codes import HASHED_BYTES, Hashes, Left, References
 
+P = jax.sharding.PartitionSpec
 EXACT = deltackpt.Dense(deltas="blocks")
 CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 POLICIES = {
     "consecutive": deltackpt.policies.Consecutive(max_chain=4),
     "one-shot": deltackpt.policies.OneShot(max_chain=4),
     "intermittent": deltackpt.policies.Intermittent(max_chain=8),
-    "rolling": deltackpt.policies.Rolling(window=3),
 }
+DELTAS = deltackpt.policies.Consecutive(max_delta_ratio=10, max_restore_ratio=100)
 STEPS = range(1, 9)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_step_restores_bit_for_bit(tmp_path, policy):
-    loop = Loop()
-    with opened(tmp_path, policy=POLICIES[policy]) as saver:
-        kinds = loop.steps(saver, *STEPS)
-        assert kinds[0] == "base" and "delta" in kinds
-        for step, kind in zip(STEPS, kinds, strict=True):
-            assert own(tmp_path, step) == (kind == "delta")
-        assert_exact(saver, loop.states)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_lossy_steps_are_close_and_the_next_one_continues_from_the_stored_values(tmp_path, policy):
-    loop = Loop()
-    with opened(tmp_path, CODED, policy=POLICIES[policy]) as saver:
-        kinds = loop.steps(saver, *STEPS)
-        for step, kind in zip(STEPS, kinds, strict=True):
-            found = saver.restore(step, loop.states[step]).state
-            assert_close(found, loop.states[step], exact=kind == "base")
-    last = max(step for step, kind in zip(STEPS, kinds, strict=True) if kind == "delta")
-    assert_kept_as_stored(tmp_path, loop, last, dense=CODED, policy=POLICIES[policy])
 
 
 def assert_close(found: dict[str, Any], state: dict[str, Any], *, exact: bool = False) -> None:
@@ -92,7 +70,7 @@ def test_a_delta_holds_little_more_than_the_changes(tmp_path):
         found = saver.restore_latest(loop.state)
         again = Loop(found.state, found.touched)
         again.save(saver, 4)
-        record = saves.read_save(tmp_path / "4").head.dense_blocks
+        record = stored_saves.read_save(tmp_path / "4").head.dense_blocks
         held = sum(segment.count for segment in record.segments if segment.group != "plain")
         assert held == sum(value.blocks for value in record.values)
         assert_exact(saver, again.states)
@@ -135,27 +113,6 @@ def test_a_restore_for_inspection_has_no_side_effects(tmp_path):
         for step in (2, 3, 4, 5):
             assert_close(saver.restore(step, loop.states[step]).state, loop.states[step])
     assert_kept_as_stored(tmp_path, loop, 5, dense=CODED)
-
-
-def test_a_restore_without_a_template_finds_the_same(tmp_path):
-    loop = Loop()
-    with opened(tmp_path) as saver:
-        loop.steps(saver, 1, 2)
-        found = saver.restore(2).state
-    assert np.array_equal(found["params"]["w"], loop.state["params"]["w"])
-    assert found["half"].dtype == ml_dtypes.bfloat16
-    assert found["half"].tobytes() == np.asarray(loop.state["half"]).tobytes()
-    assert found["none"] is None
-
-
-def test_parts_of_a_step_can_be_read(tmp_path):
-    loop = Loop()
-    with opened(tmp_path) as saver:
-        loop.steps(saver, 1, 2, 3)
-        some = {"params": {"w": loop.state["params"]["w"]}}
-        found = saver.read_state(3, some).state
-        assert np.array_equal(found["params"]["w"], loop.state["params"]["w"])
-        assert found.keys() == {"params"} and found["params"].keys() == {"w"}
 
 
 # What changes between saves.
@@ -227,38 +184,59 @@ def test_orbax_writes_leaves_that_we_do_not_support(tmp_path, policy):
         assert_exact(saver, loop.states)
 
 
-def test_leaves_of_every_kind(tmp_path):
+def kinds() -> dict[str, Any]:
+    """Returns leaves of every kind and size."""
     rng = np.random.default_rng(0)
-    kinds: dict[str, Any] = {
-        "fp8": jnp.asarray(rng.normal(size=9000), jnp.float8_e4m3fn),
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    def split(*spec: Any) -> jax.Array:
+        return jax.device_put(normal(64, 300), jax.sharding.NamedSharding(mesh, P(*spec)))
+
+    return {
+        "fp8": jnp.asarray(normal(9000), jnp.float8_e4m3fn),
         "int4": jnp.asarray(rng.integers(-8, 8, 9000), jnp.int4),
-        "float16": jnp.asarray(rng.normal(size=9000), jnp.float16),
+        "float16": jnp.asarray(normal(9000), jnp.float16),
         "double": rng.normal(size=4000),
         "sliced": np.arange(20000, dtype=np.float32)[::2],
-        "fortran": np.asfortranarray(rng.normal(size=(70, 90)).astype("f4")),
+        "fortran": np.asfortranarray(normal(70, 90)),
         "empty": jnp.zeros((0, 4)),
         "keys": jax.random.split(jax.random.key(3), 3000),
+        "split": split("x", "y"),
+        "copies": split("x"),
         "nothing": {},
         "number": 3,
         "real": 0.5,
         "flag": True,
-        "text": "text",
+        "text": "x" * 5000,
         "scalar": np.float32(3),
         "wide": np.int64(1) << 40,
         "none": None,
         "nans": jnp.asarray([np.nan, np.inf, -0.0, 0.0] * 1000, jnp.float32),
+        "blocks": jnp.arange(256.0),
+        "one more": jnp.arange(257.0),
+        "large": jnp.asarray(normal(1025, 4097)),
     }
-    loop = Loop({**dense_states.initial(), **kinds})
-    with opened(tmp_path) as saver:
+
+
+@pytest.mark.parametrize("dense", [EXACT, deltackpt.Dense()], ids=["blocks", "whole"])
+def test_leaves_of_every_kind(tmp_path, dense):
+    loop = Loop({**dense_states.initial(), **kinds()})
+    with opened(tmp_path, dense, policy=DELTAS) as saver:
         loop.steps(saver, 1, 2)
-        loop.state = {**loop.state, "number": 1 << 40, "text": "other", "real": 0.25}
+        loop.state = {**loop.state, "number": 1 << 40, "text": "y" * 6000, "real": 0.25}
         loop.state["fp8"] = loop.state["fp8"].at[77].set(3)
         loop.state["nans"] = loop.state["nans"].at[2].set(0.0)
         loop.state["sliced"] = np.arange(20000, dtype=np.float32)[1::2]
+        loop.state["large"] = loop.state["large"] + 1
         loop.steps(saver, 3, 4)
         assert [own(tmp_path, step) for step in (2, 3, 4)] == [True] * 3
         for step, state in loop.states.items():
-            assert_equal(saver.restore(step, state).state, state)
+            found = saver.restore(step, state).state
+            assert_equal(found, state)
+            assert found["split"].sharding == state["split"].sharding
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -279,37 +257,6 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert left.tobytes() == right.tobytes()
 
 
-def test_very_many_small_leaves(tmp_path):
-    many = {f"leaf{number}": jnp.full((number % 5 + 1,), number) for number in range(1500)}
-    loop = Loop({**dense_states.initial(), "many": many})
-    with opened(tmp_path) as saver:
-        loop.save(saver, 1)
-        loop.train()
-        many = {**many, "leaf700": many["leaf700"] + 1}
-        loop.state = {**loop.state, "many": many}
-        loop.save(saver, 2)
-        assert_exact(saver, loop.states)
-
-
-def test_donated_buffers_may_change_while_a_delta_is_written(tmp_path):
-    loop = Loop()
-    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
-    with opened(tmp_path) as saver:
-        loop.steps(saver, 1)
-        for step in (2, 3):
-            loop.train()
-            expected = jax.tree.map(np.array, loop.state["params"])
-            saver.save(step, loop.state, touched=loop.touched)
-            params = donate(loop.state["params"])
-            saver.wait_until_finished()
-            template = {**loop.state, "params": params}
-            found = saver.restore(step, template).state["params"]
-            for name, leaf in expected.items():
-                assert np.asarray(found[name]).tobytes() == leaf.tobytes()
-            # Training continues with the donated result.
-            loop.state = template
-
-
 # Topologies: eight virtual devices.
 
 
@@ -320,31 +267,13 @@ def placed(state: dict[str, Any], shape: tuple[int, int], spec: Any) -> dict[str
     return {**state, "params": params, "nu": jax.device_put(state["nu"], sharding)}
 
 
-P = jax.sharding.PartitionSpec
 PLACES = [((8, 1), P("x")), ((4, 2), P("x", "y")), ((2, 2), P(None, "x")), ((1, 1), P()), None]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_run_continues_on_another_topology(tmp_path, place):
-    loop = Loop(placed(dense_states.initial(), (2, 4), P("x", "y")))
-    with opened(tmp_path, CODED) as saver:
-        loop.steps(saver, 1, 2, 3)
-    with opened(tmp_path, CODED) as saver:
-        template = loop.state if place is None else placed(loop.state, *place)
-        found = saver.restore_latest(template)
-        again = Loop(found.state, found.touched)
-        assert found.state["params"]["w"].sharding == template["params"]["w"].sharding
-        assert again.steps(saver, 4, 5) == ["delta", "delta"]
-        for step in (4, 5):
-            assert_close(saver.restore(step, again.states[step]).state, again.states[step])
-    assert_kept_as_stored(tmp_path, again, 5, dense=CODED)
 
 
 def test_shardings_that_change_within_a_run(tmp_path):
     loop = Loop()
     # A leaf with other chunks is stored whole; by default such a delta would become a base.
-    policy = deltackpt.policies.Consecutive(max_delta_ratio=10, max_restore_ratio=100)
-    with opened(tmp_path, policy=policy) as saver:
+    with opened(tmp_path, policy=DELTAS) as saver:
         loop.save(saver, 1)
         for step, place in enumerate([place for place in PLACES if place], 2):
             loop.train()
@@ -381,7 +310,7 @@ def test_a_budget_selects_the_next_wider_codec_and_finally_an_exact_one(tmp_path
 
 
 def saves_of(root, step):
-    record = saves.read_save(root / str(step)).head.dense_blocks
+    record = stored_saves.read_save(root / str(step)).head.dense_blocks
     assert record is not None
     return record.segments
 
@@ -487,15 +416,18 @@ def test_blocks_with_fingerprinted_tables(tmp_path):
         assert_exact(saver, loop.states)
 
 
-def test_a_failed_save_is_not_a_reference(tmp_path):
-    loop = Loop()
-    with opened(tmp_path, CODED) as saver:
-        loop.steps(saver, 1, 2)
-        with failing_saves(tmp_path):
-            loop.train()
-            saver.save(3, loop.state, touched=loop.touched)
-            with pytest.raises(SaveFailed):
-                saver.wait_until_finished()
-        loop.steps(saver, 4)
-        assert saver.all_steps() == [1, 2, 4]
-    assert_kept_as_stored(tmp_path, loop, 4, dense=CODED)
+def test_the_reference_of_a_save_that_is_restored_again_is_given_back():
+    save_id = SaveId("a" * 32, 3, 1)
+    with Runtime(1) as runtime:
+        references = References(1 << 24, runtime, hashed=False)
+        memory = references.runtime.memory
+        for _ in range(3):
+            kept = memory.allocate((1024, 256), np.dtype(np.float32))
+            shared = memory.allocate((1024, 256), np.dtype(np.float32))
+            for _ in range(2):
+                references.stage(save_id, Left({"a": kept, "b": shared}, {}, {}))
+            assert len(memory._lent) == 2
+            references.stage(save_id, Left({"b": shared}, {}, {}))
+            assert len(memory._lent) == 1
+        references.failed(save_id)
+        assert not memory._lent

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import tracemalloc
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import many_worker
 import model
 import pytest
 from dense_states import LOSSY, Loop, assert_kept_as_stored, opened, own
-from many import Job, Server
+from many import Job
 from shown import dense_leaves
 from test_dense_blocks import assert_close
 from test_hostile_records import MANIFEST, MOST_BYTES, at, body_of, change, read_all
@@ -25,8 +24,8 @@ from test_processes import started, step_numbers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, SaveFailed
+from deltackpt.maintenance import verify
 from deltackpt.testing import Disk, stored_chunks
-from deltackpt.upkeep import verify
 
 CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 #: Calls of our writers, and the commit.
@@ -74,13 +73,10 @@ def test_nothing_is_lost_if_a_delta_fails_at_any_write(tmp_path, disk):
         assert_kept_as_stored(tmp_path / "root", loop, step, dense=CODED)
 
 
-@pytest.mark.parametrize(
-    "policy", [None, deltackpt.policies.Rolling(window=2)], ids=["chain", "rolling"]
-)
-def test_committed_steps_are_intact_after_a_kill_before_any_call(tmp_path, disk, policy):
+def test_committed_steps_are_intact_after_a_kill_before_any_call(tmp_path, disk):
     loop, known = Loop(), {}
     root = tmp_path / "root"
-    with opened(root, policy=policy) as saver:
+    with opened(root) as saver:
         loop.steps(saver, 1, 2, 3)
         known |= loop.states
         for number in range(0, 400, 8):
@@ -93,7 +89,7 @@ def test_committed_steps_are_intact_after_a_kill_before_any_call(tmp_path, disk,
             disk.clear()
             if disk.image != image:
                 break
-            with opened(image, policy=policy) as other:
+            with opened(image) as other:
                 steps = other.all_steps()
                 found = other.restore_latest(loop.state)
                 assert found.step == steps[-1] and not found.skipped
@@ -114,7 +110,7 @@ def test_a_refused_save_returns_what_it_borrowed(tmp_path, monkeypatch):
         lent = len(references.runtime.memory._lent)
         for options in ({}, {"force_base": True}):
             with monkeypatch.context() as patched:
-                patched.setattr("deltackpt.save.flight.PendingSave.wait_copied", _refuse)
+                patched.setattr("deltackpt.save.pending_save.PendingSave.wait_copied", _refuse)
                 with pytest.raises(OSError, match="injected"):
                     loop.save(saver, 3, **options)
             assert len(references.runtime.memory._lent) == lent
@@ -162,17 +158,6 @@ def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_r
             read += 1
         shutil.rmtree(root)
     assert read >= 10
-
-
-def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_removes_steps):
-    root = tmp_path / "root"
-    shutil.copytree(chain, root)
-    for chunk in stored_chunks(root / "4", "blocks", segment="dense.*"):
-        chunk.flip()
-    with opened(root, CODED) as saver, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = saver.restore_latest(dense_states.initial())
-        assert found.step == 3 and [step for step, _ in found.skipped] == [4]
 
 
 # Forged damage with correct checksums.
@@ -305,13 +290,6 @@ def test_a_forged_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody
 
 
 # Several processes.
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.mark.processes

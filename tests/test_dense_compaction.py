@@ -34,11 +34,10 @@ from shown import dense_leaves
 
 import deltackpt
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
-from deltackpt.reading import removal
-from deltackpt.reading import saves as stored
+from deltackpt.maintenance import compact
+from deltackpt.reading import stored_saves
 from deltackpt.storage import ocdbt
 from deltackpt.testing import Disk, DiskCall
-from deltackpt.upkeep import compact
 
 __all__ = ["written", "written_once"]
 
@@ -83,7 +82,7 @@ def test_a_base_is_compacted_in_pieces_that_fit_into_memory(tmp_path):
 def test_a_full_disk_is_refused_before_anything_is_read(written):
     root, _ = written
     with (
-        mock.patch.object(compact.files, "free_bytes", lambda path: 4000),
+        mock.patch.object(compact.posix, "free_bytes", lambda path: 4000),
         pytest.raises(OutOfSpace, match="expected room for"),
     ):
         fold(root, 5)
@@ -106,7 +105,7 @@ def test_a_compacted_base_is_compacted_again_and_deltas_continue_from_it(written
         one.wait_until_finished()
         assert saved.kind == "delta"
     assert chain(root, 6) == ["compacted/5", "6"]
-    record = stored.read_save(root / "6").head.dense_blocks
+    record = stored_saves.read_save(root / "6").head.dense_blocks
     assert record is not None
     used = {one.codec for segment in record.segments for one in segment.encodings}
     assert {"ef4", "ef8", "sparse"} <= used, "what the base decodes to is their reference"
@@ -168,7 +167,7 @@ def test_no_delta_continues_from_an_item_that_compaction_removes(tmp_path):
         state = {**found.state, "odd": jnp.ones(4)}
         assert one.save(3, trained(state, 2), touched=marked(found.touched, 2)).kind == "delta"
         one.wait_until_finished()
-    assert stored.read_save(root / "3").head.dense_blocks is not None
+    assert stored_saves.read_save(root / "3").head.dense_blocks is not None
     fold(root, 2)
     before = restored(root, 3, state)
     for step in (1, 2):
@@ -185,7 +184,7 @@ def test_two_attempts_at_a_part_leave_one_item(written):
     assert nbytes < planned.dense_bytes < nbytes + 20_000  # With the descriptions.
 
     def fold_part(_: DiskCall | None = None) -> None:
-        compact.fold(planned, 0, memory_bytes=64 << 20)
+        compact.merge_part(planned, 0, memory_bytes=64 << 20)
 
     with Disk(root) as disk, compact.exclusive(root):
         # Another worker merges the whole part.
@@ -207,7 +206,7 @@ def test_everything_restores_after_a_kill_at_any_call(written):
 
 
 @pytest.mark.parametrize("how", HOWS)
-@mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
+@mock.patch.object(stored_saves, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_item_of_a_compacted_base_is_skipped_or_an_error(written, how):
     root, _ = written
     before = dense_leaves(root, 4)

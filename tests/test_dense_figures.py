@@ -19,7 +19,7 @@ from dense_states import LOSSY, Loop, changed_bytes, opened
 import deltackpt
 from deltackpt import events
 from deltackpt.layers import footer
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 
 CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 
@@ -57,7 +57,7 @@ def test_an_event_reports_how_each_leaf_was_stored(tmp_path):
     assert (frozen.changed_blocks, frozen.nbytes, frozen.relative_error) == (0, 0, 0.0)
     assert (count.codec, count.blocks, count.raw_bytes) == ("lossless", 1, 4)
     assert delta.dense_relative_error >= w.relative_error
-    record = saves.read_save(tmp_path / "2").head.dense_blocks
+    record = stored_saves.read_save(tmp_path / "2").head.dense_blocks
     on_disk = sum(encoding.nbytes for one in record.segments for encoding in one.encodings)
     assert delta.dense_bytes == on_disk
     assert sum(figures.nbytes for figures in delta.dense) <= on_disk + len(delta.dense)
@@ -82,7 +82,7 @@ def test_a_leaf_that_was_widened_is_named_with_its_reason(tmp_path, caplog):
     assert "widened=['" in caplog.text and "nu: int8 would change it" in caplog.text
     told = [
         encoding.reason
-        for segment in saves.read_save(tmp_path / "2").head.dense_blocks.segments
+        for segment in stored_saves.read_save(tmp_path / "2").head.dense_blocks.segments
         for encoding in segment.encodings
     ]
     assert any("nu: int8 would change it" in reason for reason in told)
@@ -103,12 +103,12 @@ def test_sizes_of_saves_count_dense_leaves(tmp_path):
         for name, leaf in loop.state.items()
         if name not in ("emb", "key", "none", "params")
     ) + sum(leaf.nbytes for leaf in loop.state["params"].values())
-    base, delta = (saves.read_info(tmp_path / step) for step in ("1", "2"))
+    base, delta = (stored_saves.read_info(tmp_path / step) for step in ("1", "2"))
     rows = loop.state["emb"].nbytes
     assert rows + dense < base.nbytes < rows + 1.1 * dense
     assert changed_bytes(tmp_path, 2) < delta.nbytes < changed_bytes(tmp_path, 2) + rows
     run(tmp_path / "orbax", deltackpt.Dense(), 2)
-    assert saves.read_info(tmp_path / "orbax" / "1").nbytes == rows
+    assert stored_saves.read_info(tmp_path / "orbax" / "1").nbytes == rows
 
 
 def test_deltas_that_do_not_pay_become_bases_and_others_stay_deltas(tmp_path):

@@ -30,12 +30,12 @@ from test_hostile_records import MANIFEST, change
 
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
-from deltackpt.format import names
-from deltackpt.reading import orbax_values, saves
+from deltackpt.format import naming
+from deltackpt.maintenance import compact, doctor, estimate, gc, verify
+from deltackpt.maintenance.garbage import Retention
+from deltackpt.reading import orbax_values, stored_saves
 from deltackpt.testing import stored_chunks
 from deltackpt.tiers import copy as copying
-from deltackpt.upkeep import collect, compact, doctor, estimate, verify
-from deltackpt.upkeep.unneeded import Retention
 
 __all__ = ["written", "written_once"]
 
@@ -140,17 +140,6 @@ def verdicts(root: Path) -> dict[int, tuple[str, ...]]:
     return {one.step: one.broken_by for one in verify.verify_root(root).steps}
 
 
-@pytest.mark.parametrize("compacted", [False, True])
-def test_an_intact_directory_verifies(written, compacted):
-    root, _ = written
-    if compacted:
-        fold(root, 4)
-        for step in (1, 2, 3):
-            shutil.rmtree(root / str(step))
-    report = verify.verify_root(root)
-    assert not report.problems and all(one.restorable for one in report.steps)
-
-
 def test_every_damaged_file_of_blocks_and_items_is_found(written):
     root, _ = written
     fold(root, 3)
@@ -181,7 +170,7 @@ def test_every_damaged_file_of_blocks_and_items_is_found(written):
 
 def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(written):
     root, _ = written
-    for path in (next((root / "1/dense/d").iterdir()), root / "1" / names.STEP_DIGESTS):
+    for path in (next((root / "1/dense/d").iterdir()), root / "1" / naming.STEP_DIGESTS):
         damage(path, "flipped")
         assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
         damage(path, "flipped")
@@ -245,7 +234,7 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(written):
     files = [path for path in (root / "1/dense").rglob("*") if path.is_file()]
     beside = [path for path in (root / "3").iterdir() if path.is_file()]
     expected = sum(path.stat().st_size for path in (*files, *beside))
-    parts = [saves.read_save(root / str(step)).parts()[0] for step in (2, 3)]
+    parts = [stored_saves.read_save(root / str(step)).parts()[0] for step in (2, 3)]
     expected += sum(
         sum(part.arrays.files_of(segment).values())
         for part in parts
@@ -268,7 +257,7 @@ def test_collection_removes_only_what_a_compacted_base_replaces(written):
     fold(root, 4)
     before = {step: restored(root, step, states[step]) for step in (4, 5)}
     kept = Retention(keep_last=1)
-    done = collect.collect(root, retention=kept, offline=True)
+    done = gc.collect(root, retention=kept, offline=True)
     assert {one.name for one in done.removable} >= {"1", "2", "3"}
     assert restored(root, 5, states[5]) == before[5]
     assert not verify.verify_root(root).problems
@@ -277,7 +266,7 @@ def test_collection_removes_only_what_a_compacted_base_replaces(written):
 def test_collection_keeps_all_steps_if_the_item_of_the_kept_chain_is_damaged(written):
     root, _ = written
     damage(next((root / "1/dense/d").iterdir()), "flipped")
-    found = collect.collectable(root, retention=Retention(keep_last=1))
+    found = gc.collectable(root, retention=Retention(keep_last=1))
     assert not [one for one in found.removable if one.kind == "step"]
 
 

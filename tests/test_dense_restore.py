@@ -28,23 +28,23 @@ from hypothesis import HealthCheck, given, settings
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, TemplateMismatch
-from deltackpt.format.names import DENSE_ITEM
-from deltackpt.handlers import dense, dense_leaves, reading
-from deltackpt.handlers.dense_leaves import DenseLeaves
-from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.format.naming import DENSE_ITEM
+from deltackpt.handlers import dense_leaves, item_reader, orbax_dense
+from deltackpt.handlers.dense_leaves import StoredLeaves
+from deltackpt.handlers.item_reader import OrbaxItems
 from deltackpt.layers.footer import LayerArray
-from deltackpt.layers.read import Layer
-from deltackpt.ledger.committed import Committed
+from deltackpt.layers.read import LayerReader
+from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
+from deltackpt.maintenance import compact
 from deltackpt.reading import chains, orbax_values
-from deltackpt.reading.stored_dense import DenseItem
+from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.state import tables
-from deltackpt.storage import digests, kv_store, ocdbt, ocdbt_index
+from deltackpt.storage import digests, kv_store, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, stored_chunks
 from deltackpt.tiers.copy import copy
-from deltackpt.upkeep import compact
 
 P = jax.sharding.PartitionSpec
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
@@ -276,13 +276,13 @@ def test_only_the_requested_leaves_are_read(run):
 def read_groups() -> Iterator[list[tuple[int, str]]]:
     """Collects the step and row group of each layer array that is read."""
     found: list[tuple[int, str]] = []
-    real = Layer.read_into
+    real = LayerReader.read_into
 
-    def counted(layer: Layer, array: LayerArray, *arguments: Any) -> None:
+    def counted(layer: LayerReader, array: LayerArray, *arguments: Any) -> None:
         found.append((layer.id.step, array.row_group))
         real(layer, array, *arguments)
 
-    with mock.patch.object(Layer, "read_into", counted):
+    with mock.patch.object(LayerReader, "read_into", counted):
         yield found
 
 
@@ -295,11 +295,11 @@ def dtypes_of(read: list[tuple[int, str]]) -> set[str]:
 def test_only_the_chunks_of_the_devices_of_an_array_are_read(run):
     root, states = run
     chain = chains.read_chain(root / str(LAST))
-    item = DenseItem(chain)
+    item = StoredItem(chain)
     of_first = {
         device: box for device, box in dense_leaves._boxes(states[0]["cut"], (64, 96)).items()
     }
-    array = DenseLeaves(item, "it")._stored["cut",]
+    array = StoredLeaves(item, "it")._stored["cut",]
     assert array.chunks == (16, 48)
     keys = array.keys([of_first[jax.devices()[0]]])
     assert keys == {"cut/0.0"} and set(item.read(keys.__contains__).values) == keys
@@ -327,7 +327,7 @@ def items_of(root: Path) -> OrbaxItems:
 
 def not_straight():
     """Makes Orbax's handler read what is otherwise read directly."""
-    return mock.patch.object(reading, "_straight", return_value=None)
+    return mock.patch.object(item_reader, "_straight", return_value=None)
 
 
 @pytest.mark.parametrize("with_template", [True, False])
@@ -374,7 +374,7 @@ def test_no_way_to_read_python_numbers_calls_orbax(tmp_path, monkeypatch):
         manager.wait_until_finished()
         without = manager.restore(0).state["of"]
         described = manager.item_metadata(0)["of"]
-        monkeypatch.setattr(dense, "handler", None)
+        monkeypatch.setattr(orbax_dense, "handler", None)
         for found in (
             manager.restore(0, {**state, "of": other}).state["of"],
             manager.read_state(0, {"of": other}).state["of"],
@@ -404,7 +404,7 @@ def _check_reads_need_no_orbax(root, monkeypatch, count, reads):
     with deltackpt.CheckpointManager(root, handlers=HANDLERS) as manager:
         manager.save(0, state)
         manager.wait_until_finished()
-        monkeypatch.setattr(dense, "handler", None)
+        monkeypatch.setattr(orbax_dense, "handler", None)
         for found in reads(state, manager):
             assert all(found.state["leaves"][name][1] == i for i, name in enumerate(leaves))
 
@@ -577,10 +577,10 @@ def test_the_index_locates_values(data):
         with ts.Transaction(atomic=True) as transaction:
             for name in part:
                 store.with_transaction(transaction)[name] = values[name]
-    found = ocdbt_index.index(kv_store.Reachable(spec, context))
+    found = ocdbt.index(kv_store.Reachable(spec, context))
     files = ts.KvStore.open(spec, context=context).result()
     for name, where in found.values.items():
-        if isinstance(where, ocdbt_index.Extent):
+        if isinstance(where, ocdbt.Extent):
             stop = where.start + where.nbytes
             where = files[where.file][where.start : stop]
         assert bytes(where) == values[name]
@@ -646,17 +646,17 @@ def test_a_base_in_a_bucket_is_downloaded_once_and_read_directly(run, tmp_path):
     read: list[str] = []
 
     def counted(name: str):
-        real = getattr(Committed, name)
+        real = getattr(CommittedStore, name)
 
-        def call(self: Committed, key: str, *arguments, **options):
+        def call(self: CommittedStore, key: str, *arguments, **options):
             read.append(key)
             return real(self, key, *arguments, **options)
 
-        return mock.patch.object(Committed, name, call)
+        return mock.patch.object(CommittedStore, name, call)
 
     with reader_of_a_bucket(root, tmp_path) as manager:
         with counted("get"), counted("read_into"):
-            with mock.patch.object(dense, "from_folder", side_effect=AssertionError):
+            with mock.patch.object(orbax_dense, "from_folder", side_effect=AssertionError):
                 found = manager.restore(0, states[0]).state
     assert bits(found) == bits(states[0])
     data = [key for key in read if key.startswith(f"0/{DENSE_ITEM}/d/")]

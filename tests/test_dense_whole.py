@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dense_states
 import jax
 import jax.numpy as jnp
 import model
@@ -24,10 +23,10 @@ from test_hostile_records import MANIFEST, change
 import deltackpt
 from deltackpt import inspect
 from deltackpt.errors import Damaged
-from deltackpt.format.names import DENSE_ITEM
-from deltackpt.reading import saves
+from deltackpt.format.naming import DENSE_ITEM
+from deltackpt.maintenance import compact, verify
+from deltackpt.reading import stored_saves
 from deltackpt.testing import Disk, stored_chunks
-from deltackpt.upkeep import compact, verify
 
 WHOLE = deltackpt.Dense()
 BLOCKS = deltackpt.Dense(deltas="blocks")
@@ -35,7 +34,7 @@ READ = {"access": "read"}
 
 
 def record_of(root: Path, step: int):
-    found = saves.read_save(root / str(step)).head.dense_blocks
+    found = stored_saves.read_save(root / str(step)).head.dense_blocks
     assert found is not None
     return found
 
@@ -63,50 +62,6 @@ def test_the_values_are_those_of_orbaxs_item(tmp_path):
     assert dense_leaves(tmp_path, 2) == dense_leaves(tmp_path, 3)
 
 
-def kinds() -> dict[str, Any]:
-    """Returns leaves of every kind and size."""
-    rng = np.random.default_rng(0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
-    copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    return {
-        "emb": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32),
-        "fp8": jnp.asarray(rng.normal(size=9000), jnp.float8_e4m3fn),
-        "int4": jnp.asarray(rng.integers(-8, 8, 9000), jnp.int4),
-        "double": rng.normal(size=4000),
-        "sliced": np.arange(20000, dtype=np.float32)[::2],
-        "fortran": np.asfortranarray(rng.normal(size=(70, 90)).astype("f4")),
-        "empty": jnp.zeros((0, 4)),
-        "keys": jax.random.split(jax.random.key(3), 3000),
-        "split": jax.device_put(rng.normal(size=(64, 300)).astype("f4"), spec),
-        "copies": jax.device_put(rng.normal(size=(64, 300)).astype("f4"), copies),
-        "scalar": jnp.float32(3),
-        "blocks": jnp.arange(256.0),
-        "one more": jnp.arange(257.0),
-        "large": jnp.asarray(rng.normal(size=(1025, 4097)), jnp.float32),
-        "number": 3,
-        "text": "x" * 5000,
-        "none": None,
-        "numpy": np.float32(0.5),
-    }
-
-
-def test_leaves_of_every_kind(tmp_path):
-    loop = Loop(kinds())
-    with opened(tmp_path, WHOLE) as saver:
-        loop.save(saver, 1)
-        loop.touched = deltackpt.touched.mark(loop.touched, {"emb": jnp.asarray([1])})
-        loop.state = {**loop.state, "large": loop.state["large"] + 1, "text": "y" * 6000}
-        assert loop.save(saver, 2).kind == "delta"
-        assert own(tmp_path, 2)
-        found = saver.restore(2, loop.state).state
-        for name in ("number", "text"):
-            assert found[name] == loop.state[name]
-        arrays = {name: leaf for name, leaf in loop.state.items() if name not in ("number", "text")}
-        model.assert_same({name: found[name] for name in arrays}, arrays)
-        assert found["split"].sharding == loop.state["split"].sharding
-
-
 def test_no_older_save_is_read(tmp_path):
     loop = Loop()
     with opened(tmp_path, WHOLE) as saver:
@@ -131,10 +86,11 @@ def test_nothing_is_kept_in_memory_after_the_save(tmp_path):
         assert run.dense is None and not run.runtime.memory._lent
 
 
-def test_leaves_may_change_and_be_donated_once_save_has_returned(tmp_path):
+@pytest.mark.parametrize("dense", [WHOLE, BLOCKS], ids=["whole", "blocks"])
+def test_leaves_may_change_and_be_donated_once_save_has_returned(tmp_path, dense):
     loop = Loop()
     loop.state["host"] = np.arange(100_000, dtype=np.float32)
-    with opened(tmp_path, WHOLE) as saver:
+    with opened(tmp_path, dense) as saver:
         loop.steps(saver, 1)
         loop.train()
         expected = jax.tree.map(lambda leaf: leaf if leaf is None else jnp.copy(leaf), loop.state)
@@ -175,7 +131,7 @@ def test_compaction_makes_orbaxs_item(tmp_path):
     before = dense_leaves(tmp_path, 3), dense_leaves(tmp_path, 4)
     assert compact.compact(tmp_path, step=3) is not None
     base = tmp_path / "compacted/3/embeddings"
-    assert saves.read_save(base.parent).head.nbytes == loop.state["emb"].nbytes
+    assert stored_saves.read_save(base.parent).head.nbytes == loop.state["emb"].nbytes
     found = by_orbax(base / DENSE_ITEM)
     np.testing.assert_array_equal(found["params"]["w"], loop.states[3]["params"]["w"])
     for removed in (1, 2):
@@ -186,22 +142,13 @@ def test_compaction_makes_orbaxs_item(tmp_path):
         model.assert_same(reader.restore(4, loop.states[4]).state, loop.states[4])
 
 
-def test_a_leaf_that_the_shard_cannot_hold_goes_to_orbaxs_item(tmp_path):
-    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    loop = Loop({**dense_states.initial(), "odd": jax.device_put(jnp.ones(4), pinned)})
-    with opened(tmp_path, WHOLE) as saver:
-        assert loop.steps(saver, 1, 2) == ["base", "delta"]
-        assert not own(tmp_path, 2)
-        assert_exact(saver, loop.states)
-
-
 def test_dense_leaves_do_not_count_towards_the_length_of_a_chain(tmp_path):
     """Every save has all of them; a restore reads only the newest."""
     loop = Loop()
     with opened(tmp_path, WHOLE) as saver:
         kinds_of = loop.steps(saver, *range(1, 8))
     assert kinds_of == ["base", *["delta"] * 6]
-    base, delta = (saves.read_save(tmp_path / str(step)).head for step in (1, 7))
+    base, delta = (stored_saves.read_save(tmp_path / str(step)).head for step in (1, 7))
     assert base.nbytes == loop.state["emb"].nbytes
     assert delta.nbytes < base.nbytes / 10 < delta.dense_blocks.nbytes
 

@@ -64,6 +64,27 @@ def test_links_between_pages_lead_to_a_file(page):
     assert broken == []
 
 
+def test_design_pages_name_existing_files_and_types():
+    package = REPOSITORY / "deltackpt"
+    for name in ("architecture", "reading-order", "design"):
+        text = (REPOSITORY / f"docs/project/{name}.md").read_text()
+        files = [file for file in re.findall(r"`([\w/]+\.py)`", text)]
+        missing = [f for f in files if not ((REPOSITORY / f).exists() or (package / f).exists())]
+        assert missing == [], name
+    order = (REPOSITORY / "docs/project/reading-order.md").read_text()
+    assert len(re.findall(r"^\| \d+ \| `[\w/]+\.py` ", order, re.MULTILINE)) == 10
+    opening = (REPOSITORY / "docs/project/architecture.md").read_text()
+    assert len(opening.splitlines()) <= 60
+    for types, module in re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|", opening, re.MULTILINE
+    ):
+        path = package / module.replace(".", "/")
+        sources = [path.with_suffix(".py"), *path.glob("*.py")]
+        found = "\n".join(source.read_text() for source in sources if source.exists())
+        for kind in re.findall(r"\w+", types):
+            assert re.search(rf"^(class|def) {kind}\b", found, re.MULTILINE), (kind, module)
+
+
 def test_every_error_has_a_row_on_the_errors_page():
     page = (REPOSITORY / "docs" / "reference" / "errors.md").read_text()
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, re.MULTILINE))
@@ -111,6 +132,11 @@ def script(name: str) -> ModuleType:
 def test_the_options_page_matches_the_dataclasses():
     written = (REPOSITORY / "docs" / "reference" / "options.md").read_text()
     assert written == script("options_page").page(), "run: make generated"
+
+
+def test_the_ledger_of_deleted_tests_names_lines_and_tests_that_exist():
+    replay = script("replay_breaks")
+    assert replay.check(replay.ledger()) == []
 
 
 def test_the_figures_match_their_script():

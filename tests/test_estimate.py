@@ -16,14 +16,14 @@ from test_verify import chunk, flip
 
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
+from deltackpt.format import row_blocks
 from deltackpt.layers import merge
-from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.maintenance import estimate
+from deltackpt.maintenance.estimate import restore_plan
 from deltackpt.reading import chains, reader, stored_dense
-from deltackpt.resources import memory
-from deltackpt.storage import arrays
+from deltackpt.resources import host_memory
 from deltackpt.storage.store import store_path
-from deltackpt.upkeep import estimate
-from deltackpt.upkeep.estimate import restore_plan
 
 GOLDEN = Path(make_golden.__file__).parent
 
@@ -34,7 +34,7 @@ def array_files(folder: Path) -> list[Path]:
 
 def chunk_bytes(layer_file: Path) -> int:
     """Bytes of the chunks of tables in a layer file."""
-    layer = Layer(StoredBytes(store_path(layer_file)), layer_file.stat().st_size)
+    layer = LayerReader(StoredBytes(store_path(layer_file)), layer_file.stat().st_size)
     rows = {group.name for group in layer.row_groups() if group.kind == "rows"}
     arrays = [array for array in layer.manifest.arrays if array.row_group in rows]
     return sum(layer.bytes_of(array, 0, array.shape[0]) for array in arrays)
@@ -108,7 +108,7 @@ def test_the_sample_is_bounded_and_covers_every_kind_of_rows(written, monkeypatc
 
 def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
     taken: list[int] = []
-    real = memory.empty_buffer
+    real = host_memory.empty_buffer
 
     def noted(shape, dtype):
         buffer = real(shape, dtype)
@@ -116,13 +116,13 @@ def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
         return buffer
 
     monkeypatch.setattr(estimate, "_WINDOW_BYTES", 600)
-    monkeypatch.setattr(memory, "empty_buffer", noted)
+    monkeypatch.setattr(host_memory, "empty_buffer", noted)
     assert restore_plan(written).estimate.tables_secs > 0
     assert max(taken) <= 600
 
 
 def test_a_sample_reads_only_the_row_indices_that_it_needs(tmp_path, monkeypatch):
-    with mock.patch.object(arrays, "CHUNK_BYTES", 512):
+    with mock.patch.object(row_blocks, "CHUNK_BYTES", 512):
         write_chain(tmp_path, 3, rows=400)
     read: list[tuple[int, int]] = []
     real = merge.rows_within
@@ -146,8 +146,7 @@ def test_columns_of_several_processes_count_rows_once():
 
 
 def test_a_step_without_touched_rows_adds_no_reads(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with manager(tmp_path, policy=deltackpt.policies.Consecutive()) as trainer:
         for step in (1, 2):
             trainer.save(step, state, touched=touched)

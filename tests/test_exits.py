@@ -80,6 +80,14 @@ def test_a_program_that_ends_without_close_loses_no_step(tmp_path, ending, kind,
     assert_restores(tmp_path, 2)
 
 
+@pytest.mark.parametrize("kind", ["base", "delta"])
+@pytest.mark.parametrize("stage", ["all", "write", "commit"])
+def test_no_step_is_lost_if_no_thread_can_start_any_more(tmp_path, kind, stage):
+    found = leave(tmp_path, ending="no threads", kind=kind, stage=stage)
+    assert found.returncode == 0, found.stderr
+    assert_restores(tmp_path, 2)
+
+
 @pytest.mark.parametrize(
     "how",
     [["-m", "leaver"], ["-c", "import runpy; runpy.run_module('leaver', run_name='__main__')"]],
@@ -266,8 +274,7 @@ def assert_same_steps(root: Path, steps: list[int]) -> None:
 def test_a_failed_save_of_the_first_manager_is_reported_to_both(tmp_path):
     state, marks = leaver.states(0)[0]
     first = opened(tmp_path)
-    first.save(1, state, touched=marks)
-    first.wait_until_finished()
+    model.commit(first, 1, state, touched=marks)
     with paused_saves(tmp_path, errno.EIO) as held, set_by_another(held):
         first.save(2, state, touched=marks)
         with pytest.warns(UserWarning, match="the save of step 2 failed: .*Input/output error"):
@@ -300,8 +307,7 @@ def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
     state, marks = leaver.states(0)[0]
     reader_options = deltackpt.ManagerOptions(access="read")
     with opened(tmp_path / "a") as first:
-        first.save(1, state, touched=marks)
-        first.wait_until_finished()
+        model.commit(first, 1, state, touched=marks)
         with (
             deltackpt.CheckpointManager(
                 tmp_path / "a", handlers=leaver.HANDLERS, options=reader_options
@@ -309,8 +315,7 @@ def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
             opened(tmp_path / "b") as other,
         ):
             other.save(1, state, touched=marks)
-            first.save(2, state, touched=marks)
-            first.wait_until_finished()
+            model.commit(first, 2, state, touched=marks)
             other.wait_until_finished()
             with opened(tmp_path / "a"):
                 pass

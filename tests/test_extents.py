@@ -33,11 +33,11 @@ from deltackpt.errors import (
     TargetDiffers,
 )
 from deltackpt.format import extents as format_extents
-from deltackpt.format.extents import BLOCK_BYTES, Division, Header
+from deltackpt.format.extents import BLOCK_BYTES, ExtentDivision, ExtentHeader
 from deltackpt.storage.store import Missing
-from deltackpt.tiers import extents as extents_module
-from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.packing import Label
+from deltackpt.tiers import extent_store as extents_module
+from deltackpt.tiers.bundles import BundleRef
+from deltackpt.tiers.extent_store import ExtentFile
 
 #: Each holds three blocks of payload.
 EXTENT_BYTES = 4 * BLOCK_BYTES
@@ -50,18 +50,18 @@ def opened(directory: Path, *, count: int = COUNT) -> ExtentFile:
     return ExtentFile(directory, nbytes=count * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
 
 
-def read(held: ExtentFile, label: Label) -> bytes:
+def read(held: ExtentFile, label: BundleRef) -> bytes:
     out = bytearray(label.nbytes)
-    with held.reading(label) as reader:
+    with held.open(label) as reader:
         reader.read_into(0, memoryview(out))
     return bytes(out)
 
 
 def holds(held: ExtentFile, *packs: MemoryPack) -> None:
     """Asserts that the file has exactly these bundles, in this order, bit for bit."""
-    assert held.labels() == [pack.label for pack in packs]
+    assert held.refs() == [pack.ref for pack in packs]
     for pack in packs:
-        assert read(held, pack.label) == pack.data
+        assert read(held, pack.ref) == pack.data
 
 
 class Disk:
@@ -127,7 +127,7 @@ def torn_hold(
         patched.setattr(os, "fdatasync", cut)
         patched.setattr(ExtentFile, "_let_go", lambda self, many: written.extend(disk.later))
         with pytest.raises(Cut):
-            held.hold(pack)
+            held.put(pack)
     return written
 
 
@@ -135,7 +135,7 @@ def test_stored_bundles_are_there_after_the_file_is_reopened(tmp_path):
     packs = [MemoryPack(f"run.{n}", size) for n, size in enumerate((0, 1, 5000, 2 * PAYLOAD_BYTES))]
     held = opened(tmp_path)
     for pack in packs:
-        held.hold(pack)
+        held.put(pack)
     holds(held, *packs)
     held.close()
     held = opened(tmp_path)
@@ -145,15 +145,15 @@ def test_stored_bundles_are_there_after_the_file_is_reopened(tmp_path):
 
 def test_any_range_can_be_read(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES + 100)
-    held.hold(pack)
+    held.put(pack)
     random_ = random.Random(0)
-    with held.reading(pack.label) as reader:
+    with held.open(pack.ref) as reader:
         for _ in range(50):
-            start, stop = sorted(random_.choices(range(pack.label.nbytes + 1), k=2))
+            start, stop = sorted(random_.choices(range(pack.ref.nbytes + 1), k=2))
             out = bytearray(stop - start)
             reader.read_into(start, memoryview(out))
             assert out == pack.data[start:stop]
-        for start, nbytes in ((-1, 1), (pack.label.nbytes, 1)):
+        for start, nbytes in ((-1, 1), (pack.ref.nbytes, 1)):
             with pytest.raises(ValueError, match="bytes"):
                 reader.read_into(start, memoryview(bytearray(nbytes)))
 
@@ -161,14 +161,14 @@ def test_any_range_can_be_read(held):
 def test_a_store_fsyncs_once_and_allocates_no_blocks(held, disk):
     written = held.path.stat().st_blocks
     small = MemoryPack("small", 100)
-    held.hold(small)
+    held.put(small)
     assert disk.forcings == 1
-    held.hold(MemoryPack("large", 3 * PAYLOAD_BYTES))
+    held.put(MemoryPack("large", 3 * PAYLOAD_BYTES))
     assert disk.forcings == 2
     assert held.path.stat().st_blocks == written
-    held.hold(small)
+    held.put(small)
     assert disk.forcings == 2
-    held.drop([small.label])
+    held.delete([small.ref])
     assert disk.forcings == 3
 
 
@@ -180,21 +180,21 @@ def test_header_and_payload_of_a_small_bundle_are_one_write(held, monkeypatch):
         return real(descriptor, data, at)
 
     monkeypatch.setattr(os, "pwrite", write)
-    held.hold(MemoryPack("small", 100))
+    held.put(MemoryPack("small", 100))
     assert lengths == [2 * BLOCK_BYTES]
 
 
 def test_no_bytes_of_another_bundle_are_written_after_one(held):
-    held.hold(MemoryPack("large", PAYLOAD_BYTES))
-    held.hold(MemoryPack("small", 100))
-    start = Division(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES
+    held.put(MemoryPack("large", PAYLOAD_BYTES))
+    held.put(MemoryPack("small", 100))
+    start = ExtentDivision(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES
     assert held.path.read_bytes()[start + 100 : start + PAYLOAD_BYTES].strip(b"\0") == b""
 
 
 def test_payloads_of_several_pieces_are_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES - 5)
-    held.hold(pack)
+    held.put(pack)
     holds(held, pack)
     held.close()
     held = opened(tmp_path)
@@ -207,7 +207,7 @@ def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monk
     if pieces == "in pieces":
         monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
     held, before = opened(tmp_path / "disk"), MemoryPack("before", PAYLOAD_BYTES + 1)
-    held.hold(before)
+    held.put(before)
     torn = MemoryPack("torn", 3 * PAYLOAD_BYTES)
     written = torn_hold(held, torn, disk, monkeypatch)
     assert len(written) == 3 * EXTENT_BYTES // BLOCK_BYTES
@@ -229,7 +229,7 @@ def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monk
             holds(found, before, *([torn] if whole else []))
             found.close()
         found = opened(folder)
-        found.hold(after)
+        found.put(after)
         holds(found, before, *([torn] if whole else []), after)
         found.close()
         found = opened(folder)
@@ -240,12 +240,12 @@ def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monk
 
 def test_extents_of_stored_bundles_are_never_overwritten(held, disk):
     pack = MemoryPack("run.0", PAYLOAD_BYTES + 1)
-    held.hold(pack)
-    start = Division(EXTENT_BYTES, COUNT).start
+    held.put(pack)
+    start = ExtentDivision(EXTENT_BYTES, COUNT).start
     taken = held.path.read_bytes()[start(0) : start(2)]
     for number in range(1, 20):
-        held.hold(other := MemoryPack(f"run.{number}", number * 100))
-        held.drop([other.label])
+        held.put(other := MemoryPack(f"run.{number}", number * 100))
+        held.delete([other.ref])
         assert held.path.read_bytes()[start(0) : start(2)] == taken
     holds(held, pack)
 
@@ -254,23 +254,23 @@ def test_extents_of_stored_bundles_are_never_overwritten(held, disk):
 def test_a_bundle_with_a_flipped_bit_in_a_header_is_not_listed(tmp_path, at):
     held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
     for pack in packs:
-        held.hold(pack)
+        held.put(pack)
     held.close()
     for bit in range(8):
-        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
+        flip(tmp_path / "extents", ExtentDivision(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
         with pytest.warns(UserWarning, match=r"found \[0\] damaged"):
             held = opened(tmp_path)
         holds(held, packs[1])
         held.close()
-        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
+        flip(tmp_path / "extents", ExtentDivision(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
 
 
 def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES)
-    held.hold(pack)
-    flip(held.path, Division(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES + 77)
-    assert held.labels() == [pack.label]
-    with held.reading(pack.label) as reader:
+    held.put(pack)
+    flip(held.path, ExtentDivision(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES + 77)
+    assert held.refs() == [pack.ref]
+    with held.open(pack.ref) as reader:
         out = bytearray(PAYLOAD_BYTES)
         reader.read_into(0, memoryview(out))
         assert out == pack.data[:PAYLOAD_BYTES]
@@ -287,20 +287,20 @@ def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
 def test_a_damaged_bundle_that_is_not_the_newest_stays_listed(tmp_path):
     held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
     for pack in packs:
-        held.hold(pack)
-    flip(held.path, Division(EXTENT_BYTES, COUNT).start(0) + BLOCK_BYTES + 77)
+        held.put(pack)
+    flip(held.path, ExtentDivision(EXTENT_BYTES, COUNT).start(0) + BLOCK_BYTES + 77)
     held.close()
     held = opened(tmp_path)
-    assert held.labels() == [pack.label for pack in packs]
+    assert held.refs() == [pack.ref for pack in packs]
     with pytest.raises(Damaged):
-        read(held, packs[0].label)
+        read(held, packs[0].ref)
     held.close()
 
 
 def test_another_process_cannot_use_the_same_file(held, tmp_path):
     program = (
         "from pathlib import Path; from deltackpt.errors import InUse\n"
-        "from deltackpt.tiers.extents import ExtentFile\n"
+        "from deltackpt.tiers.extent_store import ExtentFile\n"
         f"try: ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES}, "
         f"extent_bytes={EXTENT_BYTES})\n"
         "except InUse as error: print(error)"
@@ -316,7 +316,7 @@ def test_another_process_cannot_use_the_same_file(held, tmp_path):
 def test_a_killed_process_leaves_a_file_that_can_be_opened(tmp_path):
     program = (
         "import os, signal; from pathlib import Path\n"
-        "from deltackpt.tiers.extents import ExtentFile\n"
+        "from deltackpt.tiers.extent_store import ExtentFile\n"
         f"ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES}, "
         f"extent_bytes={EXTENT_BYTES})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
@@ -328,44 +328,44 @@ def test_a_killed_process_leaves_a_file_that_can_be_opened(tmp_path):
 def test_a_full_file_reports_its_contents_and_loses_nothing(held):
     packs = [MemoryPack(f"run.{number}", 2 * PAYLOAD_BYTES) for number in range(3)]
     for pack in packs[:2]:
-        held.hold(pack)
+        held.put(pack)
     large = MemoryPack("large", 2 * PAYLOAD_BYTES + 1)
     expected = (
         "expected 49,152 free bytes for large of 24,577, found 32,768 free and 65,536 held by 2"
     )
     with pytest.raises(OutOfSpace, match=expected):
-        held.hold(large)
-    held.hold(packs[2])
+        held.put(large)
+    held.put(packs[2])
     with pytest.raises(OutOfSpace, match="found 0 free"):
-        held.hold(MemoryPack("small", 1))
+        held.put(MemoryPack("small", 1))
     holds(held, *packs)
-    held.drop([packs[0].label, packs[1].label])
-    held.hold(large)
+    held.delete([packs[0].ref, packs[1].ref])
+    held.put(large)
     holds(held, packs[2], large)
 
 
 def test_dropped_bundles_do_not_reappear(tmp_path):
     held, packs = opened(tmp_path), [MemoryPack(key, 2 * PAYLOAD_BYTES) for key in "abc"]
     for pack in packs:
-        held.hold(pack)
-    held.drop([packs[0].label, packs[2].label, Label("nobody", 1, 1)])
-    held.drop([packs[0].label])
-    held.drop([])
+        held.put(pack)
+    held.delete([packs[0].ref, packs[2].ref, BundleRef("nobody", 1, 1)])
+    held.delete([packs[0].ref])
+    held.delete([])
     holds(held, packs[1])
     with pytest.raises(Missing):
-        read(held, packs[0].label)
+        read(held, packs[0].ref)
     held.close()
     held = opened(tmp_path)
     holds(held, packs[1])
-    held.hold(packs[0])
+    held.put(packs[0])
     holds(held, packs[1], packs[0])
     held.close()
 
 
 def test_a_drop_is_on_disk_before_its_extents_are_reused(tmp_path, disk):
     held, pack = opened(tmp_path / "disk"), MemoryPack("dropped", 2 * PAYLOAD_BYTES)
-    held.hold(pack)
-    held.drop([pack.label])
+    held.put(pack)
+    held.delete([pack.ref])
     assert not disk.later
     image = disk.forced
     held.close()
@@ -378,33 +378,33 @@ def test_a_drop_is_on_disk_before_its_extents_are_reused(tmp_path, disk):
 
 def test_a_failed_drop_can_be_retried(held, monkeypatch):
     pack = MemoryPack("run", 100)
-    held.hold(pack)
+    held.put(pack)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fdatasync", failing(errno.EIO))
         with pytest.raises(StorageError, match="force to disk"):
-            held.drop([pack.label])
-    held.drop([pack.label])
+            held.delete([pack.ref])
+    held.delete([pack.ref])
     holds(held)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
 def test_a_failed_store_stores_nothing_and_can_be_retried(tmp_path, monkeypatch, call):
     held, before = opened(tmp_path), MemoryPack("before", 100)
-    held.hold(before)
+    held.put(before)
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing(errno.EIO))
         with pytest.raises(StorageError):
-            held.hold(pack)
+            held.put(pack)
         holds(held, before)
         with pytest.raises(Missing):
-            read(held, pack.label)
-    held.hold(pack)
+            read(held, pack.ref)
+    held.put(pack)
     holds(held, before, pack)
     held.close()
     held = opened(tmp_path)
     holds(held, before, pack)
-    held.drop([pack.label])
+    held.delete([pack.ref])
     held.close()
     held = opened(tmp_path)
     holds(held, before)
@@ -423,11 +423,11 @@ def test_leftovers_of_a_failed_store_can_be_dropped(tmp_path, monkeypatch, again
 
         patched.setattr(os, "fdatasync", fail)
         with pytest.raises(StorageError):
-            held.hold(pack)
+            held.put(pack)
     holds(held)
     if again:
-        held.hold(pack)
-    held.drop([pack.label])
+        held.put(pack)
+    held.delete([pack.ref])
     held.close()
     held = opened(tmp_path)
     holds(held)
@@ -436,9 +436,9 @@ def test_leftovers_of_a_failed_store_can_be_dropped(tmp_path, monkeypatch, again
 
 def test_a_bundle_with_a_wrong_checksum_is_not_stored(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES)
-    pack.label = pack.label._replace(crc32c=pack.label.crc32c ^ 1)
+    pack.ref = pack.ref._replace(crc32c=pack.ref.crc32c ^ 1)
     with pytest.raises(Damaged, match="run: expected a bundle with crc32c"):
-        held.hold(pack)
+        held.put(pack)
     holds(held)
     held.close()
     held = opened(tmp_path)
@@ -454,23 +454,23 @@ def test_an_unreadable_bundle_is_not_stored(held):
             super().read_into(start, out)
 
     with pytest.raises(Missing, match="the step"):
-        held.hold(Gone("run", 2 * PAYLOAD_BYTES))
+        held.put(Gone("run", 2 * PAYLOAD_BYTES))
     holds(held)
-    held.hold(pack := MemoryPack("run", 6 * PAYLOAD_BYTES))
+    held.put(pack := MemoryPack("run", 6 * PAYLOAD_BYTES))
     holds(held, pack)
 
 
 def test_another_bundle_with_the_same_key_is_refused(held):
-    held.hold(pack := MemoryPack("run", 100))
+    held.put(pack := MemoryPack("run", 100))
     with pytest.raises(TargetDiffers, match="drop that one first"):
-        held.hold(MemoryPack("run", 101))
+        held.put(MemoryPack("run", 101))
     holds(held, pack)
 
 
 @pytest.mark.parametrize("key", ["a", "0.-", "k" * 200])
 def test_every_valid_key_is_stored(tmp_path, key):
     held, pack = opened(tmp_path), MemoryPack(key, 10)
-    held.hold(pack)
+    held.put(pack)
     held.close()
     held = opened(tmp_path)
     holds(held, pack)
@@ -480,9 +480,9 @@ def test_every_valid_key_is_stored(tmp_path, key):
 @pytest.mark.parametrize("key", ["", "k" * 201, "A", "a/b", "ä", "a\n"])
 def test_invalid_keys_are_refused(held, key):
     pack = MemoryPack("run", 10)
-    pack.label = pack.label._replace(key=key)
+    pack.ref = pack.ref._replace(key=key)
     with pytest.raises(ValueError, match="expected a key of 1 to 200"):
-        held.hold(pack)
+        held.put(pack)
     holds(held)
 
 
@@ -491,7 +491,7 @@ def test_invalid_keys_are_refused(held, key):
 )
 def test_a_file_with_another_layout_is_left_unchanged(tmp_path, count, extent_bytes):
     held, pack = opened(tmp_path), MemoryPack("run", 5000)
-    held.hold(pack)
+    held.put(pack)
     held.close()
     before = held.path.read_bytes()
     with pytest.raises(OptionError, match=r"which hold 1 saves; set nbytes=98304 and extent_byte"):
@@ -552,7 +552,7 @@ def test_writes_use_the_page_cache_if_direct_io_is_refused(tmp_path, monkeypatch
     held, packs = opened(tmp_path), [MemoryPack(f"run.{n}", 7000 * n) for n in range(3)]
     assert not held.direct
     for pack in packs:
-        held.hold(pack)
+        held.put(pack)
     holds(held, *packs)
     held.close()
     monkeypatch.undo()
@@ -571,20 +571,20 @@ def test_room_for_two_bases_and_four_deltas_is_required(tmp_path):
 
 def test_a_closed_file_raises(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 10)
-    held.hold(pack)
+    held.put(pack)
     held.close()
     held.close()
-    for call in (held.labels, lambda: held.hold(pack), lambda: held.drop([pack.label])):
+    for call in (held.refs, lambda: held.put(pack), lambda: held.delete([pack.ref])):
         with pytest.raises(ClosedError, match="open it again"):
             call()
 
 
 def test_a_bundle_dropped_during_a_read_is_never_read_as_another(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
-    held.hold(pack)
-    with held.reading(pack.label) as reader:
-        held.drop([pack.label])
-        held.hold(MemoryPack("other", 6 * PAYLOAD_BYTES))
+    held.put(pack)
+    with held.open(pack.ref) as reader:
+        held.delete([pack.ref])
+        held.put(MemoryPack("other", 6 * PAYLOAD_BYTES))
         with pytest.raises(Damaged):
             reader.read_into(0, memoryview(bytearray(1)))
 
@@ -598,14 +598,14 @@ def test_golden_extents_are_read(tmp_path):
     )
     expected = {key: make_golden.extent_contents(nbytes) for key, nbytes in make_golden.HELD}
     del expected[make_golden.DROPPED]
-    assert [label.key for label in held.labels()] == [*expected]
-    for label in held.labels():
+    assert [label.key for label in held.refs()] == [*expected]
+    for label in held.refs():
         assert read(held, label) == expected[label.key]
     held.close()
 
 
 def test_headers_round_trip():
-    header = Header(2**63, 3, 7, 2**40, 2**32 - 1, "a.b-c")
+    header = ExtentHeader(2**63, 3, 7, 2**40, 2**32 - 1, "a.b-c")
     block = format_extents.header_block(header)
     assert len(block) == BLOCK_BYTES
     assert format_extents.read_header(block) == header
@@ -638,18 +638,18 @@ class Held(RuleBasedStateMachine):
     def hold(self, nbytes: int) -> None:
         pack = self.packed(nbytes)
         try:
-            self.held.hold(pack)
+            self.held.put(pack)
         except OutOfSpace:
-            taken = sum(self.extents(held.label.nbytes) for held in self.acknowledged.values())
+            taken = sum(self.extents(held.ref.nbytes) for held in self.acknowledged.values())
             assert taken + self.extents(nbytes) > COUNT
         else:
-            self.acknowledged[pack.label.key] = pack
+            self.acknowledged[pack.ref.key] = pack
 
     @precondition(lambda self: self.acknowledged)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         keys = data.draw(st.sets(st.sampled_from(sorted(self.acknowledged)), min_size=1))
-        self.held.drop([self.acknowledged.pop(key).label for key in keys])
+        self.held.delete([self.acknowledged.pop(key).ref for key in keys])
 
     @rule()
     def start(self) -> None:
@@ -659,12 +659,12 @@ class Held(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 4 * PAYLOAD_BYTES), data=st.data())
     def cut_while_holding(self, nbytes: int, data: st.DataObject) -> None:
         pack = self.packed(nbytes)
-        taken = sum(self.extents(held.label.nbytes) for held in self.acknowledged.values())
+        taken = sum(self.extents(held.ref.nbytes) for held in self.acknowledged.values())
         if taken + self.extents(nbytes) > COUNT:
             return
         self.disk.later = torn_hold(self.held, pack, self.disk, self.patch)
         if self.cut(data):
-            self.acknowledged[pack.label.key] = pack
+            self.acknowledged[pack.ref.key] = pack
 
     @precondition(lambda self: self.acknowledged)
     @rule(data=st.data())
@@ -673,9 +673,9 @@ class Held(RuleBasedStateMachine):
         with self.patch.context() as patched:
             patched.setattr(os, "fdatasync", failing(errno.EIO))
             with pytest.raises(StorageError):
-                self.held.drop([self.acknowledged[key].label for key in keys])
+                self.held.delete([self.acknowledged[key].ref for key in keys])
         self.cut(data)
-        left = {label.key for label in self.held.labels()}
+        left = {label.key for label in self.held.refs()}
         assert left <= {*self.acknowledged} <= left | keys
         self.acknowledged = {key: pack for key, pack in self.acknowledged.items() if key in left}
 
@@ -695,7 +695,7 @@ class Held(RuleBasedStateMachine):
 
     @staticmethod
     def extents(nbytes: int) -> int:
-        return Division(EXTENT_BYTES, COUNT).extents(nbytes)
+        return ExtentDivision(EXTENT_BYTES, COUNT).extents(nbytes)
 
 
 Held.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)

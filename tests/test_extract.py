@@ -15,9 +15,9 @@ from hypothesis import given, settings
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.format import blocks
+from deltackpt.format import row_blocks
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import extract, taken, touched_rows
+from deltackpt.save import capture, selection
 
 P = jax.sharding.PartitionSpec
 
@@ -32,15 +32,15 @@ P = jax.sharding.PartitionSpec
 )
 def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, data):
     ends = data.draw(st.lists(st.integers(0, rows), min_size=2, max_size=6).map(sorted))
-    spans = blocks.joined(zip(ends[::2], ends[1::2]))
+    spans = row_blocks.joined(zip(ends[::2], ends[1::2]))
     stamps = np.random.default_rng(seed).integers(0, 5, rows).astype(np.int32)
     mesh = jax.make_mesh((3,), ("x",), devices=jax.devices()[:3])
     sharded = jax.device_put(stamps, jax.sharding.NamedSharding(mesh, P("x")))
     wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
-    expected = touched_rows.touched_rows(stamps, since, 7, spans)
+    expected = selection.touched_rows(stamps, since, 7, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
-    with mock.patch.object(extract, "on_host", lambda array: False):
-        found = touched_rows.touched_rows(sharded, since, 7, spans)
+    with mock.patch.object(capture, "on_host", lambda array: False):
+        found = selection.touched_rows(sharded, since, 7, spans)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 
@@ -53,7 +53,7 @@ def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
     state = {"table": jax.device_put(np.random.default_rng(0).random((4096, 16)), sharding)}
     touched = deltackpt.touched.init(state)
     with (
-        mock.patch.object(extract, "on_host", lambda array: False),
+        mock.patch.object(capture, "on_host", lambda array: False),
         deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager,
     ):
         manager.save(0, state, touched=touched)
@@ -69,10 +69,10 @@ def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
 
 
 def test_a_gather_of_no_rows_is_empty():
-    source = extract.FieldSource(
-        (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
+    source = capture.FieldSource(
+        (0, 4), (4,), np.dtype(np.float32), [capture.FieldShard(0, 8, jnp.ones((8, 4)))]
     )
-    segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    found = taken.CopiedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
+    segment = capture.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
+    found = capture.StagedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
     found.land()
     assert not [*found.pieces(0, "values", codecs.get("raw"))]

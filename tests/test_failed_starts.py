@@ -21,6 +21,7 @@ from typing import Any
 
 import leaver
 import machine
+import model
 import pytest
 from test_tiers import Node, eventually, node, s3, same
 
@@ -40,9 +41,9 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.save import exits
 from deltackpt.testing import failing_saves
-from deltackpt.tiers import running
-from deltackpt.tiers.stage import Stage
-from deltackpt.tiers.staged import StagedRoot
+from deltackpt.tiers import replicator
+from deltackpt.tiers.staged_root import StagedRoot
+from deltackpt.tiers.staging import StagingDir
 
 __all__ = ["node", "s3"]
 
@@ -98,13 +99,31 @@ def test_every_option_of_another_type_is_refused_by_name(kind):
 def test_invalid_options_do_not_fence_the_running_trainer(tmp_path, arguments):
     state, marks = leaver.states(0)[0]
     with opened(tmp_path) as live:
-        live.save(1, state, touched=marks)
-        live.wait_until_finished()
+        model.commit(live, 1, state, touched=marks)
         with pytest.raises(OptionError):
             opened(tmp_path, **{name: make() for name, make in arguments.items()})
-        live.save(2, state, touched=marks)
-        live.wait_until_finished()
+        model.commit(live, 2, state, touched=marks)
         assert live.all_steps() == [1, 2]
+
+
+def commit(one: Node, manager: deltackpt.CheckpointManager, step: int) -> None:
+    """Saves a step, and waits until it is committed."""
+    one.save(manager, step)
+    manager.wait_until_finished()
+
+
+def in_thread(call: Callable[[], Any], name: str | None = None) -> concurrent.futures.Future[Any]:
+    """Starts a call in a thread."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def functions_called(call: Callable[[], Any]) -> list[types.CodeType]:
@@ -171,8 +190,7 @@ def test_a_manager_whose_start_fails_at_any_point_takes_and_leaves_nothing(tmp_p
             time.sleep(0.01)
         assert not left, code.co_qualname
         step += 1
-        live.save(step, state, touched=marks, force_base=step == 1)
-        live.wait_until_finished()
+        model.commit(live, step, state, touched=marks, force_base=step == 1)
         assert live.latest_step() == step, code.co_qualname
     live.close()
     with opened(root) as last:
@@ -191,8 +209,7 @@ def test_a_start_that_is_interrupted_at_its_end_returns_the_lease_or_keeps_it(tm
     for number, code in enumerate(last):
         root = tmp_path / str(number)
         live = opened(root)
-        live.save(1, state, touched=marks)
-        live.wait_until_finished()
+        model.commit(live, 1, state, touched=marks)
         with pytest.raises(KeyboardInterrupt):
             call_failing(lambda root=root: opened(root), code, KeyboardInterrupt)
         with contextlib.suppress(FencedError):
@@ -208,15 +225,7 @@ def test_a_start_that_is_interrupted_at_its_end_returns_the_lease_or_keeps_it(tm
 
 def started(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """Starts a call in a thread; returns once it waits for a starting trainer, or has ended."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    future = in_thread(call)
     concurrent.futures.wait([future], timeout=2)
     return future
 
@@ -237,8 +246,7 @@ def test_a_save_committed_while_another_manager_fails_to_start_is_not_fenced(tmp
     state, marks = leaver.states(0)[0]
 
     def save(step: int) -> None:
-        live.save(step, state, touched=marks)
-        live.wait_until_finished()
+        model.commit(live, step, state, touched=marks)
 
     with opened(tmp_path) as live:
         save(1)
@@ -338,12 +346,11 @@ def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_
         late = stages[names.index("Journal.claim") : names.index("StagedRoot.confirm")]
         late = [code for code in late if "withdraw" not in code.co_qualname]
         chosen = [*late[:: len(late) // 6], late[-1]]
-        assert len(late) > 30 and any("recall" in code.co_qualname for code in late)
+        assert len(late) > 30 and any("recover" in code.co_qualname for code in late)
         for step, code in enumerate(chosen):
             with pytest.raises(Broken):
                 call_failing(other.manager, code)
-            first.save(live, step)
-            live.wait_until_finished()
+            commit(first, live, step)
             assert first.root() == [*range(step + 1)], code.co_qualname
         assert not [*tmp_path.rglob("*.tmp")]
     with other.manager() as manager:
@@ -357,21 +364,18 @@ def test_a_save_uploaded_while_another_manager_fails_to_start_is_not_fenced(
 ):
     first = node()
     with first.manager(wait_for="remote") as live:
-        first.save(live, 0)
-        live.wait_until_finished()
+        commit(first, live, 0)
         other = first if is_same else Node(first.url, first.endpoint, tmp_path / "other")
 
         def save() -> None:
-            first.save(live, 1)
-            live.wait_until_finished()
+            commit(first, live, 1)
 
         with monkeypatch.context() as patch:
             saved = failing_after(save, patch)
             with pytest.raises(Broken):
                 other.manager()
         saved[0].result(60)
-        first.save(live, 2)
-        live.wait_until_finished()
+        commit(first, live, 2)
         assert first.root() == [0, 1, 2]
 
 
@@ -391,8 +395,7 @@ def test_a_bucket_start_that_is_interrupted_at_its_end_returns_the_claim_or_keep
     for number, code in enumerate(chosen):
         live = one.manager()
         step += 1
-        one.save(live, step)
-        live.wait_until_finished()
+        commit(one, live, step)
         other = one if is_same else Node(one.url, one.endpoint, tmp_path / f"other{number}")
         made: list[deltackpt.CheckpointManager] = []
         with contextlib.suppress(KeyboardInterrupt):
@@ -419,8 +422,7 @@ def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     """Otherwise the former trainer would wait for it until its grace period ends."""
     one = node()
     live = one.manager()
-    one.save(live, 0)
-    live.wait_until_finished()
+    commit(one, live, 0)
     other = Node(one.url, one.endpoint, tmp_path / "other")
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "start", lambda _: (_ for _ in ()).throw(StorageError("silent")))
@@ -429,7 +431,7 @@ def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     saved = started(lambda: (one.save(live, 1), live.wait_until_finished()))
     with pytest.raises(FencedError):
         saved.result(lease.GRACE_SECS / 2)
-    claim = JournalView(second._run.held._journal.root).state().claim
+    claim = JournalView(second._run.writable_root._journal.root).state().claim
     assert claim is not None and not claim.lease.pending and not claim.began
     with contextlib.suppress(FencedError):
         live.close()
@@ -444,8 +446,7 @@ def test_the_first_manager_of_a_stage_outlives_one_that_cannot_use_its_extents(n
     with one.manager(extents=given, wait_for="remote") as live:
         with pytest.raises(OptionError, match="set nbytes="):
             one.manager(extents=dataclasses.replace(given, nbytes=80 << 16))
-        one.save(live, 0)
-        live.wait_until_finished()
+        commit(one, live, 0)
         second = one.manager(extents=given)
         with pytest.raises(FencedError, match="another manager of this process"):
             live.latest_step()
@@ -502,15 +503,7 @@ class Starts:
     def begin(self, name: str, start: Callable[[], deltackpt.CheckpointManager]) -> None:
         """Starts a manager that claims everything and then waits."""
         self._events[name] = threading.Event(), threading.Event()
-        future = self._found[name] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(start())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=name, daemon=True).start()
+        future = self._found[name] = in_thread(start, name)
         assert self._events[name][0].wait(60), future.exception(0)
 
     def end(self, name: str, *, fails: bool) -> deltackpt.CheckpointManager | None:
@@ -541,8 +534,7 @@ def test_starts_that_fail_in_any_order_leave_the_running_trainer_its_orders(
         for name in order:
             starts.end(name, fails=True)
         step += 1
-        first.save(live, step)
-        live.wait_until_finished()
+        commit(first, live, step)
         expected = [*range(step + 1)]
         eventually(lambda expected=expected: first.root() == expected, f"{order}: {step}")
     live.close()
@@ -556,8 +548,7 @@ def begin_two(
 ) -> tuple[deltackpt.CheckpointManager, Starts]:
     """Saves step 0 and begins two starts; the caller must keep the trainer referenced."""
     live = one.manager(wait_for=wait_for)
-    one.save(live, 0)
-    live.wait_until_finished()
+    commit(one, live, 0)
     starts = Starts(monkeypatch)
     for name in "AB":
         starts.begin(name, one.manager)
@@ -580,8 +571,7 @@ def test_a_start_during_one_that_fails_takes_over_with_its_own_orders(two_starts
     assert newer is not None
     with newer:
         one.restore(newer)
-        one.save(newer, 1)
-        newer.wait_until_finished()
+        commit(one, newer, 1)
         assert one.root() == [0, 1]
 
 
@@ -591,12 +581,10 @@ def test_a_start_that_a_newer_one_overtakes_is_fenced_and_keeps_the_newer_orders
     assert newer is not None
     with newer:
         one.restore(newer)
-        one.save(newer, 1)
-        newer.wait_until_finished()
+        commit(one, newer, 1)
         with pytest.raises(FencedError):
             starts.end("A", fails=False)
-        one.save(newer, 2)
-        newer.wait_until_finished()
+        commit(one, newer, 2)
         assert one.root() == [0, 1, 2]
     with one.manager() as following:
         assert one.restore(following).step == 2
@@ -653,8 +641,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
     state, marks = leaver.states(0)[0]
     stages: dict[types.CodeType, None] = {}
     old = opened(tmp_path / "other")
-    old.save(1, state, touched=marks)
-    old.wait_until_finished()
+    model.commit(old, 1, state, touched=marks)
     with profiled(stages.setdefault):
         close_by(who, old, tmp_path / "other")
     names = [code.co_qualname for code in stages]
@@ -667,8 +654,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         root.mkdir()
         before = held(root)
         old = opened(root)
-        old.save(1, state, touched=marks)
-        old.wait_until_finished()
+        model.commit(old, 1, state, touched=marks)
         assert not old.reached_preemption(1)
         interrupts = [code]
 
@@ -782,8 +768,7 @@ def test_a_start_that_loses_its_staged_saves_releases_everything(node, tmp_path,
     with contextlib.suppress(StorageError):
         live.close()
     with one.manager(extents=extents) as following:
-        one.save(following, 0)
-        following.wait_until_finished()
+        commit(one, following, 0)
     assert one.root() == [0]
 
 
@@ -791,7 +776,6 @@ def test_a_start_that_loses_its_staged_saves_releases_everything(node, tmp_path,
 def paused(start: Callable[[], Any], where: str) -> Iterator[concurrent.futures.Future[Any]]:
     """A start in another thread that pauses as it enters a function, until the context ends."""
     came, may_go = threading.Event(), threading.Event()
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -800,16 +784,14 @@ def paused(start: Callable[[], Any], where: str) -> Iterator[concurrent.futures.
             came.set()
             assert may_go.wait(60)
 
-    def run() -> None:
+    def call() -> Any:
         sys.setprofile(note)
         try:
-            future.set_result(start())
-        except BaseException as error:
-            future.set_exception(error)
+            return start()
         finally:
             sys.setprofile(None)
 
-    threading.Thread(target=run, daemon=True).start()
+    future = in_thread(call)
     assert came.wait(60), future
     try:
         yield future
@@ -834,12 +816,12 @@ def require_fenced(start: concurrent.futures.Future[Any], save: Callable[[Any], 
     [
         *(
             "Journal.claim",
-            "_brought_up",
-            "ReplicationClient.recall",
+            "_reconciled_orders",
+            "ReplicationClient.recover",
             "Saver.__init__",
             "StagedRoot.confirm",
         ),
-        *("Stage.order", "StagedRoot._finish_start", "Journal.start", "close_others"),
+        *("StagingDir.order", "StagedRoot._finish_start", "Journal.start", "close_others"),
         "Watch.__init__",
     ],
 )
@@ -853,14 +835,11 @@ def test_a_start_that_pauses_anywhere_leaves_the_uploads_to_the_one_that_overtoo
         with paused(older.manager, where) as start:
             newer = stack.enter_context(one.manager())
             one.restore(newer)
-            one.save(newer, 1)
-            newer.wait_until_finished()
+            commit(one, newer, 1)
         concurrent.futures.wait([start], 60)
-        one.save(newer, 2)
-        newer.wait_until_finished()
+        commit(one, newer, 2)
         require_fenced(start, lambda manager: older.save(manager, 9))
-        one.save(newer, 3)
-        newer.wait_until_finished()
+        commit(one, newer, 3)
     assert one.root() == [0, 1, 2, 3]
 
 
@@ -874,11 +853,9 @@ def test_a_start_in_a_directory_that_pauses_anywhere_leaves_it_to_the_one_that_o
     states = [one for one, _ in leaver.states(0)[:1]]
     with paused(lambda: opened(tmp_path), where) as start:
         newer = opened(tmp_path)
-        newer.save(1, states[0], force_base=True)
-        newer.wait_until_finished()
+        model.commit(newer, 1, states[0], force_base=True)
     concurrent.futures.wait([start], 60)
-    newer.save(2, states[0], force_base=True)
-    newer.wait_until_finished()
+    model.commit(newer, 2, states[0], force_base=True)
     require_fenced(start, lambda manager: manager.save(9, states[0], force_base=True))
     newer.save(3, states[0], force_base=True)
     newer.close()
@@ -891,29 +868,26 @@ def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_new
     node, monkeypatch, stalled
 ):
     """It may pause between its check of the lease and the write, for longer than a start takes."""
-    one, write, late = node(), Stage.order, list[Any]()
+    one, write, late = node(), StagingDir.order, list[Any]()
 
     def stall() -> None:
-        monkeypatch.setattr(Stage, "order", lambda _, orders: late.append(orders))
+        monkeypatch.setattr(StagingDir, "order", lambda _, orders: late.append(orders))
 
     with contextlib.suppress(FencedError), contextlib.ExitStack() as stack:
         if stalled == "as it starts":
             stall()
         live = stack.enter_context(one.manager(wait_for="staging"))
         stall()
-        one.save(live, 0)
-        live.wait_until_finished()
-        monkeypatch.setattr(Stage, "order", write)
+        commit(one, live, 0)
+        monkeypatch.setattr(StagingDir, "order", write)
         with one.manager() as newer:
             one.restore(newer)
-            one.save(newer, 1)
-            newer.wait_until_finished()
+            commit(one, newer, 1)
             for orders in late:
                 one.stage.order(orders)
             found = one.stage.orders()
             assert late and found is not None and found.holder not in {old.holder for old in late}
-            one.save(newer, 2)
-            newer.wait_until_finished()
+            commit(one, newer, 2)
             assert one.root() == [0, 1, 2]
         with pytest.raises(FencedError):
             one.save(live, 3)
@@ -933,8 +907,7 @@ def test_overlapping_starts_of_one_process_do_not_wait_for_each_other(node, monk
     assert newer is not None
     with newer:
         assert one.restore(newer).step == 0
-        one.save(newer, 1)
-        newer.wait_until_finished()
+        commit(one, newer, 1)
     assert one.root() == [0, 1]
 
 
@@ -942,16 +915,14 @@ def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, 
     state, marks = leaver.states(0)[0]
     monkeypatch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("a start waits"))
     live = opened(tmp_path)
-    live.save(1, state, touched=marks)
-    live.wait_until_finished()
+    model.commit(live, 1, state, touched=marks)
     starts = Starts(monkeypatch)
     for name in "AB":
         starts.begin(name, lambda: opened(tmp_path))
     older, newer = (starts.end(name, fails=False) for name in "AB")
     assert older is not None and newer is not None
     with newer:
-        newer.save(2, state, touched=marks, force_base=True)
-        newer.wait_until_finished()
+        model.commit(newer, 2, state, touched=marks, force_base=True)
         for fenced in (live, older):
             with pytest.raises(FencedError):
                 fenced.save(3, state, touched=marks)
@@ -961,7 +932,7 @@ def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, 
 def test_a_start_records_that_it_started_without_waiting_for_a_newer_one(node, monkeypatch):
     one = node()
     first = one.manager()
-    claims = [Journal(first._run.held._journal.root) for _ in range(2)]
+    claims = [Journal(first._run.writable_root._journal.root) for _ in range(2)]
     for claim in claims:
         claim.claim(pending=True)
     with monkeypatch.context() as patch:
@@ -996,7 +967,7 @@ def test_a_trainer_killed_while_it_starts_leaves_the_staged_saves_to_the_next_on
     """The former trainer is fenced, and the next one uploads what it staged."""
     one = node()
     with monkeypatch.context() as patch:
-        patch.setattr(running.Running, "start", lambda _: None)  # Nothing is uploaded.
+        patch.setattr(replicator.ReplicatorProcess, "start", lambda _: None)  # Nothing is uploaded.
         live = one.manager(wait_for="staging")
         for step in range(3):
             one.save(live, step)
@@ -1021,7 +992,6 @@ def test_a_trainer_killed_while_it_starts_leaves_the_staged_saves_to_the_next_on
             live.close()
     with one.manager() as following:
         assert one.restore(following).step == 2
-        one.save(following, 3)
-        following.wait_until_finished()
+        commit(one, following, 3)
     assert one.root() == [0, 1, 2, 3]
     assert not [*one.stage.aside("").iterdir()]

@@ -6,9 +6,8 @@ import math
 import pytest
 
 from deltackpt import events
-from deltackpt.format.figures import TableFigures, table_figures
-from deltackpt.format.manifest import Layout, TableEntry
-from deltackpt.format.segments import Encoding, FieldSpec, GroupEntry, Segment
+from deltackpt.format.manifest import Layout, TableEntry, TableFigures, table_figures
+from deltackpt.format.row_blocks import Encoding, FieldSpec, GroupEntry, Segment
 
 VALUES = FieldSpec(name="values", trailing=(4,), dtype="bfloat16")
 MOMENT = FieldSpec(name="slot.mu", trailing=(), dtype="float32")

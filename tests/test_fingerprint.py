@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import model
 import numpy as np
 import optax
 import pytest
@@ -21,11 +22,10 @@ from jax.sharding import PartitionSpec as P
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed, TrackingError
-from deltackpt.format import blocks
-from deltackpt.state.choice import Tables
-from deltackpt.state.tables import split
+from deltackpt.format import row_blocks
+from deltackpt.state import touch_state
+from deltackpt.state.tables import Tables, split
 from deltackpt.testing import failing_saves
-from deltackpt.tracking import stamps
 from deltackpt.tracking.fingerprints import (
     RowTracker,
     changed_rows,
@@ -215,31 +215,10 @@ def test_a_look_does_not_read_always_slots():
     slots = {"tables/*": {"s": "slots/{name}"}}
     parts = split(state, Tables(select="tables/*", slots=slots, always="s"))
     [leaves] = parts.fields.values()
-    [always] = [name for name in leaves if name != blocks.VALUES]
+    [always] = [name for name in leaves if name != row_blocks.VALUES]
     leaves[always] = None  # Any use of it would fail.
-    [stamps] = RowTracker().look(parts.fields, parts.layout).stamps.values()
+    [stamps] = RowTracker().update(parts.fields, parts.layout).stamps.values()
     assert stamps.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.adagrad(0.1), optax.sgd(1.0)])
-def test_track_passes_the_audit(optimizer):
-    tx = touched.track(optimizer, "**/emb")
-    state = train_state()
-    state = TrainState.create(apply_fn=None, params=state.params, tx=tx)
-    rng = np.random.default_rng(1)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for clock in range(5):
-        parts = split(state, TABLES)
-        before = fingerprints(parts.fields, parts.layout)
-        rows = rng.integers(0, 40, 3)
-        grads = {
-            "emb": jnp.zeros((40, 2)).at[rows].set(1.0),
-            "tower": {"emb": jnp.zeros((5, 2)).at[rows % 5].set(1.0)},
-        }
-        state = step(state, grads)
-        after = split(state, TABLES)
-        assert after.touched is not None
-        verify_tracking(before, after.fields, after.touched, clock, after.layout)
 
 
 # The manager with tracking="fingerprints".
@@ -261,7 +240,7 @@ def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str,
     """Runs the tracker; returns its clock and the rows stamped with it."""
     state = {"tables": tables, "slots": slots}
     parts = split(state, Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}}))
-    found = tracker.look(parts.fields, parts.layout)
+    found = tracker.update(parts.fields, parts.layout)
     clock = int(found.clock)
     return clock, {
         name.removeprefix("tables/"): np.flatnonzero(np.asarray(stamps) == clock).tolist()
@@ -313,7 +292,7 @@ def test_a_slot_may_be_sharded_differently_from_its_table():
         slot = slot + np.eye(64, dtype=np.float32)[9]
 
 
-def test_all_rows_of_new_and_grown_tables_count_as_touched():
+def test_all_rows_of_new_tables_and_the_further_rows_of_grown_ones_count_as_touched():
     tracker = RowTracker()
     one, two = np.zeros((3, 2), np.float32), np.zeros((2, 2), np.float32)
     look(tracker, {"a": one}, {"a": one})
@@ -322,7 +301,7 @@ def test_all_rows_of_new_and_grown_tables_count_as_touched():
     assert look(tracker, {"b": two}, {"b": two})[1] == {"b": []}
     assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1]["a"] == [0, 1, 2]
     grown = np.zeros((4, 2), np.float32)
-    assert look(tracker, {"a": grown, "b": two}, {"a": grown, "b": two})[1]["a"] == [0, 1, 2, 3]
+    assert look(tracker, {"a": grown, "b": two}, {"a": grown, "b": two})[1]["a"] == [3]
 
 
 TRACKED = {"embeddings": Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}})}
@@ -383,8 +362,7 @@ def test_saves_hold_changed_rows_without_marks_before_and_after_a_restore(tmp_pa
 def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
     state = initial()
     with tracked(tmp_path) as manager:
-        manager.save(0, state)
-        manager.wait_until_finished()
+        model.commit(manager, 0, state)
         state = trained(state, [3])
         with failing_saves(tmp_path):
             manager.save(1, state)
@@ -415,11 +393,10 @@ def test_a_failed_look_is_undone(tmp_path):
     """Otherwise no save would include the rows that it found."""
     state = initial()
     with tracked(tmp_path) as manager:
-        manager.save(0, state)
-        manager.wait_until_finished()
+        model.commit(manager, 0, state)
         state = trained(state, [3])
         with (
-            mock.patch.object(stamps, "mark_rows", side_effect=MemoryError("injected")),
+            mock.patch.object(touch_state, "mark_rows", side_effect=MemoryError("injected")),
             pytest.raises(MemoryError),
         ):
             manager.save(1, state)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -13,17 +12,16 @@ import model
 import numpy as np
 import pytest
 from test_follower import Trainer, advanced, assert_holds, in_storage, opened
+from test_follower_log import Source
 
 import deltackpt
 from deltackpt.errors import RestoreError
-from deltackpt.format.manifest import SaveId
-from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.handlers.item_reader import OrbaxItems
+from deltackpt.maintenance.compact import compact
 from deltackpt.reading import chains, point_files, stored_dense
-from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.standby.follower import Follower
 from deltackpt.testing import Disk, stored_chunks
-from deltackpt.upkeep.compact import compact
 
 CODECS = ["lossless", {"dense/wide": "ef4", "dense/weights": "ef8"}, {"dense/wide": "int8"}]
 
@@ -60,14 +58,14 @@ def dense_in_storage(root: Path, step: int) -> DenseValues:
     return stored_dense.of_step(chains.read_chain(root / str(step)))
 
 
-def held_files(one: Follower) -> dict[str, np.ndarray]:
-    assert one.holding is not None and one.holding.files is not None
-    files = one.holding.files
+def cached_files(one: Follower) -> dict[str, np.ndarray]:
+    assert one.loaded is not None and one.loaded.files is not None
+    files = one.loaded.files
     return {file.name: files.array(file) for file in files.index}
 
 
 def assert_holds_dense(one: Follower, root: Path, step: int) -> None:
-    found = point_files.dense_of(held_files(one), point_files.STEP)
+    found = point_files.dense_of(cached_files(one), point_files.STEP)
     expected = dense_in_storage(root, step)
     for kind in ("values", "files"):
         held, wanted = getattr(found, kind), getattr(expected, kind)
@@ -121,7 +119,7 @@ def test_damaged_blocks_leave_the_held_step_unchanged(tmp_path):
         [*_, found] = stored_chunks(tmp_path / str(step), "blocks*")
         found.flip()
         advanced(one)
-        assert one.holding is not None and one.holding.save.save_id.step == step - 1
+        assert one.loaded is not None and one.loaded.save.save_id.step == step - 1
         assert_holds_dense(one, tmp_path, step - 1)
         trainer.train()
         trainer.save()
@@ -147,7 +145,7 @@ def test_leaves_with_another_shape_or_dtype_are_read_again(tmp_path):
             advanced(one)
             assert_holds(one, step, in_storage(tmp_path, step))
             if (tmp_path / str(step) / "dense").is_dir():
-                assert "dense/manifest.ocdbt" in held_files(one)
+                assert "dense/manifest.ocdbt" in cached_files(one)
             else:
                 assert_holds_dense(one, tmp_path, step)
 
@@ -165,7 +163,7 @@ def test_a_compacted_base_holds_the_values_of_its_deltas(tmp_path):
         late.advance()
         for each in (one, late):
             assert_holds(each, trainer.step, in_storage(tmp_path, trainer.step))
-            found = point_files.dense_of(held_files(each), point_files.STEP)
+            found = point_files.dense_of(cached_files(each), point_files.STEP)
             assert {key: bytes(data) for key, data in found.values.items()} == {
                 key: bytes(data) for key, data in expected.values.items()
             }
@@ -176,42 +174,6 @@ def test_a_compacted_base_holds_the_values_of_its_deltas(tmp_path):
             assert_holds_dense(each, tmp_path, step)
 
 
-def test_leaves_that_do_not_fit_are_left_to_storage(tmp_path):
-    with DenseTrainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.train()
-        trainer.save()
-    rows = opened(tmp_path)
-    rows.advance()
-    one = opened(tmp_path, memory_bytes=rows.nbytes + (64 << 20) + 10_000)
-    one.advance()
-    assert one.holding is not None and one.holding.files is None
-
-
-class FollowerRows:
-    """A source of the rows of an in-process follower; see ``RowSource``."""
-
-    def __init__(self, root: Path):
-        self._root, self.one = root, opened(root)
-
-    @contextlib.contextmanager
-    def tables(self, save, wanted, *, timeout_secs: float, point=None) -> Iterator[RestoredTables]:
-        wanted_id: SaveId = save.info.save_id
-        pin, _ = self.one.pin(wanted_id, timeout_secs)
-        files: Mapping[str, np.ndarray] = held_files(self.one)
-        found = restore_tables(chains.read_chain(save.step_dir), wanted=wanted)
-        yield RestoredTables(
-            buffers=found.buffers,
-            layout=found.layout,
-            chain=found.chain,
-            bytes_read=0,
-            seconds=0.0,
-            source="service",
-            files=files,
-        )
-        self.one.unpin(pin)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_restore_from_a_follower_equals_one_from_storage(tmp_path, codec):
     with DenseTrainer(tmp_path, codec) as trainer:
@@ -219,8 +181,8 @@ def test_a_restore_from_a_follower_equals_one_from_storage(tmp_path, codec):
         for _ in range(3):
             trainer.train()
             trainer.save()
-        source = FollowerRows(tmp_path)
-        source.one.advance()
+        source = Source(opened(tmp_path))
+        source.follower.advance()
         expected = trainer.manager.restore(trainer.step, trainer.state)
         with mock.patch.object(OrbaxItems, "_of_blocks", side_effect=AssertionError):
             found = trainer.manager.restore_latest(trainer.state, service=source)

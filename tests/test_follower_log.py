@@ -36,7 +36,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers.targets import Targets, empty_buffers, targets_of
-from deltackpt.reading import chains, dense_state, point_files, reader, saves, wal_rows
+from deltackpt.reading import chains, dense_state, point_files, reader, stored_saves, wal_rows
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, newest_plan
 from deltackpt.reading.wal_rows import SeenRows
@@ -72,7 +72,7 @@ def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> Re
 
 def assert_holds_storage(one: Follower, root: Path) -> None:
     """Asserts that its rows are those of the step and point that it names."""
-    holding = one.holding
+    holding = one.loaded
     assert holding is not None
     expected = from_storage(root, holding.save.save_id, holding.point).fields
     for table, field, first, rows in held_regions(one):
@@ -99,10 +99,10 @@ def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
     steps = {}
     for path in root.iterdir():
         if path.name.isdecimal():
-            steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
+            steps[int(path.name)] = stored_saves.read_info(path, "embeddings").save_id
     plan = newest_plan(logs_of(root).read(), steps, soft=soft)
-    assert one.holding is not None
-    held = one.holding.save.save_id, one.holding.point
+    assert one.loaded is not None
+    held = one.loaded.save.save_id, one.loaded.point
     assert held == ((steps[max(steps)], None) if plan is None else (plan.step, plan.point))
 
 
@@ -164,12 +164,12 @@ class FollowedMachine(LogMachine):
             self.quietly(self.manager.wait_until_finished)
             with contextlib.suppress(RestoreError):
                 one.advance()
-        if one.holding is None:
+        if one.loaded is None:
             return False
         # Trimmed records cannot be read again, and no step that it has seen contains them. Neither
         # can a deleted step, which it keeps until there is another one.
         with contextlib.suppress(FileNotFoundError, StepNotFound):
-            if one.holding.point is None or one.holding.point in logs_of(self.root).read().points():
+            if one.loaded.point is None or one.loaded.point in logs_of(self.root).read().points():
                 try:
                     assert_holds_storage(one, self.root)
                 except DamagedWal:  # Its file was damaged after the record was applied.
@@ -178,7 +178,7 @@ class FollowedMachine(LogMachine):
 
     def assert_holds_given(self, one):
         """Asserts that it holds rows given at its point, raw or as a codec decodes them."""
-        states = self.given.get(one.holding.point.step) or self.left[one.holding.point.step]
+        states = self.given.get(one.loaded.point.step) or self.left[one.loaded.point.step]
         for table, field, first, rows in held_regions(one):
             allowed = np.zeros(len(rows), bool)
             for state in states:
@@ -190,7 +190,7 @@ class FollowedMachine(LogMachine):
                 for form in forms:
                     same = form[first : first + len(rows)] == rows
                     allowed |= same.reshape(len(rows), -1).all(axis=1)
-            assert allowed.all(), (table, field, one.holding.point)
+            assert allowed.all(), (table, field, one.loaded.point)
 
 
 TestFollowed = FollowedMachine.TestCase
@@ -271,7 +271,7 @@ def opened(root: Path, **options) -> Follower:
 
 def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> None:
     """Asserts that it holds a step: as a point above another step, or the step itself."""
-    holding = one.holding
+    holding = one.loaded
     assert holding is not None
     found = None if holding.point is None else holding.point.step
     assert (holding.save.save_id.step, found) == ((step, None) if above is None else (above, step))
@@ -306,12 +306,12 @@ def test_records_are_applied_as_they_are_written(tmp_path):
             trainer.log()
             assert one.advance()
             assert_at(one, trainer, trainer.step, above=1)
-            assert one.health == "follows" and one.holding.lag_secs < 60
-            is_full = full.advance() and full.holding.point is not None
+            assert one.health == "follows" and one.loaded.lag_secs < 60
+            is_full = full.advance() and full.loaded.point is not None
             assert is_full == (trainer.step in (4, 7))
             assert not one.advance() and not full.advance()
-        assert one.holding.files_of == full.holding.point
-        assert_at(full, trainer, full.holding.point.step, above=1)
+        assert one.loaded.files_of == full.loaded.point
+        assert_at(full, trainer, full.loaded.point.step, above=1)
         # The next step supersedes all of them.
         trainer.save()
         for each in (one, full):
@@ -330,13 +330,13 @@ def test_a_step_committed_below_the_held_point_does_not_move_the_follower_back(t
         one.advance()
         trainer.manager.wait_until_finished()
         seen = []
-        real = follower_module.Publish.holding
+        real = follower_module.Publish.loaded
 
         def holding(self, sequence):
             seen.append(real(self, sequence))
             return seen[-1]
 
-        with mock.patch.object(follower_module.Publish, "holding", holding):
+        with mock.patch.object(follower_module.Publish, "loaded", holding):
             one.advance()
         assert all(found.point is not None and found.point.step == 4 for found in seen)
         assert_at(one, trainer, 4, above=3)
@@ -371,7 +371,7 @@ def test_a_record_that_becomes_void_after_it_was_applied_is_undone(tmp_path):
 
         def refuse(_: DiskCall) -> None:
             one.advance()
-            applied.append(one.holding.point.step)
+            applied.append(one.loaded.point.step)
             raise OSError(5, "injected")
 
         trainer.train()
@@ -423,7 +423,7 @@ def test_a_record_damaged_after_it_was_applied_stays_held(tmp_path, copied):
             segment.unlink()
         segment.write_bytes(data)
         assert not one.advance() and one.health == "follows"
-        assert one.holding.point.step == 3
+        assert one.loaded.point.step == 3
         assert_rows(one, trainer.states[3])
         with pytest.raises(DamagedWal, match="seg, record"):
             assert_holds_storage(one, tmp_path / "root")
@@ -449,26 +449,6 @@ def test_a_copy_that_replaces_the_directory_is_read_from_scratch(tmp_path):
     assert_at(one, trainer, 2, above=1)
 
 
-def test_a_partly_written_record_is_waited_for(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        start = trainer.segment.stat().st_size
-        trainer.log()
-        whole = trainer.segment.read_bytes()
-        # The record is not durable until it is complete.
-        (trainer.segment.parent / "progress").unlink()
-        one = opened(tmp_path)
-        for end in (start, (start + len(whole)) // 2, len(whole) - 1):
-            trainer.segment.write_bytes(whole[:end])
-            one.advance()
-            assert_at(one, trainer, 2, above=1)
-            assert one.health == "follows"
-        trainer.segment.write_bytes(whole)
-        assert one.advance()
-        assert_at(one, trainer, 3, above=1)
-
-
 def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
@@ -481,7 +461,7 @@ def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
     whole = head.read_bytes()
     head.write_bytes(whole[:-1])
     assert one.advance()
-    assert one.holding.point is None and "0.msgpack" in one.health
+    assert one.loaded.point is None and "0.msgpack" in one.health
     head.write_bytes(whole)
     assert one.advance() and one.health == "follows"
     assert_at(one, trainer, 2, above=1)
@@ -498,10 +478,10 @@ def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_
         ids = trainer.train()
         more = {name: np.union1d(rows, np.arange(5)) for name, rows in ids.items()}
         trainer.mark(ids=more)
-        assert one.advance() and one.holding.point is not None
+        assert one.advance() and one.loaded.point is not None
         assert_holds_storage(one, tmp_path)
         trainer.save()
-        assert one.advance() and one.holding.point is None
+        assert one.advance() and one.loaded.point is None
         assert_holds_storage(one, tmp_path)
 
 
@@ -586,10 +566,10 @@ def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
         trainer.log()
         one = opened(tmp_path)
         one.advance()
-        save_id = one.holding.save.save_id
+        save_id = one.loaded.save.save_id
         with pytest.raises(ServiceUnavailable, match="found recovery point 2 of WAL epoch 0 above"):
             one.pin(save_id, 0)
-        point = one.holding.point
+        point = one.loaded.point
         dead = point._replace(save_id=SaveId(save_id.run, 2, point.save_id.attempt - 1))
         with pytest.raises(ServiceUnavailable):
             one.pin(save_id, 0, dead)
@@ -620,5 +600,5 @@ def test_records_of_some_columns_and_of_all_are_applied_in_order(tmp_path, codec
             trainer.mark()
             if number != 3:
                 assert one.advance()
-                assert one.holding.point.step == trainer.step
+                assert one.loaded.point.step == trainer.step
                 assert_holds_storage(one, tmp_path)

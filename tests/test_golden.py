@@ -17,16 +17,15 @@ from made_up_logs import records_in
 
 import deltackpt
 from deltackpt import inspect
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
-from deltackpt.reading import chains, inventory, reader, saves
+from deltackpt.reading import chains, inventory, reader, stored_saves
 from deltackpt.storage.store import store_path
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
-ROLLING = sorted(path for path in Path(make_golden.__file__).parent.glob("rolling-v*"))
 VERSIONS = PLAIN + PARTS
 JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
 LOGS = sorted(path for path in Path(make_golden.__file__).parent.glob("log-v*"))
@@ -74,26 +73,6 @@ def test_golden_checkpoint_verifies(version, step):
     assert inventory.verify_step(version / str(step)) == []
 
 
-@pytest.mark.parametrize("version", ROLLING, ids=lambda path: path.name)
-def test_golden_window_restores_exactly_without_the_base(version, tmp_path):
-    root = tmp_path / "golden"
-    shutil.copytree(version, root)
-    shutil.rmtree(root / "10")
-    options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(
-        root, handlers=make_golden.ROLLING_HANDLERS, options=options
-    ) as manager:
-        result = manager.restore(30, make_golden.state_at(30))
-    assert result.chain == (20, 30)
-    expected = make_golden.state_at(30)
-    coarse = np.array(expected["tables"]["coarse"])
-    # Step 30 touched rows 2 and 22, and stores the second half of all rows raw.
-    coarse[2] = coarse[2].astype(ml_dtypes.bfloat16).astype(np.float32)
-    expected["tables"]["coarse"] = coarse
-    for left, right in zip(jax.tree.leaves(result.state), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
-
-
 @pytest.mark.parametrize("version", ENCODED, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
 def test_golden_codes_decode_to_their_original_bits(version, step, tmp_path):
@@ -121,7 +100,7 @@ def test_golden_dense_blocks_decode_to_their_original_bits(version, step, compac
     root = tmp_path / "golden"
     shutil.copytree(version, root)
     if not compacted:
-        shutil.rmtree(root / names.COMPACTED)
+        shutil.rmtree(root / naming.COMPACTED)
     assert inventory.verify_step(root / str(step)) == []
     options = deltackpt.ManagerOptions(access="read")
     handlers = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -137,12 +116,12 @@ def test_golden_dense_blocks_use_every_codec(version):
     used = {
         encoding.codec
         for step in make_golden.STEPS[1:]
-        for record in saves.read_save(version / str(step)).manifests
+        for record in stored_saves.read_save(version / str(step)).manifests
         for segment in record.dense_blocks.segments
         for encoding in segment.encodings
     }
     assert used == {"raw", "planes", "xor", "sparse", "ef8", "ef4", "int8", "log8", "log4"}
-    item = version / names.COMPACTED / "20/embeddings/dense"
+    item = version / naming.COMPACTED / "20/embeddings/dense"
     assert (item / "manifest.ocdbt").is_file()
 
 
@@ -159,7 +138,7 @@ def test_golden_wal_has_its_original_recovery_points(version):
     stored = [
         record
         for number in (1, 0)
-        for record in records_in(version / names.LOG / str(number) / "0")
+        for record in records_in(version / naming.LOG / str(number) / "0")
     ]
     heads = [record.head for record in stored]
     assert {head.part for head in heads} == {0, 1}
@@ -172,7 +151,7 @@ def test_golden_wal_has_its_original_recovery_points(version):
         assert {array.compression for array in arrays} == {"", "zstd", "planes"}
     rows = [segment for record in stored for segment in record.rows]
     names_of = {entry.name for segment in rows for entry in segment.arrays}
-    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= names_of
+    assert {"values.scale", "values.raw_at", "slot.accumulator", naming.GAPS} <= names_of
 
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
@@ -213,7 +192,7 @@ def test_the_current_format_has_golden_checkpoints():
     assert f"parts-v{FORMAT_VERSION}" in [path.name for path in PARTS]
     assert f"encodings-v{FORMAT_VERSION}" in [path.name for path in ENCODED]
     for path in (PLAIN[-1], DENSE[-1]):
-        assert (path / "20" / names.EMBEDDINGS_ITEM / names.layer_name(0)).is_file()
+        assert (path / "20" / naming.EMBEDDINGS_ITEM / naming.layer_name(0)).is_file()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +210,7 @@ def test_records_repeat_their_version_in_the_part_that_the_checksum_covers(versi
 def test_golden_bucket_reads_like_the_directory_that_it_was_copied_from(version, step):
     journal = JournalView(store_path(version))
     assert [*journal.state().steps] == list(make_golden.STEPS)
-    steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)
+    steps = BucketSteps(journal, naming.EMBEDDINGS_ITEM)
     found = reader.restore_tables(chains.read_chain(steps.at(step)))
     expected = reader.restore_tables(chains.read_chain(version.with_name("v1") / str(step)))
     assert found.fields.keys() == expected.fields.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import re
 from pathlib import Path
 from unittest import mock
@@ -18,9 +19,11 @@ from orbax.checkpoint import v1
 
 import deltackpt
 from deltackpt.errors import StorageError, TemplateMismatch
-from deltackpt.handlers import orbax_private, retention, steps
+from deltackpt.handlers import orbax_private
+from deltackpt.handlers import v1 as handlers_v1
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore.placing import AbstractEmbeddings
+from deltackpt.session import retention
 from deltackpt.testing import Disk, failing_saves
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
@@ -183,9 +186,11 @@ def test_private_names_are_those_of_the_pinned_version():
 )
 @pytest.mark.parametrize("suffix", ["", ".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-123"])
 def test_the_final_path_of_a_step_is_derived_from_a_temporary_one(name, step, suffix):
-    place = steps.final_step_dir(Path(f"/root/{name}{suffix}/embeddings.orbax-checkpoint-tmp"))
+    place = handlers_v1.final_step_dir(
+        Path(f"/root/{name}{suffix}/embeddings.orbax-checkpoint-tmp")
+    )
     assert place == Path(f"/root/{name}")
-    assert steps.step_number(place) == step
+    assert handlers_v1.step_number(place) == step
 
 
 # The commit.
@@ -204,7 +209,6 @@ def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durab
     ):
         disk.calls.clear()
         manager.save(3, state)
-        manager.wait_until_finished()
     visible = disk.calls.index(("rename", str(root / "3"), None))
     forced = {Path(call.path) for call in disk.calls[:visible] if call.name == "fsync"}
     forced_late = {call.path for call in disk.calls[visible:] if call.name == "fsync"}
@@ -217,20 +221,29 @@ def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durab
         assert temporary / path.relative_to(root / "3") in forced, path
 
 
-def test_a_refused_commit_leaves_no_step(tmp_path, state):
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
+def test_max_to_keep_keeps_as_many_steps_as_the_policy_of_orbax(count):
+    context = ocp.checkpoint_managers.PreservationContext()
+    infos = [mock.Mock(step=step) for step in range(count)]
+    policy = retention.policy_of(deltackpt.ManagerOptions(max_to_keep=2))
+    assert policy is not None
+    theirs = ocp.checkpoint_managers.LatestN(2).should_preserve(infos, context=context)
+    assert policy.should_preserve(infos, context=context) == theirs
+
+
+def test_without_a_policy_or_with_one_without_a_limit_all_steps_are_kept():
+    unlimited = ocp.checkpoint_managers.LatestN(None)
+    for options in ({}, {"preservation_policy": unlimited}):
+        assert retention.policy_of(deltackpt.ManagerOptions(**options)) is None
+
+
+def test_a_step_names_the_handlers_that_read_it(tmp_path, state):
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": TABLES}) as manager:
-        answers = [None, *[deltackpt.errors.FencedError("another trainer")] * 9]
-        with mock.patch.object(manager._run.root, "check_lease", side_effect=answers):
-            manager.save(5, state)
-            with pytest.raises(deltackpt.errors.FencedError, match="another trainer"):
-                manager.wait_until_finished()
-        assert manager.all_steps() == []
-    assert [path.name for path in tmp_path.iterdir()] == ["lease.1.msgpack"]
-
-
-def test_retention_as_a_number_keeps_that_many_and_none_keeps_all():
-    for number, expected in ((2, [False] * 3 + [True] * 2), (None, [True] * 5)):
-        policy = retention.policy_of(deltackpt.ManagerOptions(max_to_keep=number))
-        infos = [mock.Mock(step=step) for step in range(5)]
-        context = ocp.checkpoint_managers.PreservationContext()
-        assert list(policy.should_preserve(infos, context=context)) == expected
+        manager.save(5, state, metrics={"loss": 1.0})
+    found = json.loads((tmp_path / "5" / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
+    expected = {
+        "embeddings": deltackpt.handlers.DeltaHandler(),
+        "dense": ocp.PyTreeCheckpointHandler(),
+        "metrics": ocp.JsonCheckpointHandler(),
+    }
+    assert found == {item: handler.typestr() for item, handler in expected.items()}

@@ -28,19 +28,18 @@ from test_compact import contents, fold, write_chain
 
 import deltackpt.inspect
 from deltackpt.errors import Damaged, DeltackptError
-from deltackpt.format import manifest
-from deltackpt.format import names as layout
+from deltackpt.format import manifest, naming
 from deltackpt.ledger import directory
+from deltackpt.maintenance import verify
 from deltackpt.reading import chains, reader
 from deltackpt.storage import digests
 from deltackpt.tiers import copy
-from deltackpt.upkeep import verify
 
 GOLDEN = Path(make_golden.__file__).parent
 STEPS = (0, 1, 2)
-MANIFEST = f"embeddings/{layout.manifest_name(0)}"
-DIGESTS = f"embeddings/{layout.digests_name(0)}"
-LAYER = f"embeddings/{layout.layer_name(0)}"
+MANIFEST = f"embeddings/{naming.manifest_name(0)}"
+DIGESTS = f"embeddings/{naming.digests_name(0)}"
+LAYER = f"embeddings/{naming.layer_name(0)}"
 #: Memory limit for readers of a directory of a few kilobytes.
 MOST_BYTES = 256 << 20
 
@@ -88,7 +87,7 @@ def cover(step_dir: Path, path: Path) -> None:
         with contextlib.suppress(TypeError):  # It may be invalid itself.
             write_body(covering, {**body_of(covering), "item_digests_crc32c": crc})
         cover(step_dir, covering)
-    above = step_dir / layout.STEP_DIGESTS
+    above = step_dir / naming.STEP_DIGESTS
     if path != above and above.exists():
         body = body_of(above)
         body["files"][path.relative_to(step_dir).as_posix()] = digests.digest_file(path)[:3]
@@ -209,8 +208,8 @@ CASES: dict[str, tuple[int, str, Callable[[Any], Any]]] = {
     "short digest": (0, DIGESTS, at("files", "x", to=[1, 2])),
     "no files": (0, DIGESTS, at("files", to={})),
     "no block bytes": (0, DIGESTS, at("block_bytes", to=0)),
-    "itself": (0, layout.STEP_DIGESTS, at("files", layout.STEP_DIGESTS, to=[1, 2, 3])),
-    "one another": (0, layout.STEP_DIGESTS, at("files", "digests.step.1.msgpack", to=[1, 2, 3])),
+    "itself": (0, naming.STEP_DIGESTS, at("files", naming.STEP_DIGESTS, to=[1, 2, 3])),
+    "one another": (0, naming.STEP_DIGESTS, at("files", "digests.step.1.msgpack", to=[1, 2, 3])),
 }
 
 
@@ -229,7 +228,7 @@ def test_a_hand_made_record_is_damage_to_every_reader(case, written, tmp_path):
         tracemalloc.stop()
     assert not verify.verify_root(root_dir).intact
     # Only reads of the whole state or of the dense leaves use these.
-    assert errors or name == layout.STEP_DIGESTS or case == "long list"
+    assert errors or name == naming.STEP_DIGESTS or case == "long list"
     if step == 1:
         assert contents(root_dir, 0) == contents(written["raw"], 0)
 
@@ -239,9 +238,9 @@ import resource, sys, warnings
 from pathlib import Path
 import test_hostile_records as t
 warnings.simplefilter("ignore")
-from deltackpt.reading import removal
-from deltackpt.upkeep import verify
-removal._GONE_CHECKS = verify._CHECKS = 1
+from deltackpt.reading import stored_saves
+from deltackpt.maintenance import verify
+stored_saves._GONE_CHECKS = verify._CHECKS = 1
 sound, hostile = map(Path, sys.argv[1:])
 assert not t.read_all(sound)  # Threads and libraries have their memory.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -309,7 +308,7 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
 
 def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
     """A sparse file costs nothing, but reading all of it would never finish."""
-    for name in (MANIFEST, LAYER, layout.STEP_DIGESTS):
+    for name in (MANIFEST, LAYER, naming.STEP_DIGESTS):
         root_dir = tmp_path / name.replace("/", ".")
         shutil.copytree(written["raw"], root_dir)
         os.truncate(root_dir / "2" / name, 2**42)
@@ -359,7 +358,7 @@ def step_records(root_dir: Path) -> list[Path]:
 def unit_of(root_dir: Path, path: Path) -> Path:
     """The step or the folder ``compacted/<step>`` that contains a record."""
     parts = path.relative_to(root_dir).parts
-    return root_dir.joinpath(*parts[: 2 if parts[0] == layout.COMPACTED else 1])
+    return root_dir.joinpath(*parts[: 2 if parts[0] == naming.COMPACTED else 1])
 
 
 @contextlib.contextmanager

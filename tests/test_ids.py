@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,27 +19,32 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import made_up_saves
+import model
 import numpy as np
 import pytest
 from command import run as command
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import deltackpt
-from deltackpt import inspect, touched, vocab
+from deltackpt import inspect, policies, touched, vocab
 from deltackpt.errors import (
     Damaged,
     DamagedKeys,
     OptionError,
     TableSelectionError,
     TemplateMismatch,
+    TrackingError,
 )
-from deltackpt.format.manifest import SaveId
-from deltackpt.format.segments import FieldSpec, GroupEntry
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.handlers import split
-from deltackpt.reading import bounds, inventory, saves
-from deltackpt.save import extract
-from deltackpt.storage import parts
+from deltackpt.maintenance import compact, verify
+from deltackpt.reading import bounds, inventory, stored_saves
+from deltackpt.save import capture
+from deltackpt.storage import parts as storage_parts
 from deltackpt.testing.states import assert_same
-from deltackpt.upkeep import compact, verify
 
 ROWS, WIDTH, IDS = 400, 8, 1000
 #: Column dtypes of ids, and the largest id of each.
@@ -59,14 +66,30 @@ class Vocabulary:
             "keys": {name: jnp.asarray(self.keys[name].column(dtype)) for name in names},
             "dense": jnp.zeros(3),
         }
-        self.touched = touched.init(
-            {f"tables/{name}": rows for name, rows in self.state["tables"].items()}
-        )
+        self.touched = self.new_marks(self.state)
+
+    @staticmethod
+    def new_marks(state: dict[str, Any]) -> touched.TouchState:
+        return touched.init({f"tables/{name}": rows for name, rows in state["tables"].items()})
 
     def restored(self, state: dict[str, Any], touch_state: Any) -> None:
         """Continues from a restored state: the vocabularies follow from their key columns."""
         self.state, self.touched = state, touch_state
         self.keys = {name: vocab.RowKeys.index(column) for name, column in state["keys"].items()}
+
+    def grow(self, rows: int, *names: str) -> None:
+        """Adds rows without an id to some tables, all by default."""
+        self.state, added = {**self.state}, {}
+        for name in names or self.keys:
+            self.keys[name].grow(rows)
+            for kind in ("tables", "uses"):
+                held = self.state[kind][name]
+                more = jnp.full((rows - len(held), *held.shape[1:]), 0, held.dtype)
+                self.state[kind] = {**self.state[kind], name: jnp.concatenate([held, more])}
+            column = jnp.asarray(self.keys[name].column(self.dtype))
+            self.state["keys"] = {**self.state["keys"], name: column}
+            added[f"tables/{name}"] = self.state["tables"][name]
+        self.touched = touched.grow(self.touched, added)
 
     def step(self, seed: int, *, batch: int = 60, spare: int = 10, zero: bool = True) -> None:
         """Trains on some ids; evicts the least used rows for new ids, and ``spare`` more."""
@@ -141,8 +164,7 @@ def test_ids_are_exact_whatever_the_codecs_of_their_table(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": lossy}) as saving:
         for number in (1, 2, 3):
             run.step(number)
-            saving.save(number, run.state, touched=run.touched)
-            saving.wait_until_finished()
+            model.commit(saving, number, run.state, touched=run.touched)
             found = saving.read(number, dict.fromkeys(("tables/users", "tables/items")))
             for name, column in run.state["keys"].items():
                 restored = found.tables[f"tables/{name}"]["slot.key"]
@@ -195,8 +217,7 @@ def test_history_follows_an_id_and_omits_steps_at_which_its_row_had_another(tmp_
             if number % 2:
                 saving.append(number, run.state, touched=run.touched)
             else:
-                saving.save(number, run.state, touched=run.touched)
-                saving.wait_until_finished()
+                model.commit(saving, number, run.state, touched=run.touched)
     ck = inspect.open(tmp_path)
     table = ck.at(8).tables["tables/users"]
     np.testing.assert_array_equal(vocab.ids_of(np.asarray(table.key)), column[8])
@@ -241,7 +262,7 @@ def layer_bytes(step_dir: Any) -> int:
 
 def codecs_in(step_dir: Any) -> set[str]:
     """The codecs of the rows in a step."""
-    save = saves.read_save(step_dir, "embeddings")
+    save = stored_saves.read_save(step_dir, "embeddings")
     segments = [segment for part in save.parts() for segment in part.record.segments]
     return {encoding.codec for segment in segments for encoding in segment.encodings}
 
@@ -290,12 +311,11 @@ def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
 
 def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
     run = Vocabulary(rows=20_000)
-    with mock.patch.object(extract, "on_host", lambda array: False), manager(tmp_path) as saving:
+    with mock.patch.object(capture, "on_host", lambda array: False), manager(tmp_path) as saving:
         run.step(1, batch=12_000, spare=0)
         saving.save(1, run.state, touched=run.touched)
         run.step(2, batch=500, spare=4000)
-        saving.save(2, run.state, touched=run.touched)
-        saving.wait_until_finished()
+        model.commit(saving, 2, run.state, touched=run.touched)
         assert "zeros" in codecs_in(tmp_path / "2")
         assert_same(saving.restore(2, run.state).state, run.state)
 
@@ -311,7 +331,6 @@ def test_a_row_that_gets_an_id_again_has_its_new_values(tmp_path):
             else:
                 saving.append(number, run.state, touched=run.touched)
         saving.wait_appended()
-        saving.wait_until_finished()
     assert "zeros" in codecs_in(tmp_path / "6")
     ck = inspect.open(tmp_path)
     for number in (1, 3, 6, 8):
@@ -334,8 +353,12 @@ def test_tombstones_cover_no_row_of_a_base():
     made = made_up_saves.record(SaveId("a" * 32, 1, 1), rows=made_up_saves.ROWS)
     group = GroupEntry(name="g0", rows=rows, fields=(spec,))
     table = dataclasses.replace(made.tables[0], rows=rows)
-    nothing = parts.stored_field(
-        "values", parts.StoredArrays((), 0), codec="zeros", reason="", bounds=np.array([0, rows])
+    nothing = storage_parts.stored_field(
+        "values",
+        storage_parts.StoredArrays((), 0),
+        codec="zeros",
+        reason="",
+        bounds=np.array([0, rows]),
     )
     segment = dataclasses.replace(
         made.segments[0],
@@ -345,7 +368,7 @@ def test_tombstones_cover_no_row_of_a_base():
         encodings=(nothing.encoding,),
     )
     changed = {"groups": (group,), "tables": (table,), "segments": (segment,)}
-    with pytest.raises(Damaged, match="all 1099511627776 rows"):
+    with pytest.raises(Damaged, match="expected row indices of tombstones"):
         bounds.check_head(dataclasses.replace(made, **changed), "manifest.0")
     planned = dataclasses.replace(group, fields=(dataclasses.replace(spec, codec="zeros"),))
     with pytest.raises(Damaged, match="a codec with arrays"):
@@ -389,24 +412,161 @@ def test_a_process_that_is_killed_resumes_with_the_same_rows(tmp_path):
         assert_same(back.state, run.state)
 
 
-def test_a_table_that_grows_is_saved_as_a_base_and_keeps_its_ids(tmp_path):
+def test_a_table_that_grows_is_saved_as_a_delta_with_its_further_rows(tmp_path):
+    run, states = Vocabulary(), {}
+    with manager(tmp_path, wal=deltackpt.WalOptions()) as saving:
+        for number in range(1, 9):
+            if number in (4, 7):
+                run.grow(3 * ROWS if number == 7 else 2 * ROWS)
+            run.step(number)
+            states[number] = run.state
+            if number in (4, 8):  # append() saves a step if a table has grown.
+                found = saving.append(number, run.state, touched=run.touched)
+                assert (found.saved is None) == (number == 8)
+                continue
+            saved = saving.save(number, run.state, touched=run.touched)
+            assert saved.kind == ("base" if number == 1 else "delta"), saved.reason
+        saving.wait_until_finished()
+        saving.wait_appended()
+    assert not verify.verify_root(tmp_path).problems
+    ck = inspect.open(tmp_path)
+    users = np.asarray(states[7]["tables"]["users"])
+    for number, state in states.items():
+        if number < 8:
+            with manager(tmp_path, access="read") as restoring:
+                assert_same(restoring.restore(number, state).state, state)
+        found = ck.at(number)["tables/users"]
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(state["tables"]["users"]))
+    assert set(range(2 * ROWS, 3 * ROWS)) <= {*ck.touched(7)["tables/users"].tolist()}
+    last = ck.history("users", rows=[3 * ROWS - 1, 5])
+    np.testing.assert_array_equal(last.values[last.steps.tolist().index(7)], users[[-1, 5]])
+    compact.compact(tmp_path, step=7)
+    shutil.rmtree(tmp_path / "4")
+    with manager(tmp_path, access="read") as restoring:
+        assert_same(restoring.restore(7, states[7]).state, states[7])
+        assert_same(restoring.restore_latest(states[8]).state, states[8])
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("grow"), st.sampled_from(["users", "items"]), st.integers(1, 300)),
+    st.tuples(st.sampled_from(["save", "lose", "restart", "compact"])),
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(OPERATIONS, min_size=4, max_size=14),
+    st.sampled_from(["auto", "fingerprints"]),
+    st.booleans(),
+)
+def test_every_step_restores_whenever_tables_grow(operations, tracking, consecutive):
+    with tempfile.TemporaryDirectory() as root:
+        check_growth(root, [("save",), *operations], tracking, consecutive)
+
+
+def check_growth(root: str, operations: list[Any], tracking: Any, consecutive: bool) -> None:
+    """Runs operations, and compares every step that was saved with the state that it was given."""
+    policy = policies.Consecutive() if consecutive else policies.OneShot()
+    deltas = deltackpt.DeltaOptions(tracking=tracking, policy=policy)
+    run, states, number = Vocabulary(rows=120), {}, 0
+    saving = manager(root, deltas=deltas)
+
+    def save() -> None:
+        given = {} if tracking == "fingerprints" else {"touched": run.touched}
+        saving.save(number, run.state, **given)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: saving.close())
+        for operation, *arguments in operations:
+            number += 1
+            run.step(number, batch=20, spare=3)
+            if operation == "grow":
+                name, rows = arguments
+                run.grow(run.keys[name].capacity + rows, name)
+                run.step(number + 1000, batch=20, spare=3)
+            elif operation == "compact" and states:
+                saving.wait_until_finished()
+                compact.compact(root, step=max(states))
+            elif operation == "restart" and states:
+                saving.close()
+                saving = manager(root, deltas=deltas)
+                found = saving.restore_latest(states[max(states)])
+                assert found.step == max(states)
+                assert_same(found.state, states[found.step])
+                run = Vocabulary(rows=1)
+                run.restored(found.state, found.touched or run.new_marks(found.state))
+                number = found.step
+            elif operation == "lose":
+                saving.wait_until_finished()
+                with (
+                    mock.patch.object(storage_parts, "finish", side_effect=OSError("lost")),
+                    contextlib.suppress(Exception),
+                ):
+                    save()
+                    saving.wait_until_finished()
+            else:
+                save()
+                states[number] = run.state
+        saving.wait_until_finished()
+        for step, state in states.items():
+            assert_same(saving.restore(step, state).state, state)
+        assert not verify.verify_root(root).problems
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_table_that_grows_restores_onto_other_devices(tmp_path, kind):
+    mesh = jax.make_mesh((4,), ("rows",), (kind,), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, PartitionSpec("rows"))
     run = Vocabulary()
     with manager(tmp_path) as saving:
-        for number in (1, 2):
+        for number in (1, 2, 3):
+            if number == 2:
+                run.grow(2 * ROWS)
             run.step(number)
-            saving.save(number, run.state, touched=run.touched)
-        for name, keys in run.keys.items():
-            keys.grow(2 * ROWS)
-            for kind in ("tables", "uses"):
-                rows = run.state[kind][name]
-                run.state[kind][name] = jnp.concatenate([rows, jnp.zeros_like(rows)])
-            run.state["keys"][name] = jnp.asarray(keys.column(np.uint32))
-        tables = {f"tables/{name}": rows for name, rows in run.state["tables"].items()}
-        run.touched = touched.init(tables)
-        run.step(3)
-        saved = saving.save(3, run.state, touched=run.touched)
-        assert saved.kind == "base" and "tables differ" in saved.reason
-        run.step(4)
-        assert saving.save(4, run.state, touched=run.touched).kind == "delta"
+            sharded = {name: run.state[name] for name in ("tables", "uses", "keys")}
+            state = {**run.state, **jax.device_put(sharded, rows)}
+            marks = touched.grow(run.touched, {"users": state["tables"]["users"]})
+            assert marks.stamps["tables/users"].sharding.is_equivalent_to(rows, 1)
+            saved = saving.save(number, state, touched=marks)
+            assert saved.kind == ("base" if number == 1 else "delta"), saved.reason
         saving.wait_until_finished()
-        assert_same(saving.restore(4, run.state).state, run.state)
+        assert_same(saving.restore(3, run.state).state, run.state)
+        assert_same(saving.restore(3, state).state, state)
+
+
+def test_a_delta_without_the_rows_by_which_a_table_grew_is_damaged(tmp_path):
+    run = Vocabulary()
+    with manager(tmp_path) as saving:
+        run.step(1)
+        saving.save(1, run.state, touched=run.touched)
+        run.grow(2 * ROWS)
+        run.step(2)
+        with mock.patch.object(Layout, "new_rows_since", lambda *layouts: {}):
+            assert saving.save(2, run.state, touched=run.touched).kind == "delta"
+        saving.wait_until_finished()
+        with pytest.raises(Damaged, match=r"rows \(400, 800\), which its parent does not have"):
+            saving.restore(2, run.state)
+
+
+def test_a_table_that_another_one_follows_in_its_group_grows_with_a_base(tmp_path):
+    tables = deltackpt.Tables(select="tables/*")
+    state = {"tables": {name: jnp.ones((8, 2)) for name in ("a", "b")}}
+    marks = touched.init({f"tables/{name}": rows for name, rows in state["tables"].items()})
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saving:
+        saving.save(1, state, touched=marks)
+        for step, (name, kind) in enumerate([("b", "delta"), ("a", "base")], 2):
+            larger = jnp.concatenate([state["tables"][name], jnp.full((4, 2), step)])
+            state = {"tables": {**state["tables"], name: larger}}
+            marks = touched.mark(touched.grow(marks, {name: larger}), {})
+            saved = saving.save(step, state, touched=marks)
+            assert saved.kind == kind, saved.reason
+            saving.wait_until_finished()
+            assert_same(saving.restore(step, state).state, state)
+
+
+def test_stamps_cannot_shrink():
+    marks = touched.init({"users": jnp.zeros((8, 2))})
+    with pytest.raises(TrackingError, match="at least 8 rows.*has 7"):
+        touched.grow(marks, {"users": jnp.zeros((7, 2))})
+    with pytest.raises(TrackingError, match="no table 'items'"):
+        touched.grow(marks, {"items": jnp.zeros((9, 2))})

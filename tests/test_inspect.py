@@ -27,11 +27,10 @@ from test_meshes import Run, Topology, initial, topologies, trained
 import deltackpt
 import deltackpt.inspect
 from deltackpt import errors
-from deltackpt.reading import chains
-from deltackpt.reading import saves as stored
+from deltackpt.maintenance import compact
+from deltackpt.reading import chains, stored_saves
 from deltackpt.save import lineage
 from deltackpt.state import tables
-from deltackpt.upkeep import compact
 
 TABLE = "tables/users"
 
@@ -158,8 +157,7 @@ def test_a_change_of_sign_of_zero_or_of_a_nan_is_a_difference(tmp_path):
     touched = deltackpt.touched.init({"t": jax.numpy.asarray(table)})
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
-        saver.save(0, {"t": jax.numpy.asarray(table)}, touched=touched)
-        saver.wait_until_finished()
+        model.commit(saver, 0, {"t": jax.numpy.asarray(table)}, touched=touched)
         table[0], table[3] = -0.0, np.inf
         touched = deltackpt.touched.mark(touched, {"t": jax.numpy.arange(4)})
         saver.save(1, {"t": jax.numpy.asarray(table)}, touched=touched)
@@ -176,8 +174,7 @@ def test_history_shows_which_rows_existed_before_a_table_grew(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         for step, table in enumerate((small, large)):
-            saver.save(step, {"t": table}, touched=deltackpt.touched.init({"t": table}))
-            saver.wait_until_finished()
+            model.commit(saver, step, {"t": table}, touched=deltackpt.touched.init({"t": table}))
     ck = deltackpt.inspect.open(tmp_path)
     found = ck.history("t", [4, 0])
     assert found.present.tolist() == [[False, True], [True, True]]
@@ -191,13 +188,13 @@ def test_history_shows_which_rows_existed_before_a_table_grew(tmp_path):
 def test_history_reads_each_save_once(tmp_path):
     write_chain(tmp_path)
     opened = []
-    real = stored.StoredPart.read_into
+    real = stored_saves.StoredPart.read_into
 
     def counting(part, segment, entry, start, *arguments):
         opened.append((part.record.save_id, segment.name, entry.name, start))
         return real(part, segment, entry, start, *arguments)
 
-    with mock.patch.object(stored.StoredPart, "read_into", counting):
+    with mock.patch.object(stored_saves.StoredPart, "read_into", counting):
         deltackpt.inspect.open(tmp_path).history(TABLE, 3)
     assert len(opened) == len(set(opened))
 
@@ -328,8 +325,7 @@ def opened_files(root: Path) -> int:
 def test_notebook_pages_escape_names(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
-        saver.save(0, {"<b>&": np.ones((12, 30), np.float32)})
-        saver.wait_until_finished()
+        model.commit(saver, 0, {"<b>&": np.ones((12, 30), np.float32)})
         saver.save(1, {"<b>&": np.zeros((12, 30), np.float32)})
     ck = deltackpt.inspect.open(tmp_path)
     for shown in (ck, ck.at(), ck.at()["<b>&"], ck.diff(0, 1)):
@@ -387,7 +383,7 @@ def test_dense_leaves_of_a_replaced_step_are_never_mixed_with_its_tables(tmp_pat
 def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
     states = write_chain(tmp_path)
     ck = deltackpt.inspect.open(tmp_path)
-    real = stored.read_save
+    real = stored_saves.read_save
     done = []
 
     def racing(step_dir, item="embeddings", **how):
@@ -398,10 +394,9 @@ def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
                 with pytest.warns(UserWarning, match="rolled-back"):
                     saver.save(2, result.state, touched=result.touched)
                 saver.save(3, result.state, touched=result.touched)
-                saver.wait_until_finished()
         return real(step_dir, item, **how)
 
-    with mock.patch.object(stored, "read_save", racing):
+    with mock.patch.object(stored_saves, "read_save", racing):
         found = ck.history(TABLE, range(50))
     assert done and found.steps.tolist() == [0, 1, 2, 3]
     again = np.asarray(states[1]["tables"]["users"])[:50].tobytes()
@@ -467,8 +462,7 @@ def test_a_history_over_two_row_types_names_the_step_of_each(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         for step, width in enumerate((2, 3)):
-            saver.save(step, {"t": np.ones((4, width), np.float32)})
-            saver.wait_until_finished()
+            model.commit(saver, step, {"t": np.ones((4, width), np.float32)})
     ck = deltackpt.inspect.open(tmp_path)
     with pytest.raises(errors.TemplateMismatch, match=r"float32\[2\] from step 0, float32\[3\]"):
         ck.history("t", 0)
@@ -482,8 +476,7 @@ def test_changes_of_large_integers_and_nan_do_not_spoil_the_other_figures(tmp_pa
     rows = np.ones((3, 1), np.float32)
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
-        saver.save(0, {"ids": ids, "rows": rows})
-        saver.wait_until_finished()
+        model.commit(saver, 0, {"ids": ids, "rows": rows})
         later = ids + np.array([[1], [-3], [0]])
         saver.save(1, {"ids": later, "rows": np.array([[np.nan], [3.0], [2.0]], np.float32)})
     found = deltackpt.inspect.open(tmp_path).diff(0, 1)
@@ -495,14 +488,14 @@ def test_changes_of_large_integers_and_nan_do_not_spoil_the_other_figures(tmp_pa
 
 def test_an_unreadable_step_is_listed_with_the_others(tmp_path):
     write_chain(tmp_path, 3)
-    real = stored.read_save
+    real = stored_saves.read_save
 
     def refusing(step_dir, item="embeddings"):
         if step_dir.name == "1":
             raise PermissionError(13, "Permission denied")
         return real(step_dir, item)
 
-    with mock.patch.object(stored, "read_save", refusing):
+    with mock.patch.object(stored_saves, "read_save", refusing):
         saves = deltackpt.inspect.open(tmp_path).saves
     assert [bool(save.problem) for save in saves] == [False, True, True]
     assert "Permission denied" in saves[1].problem

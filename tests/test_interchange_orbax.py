@@ -99,8 +99,7 @@ def v0_manager(path: Path, state) -> Path:
 def v0_manager_with_items(path: Path, state) -> Path:
     with ocp.CheckpointManager(path) as manager:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave({}))
-        manager.save(7, args=args)
-        manager.wait_until_finished()
+        model.commit(manager, 7, args=args)
     return path / "7"
 
 
@@ -160,7 +159,6 @@ def test_a_stock_checkpoint_continues_with_a_delta(tmp_path, write, with_templat
         moved = trained(found.state, ids)
         marks = touched.mark(found.touched, {"params/emb/a": ids, "params/emb/b": ids})
         assert manager.save(8, moved, touched=marks).kind == "delta"
-        manager.wait_until_finished()
     with deltackpt.CheckpointManager(tmp_path / "run", handlers={"embeddings": TABLES}) as manager:
         found = manager.restore_latest(train_state(seed=9))
         assert found.chain == (7, 8)
@@ -211,7 +209,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
             state = trained(state, ids)
             marks = touched.mark(marks, {"params/emb/a": ids, "params/emb/b": ids})
             if step == kill_at:
-                LayerFile.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                LayerFile.begin_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
             manager.wait_until_finished()
     print(json.dumps(saves))
@@ -229,8 +227,8 @@ def test_an_import_that_is_killed_leaves_no_step_and_can_be_repeated(tmp_path):
     source = v0_manager(tmp_path / "stock", state)
     program = (
         "import os, signal, sys; from deltackpt import interchange, Tables;"
-        "from deltackpt.save import step;"
-        "step._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "from deltackpt.save import commit;"
+        "commit._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
         "interchange.import_orbax(*sys.argv[1:], tables=Tables(select='params/emb/*'))"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "run")]
@@ -410,7 +408,6 @@ def saved_every_kind(run: Path) -> dict:
     state = every_kind()
     with deltackpt.CheckpointManager(run, handlers=EVERY_KIND) as manager:
         manager.save(4, state)
-        manager.wait_until_finished()
     return state
 
 
@@ -493,7 +490,7 @@ def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
 
 @pytest.mark.processes
 def test_a_compacted_step_is_exported(tmp_path):
-    from deltackpt.upkeep.compact import compact
+    from deltackpt.maintenance.compact import compact
 
     shutil.copytree(GOLDEN / "v1", tmp_path / "run")
     interchange.export_orbax(tmp_path / "run", 30, tmp_path / "before")
@@ -534,7 +531,6 @@ def test_keys_that_orbax_would_join_into_one_name_are_refused(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="emb")}
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
         manager.save(1, state)
-        manager.wait_until_finished()
     with pytest.raises(OptionError, match="a.b"):
         interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
 
@@ -550,6 +546,5 @@ def test_an_import_beside_a_trainer_that_has_not_saved_yet_is_refused(tmp_path):
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
         with pytest.raises(InUse, match="the lease held by process"):
             interchange.import_orbax(tmp_path / "stock" / "7", tmp_path / "run", tables=TABLES)
-        manager.save(1, {"params": state.params})
-        manager.wait_until_finished()
+        model.commit(manager, 1, {"params": state.params})
         assert manager.all_steps() == [1]

@@ -28,13 +28,12 @@ from user_contexts import CONTEXTS, MESHES, InContext
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
+from deltackpt.maintenance import compact
 from deltackpt.testing import Disk
 from deltackpt.touched import TouchState, TrackState
-from deltackpt.upkeep import compact
 
 POLICIES = (
     deltackpt.policies.Consecutive(max_chain=4),
-    deltackpt.policies.Rolling(window=3),
     deltackpt.policies.OneShot(max_chain=3),
     deltackpt.policies.Intermittent(max_chain=6),
 )
@@ -104,9 +103,6 @@ class ManagerMachine(RuleBasedStateMachine):
         tables_lie,
         context,
     ):
-        if isinstance(policy, deltackpt.policies.Rolling):
-            # Not every step that retention keeps restores by itself.
-            bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.roots = 0
         self.tracking = tracking
@@ -521,7 +517,12 @@ ManagerMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestManager = ManagerMachine.TestCase
+
+
+class TestManager(ManagerMachine.TestCase):
+    """Runs the model."""
+
+
 # Rollbacks, failed background saves and failed audits are reported as warnings.
 TestManager.pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -20,10 +20,9 @@ from ray_nodes import IGNORED, wait_until
 
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.options import Copies, Erasure
-from deltackpt.service import discovery, keepers
+from deltackpt.service import discovery, peer_agents
 from deltackpt.storage.store import Refused
-from deltackpt.tiers.keepers import Keepers
-from deltackpt.tiers.neighbours import Neighbours
+from deltackpt.tiers.peers import PeerGroup, PeerTier
 
 pytestmark = [pytest.mark.processes, *IGNORED]
 
@@ -31,14 +30,14 @@ ITEM = "embeddings"
 MEMORY = 64 << 20
 
 
-def read(held: Neighbours, pack: MemoryPack) -> bytes:
-    found = bytearray(pack.label.nbytes)
-    with held.reading(pack.label) as reader:
+def read(held: PeerTier, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.ref.nbytes)
+    with held.open(pack.ref) as reader:
         reader.read_into(0, memoryview(found))
     return bytes(found)
 
 
-def remove(cluster, found: Keepers, count: int) -> list[str]:
+def remove(cluster, found: PeerGroup, count: int) -> list[str]:
     """Removes nodes other than this process's, and waits until their peer agents are gone."""
     gone = []
     for node in [*cluster.worker_nodes][:count]:
@@ -68,15 +67,15 @@ def three():
 
 
 def test_copies_survive_the_loss_of_a_node(three):
-    found = discovery.keepers("/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first")
+    found = discovery.peer_group("/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first")
     assert len(found.nodes) == 3
-    held = Neighbours(found)
+    held = PeerTier(found)
     pack = MemoryPack("save-1", 20 << 20)
-    held.hold(pack)
+    held.put(pack)
     [gone] = remove(three, found, 1)
     assert read(held, pack) == pack.data
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray has seen it")
-    after = discovery.keepers(
+    after = discovery.peer_group(
         "/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first", earlier=found
     )
     assert gone not in {one.node for one in after.nodes}
@@ -87,27 +86,27 @@ def test_copies_survive_the_loss_of_a_node(three):
 
 def test_a_dead_peer_agent_restarts_empty_and_gets_the_same_token(three):
     how = Copies(copies=1, memory_bytes=MEMORY)
-    found = discovery.keepers("/root", ITEM, how, "first")
-    held = Neighbours(found)
+    found = discovery.peer_group("/root", ITEM, how, "first")
+    held = PeerTier(found)
     pack = MemoryPack("save-1", 1 << 20)
-    held.hold(pack)
-    states = keepers.states("/root", ITEM)
+    held.put(pack)
+    states = peer_agents.states("/root", ITEM)
     [holding] = [one for one in states.values() if one is not None and one.fragments]
     os.kill(holding.pid, signal.SIGKILL)
 
     def restarted():
-        again = keepers.states("/root", ITEM)[holding.node]
+        again = peer_agents.states("/root", ITEM)[holding.node]
         return again is not None and again.pid != holding.pid and again
 
     back = wait_until(restarted, "Ray starts the keeper again")
     assert back.fragments == 0 and not back.claimed
-    with pytest.raises(StorageError, match="save-1"), held.reading(pack.label):
+    with pytest.raises(StorageError, match="save-1"), held.open(pack.ref):
         pass
     held.close()
-    after = discovery.keepers("/root", ITEM, how, "first", earlier=found)
+    after = discovery.peer_group("/root", ITEM, how, "first", earlier=found)
     assert after.token == found.token and len(after.nodes) == 3
-    held = Neighbours(after)
-    held.hold(pack)
+    held = PeerTier(after)
+    held.put(pack)
     assert read(held, pack) == pack.data
     held.close()
 
@@ -115,9 +114,9 @@ def test_a_dead_peer_agent_restarts_empty_and_gets_the_same_token(three):
 def test_a_peer_agent_killed_during_a_push_is_replaced(three):
     ray_nodes.add_node(three)
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "there are four nodes")
-    found = discovery.keepers("/root", ITEM, Copies(copies=2, memory_bytes=128 << 20), "first")
-    held = Neighbours(found)
-    states = keepers.states("/root", ITEM)
+    found = discovery.peer_group("/root", ITEM, Copies(copies=2, memory_bytes=128 << 20), "first")
+    held = PeerTier(found)
+    states = peer_agents.states("/root", ITEM)
 
     class Killing(MemoryPack):
         """Kills an agent that has the first segment when the second one is read."""
@@ -126,33 +125,33 @@ def test_a_peer_agent_killed_during_a_push_is_replaced(three):
 
         def read_into(self, start: int, out: memoryview) -> None:
             if start and self.killed is None:
-                there = keepers.states("/root", ITEM)
+                there = peer_agents.states("/root", ITEM)
                 self.killed = next(one for one in there.values() if one and one.fragments)
                 os.kill(self.killed.pid, signal.SIGKILL)
             super().read_into(start, out)
 
     pack = Killing("save-1", 40 << 20)
     assert len(states) == 4
-    held.hold(pack)
+    held.put(pack)
     assert pack.killed is not None
-    assert held.labels() == [pack.label]
+    assert held.refs() == [pack.ref]
     assert read(held, pack) == pack.data
     held.close()
 
 
 def test_a_new_claim_shuts_out_the_previous_trainer(three):
     how = Copies(copies=1, memory_bytes=MEMORY)
-    first = discovery.keepers("/root", ITEM, how, "first")
-    other_process = discovery.keepers("/root", ITEM, how, "first")
-    before = Neighbours(first)
-    before.hold(MemoryPack("save-1", 1000))
-    beside = Neighbours(other_process)
-    assert beside.labels() == before.labels()
-    now = Neighbours(discovery.keepers("/root", ITEM, how, "second"))
-    assert now.labels() == [MemoryPack("save-1", 1000).label]
+    first = discovery.peer_group("/root", ITEM, how, "first")
+    other_process = discovery.peer_group("/root", ITEM, how, "first")
+    before = PeerTier(first)
+    before.put(MemoryPack("save-1", 1000))
+    beside = PeerTier(other_process)
+    assert beside.refs() == before.refs()
+    now = PeerTier(discovery.peer_group("/root", ITEM, how, "second"))
+    assert now.refs() == [MemoryPack("save-1", 1000).ref]
     with pytest.raises(StorageError, match="an invalid token"):
-        before.hold(MemoryPack("save-2", 1000))
-    assert discovery.keepers("/root", ITEM, how, "first", earlier=first).nodes == ()
+        before.put(MemoryPack("save-2", 1000))
+    assert discovery.peer_group("/root", ITEM, how, "first", earlier=first).nodes == ()
     with pytest.raises(Refused):
         next(iter(beside._nodes.values())).keys("")
     for one in (before, beside, now):
@@ -162,11 +161,10 @@ def test_a_new_claim_shuts_out_the_previous_trainer(three):
 def test_the_command_line_shows_and_stops_peer_agents(three, capsys, monkeypatch):
     from click.testing import CliRunner
 
-    from deltackpt.cli import cli
-    from deltackpt.cli import keepers as command
+    from deltackpt.cli import cli, service
 
-    monkeypatch.setattr(command, "connect", lambda address: None)
-    discovery.keepers("/root", ITEM, Copies(copies=1, memory_bytes=MEMORY), "first")
+    monkeypatch.setattr(service, "connect", lambda address: None)
+    discovery.peer_group("/root", ITEM, Copies(copies=1, memory_bytes=MEMORY), "first")
     shown = CliRunner().invoke(cli, ["peers", "status", "/root", "--json"])
     assert shown.exit_code == 0, shown.output
     said = json.loads(shown.output)["peers"]
@@ -174,25 +172,25 @@ def test_the_command_line_shows_and_stops_peer_agents(three, capsys, monkeypatch
     assert "address" in CliRunner().invoke(cli, ["peers", "status", "/root"]).output
     ended = CliRunner().invoke(cli, ["peers", "stop", "/root"])
     assert "3 actors ended" in ended.output
-    wait_until(lambda: keepers.states("/root", ITEM) == {}, "no keeper is left")
+    wait_until(lambda: peer_agents.states("/root", ITEM) == {}, "no keeper is left")
 
 
 @pytest.mark.parametrize("lost", [2, 3])
 def test_erasure_survives_the_loss_of_m_nodes_and_names_the_lost_nodes_beyond(lost):
     pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
     with ray_nodes.nodes(5) as cluster:
-        found = discovery.keepers("/root", ITEM, Erasure(k=2, m=2, memory_bytes=MEMORY), "first")
+        found = discovery.peer_group("/root", ITEM, Erasure(k=2, m=2, memory_bytes=MEMORY), "first")
         found.require_nodes()
-        held = Neighbours(found)
+        held = PeerTier(found)
         pack = MemoryPack("save-1", 20 << 20)
-        held.hold(pack)
+        held.put(pack)
         gone = remove(cluster, found, lost)
         if lost == 2:
-            assert held.labels() == [pack.label]
+            assert held.refs() == [pack.ref]
             assert read(held, pack) == pack.data
         else:
-            assert held.labels() == [] and held.incomplete() == [pack.label]
-            with pytest.raises(StorageError) as caught, held.reading(pack.label):
+            assert held.refs() == [] and held.survey().every == {pack.ref}
+            with pytest.raises(StorageError) as caught, held.open(pack.ref):
                 pass
             assert "needs 2 of 4" in str(caught.value)
             for node in gone:

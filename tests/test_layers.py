@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import struct
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import google_crc32c
 import hypothesis.strategies as st
-import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
@@ -41,20 +41,15 @@ from made_up_layers import (
 )
 
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
-from deltackpt.format.blocks import Ranges, rows_of
-from deltackpt.format.dtypes import stored_dtype
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.row_blocks import Ranges, rows_of
 from deltackpt.layers import footer
 from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef
-from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.layers.shard import LayerShard
-from deltackpt.layers.write import (
-    REMOVED,
-    LayerFile,
-)
+from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.layers.write import REMOVED, LayerFile, LayerShard
 from deltackpt.resources import runtime as runtimes
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.host_memory import aligned_buffer
+from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DirectFile
@@ -177,7 +172,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
     file = LayerFile(
         DirectFile(path), runtime, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes
     )
-    layer = file.begin(manifest_of())
+    layer = file.begin_layer(manifest_of())
     cuts = {
         one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
     }
@@ -213,13 +208,86 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
     )
 
 
+def aligned(count: int, width: int, seed: int = 0) -> np.ndarray:
+    """Rows in memory that can be written directly, (count, width) float32."""
+    out = aligned_buffer(4 * count * width)[: 4 * count * width].view(np.float32)
+    out[:] = np.random.default_rng(seed).standard_normal(len(out), np.float32)
+    return out.reshape(count, width)
+
+
+@FAST
+@given(data=st.data())
+def test_threads_write_long_arrays_from_their_memory(tmp_path_factory, data):
+    chunk_bytes = data.draw(st.sampled_from([1024, 4096, 10_000, 128 << 10]))
+    buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 2 << 20]))
+    path = tmp_path_factory.mktemp("layers") / "layer"
+    runtime = Runtime()
+    file = LayerFile(
+        DirectFile(path), runtime, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes
+    )
+    layer, groups = file.begin_layer(manifest_of()), []
+    for number in range(data.draw(st.integers(1, 4))):
+        width = data.draw(st.sampled_from([1, 6, 16, 100]))
+        rows = aligned(data.draw(st.integers(1, 700_000 // width)), width, number)
+        groups.append(Rows(f"g{number}", f"g{number}", range(len(rows)), [Array("v", rows)]))
+    cut = data.draw(st.sampled_from([0, 5, 1 << 14]))
+
+    def write_group(group: Rows) -> None:
+        (array,) = group.arrays
+        writer = layer.array(group.name, "v", array.data.shape, array.data.dtype)
+        for piece in (array.data[:cut], array.data[cut:]):
+            writer.write(piece)
+        writer.finish()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write_group, groups))
+    described = tuple(group.described for group in groups)
+    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=described))
+    file.file.close()
+    runtime.close()
+    contents = path.read_bytes()
+    assert google_crc32c.value(contents[:-4]) == written.crc32c
+    found = opened(contents)
+    found.verify()
+    assert read_all(found) == contents_of(groups)
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkeypatch, width):
+    rows, together = aligned(40_000, width), threading.Barrier(2)
+    first, taken = rows.ctypes.data, []
+    runtime = Runtime()
+    file = LayerFile(DirectFile(tmp_path / "layer"), runtime)
+    layer, real = file.begin_layer(manifest_of()), file.file.write
+
+    def write(start, data):
+        taken.append((data.ctypes.data - first, len(data)))
+        if taken.index((data.ctypes.data - first, len(data))) < 2:
+            together.wait(30)
+        real(start, data)
+
+    monkeypatch.setattr(file.file, "write", write)
+    writer = layer.array("t", "v", rows.shape, rows.dtype)
+    writer.write(rows)
+    pieces = sorted(taken)
+    assert pieces[0][0] == 0
+    assert all(start + count == next_ for (start, count), (next_, _) in itertools.pairwise(pieces))
+    assert rows.nbytes - sum(count for _, count in pieces) < 128 << 10
+    writer.finish()
+    group = Rows("t", "t", range(len(rows)), [Array("v", rows)])
+    layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
+    file.file.close()
+    runtime.close()
+    assert read_all(opened((tmp_path / "layer").read_bytes())) == contents_of([group])
+
+
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
 def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
     runtime = Runtime()
     file = LayerFile(
         DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=16 << 10
     )
-    layer = file.begin(manifest_of())
+    layer = file.begin_layer(manifest_of())
     rows = np.zeros((20_000, 2), np.float32)
     real = file.file.write
 
@@ -241,9 +309,9 @@ def test_the_footer_of_another_layer_is_rejected_before_it_is_read(tmp_path):
     write(tmp_path / "layer", [(manifest_of(), groups_of())])
     data = (tmp_path / "layer").read_bytes()
     digest = opened(data).digest
-    assert Layer(Memory(data), len(data), digest=digest).digest == digest
+    assert LayerReader(Memory(data), len(data), digest=digest).digest == digest
     with pytest.raises(Damaged, match=f"footer: expected crc32c {digest ^ 1:08x}"):
-        Layer(Memory(data), len(data), digest=digest ^ 1)
+        LayerReader(Memory(data), len(data), digest=digest ^ 1)
 
 
 def test_a_footer_that_claims_to_be_huge_is_damage(tmp_path):
@@ -263,14 +331,14 @@ def test_a_footer_that_claims_to_be_huge_is_damage(tmp_path):
         out.seek(nbytes - len(tail))
         out.write(tail)
     with pytest.raises(Damaged, match="footer: expected at most"):
-        Layer(StoredBytes(store_path(path)), nbytes)
+        LayerReader(StoredBytes(store_path(path)), nbytes)
 
 
 @pytest.mark.parametrize("version", sorted(GOLDEN.glob("layers-v*")), ids=lambda path: path.name)
 def test_golden_layers_are_read(version):
     expected = json.loads((version / "expected.json").read_text())
     step, wal = version / "step", version / "wal"
-    layers = [Layer(StoredBytes(store_path(step)), step.stat().st_size)]
+    layers = [LayerReader(StoredBytes(store_path(step)), step.stat().st_size)]
     layers += layers_in(StoredBytes(store_path(wal)), wal.read_bytes())
     assert [str(layer.id.step) for layer in layers] == [*expected]
     for layer in layers:
@@ -346,27 +414,6 @@ def test_golden_layers_follow_the_format_page():
     assert groups["float32"]["ranges"] == [[1, 3], [9, 10]]
 
 
-def test_rows_of_bfloat16_tables_are_stored_as_their_bits(tmp_path):
-    rows = np.arange(12).reshape(6, 2).astype(ml_dtypes.bfloat16)
-    stored = rows.view(stored_dtype(rows.dtype))
-    group = Rows("t", "t", range(6), [Array("values", stored)])
-    write(tmp_path / "layer", [(manifest_of(), [group])])
-    layer = opened((tmp_path / "layer").read_bytes())
-    (found,) = layer.row_groups()
-    out = np.empty((6, 2), ml_dtypes.bfloat16)
-    layer.read_into(layer.arrays(found)["values"], 0, 6, out.view("uint16"))
-    assert out.tobytes() == rows.tobytes()
-
-
-def test_a_manifest_keeps_the_callers_values(tmp_path):
-    given_manifest = manifest_of(5, process=1, process_count=3, epoch=EpochRef(number=2, crc32c=9))
-    write(tmp_path / "layer", [(given_manifest, [])], sequence=17, predecessor=5)
-    found = opened((tmp_path / "layer").read_bytes()).manifest
-    assert (found.sequence, found.predecessor) == (17, 5)
-    assert (found.epoch, found.process, found.process_count) == (EpochRef(number=2, crc32c=9), 1, 3)
-    assert (tmp_path / "layer").stat().st_size == 2 * PAGE_BYTES
-
-
 def big_layer(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """4,000 rows of 64 float32 with a slot, among 100,000."""
     rows = np.unique(np.random.default_rng(0).integers(0, 100_000, 4000))
@@ -379,7 +426,7 @@ def big_layer(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def test_one_row_with_its_slot_needs_four_ranges(tmp_path):
     rows, values = big_layer(tmp_path / "layer")
     source = Memory((tmp_path / "layer").read_bytes())
-    layer = Layer(source, len(source.data))
+    layer = LayerReader(source, len(source.data))
     assert len(source.ranges) == 1
     (group,) = layer.row_groups()
     wanted = int(rows[1234])
@@ -401,7 +448,7 @@ def test_layers_are_read_by_ranges_of_an_object_store(tmp_path):
     # The layer may be part of a bundle.
     store.put("bundle", bytes(100) + data + bytes(100))
     for where, start in ((StorePath(store, "3/layer.0"), 0), (StorePath(store, "bundle"), 100)):
-        layer = Layer(StoredBytes(where), len(data), start=start)
+        layer = LayerReader(StoredBytes(where), len(data), start=start)
         layer.verify()
         (group,) = layer.row_groups()
         out = np.empty((2, 64), np.float32)
@@ -417,7 +464,7 @@ def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
         chunk_bytes=4096,
     )
     source = Memory((tmp_path / "layer").read_bytes())
-    layer = Layer(source, len(source.data))
+    layer = LayerReader(source, len(source.data))
     (group,) = layer.row_groups()
     source.ranges.clear()
     assert len(layer.rows(group, 20_001, 20_002).rows) == 0
@@ -430,7 +477,7 @@ def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
 def test_a_whole_array_is_one_range_and_no_other_byte_is_read(tmp_path):
     rows, values = big_layer(tmp_path / "layer")
     source = Memory((tmp_path / "layer").read_bytes())
-    layer = Layer(source, len(source.data))
+    layer = LayerReader(source, len(source.data))
     (group,) = layer.row_groups()
     source.ranges.clear()
     out = np.empty_like(values)
@@ -452,7 +499,7 @@ def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
             super().read_into(start, parts)
 
     data = (tmp_path / "layer").read_bytes()
-    layer = Layer(Watched(data), len(data))
+    layer = LayerReader(Watched(data), len(data))
     (group,) = layer.row_groups()
     out = np.empty_like(values)
     targets.clear()
@@ -535,7 +582,7 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     file = LayerFile(
         DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=100_000
     )
-    layer = file.begin(manifest_of())
+    layer = file.begin_layer(manifest_of())
     writer = layer.array("t", "v", rows.shape, rows.dtype)
     writer.write(rows[:3900])
     assert writing.wait(30)
@@ -618,7 +665,7 @@ def test_writes_respect_the_pace(tmp_path):
     taken = []
 
     class Watched(Pace):
-        def take(self, nbytes, stopped=None):
+        def acquire(self, nbytes, stopped=None):
             taken.append(nbytes)
 
     write(tmp_path / "layer", [(manifest_of(), groups_of())], buffer_bytes=8192, pace=Watched())
@@ -638,7 +685,7 @@ def test_equal_saves_have_equal_bytes_and_others_have_other_checksums(tmp_path):
 def test_forked_children_may_touch_and_free_write_memory():
     program = (
         "import os, numpy as np\n"
-        "from deltackpt.resources.memory import aligned_buffer\n"
+        "from deltackpt.resources.host_memory import aligned_buffer\n"
         "held = aligned_buffer(9 << 20)\n"
         "held[:] = 7\n"
         "child = os.fork()\n"

@@ -37,7 +37,7 @@ from made_up_layers import (
 from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.layers import footer
 from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES
-from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.storage.store import store_path
 
 #: Bound on the memory for reading a file of some kilobytes.
@@ -91,7 +91,7 @@ def test_every_truncation_is_an_error_that_names_the_file():
         with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
             opened(data[:length])
         with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
-            Layer(Memory(data[:length]), len(data))
+            LayerReader(Memory(data[:length]), len(data))
     with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
         opened(data + bytes(PAGE_BYTES))
 
@@ -136,7 +136,7 @@ def test_a_chunk_of_another_layer_is_an_error(tmp_path):
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(Damaged, match="layer.7: footer"):
-        Layer(StoredBytes(store_path(tmp_path / "layer.7")), 8192)
+        LayerReader(StoredBytes(store_path(tmp_path / "layer.7")), 8192)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_invalid_identity_is_damaged(changed):
         opened(with_fields(layer_bytes(), **changed))
 
 
-def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Layer:
+def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> LayerReader:
     """A layer with one chunk, whose checksum is right."""
     padding = np.empty(0, np.uint8)
     seed = manifest_of().seed

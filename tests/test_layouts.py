@@ -4,26 +4,31 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import deltackpt
-from deltackpt.errors import BrokenChain, Damaged, StorageError
-from deltackpt.format import chain, manifest, names, records
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.format import manifest, naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.reading import chains, reader, saves
-from deltackpt.save import division
-from deltackpt.state import ownership
-from deltackpt.state.remembered import ByLayout
+from deltackpt.reading import chains, reader, stored_saves
+from deltackpt.save import selection
+from deltackpt.state import placement
+from deltackpt.state import tables as state_tables
+from deltackpt.state.placement import ByLayout
 from deltackpt.storage.store import StorePath
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -57,20 +62,19 @@ def saved(root: Path, count: int, steps: int):
     touched, states = deltackpt.touched.init(state["tables"]), []
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
         for step in range(steps):
-            manager.save(step, state, touched=touched)
-            manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched)
             states.append(state)
             state, touched = moved(state, touched, jnp.array([step % 64, 63]))
     return states
 
 
 def head_of(root: Path, step: int) -> Manifest:
-    return saves.read_save(root / str(step)).head
+    return stored_saves.read_save(root / str(step)).head
 
 
 def rewrite(root: Path, step: int, **changed) -> None:
     """Replaces fields of a manifest."""
-    path = root / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    path = root / str(step) / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     record = dataclasses.replace(head_of(root, step), **changed)
     path.write_bytes(manifest.to_bytes(record))
 
@@ -83,33 +87,15 @@ def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     state = a_state(7)
     touched = deltackpt.touched.init(state["tables"])
     with (
-        mock.patch.object(ownership, "shares", wraps=ownership.shares) as shares,
+        mock.patch.object(placement, "shares", wraps=placement.shares) as shares,
         deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager,
     ):
         counts = []
         for step in range(4):
-            manager.save(step, state, touched=touched)
-            manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched)
             counts.append(shares.call_count)
             state, touched = moved(state, touched, jnp.array([1]))
     assert counts == [7] * 4
-
-
-def test_a_state_with_other_shardings_is_divided_again(tmp_path):
-    mesh = jax.make_mesh((8,), ("x",))
-    specs = [jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x")]
-    state = a_state(3)
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
-        for step, spec in enumerate(specs * 2):
-            placed = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.P()))
-            placed["tables"] = jax.device_put(
-                state["tables"], jax.sharding.NamedSharding(mesh, spec)
-            )
-            touched = deltackpt.touched.init(placed["tables"])
-            manager.save(step, placed, touched=touched)
-            manager.wait_until_finished()
-            found = manager.restore(step, placed)
-            model.assert_same(found.state, placed)
 
 
 def test_many_small_tables_restore_as_they_were_saved(tmp_path):
@@ -132,6 +118,134 @@ def test_tables_with_stamps_in_two_touch_states_are_tracked_one_by_one(tmp_path)
         model.assert_same(manager.restore(1, moved_twice).state, moved_twice)
 
 
+#: Of a table: rows, width, dtype, shape of a slot's value, placement.
+KINDS = (
+    st.sampled_from([16, 24, 64]),
+    st.sampled_from([1, 4]),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+    st.sampled_from([(), (4,)]),
+    st.sampled_from(["one device", "rows", "copies", "numpy"]),
+)
+LAYOUTS = st.dictionaries(st.sampled_from("abc"), st.tuples(*KINDS), min_size=1)
+
+
+def on(place: str):
+    """A layout of one table with a placement."""
+    return {"a": (64, 4, "float32", (), place)}
+
+
+@st.composite
+def similar_layouts(draw):
+    """A layout, and others that differ from it in one property of one table."""
+    first = draw(LAYOUTS)
+    found = [first]
+    for number in draw(st.lists(st.integers(0, len(KINDS)), min_size=1, max_size=2)):
+        name = draw(st.sampled_from(sorted(first)))
+        if number == len(KINDS):
+            found.append({**first, "d": first[name]})
+            continue
+        table = list(first[name])
+        table[number] = draw(KINDS[number].filter(lambda kind, old=table[number]: kind != old))
+        found.append({**first, name: tuple(table)})
+    return found
+
+
+def placed(array: np.ndarray, place: str):
+    if place == "numpy":
+        return array
+    if place == "one device":
+        return jnp.asarray(array)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec("x" if place == "rows" else None)
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+
+
+def state_of(layout, random: np.random.Generator):
+    state = {"tables": {}, "slots": {}, "bias": jnp.asarray(random.random(3))}
+    for name, (rows, width, dtype, slot, place) in layout.items():
+        values = random.integers(-100, 100, (rows, width)).astype(jnp.dtype(dtype))
+        state["tables"][name] = placed(values, place)
+        state["slots"][name] = placed(random.random((rows, *slot), np.float32), place)
+    return state
+
+
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(
+    layouts=similar_layouts(),
+    order=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    marks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@hypothesis.example(layouts=[on("rows"), on("one device")], order=[0], marks=True, seed=0)
+@hypothesis.example(layouts=[on("rows"), on("one device")], order=[0], marks=False, seed=0)
+@hypothesis.example(
+    layouts=[on("numpy"), on("rows"), on("copies")], order=[2, 1], marks=False, seed=0
+)
+def test_saves_of_changing_layouts_are_the_same_with_and_without_cached_values(
+    layouts, order, marks, seed
+):
+    random = np.random.default_rng(seed)
+    found: dict[str, list] = {"cached": [], "computed": []}
+    tracking = (
+        OPTIONS
+        if marks
+        else dataclasses.replace(
+            OPTIONS, deltas=dataclasses.replace(OPTIONS.deltas, tracking="fingerprints")
+        )
+    )
+    choice = deltackpt.Tables(select="tables/**", slots={"tables/**": {"s": "slots/{name}"}})
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        managers = {
+            kind: stack.enter_context(
+                deltackpt.CheckpointManager(
+                    Path(directory, kind), handlers={"embeddings": choice}, options=tracking
+                )
+            )
+            for kind in found
+        }
+        states, before, touched = [], None, None
+        for step, number in enumerate([0, 1, *order]):
+            layout = layouts[number % len(layouts)]
+            state = state_of(layout, random)
+            if layout == before and touched is not None:
+                ids = {name: random.integers(0, layout[name][0], 5) for name in layout}
+                state = kept_but(state, states[-1], ids)
+                touched = deltackpt.touched.mark(touched, ids)
+            else:
+                touched = deltackpt.touched.init(state["tables"])
+            states.append(state)
+            before = layout
+            for kind, manager in managers.items():
+                with contextlib.ExitStack() as uncached:
+                    if kind == "computed":
+                        forget(uncached)
+                    saved = manager.save(step, state, touched=touched if marks else None)
+                    [report] = manager.wait_until_finished()
+                found[kind].append((saved.kind, saved.reason, report.rows, report.total_rows))
+        for step, state in enumerate(states):
+            model.assert_same(managers["cached"].restore(step, state).state, state)
+    assert found["cached"] == found["computed"]
+
+
+def forget(stack: contextlib.ExitStack) -> None:
+    """Has everything computed anew that depends on a layout alone."""
+    stack.enter_context(mock.patch.object(ByLayout, "get", lambda self, layout, rest, make: make()))
+    state_tables._plans.clear()
+    state_tables._newest.clear()
+
+
+def kept_but(state, before, ids):
+    """The tables and slots of ``before`` with the rows ``ids`` of ``state``."""
+    kept = {"tables": {}, "slots": {}, "bias": state["bias"]}
+    for kind in ("tables", "slots"):
+        for name, new in state[kind].items():
+            array = np.array(before[kind][name])
+            array[ids[name]] = np.asarray(new)[ids[name]]
+            is_host = isinstance(new, np.ndarray)
+            kept[kind][name] = array if is_host else jax.device_put(array, new.sharding)
+    return kept
+
+
 def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
     known: ByLayout[int] = ByLayout()
     one, other = (manifest.Layout((), (), (), ()) for _ in range(2))
@@ -146,7 +260,7 @@ def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
 def test_a_division_keeps_no_array(tmp_path):
     state = a_state(2)
     split = deltackpt.handlers.split(state, HANDLERS["embeddings"])
-    found = division.of(split.layout, split.fields, {})
+    found = selection.of(split.layout, split.fields, {})
     plans = [
         plan for by_rows in found.fields.values() for p in by_rows.values() for plan in p.values()
     ]
@@ -169,7 +283,7 @@ def test_manifests_of_one_run_share_equal_parts(tmp_path):
 def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path):
     saved(tmp_path, 3, 2)
     for step in range(2):
-        path = tmp_path / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+        path = tmp_path / str(step) / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
         quick = manifest.from_bytes(path.read_bytes(), name="quick")
         with mock.patch.object(records, "quickly", lambda *args, **kwargs: None):
             assert manifest.from_bytes(path.read_bytes(), name="strict") == quick
@@ -180,22 +294,25 @@ def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path)
 )
 def test_an_invalid_manifest_is_reported_in_outline_and_as_a_whole(tmp_path, changed):
     saved(tmp_path, 1, 1)
-    path = tmp_path / "0" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    path = tmp_path / "0" / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     record = head_of(tmp_path, 0)
     body = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     made = dataclasses.make_dataclass("Body", list(body))(**(body | changed))
     path.write_bytes(records.to_bytes(made, "deltackpt.manifest"))
     with pytest.raises(Damaged):
-        saves.read_save(tmp_path / "0")
+        stored_saves.read_save(tmp_path / "0")
     if "tables" not in changed:  # The outline has no tables.
         with pytest.raises(Damaged):
-            saves.read_info(tmp_path / "0")
+            stored_saves.read_info(tmp_path / "0")
 
 
 def test_the_outline_of_a_save_equals_that_of_its_manifest(tmp_path):
     saved(tmp_path, 3, 3)
     for step in range(3):
-        assert saves.read_info(tmp_path / str(step)) == saves.read_save(tmp_path / str(step)).info
+        assert (
+            stored_saves.read_info(tmp_path / str(step))
+            == stored_saves.read_save(tmp_path / str(step)).info
+        )
 
 
 # --- The chain as a hint -------------------------------------------------------------------------
@@ -221,7 +338,6 @@ def test_a_run_that_resumes_from_a_restored_step_names_its_chain(tmp_path):
         assert result is not None
         state, touched = moved(result.state, result.touched, jnp.array([7]))
         assert manager.save(3, state, touched=touched).kind == "delta"
-        manager.wait_until_finished()
     assert head_of(tmp_path, 3).parents == ("2", "1", "0")
 
 
@@ -266,17 +382,9 @@ def test_a_wrong_hint_still_gives_the_chain_of_the_parents(tmp_path, slow_store,
         np.testing.assert_array_equal(fields[f"tables/{name}"]["values"], table)
 
 
-def test_a_hint_does_not_replace_a_parent_that_is_another_save(tmp_path, slow_store):
-    saved(tmp_path, 1, 4)
-    other = dataclasses.replace(head_of(tmp_path, 2).save_id, attempt=77)
-    rewrite(tmp_path, 2, save_id=other)
-    with pytest.raises(BrokenChain, match="expected save id"):
-        chains.read_chain(tmp_path / "3")
-
-
 def test_an_altered_manifest_is_damage_even_if_it_was_read_ahead(tmp_path, slow_store):
     saved(tmp_path, 1, 4)
-    path = tmp_path / "1" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    path = tmp_path / "1" / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
@@ -304,10 +412,3 @@ def test_a_manifest_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_st
     with mock.patch.object(StorePath, "read", refused):
         found = chains.read_chain(tmp_path / "3")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3"]
-
-
-def test_infos_of_saves_form_a_chain(tmp_path):
-    saved(tmp_path, 1, 2)
-    infos = [saves.read_info(tmp_path / str(step)) for step in range(2)]
-    by_dir = {info.step_dir: info for info in infos}
-    assert chain.restore_chain(infos[1], by_dir) == tuple(infos)

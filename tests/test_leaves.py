@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import model
 import numpy as np
 import pytest
 from etils import epath
@@ -21,7 +22,7 @@ from flat_options import manager_options
 import deltackpt
 from deltackpt import inspect, serving, touched
 from deltackpt.errors import TableSelectionError, TemplateMismatch, UnsupportedLeaf
-from deltackpt.handlers import dense, v0
+from deltackpt.handlers import orbax_dense, v0
 from deltackpt.restore import placing
 from deltackpt.state import tables
 
@@ -156,8 +157,7 @@ def assert_same_leaf(found: Any, expected: Any, name: str) -> None:
 def stored(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     """A step with every leaf that can be stored."""
     with manager(tmp_path_factory.mktemp("leaves") / "root") as saver:
-        saver.save(1, with_tables(STORABLE))
-        saver.wait_until_finished()
+        model.commit(saver, 1, with_tables(STORABLE))
         yield saver
 
 
@@ -215,8 +215,7 @@ def _rows(stored: Any, root: Path) -> dict[str, Any]:
     }
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(root, handlers=handlers) as saver:
-        saver.save(1, arrays)
-        saver.wait_until_finished()
+        model.commit(saver, 1, arrays)
         found = saver.read(1, dict.fromkeys(arrays)).tables
     return {name: fields["values"] for name, fields in found.items()}
 
@@ -282,7 +281,6 @@ def test_an_unsupported_leaf_is_refused_before_the_save_starts(name, tmp_path):
         assert "save(items=...)" in str(caught.value)
         assert not list(saver._root.path.glob("1*"))
         saver.save(1, with_tables({"even": jnp.ones(2)}))
-        saver.wait_until_finished()
 
 
 def test_all_unsupported_leaves_are_named(tmp_path):
@@ -336,7 +334,7 @@ def test_leaves_are_checked_once_except_those_whose_value_matters():
 
     def fault(leaf: Any, key: Sequence[str]) -> str | None:
         asked.append(leaf)
-        return dense.fault(leaf, key)
+        return orbax_dense.fault(leaf, key)
 
     choice = deltackpt.Tables(select="table")
     state = with_tables({"a": jnp.ones(2), "count": 3, "b": np.ones(2)})
@@ -383,8 +381,7 @@ def test_a_state_without_values_is_refused_by_name_before_the_save_starts(reader
     state = with_tables({"kernel": jnp.ones(2), "key": jax.random.key(1)})
     marks = touched.init({"table": state["table"]})
     with manager(tmp_path, wal=deltackpt.WalOptions()) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
+        model.commit(saver, 1, state, touched=marks)
 
         def refused(change: str, given: Any, with_marks: Any, fault: str) -> None:
             with pytest.raises(UnsupportedLeaf, match=rf"\n +{change} {fault}"):
@@ -452,8 +449,7 @@ def wide_state() -> dict[str, Any]:
 def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     """A step with 64-bit leaves, written and read with 64-bit types disabled in JAX."""
     with manager(tmp_path_factory.mktemp("wide") / "root") as saver:
-        saver.save(1, wide_state())
-        saver.wait_until_finished()
+        model.commit(saver, 1, wide_state())
         yield saver
 
 
@@ -498,21 +494,19 @@ def test_64_bit_leaves_are_restored_as_numpy_arrays(wide):
 
 def test_the_handlers_also_refuse_to_truncate_64_bits(wide):
     item = wide._root.step_dir(1) / "embeddings"
-    asked = placing.abstract_of(deltackpt.reading.saves.read_save(item.parent))
+    asked = placing.abstract_of(deltackpt.reading.stored_saves.read_save(item.parent))
     with pytest.raises(TemplateMismatch, match="table table, .*jax_enable_x64"):
         v0.DeltaHandler().restore(epath.Path(item), args=v0.DeltaRestore(asked))
 
 
 def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
     with manager(tmp_path / "root") as saver:
-        saver.save(1, with_tables({"count": 2**40, "share": 0.1, "flag": True}))
-        saver.wait_until_finished()
+        model.commit(saver, 1, with_tables({"count": 2**40, "share": 0.1, "flag": True}))
         template = jax.eval_shape(lambda: with_tables({"count": 1, "share": 0.1, "flag": True}))
         with pytest.raises(TemplateMismatch, match=r"leaves/count: .*int32\[\].*1099511627776"):
             saver.restore(1, template)
     with manager(tmp_path / "other") as saver:
-        saver.save(1, with_tables({"count": 2**20, "share": 0.1, "flag": True}))
-        saver.wait_until_finished()
+        model.commit(saver, 1, with_tables({"count": 2**20, "share": 0.1, "flag": True}))
         found = saver.restore(1, template).state["leaves"]
         assert int(found["count"]) == 2**20
         assert found["share"] == jnp.float32(0.1)
@@ -547,8 +541,7 @@ def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
 )
 def test_a_template_of_another_kind_of_leaf_is_refused(stored_leaf, asked, tmp_path):
     with manager(tmp_path) as saver:
-        saver.save(1, with_tables({"leaf": stored_leaf}))
-        saver.wait_until_finished()
+        model.commit(saver, 1, with_tables({"leaf": stored_leaf}))
         with pytest.raises(TemplateMismatch, match=r"dense leaf leaves/leaf: expected .* found"):
             saver.restore(1, with_tables({"leaf": asked}))
 

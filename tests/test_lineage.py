@@ -12,11 +12,10 @@ import made_up_saves
 import pytest
 from hypothesis import given, settings
 
-from deltackpt.format import names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.policies import Consecutive, OneShot
-from deltackpt.save.clocks import Clocks, Reading
+from deltackpt.save.branch import Clocks, Reading
 from deltackpt.save.lineage import Lineage
 
 LAYOUT = made_up_saves.layout()
@@ -36,7 +35,7 @@ class Trainer:
     def begin(self, step: int, clocks: Clocks | None = None, **options):
         clocks = at(step) if clocks is None else clocks
         options = {"layout": LAYOUT} | options
-        return self.lineage.begin(step, self.root / str(step), clocks=clocks, **options)
+        return self.lineage.start_save(step, self.root / str(step), clocks=clocks, **options)
 
     def save(self, step: int, clocks: Clocks | None = None, **options):
         intent = self.begin(step, clocks, **options)
@@ -79,14 +78,14 @@ def test_a_save_that_failed_after_its_commit_is_still_the_parent(trainer):
 def test_only_its_own_save_id_makes_a_save_committed(trainer):
     trainer.begin(1)
     other = SaveId("other", 1, 1)
-    item = trainer.root / "1" / names.EMBEDDINGS_ITEM
+    item = trainer.root / "1" / naming.EMBEDDINGS_ITEM
     made_up_saves.write(item, made_up_saves.record(other))
     assert trainer.begin(2).reason == "base: no committed save to build on"
 
 
 def test_a_damaged_manifest_makes_no_parent(trainer):
     trainer.save(1)
-    path = trainer.root / "1" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    path = trainer.root / "1" / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     path.write_bytes(path.read_bytes()[:-1])
     assert trainer.begin(2).reason == "base: no committed save to build on"
 
@@ -232,12 +231,12 @@ def test_saves_in_flight_and_their_possible_parents_are_protected(trainer):
 
 def test_a_witness_is_that_of_the_parent(trainer):
     first = trainer.save(1)
-    trainer.lineage.witnessed(SaveId("other", 1, 1), "not this one")
-    trainer.lineage.witnessed(first.save_id, "rows")
+    trainer.lineage.record_sample(SaveId("other", 1, 1), "not this one")
+    trainer.lineage.record_sample(first.save_id, "rows")
     second = trainer.begin(2)
-    assert second.witness == "rows" and not second.stands_still
+    assert second.sample == "rows" and not second.clocks_unchanged
     trainer.lineage.failed(second.save_id)
-    assert trainer.begin(3, at(1)).stands_still
+    assert trainer.begin(3, at(1)).clocks_unchanged
 
 
 def test_rows_that_an_accumulator_still_holds_are_saved_again(trainer):
@@ -322,7 +321,7 @@ def test_a_delta_holds_all_rows_since_a_committed_save(outcomes, policy):
                 stand[intent.save_id] = step
             if outcome == "foreign":
                 other = made_up_saves.record(SaveId("other", step, 1))
-                made_up_saves.write(step_dir / names.EMBEDDINGS_ITEM, other)
+                made_up_saves.write(step_dir / naming.EMBEDDINGS_ITEM, other)
             if outcome in ("fail", "late"):
                 trainer.lineage.failed(intent.save_id)
             if outcome == "remove":

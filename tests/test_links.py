@@ -18,18 +18,18 @@ from test_log import options
 
 import deltackpt
 from deltackpt.errors import Damaged, DeltackptError
-from deltackpt.format import names
-from deltackpt.format.chain import SaveInfo
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveInfo
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Unit
-from deltackpt.nodes.directory import INCOMING, DirectoryShelf
+from deltackpt.ledger.entries import ObjectKey
+from deltackpt.maintenance import compact, garbage, gc
+from deltackpt.maintenance.garbage import Retention
+from deltackpt.nodes.directory_blobs import INCOMING, DirectoryBlobs
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import FileStore
+from deltackpt.storage.store import FileStore, store_path
 from deltackpt.testing import TrainingRun
-from deltackpt.tiers.directory import Directory
-from deltackpt.upkeep import collect, compact, wal_removal
-from deltackpt.upkeep.unneeded import Retention
+from deltackpt.tiers.copy_locations import Directory
 
 ITEM = "embeddings"
 #: Depth of the folders that are handled individually; that of steps is 1.
@@ -47,15 +47,14 @@ def written(tmp_path_factory) -> Path:
             for _ in range(3):
                 run.save()
                 run.append()
-            manager.wait_until_finished()
     fold(root, 3)
-    cut = f"{names.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
+    cut = f"{naming.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
     for place in (
-        f"{names.TRASH}/{'1' * 32}/1/{ITEM}",
-        f"{names.ROLLED_BACK}/run/7/{ITEM}",
-        f"{names.COPYING}/90/{ITEM}",
-        f"{names.COPYING}/replaced/90/{ITEM}",
-        f"8{names.TEMPORARY}-cut/{ITEM}",
+        f"{naming.TRASH}/{'1' * 32}/1/{ITEM}",
+        f"{naming.ROLLED_BACK}/run/7/{ITEM}",
+        f"{naming.COPYING}/90/{ITEM}",
+        f"{naming.COPYING}/replaced/90/{ITEM}",
+        f"8{naming.TEMPORARY}-cut/{ITEM}",
         cut,
     ):
         (root / place).mkdir(parents=True)
@@ -85,6 +84,13 @@ def whatever_comes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def damaged() -> Iterator[None]:
+    """The reads of a source that is found damaged."""
+    yield
+    raise Damaged("a", "b", "c")
+
+
 def remove_everything(root: Path) -> None:
     """Runs everything that removes files from a directory."""
     with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
@@ -95,19 +101,27 @@ def remove_everything(root: Path) -> None:
         opened.roll_back(4, "another-run")
     with whatever_comes():
         for number in opened.log_at.numbers():
-            wal_removal.remove(opened.log_at, number)
+            garbage.remove_wal_epoch(opened.log_at, number)
     place, no_info = Directory(root, ITEM), cast(SaveInfo, None)
-    for unit in (Unit(90, None), Unit(3, ITEM)):
+    for unit in (ObjectKey(90, None), ObjectKey(3, ITEM)):
         with whatever_comes():
             place.publish(unit, {})
-        with whatever_comes(), place.writing(unit, no_info, {}):
-            raise Damaged("a", "b", "c")
+        with whatever_comes():
+            place.add(
+                unit,
+                no_info,
+                store_path(root),
+                {},
+                reading=damaged(),
+                workers=1,
+                on_bytes=lambda *_: None,
+            )
     with whatever_comes(), compact.exclusive(root):
         pass
     with whatever_comes():
         compact.compact(root, step=6)
     with whatever_comes():
-        collect.collect(root, rolled_back=True, retention=Retention(keep_last=1), offline=True)
+        gc.collect(root, rolled_back=True, retention=Retention(keep_last=1), offline=True)
 
 
 def test_everything_is_removed_without_links(written, tmp_path):
@@ -115,9 +129,9 @@ def test_everything_is_removed_without_links(written, tmp_path):
     root = Path(shutil.copytree(written, tmp_path / "root"))
     remove_everything(root)
     left = set(folders(root))
-    gone = tuple(f"{one}/" for one in (names.TRASH, names.ROLLED_BACK, names.LOG))
+    gone = tuple(f"{one}/" for one in (naming.TRASH, naming.ROLLED_BACK, naming.LOG))
     assert not {one for one in left if one.startswith(gone)}
-    assert not {"1", f"8{names.TEMPORARY}-cut", f"{names.COPYING}/90"} & left
+    assert not {"1", f"8{naming.TEMPORARY}-cut", f"{naming.COPYING}/90"} & left
 
 
 def test_no_deletion_follows_a_link_at_any_level_out_of_a_directory(written, tmp_path):
@@ -182,11 +196,11 @@ def test_retention_reports_why_nothing_is_removed_through_a_link(tmp_path):
     outside = tree(tmp_path, "outside/any/5/file")
     with run.open() as manager:
         run.save()
-        (root / names.TRASH).symlink_to(tmp_path / "outside")
+        (root / naming.TRASH).symlink_to(tmp_path / "outside")
         run.save(force_base=True, wait=False)
         with pytest.warns(UserWarning, match="deleted is a symbolic link to .*; remove the link"):
             manager.wait_until_finished()
-        (root / names.TRASH).unlink()
+        (root / naming.TRASH).unlink()
         run.save(force_base=True)
         assert manager.all_steps() == [3]
     assert outside.exists()
@@ -198,7 +212,7 @@ def test_no_deletion_follows_a_link_out_of_a_node_store(tmp_path, place):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / place).symlink_to(tmp_path / "outside")
     with contextlib.suppress(DeltackptError):
-        shelf = DirectoryShelf(tmp_path / "store")
+        shelf = DirectoryBlobs(tmp_path / "store")
         with contextlib.closing(shelf), contextlib.suppress(DeltackptError):
             shelf.delete(f"{place}/object")
     assert victim.exists()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import warnings
 
@@ -15,18 +14,16 @@ import pytest
 
 import deltackpt
 from deltackpt import RecoveryPoint, touched
-from deltackpt.errors import FencedError, OptionError, SaveFailed, TrackingError, WaitTimeout
+from deltackpt.errors import OptionError, SaveFailed, TrackingError, WaitTimeout
 from deltackpt.layers import merge
-from deltackpt.ledger import lease
 from deltackpt.reading import reader
 from deltackpt.testing import STEP_FILES, Disk, TrainingRun
-from deltackpt.wal.recorder import Due, Recorder
+from deltackpt.wal.recorder import Recorder, SaveNeeded
 
 POLICIES = {
     "consecutive": deltackpt.policies.Consecutive(),
     "one-shot": deltackpt.policies.OneShot(max_chain=20),
     "intermittent": deltackpt.policies.Intermittent(max_chain=20),
-    "rolling": deltackpt.policies.Rolling(window=5),
 }
 
 
@@ -48,25 +45,6 @@ def assert_found_again(run):
     expected = run.step
     with run.open():
         assert run.resume().step == expected
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_replayed_rows_are_in_every_delta_against_the_step_below(run, policy):
-    chosen = options(POLICIES[policy])
-    with run.open(chosen) as manager:
-        run.save_initial()
-        for _ in range(4):
-            run.append()
-        manager.wait_appended()
-    with run.open(chosen) as manager:
-        assert run.resume().point is not None
-        for _ in range(4):
-            saved = run.save()
-            assert saved.kind == "delta"
-            found = manager.restore(run.step, run.state)
-            run.check(found)
-            # The restored state is not used.
-            run.append()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,51 +74,11 @@ def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatc
     monkeypatch.setattr(reader, "_ROW_INDEX_BYTES", 1 << 40)
     with run.open(chosen):
         assert run.resume().point is not None
-    # The saves that contain all rows are merged together, with the first layer above them.
+    # The base is merged with the first layer above it.
     first, *others = (number for number, _ in counts)
-    assert first <= (6 if policy == "rolling" else 2)
+    assert first <= 2
     assert {*others} == {1} and first + len(others) == layers
     assert sum(found for _, found in counts) == count
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_first_save_that_fails_after_a_point_loses_no_replayed_row(run, policy):
-    chosen = options(POLICIES[policy])
-    with run.open(chosen):
-        run.save_initial()
-        for _ in range(3):
-            run.append()
-    with run.open(chosen) as manager:
-        run.resume()
-        with Disk(run.root) as disk:
-            disk.fail("write", STEP_FILES)
-            run.save(wait=False)
-            with pytest.raises(deltackpt.errors.SaveFailed):
-                manager.wait_until_finished()
-        run.save()
-    with run.open(chosen):
-        result = run.resume()
-        assert (result.step, result.point) == (5, None)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_crash_before_the_first_save_loses_no_replayed_row(run, policy):
-    chosen = options(POLICIES[policy])
-    with run.open(chosen):
-        run.save_initial()
-        for _ in range(3):
-            run.append()
-    for _ in range(3):
-        with run.open(chosen):
-            assert run.resume().chain == (0,)
-            run.append()
-            run.append()
-    with run.open(chosen) as manager:
-        assert run.resume().step == 9
-        for _ in range(3):
-            run.save()
-            found = manager.restore(run.step, run.state)
-            run.continue_from(found)
 
 
 def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(run):
@@ -237,38 +175,6 @@ def test_points_above_a_step_that_training_resumes_from_are_invalid(run):
     with run.open():
         assert run.resume().step == 2
     assert left[5] is not run.state
-
-
-def test_a_resumed_point_invalidates_later_points_of_the_earlier_run(run):
-    with run.open():
-        run.save_initial()
-        for _ in range(5):
-            run.append()
-    with run.open() as manager:
-        result = manager.restore(3, run.state)
-        assert result.point is not None and result.point.step == 3
-        run.continue_from(result)
-        run.append()
-        manager.wait_appended()
-        assert [point.step for point in manager.recovery_points()] == [4, 3, 2, 1]
-        by_point = manager.restore(manager.recovery_points()[-1], run.state)
-        model.assert_same(by_point.state, run.states[1])
-
-
-def test_steps_above_a_point_that_training_resumes_from_are_moved_aside(run):
-    with run.open():
-        run.save_initial()
-        run.append()
-        run.append()
-        run.save()
-    with run.open() as manager:
-        run.continue_from(manager.restore(1, run.state))
-        assert manager.resume_step == 1
-        with pytest.warns(UserWarning, match="later steps"):
-            run.append()
-        assert manager.resume_step == 1
-    with run.open():
-        assert run.resume().step == 2
 
 
 def test_a_run_without_a_wal_invalidates_points_that_it_does_not_resume_from(run):
@@ -429,28 +335,6 @@ def test_append_saves_the_step_if_there_is_nothing_to_continue_from(run):
         assert result.items == {"epoch": 3, "position": {"base64": "AAE="}}
 
 
-def test_items_of_a_point_are_restored_as_they_were_given(run):
-    with run.open():
-        run.save_initial()
-        given = {"data": b"\x00\xff", "epoch": {"number": 3, "of": [1, 2.5, None]}}
-        run.append(items=given)
-    with run.open():
-        assert run.resume().items == given
-
-
-def test_soft_records_alone_are_not_points_and_a_full_one_has_their_rows(run):
-    with run.open(options(dense="soft")) as manager:
-        run.save_initial()
-        for _ in range(4):
-            assert run.append().kind == "soft"
-        manager.wait_appended()
-        assert manager.recovery_points() == []
-        assert manager.wait_appended() == 0
-        assert run.append(full=True).kind == "full"
-    with run.open():
-        assert run.resume().step == 5
-
-
 def test_append_saves_a_step_if_the_wal_has_outgrown_the_tables(run):
     with run.open(options(max_wal_ratio=1e-9)) as manager:
         run.save_initial()
@@ -504,24 +388,6 @@ def test_a_damaged_step_costs_nothing_if_the_wal_reaches_below_it(tmp_path, run)
         assert (result.step, result.chain) == (5, (0,))
 
 
-def test_a_trainer_that_lost_its_lease_no_longer_appends(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
-    with contextlib.ExitStack() as held:
-        manager = held.enter_context(run.open())
-        run.save_initial()
-        run.append()
-        manager.wait_appended()
-        own = max(tmp_path.glob("lease.*.msgpack"))
-        epoch = int(own.name.split(".")[1])
-        (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
-        with pytest.raises(FencedError):
-            run.append()
-            manager.wait_appended()
-        held.pop_all()
-    with pytest.raises(FencedError):
-        manager.close()
-
-
 @pytest.mark.parametrize("how", ["append", "save"])
 def test_a_loop_without_work_may_append_or_save_the_point_that_it_restored(run, how):
     with run.open() as manager:
@@ -559,7 +425,7 @@ def test_a_step_saved_instead_of_a_record_is_not_mistaken_for_the_restored_one(
         run.save_initial()
     with run.open() as manager:
         run.resume()
-        monkeypatch.setattr(Recorder, "append", lambda *_: Due("a test says so"))
+        monkeypatch.setattr(Recorder, "append", lambda *_: SaveNeeded("a test says so"))
         told = manager.append(run.step, run.state, touched=run.touched)
         assert told.saved is not None and "it was restored" in told.saved.reason
         ids = {"users": np.array([1])} if why == "ids" else None

@@ -9,9 +9,17 @@ from typing import TypeVar
 
 import pytest
 
-from deltackpt.wal.agreement import Leader, Member, Proposal, Settle, Status, Wish, too_long
+from deltackpt.wal.agreement import (
+    AgreedOutcome,
+    Leader,
+    Member,
+    ProcessStatus,
+    Proposal,
+    SaveRequest,
+    too_long,
+)
 
-NEEDED = Wish("one process needs it", anew=False)
+NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 DEADLINE_SECS = 10.0
 _T = TypeVar("_T")
 
@@ -19,15 +27,15 @@ _T = TypeVar("_T")
 class Job:
     """Some processes and their messages, each of which is delayed or lost."""
 
-    def __init__(self, count: int, calls: int, *, wishing: int):
+    def __init__(self, count: int, calls: int, *, requesting: int):
         self.members = [Member() for _ in range(count)]
         self.calls = [0] * count
         self.most_calls = calls
-        self.wishing: int | None = wishing
+        self.requesting: int | None = requesting
         self.leader = Leader(count, DEADLINE_SECS)
         self.now = 0.0
         self.proposal: Proposal | None = None
-        self.statuses: dict[int, Status] = {}
+        self.statuses: dict[int, ProcessStatus] = {}
         self.outcomes: dict[int, bool] = {}
         #: For each process, the proposal whose outcome it waits for.
         self.waits: list[Proposal | None] = [None] * count
@@ -36,11 +44,11 @@ class Job:
         self.losses = 1
 
     def key(self) -> object:
-        members = tuple((m._calls, m._heard, m._accepted) for m in self.members)
+        members = tuple((m._calls, m._last_proposal, m._accepted) for m in self.members)
         leader = tuple(vars(self.leader).values())
         told = tuple(sorted(self.statuses.items()))
         outcomes = tuple(sorted(self.outcomes.items()))
-        rest = (self.wishing, self.now, self.proposal, tuple(self.waits), tuple(self.saved))
+        rest = (self.requesting, self.now, self.proposal, tuple(self.waits), tuple(self.saved))
         return members, leader, told, outcomes, rest, frozenset(self.dead)
 
     # Events that may happen next, in any order.
@@ -77,8 +85,8 @@ class Job:
         self.waits[process] = None
         if self.outcomes[proposal.id]:
             self.saved[process] += (proposal.number,)
-            if process == self.wishing:
-                self.wishing = None
+            if process == self.requesting:
+                self.requesting = None
 
     def give_up(self, process: int) -> None:
         proposal = self.waits[process]
@@ -88,7 +96,7 @@ class Job:
 
     def hear(self, process: int) -> None:
         assert self.proposal is not None
-        self.members[process].hear(self.proposal)
+        self.members[process].receive(self.proposal)
 
     def tell(self, process: int) -> None:
         self.statuses[process] = self._status(process)
@@ -98,17 +106,17 @@ class Job:
         self.losses -= 1
 
     def lead(self, _: int) -> None:
-        found = self.leader.look(self.now, self.statuses, None)
+        found = self.leader.next_action(self.now, self.statuses, None)
         if isinstance(found, Proposal):
             self.proposal = found
-        elif isinstance(found, Settle):
-            yes = self.outcomes.setdefault(found.proposal.id, found.yes)
-            answers = [s for s in self.statuses.values() if s.heard == found.proposal.id]
+        elif isinstance(found, AgreedOutcome):
+            is_agreed = self.outcomes.setdefault(found.proposal.id, found.is_agreed)
+            answers = [s for s in self.statuses.values() if s.last_proposal == found.proposal.id]
             refused = not all(one.accepted for one in answers)
-            self.leader.settled(self.now, yes=yes, refused=refused)
+            self.leader.record_outcome(self.now, is_agreed=is_agreed, refused=refused)
 
-    def _status(self, process: int) -> Status:
-        return self.members[process].status(NEEDED if process == self.wishing else None)
+    def _status(self, process: int) -> ProcessStatus:
+        return self.members[process].status(NEEDED if process == self.requesting else None)
 
     def check(self) -> None:
         """Checks that if one process saves, every other that reaches the call does, or will."""
@@ -130,7 +138,7 @@ def copied(one: _T) -> _T:
 
 @pytest.mark.parametrize(("count", "calls", "losses"), [(2, 3, 1), (2, 4, 0), (3, 2, 0)])
 def test_in_every_interleaving_all_that_reach_the_call_save_or_none_does(count, calls, losses):
-    first = Job(count, calls, wishing=count - 1)
+    first = Job(count, calls, requesting=count - 1)
     first.losses = losses
     seen, waiting, agreed, refused, lost = {first.key()}, [first], 0, 0, 0
     while waiting:
@@ -158,9 +166,9 @@ def test_in_every_interleaving_all_that_reach_the_call_save_or_none_does(count, 
 @pytest.mark.parametrize("count", [2, 4, 7])
 def test_all_save_in_the_end_however_messages_are_delayed(count, seed):
     rng = random.Random(f"{count} {seed}")
-    job = Job(count, 1 << 30, wishing=rng.randrange(count))
+    job = Job(count, 1 << 30, requesting=rng.randrange(count))
     job.losses = 0
-    while job.wishing is not None or len({*job.saved}) > 1:
+    while job.requesting is not None or len({*job.saved}) > 1:
         # Training keeps them within a step of each other.
         ahead = {("call", p) for p in range(count) if job.calls[p] > min(job.calls)}
         events = [e for e in job.events() if e[0] != "give up" and e not in ahead]
@@ -175,7 +183,7 @@ def test_all_save_in_the_end_however_messages_are_delayed(count, seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_if_a_process_is_lost_no_other_saves_alone_or_waits_forever(seed):
     rng = random.Random(seed)
-    job = Job(3, 400, wishing=1)
+    job = Job(3, 400, requesting=1)
     job.die(2)
     while min(job.calls[:2]) < job.most_calls:
         event = rng.choice(list(job.events()))
@@ -188,49 +196,56 @@ def test_if_a_process_is_lost_no_other_saves_alone_or_waits_forever(seed):
 def test_a_refusal_leads_to_a_proposal_further_ahead():
     leader, ahead = Leader(1, DEADLINE_SECS), []
     for now in range(4):
-        proposal = leader.look(now, {0: Status(calls=5, wish=NEEDED, heard=now)}, None)
+        proposal = leader.next_action(
+            now, {0: ProcessStatus(calls=5, request=NEEDED, last_proposal=now)}, None
+        )
         assert isinstance(proposal, Proposal)
         ahead.append(proposal.number - 5)
-        answer = Status(calls=9, wish=NEEDED, heard=proposal.id, accepted=False)
-        found = leader.look(now, {0: answer}, None)
-        assert found == Settle(proposal, False)
-        leader.settled(now, yes=False, refused=True)
+        answer = ProcessStatus(calls=9, request=NEEDED, last_proposal=proposal.id, accepted=False)
+        found = leader.next_action(now, {0: answer}, None)
+        assert found == AgreedOutcome(proposal, False)
+        leader.record_outcome(now, is_agreed=False, refused=True)
     assert ahead == [2, 4, 8, 16]
 
 
 def test_an_unanswered_proposal_is_withdrawn_and_the_next_comes_later():
     leader = Leader(2, DEADLINE_SECS)
-    statuses = {0: Status(wish=NEEDED), 1: Status()}
-    proposal = leader.look(0.0, statuses, None)
+    statuses = {0: ProcessStatus(request=NEEDED), 1: ProcessStatus()}
+    proposal = leader.next_action(0.0, statuses, None)
     assert isinstance(proposal, Proposal)
-    assert leader.look(DEADLINE_SECS - 1, statuses, None) is None
-    assert leader.look(DEADLINE_SECS, statuses, None) == Settle(proposal, False)
-    leader.settled(DEADLINE_SECS, yes=False, refused=False)
-    assert leader.look(DEADLINE_SECS + 0.5, statuses, None) is None
-    assert isinstance(leader.look(DEADLINE_SECS + 1, statuses, None), Proposal)
+    assert leader.next_action(DEADLINE_SECS - 1, statuses, None) is None
+    assert leader.next_action(DEADLINE_SECS, statuses, None) == AgreedOutcome(proposal, False)
+    leader.record_outcome(DEADLINE_SECS, is_agreed=False, refused=False)
+    assert leader.next_action(DEADLINE_SECS + 0.5, statuses, None) is None
+    assert isinstance(leader.next_action(DEADLINE_SECS + 1, statuses, None), Proposal)
 
 
 def test_a_status_from_before_the_agreed_call_requests_no_second_step():
-    leader, wishing = Leader(1, DEADLINE_SECS), Status(calls=5, wish=NEEDED)
-    proposal = leader.look(0.0, {0: wishing}, None)
+    leader, requesting = Leader(1, DEADLINE_SECS), ProcessStatus(calls=5, request=NEEDED)
+    proposal = leader.next_action(0.0, {0: requesting}, None)
     assert isinstance(proposal, Proposal)
-    accepted = wishing._replace(heard=1, accepted=True)
-    assert leader.look(0.0, {0: accepted}, None) == Settle(proposal, True)
-    leader.settled(0.0, yes=True, refused=False)
-    assert leader.look(0.0, {0: accepted}, None) is None
-    assert leader.look(0.0, {0: accepted._replace(calls=8, passed=1, wish=None)}, None) is None
-    again = leader.look(0.0, {0: accepted._replace(calls=9, passed=1)}, None)
+    accepted = requesting._replace(last_proposal=1, accepted=True)
+    assert leader.next_action(0.0, {0: accepted}, None) == AgreedOutcome(proposal, True)
+    leader.record_outcome(0.0, is_agreed=True, refused=False)
+    assert leader.next_action(0.0, {0: accepted}, None) is None
+    assert (
+        leader.next_action(0.0, {0: accepted._replace(calls=8, passed=1, request=None)}, None)
+        is None
+    )
+    again = leader.next_action(0.0, {0: accepted._replace(calls=9, passed=1)}, None)
     assert isinstance(again, Proposal) and again.id == 2
 
 
 def test_a_wish_to_start_over_takes_precedence_over_one_to_save():
-    anew = Wish("rows were left out", anew=True)
-    proposal = Leader(2, 1.0).look(0.0, {0: Status(wish=NEEDED), 1: Status(wish=anew)}, None)
-    assert isinstance(proposal, Proposal) and proposal.wish == anew
+    anew = SaveRequest("rows were left out", restarts_wal=True)
+    proposal = Leader(2, 1.0).next_action(
+        0.0, {0: ProcessStatus(request=NEEDED), 1: ProcessStatus(request=anew)}, None
+    )
+    assert isinstance(proposal, Proposal) and proposal.request == anew
 
 
 def test_the_total_bytes_of_all_processes_make_a_wal_too_long():
-    statuses = {0: Status(grown=60, dense=10), 1: Status(grown=60, dense=10)}
+    statuses = {0: ProcessStatus(grown=60, dense=10), 1: ProcessStatus(grown=60, dense=10)}
     assert too_long(statuses, 1.0, 99)
     assert not too_long(statuses, 1.0, 100)
     assert not too_long({0: statuses[0]}, 1.0, 99)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from deltackpt.errors import StorageError
-from deltackpt.wal.agreement import Wish
-from deltackpt.wal.assembly import Assembly
-from deltackpt.wal.progress import Progress, Watch
+from deltackpt.wal.agreement import SaveRequest
+from deltackpt.wal.agreement_thread import AgreementThread
+from deltackpt.wal.progress import LagWatch, WalProgress
 
-NEEDED = Wish("one process needs it", anew=False)
+NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 
 
 class MemoryBoard:
@@ -57,9 +57,9 @@ class Job:
 
     def __init__(self, directory, count, *, base_bytes=1 << 30):
         self.board, self.clock = MemoryBoard(), Clock()
-        self.progress = [Progress(directory, process, count) for process in range(count)]
+        self.progress = [WalProgress(directory, process, count) for process in range(count)]
         self.all = [
-            Assembly(
+            AgreementThread(
                 self.board,
                 "log",
                 progress,
@@ -72,14 +72,14 @@ class Job:
             for progress in self.progress
         ]
         for one in self.all:
-            one._tell()
+            one._send_status()
 
-    def listen(self, *but: int) -> None:
+    def run_round(self, *but: int) -> None:
         for process, one in enumerate(self.all):
             if process not in but:
-                one.listen()
+                one.run_round()
 
-    def call(self) -> list[Wish | None]:
+    def call(self) -> list[SaveRequest | None]:
         return [one.call() for one in self.all]
 
 
@@ -87,10 +87,10 @@ class Job:
 def test_if_one_process_needs_a_save_all_save_at_the_same_call_exactly_once(tmp_path, wishing):
     job = Job(tmp_path, 3)
     assert job.call() == [None] * 3
-    job.all[wishing].wish(NEEDED)
+    job.all[wishing].request_save(NEEDED)
     found = []
     for _ in range(6):
-        job.listen()
+        job.run_round()
         found.append(job.call())
         if found[-1] == [NEEDED] * 3:
             for one in job.all:
@@ -101,15 +101,15 @@ def test_if_one_process_needs_a_save_all_save_at_the_same_call_exactly_once(tmp_
 
 def test_no_process_saves_until_every_process_listens(tmp_path):
     job = Job(tmp_path, 3)
-    job.all[1].wish(NEEDED)
+    job.all[1].request_save(NEEDED)
     for _ in range(5):
-        job.listen(2)
+        job.run_round(2)
         # A process that has accepted reaches the call, waits and continues.
         assert job.call() == [None] * 3
     found = []
     while [NEEDED] * 3 not in found:
         job.clock.now += 1.0
-        job.listen()
+        job.run_round()
         found.append(job.call())
         assert len(found) < 50
 
@@ -120,12 +120,14 @@ def test_the_total_bytes_of_all_processes_trigger_a_step(tmp_path):
     for grown in range(0, 1200, 50):
         for one in job.all:
             one.grew(grown, 0)
-        job.listen()
-        found += [wish for wish in job.call() if wish is not None]
+        job.run_round()
+        found += [request for request in job.call() if request is not None]
         if found:
             break
     # Each has appended little more than half a base.
-    assert [wish.reason for wish in found] == ["the WAL has grown to WalOptions.max_wal_ratio"] * 2
+    assert [request.reason for request in found] == [
+        "the WAL has grown to WalOptions.max_wal_ratio"
+    ] * 2
     assert 500 <= grown <= 800
 
 
@@ -133,7 +135,7 @@ def test_a_job_that_needs_no_save_writes_nothing_to_the_board(tmp_path):
     job = Job(tmp_path, 2)
     before = job.board.changes
     for step in range(100):
-        job.listen()
+        job.run_round()
         assert job.call() == [None, None]
         for one in job.all:
             one.grew(step, 0)
@@ -141,14 +143,14 @@ def test_a_job_that_needs_no_save_writes_nothing_to_the_board(tmp_path):
 
 
 def test_a_wish_to_start_anew_outlasts_a_save_in_flight(tmp_path):
-    job, anew = Job(tmp_path, 2), Wish("rows were left out", anew=True)
-    job.all[1].wish(anew)
-    job.all[1].wish(NEEDED)
+    job, anew = Job(tmp_path, 2), SaveRequest("rows were left out", restarts_wal=True)
+    job.all[1].request_save(anew)
+    job.all[1].request_save(NEEDED)
     for one in job.all:
         one.saved()
     found = []
     for _ in range(6):
-        job.listen()
+        job.run_round()
         found += job.call()
     assert anew in found and NEEDED not in found
 
@@ -156,19 +158,19 @@ def test_a_wish_to_start_anew_outlasts_a_save_in_flight(tmp_path):
 def test_a_wish_that_could_not_be_sent_is_sent_at_the_next_call(tmp_path):
     job = Job(tmp_path, 2)
     job.board.refuses = True
-    job.all[1].wish(NEEDED)
+    job.all[1].request_save(NEEDED)
     job.board.refuses = False
     found = []
     for _ in range(6):
         found += job.call()
-        job.listen()
+        job.run_round()
     assert found.count(NEEDED) >= 2
 
 
 def test_an_outcome_that_cannot_be_read_is_an_error(tmp_path):
     job = Job(tmp_path, 2)
-    job.all[1].wish(NEEDED)
-    job.listen()
+    job.all[1].request_save(NEEDED)
+    job.run_round()
     assert job.call() == [None, None]
     job.board.refuses = True
     with pytest.raises(StorageError):
@@ -182,8 +184,8 @@ def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up(tmp_pat
         for process, progress in enumerate(job.progress):
             (tmp_path / str(process)).mkdir(exist_ok=True)
             stops = process == 1 and 20 <= second < 150
-            progress.note(1 + (20 if stops else second), second)
-        job.listen()
+            progress.record(1 + (20 if stops else second), second)
+        job.run_round()
         while job.all[0].alarms:
             error = job.all[0].alarms.popleft()
             found.append(second)
@@ -194,8 +196,8 @@ def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up(tmp_pat
 
 
 def test_processes_that_are_all_idle_are_not_behind():
-    watch = Watch(10.0)
-    assert not any(watch.look(float(second), [7, 8, 7]) for second in range(9))
-    assert watch.look(11.0, [7, 8, 7]) == (0, 2)
-    rested = Watch(10.0)
-    assert not any(rested.look(float(second), [8, 8, 8]) for second in range(100))
+    watch = LagWatch(10.0)
+    assert not any(watch.poll(float(second), [7, 8, 7]) for second in range(9))
+    assert watch.poll(11.0, [7, 8, 7]) == (0, 2)
+    rested = LagWatch(10.0)
+    assert not any(rested.poll(float(second), [8, 8, 8]) for second in range(100))

@@ -122,16 +122,6 @@ def test_ids_of_an_abandoned_state_are_not_compared_with_the_resumed_state(tmp_p
     assert found is not None and found.step == 7 and training.equals(found.state)
 
 
-def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
-    training = Training()
-    with manager(tmp_path) as saver:
-        saver.save(0, training.state, touched=training.touched)
-        training.step(3)
-        saver.append(3, training.state, touched=training.touched)
-        with pytest.raises(deltackpt.errors.OptionError, match="above 3"):
-            saver.append(3, training.state, touched=training.touched)
-
-
 def test_an_epoch_that_cannot_be_opened_is_begun_again_even_for_the_former_tables(
     tmp_path, monkeypatch
 ):

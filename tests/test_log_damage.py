@@ -9,34 +9,22 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import model
 import pytest
 from damages import HOWS, damage, flip
 from made_up_logs import MadeUpLog, bounds_of, history_of, records_in
-from test_log_looking import HANDLERS, manager, segments
+from test_log_looking import HANDLERS, Written, manager, segments, write
 
 import deltackpt
 from deltackpt import events
 from deltackpt.errors import Damaged, DamagedWal, NoIntactStep
-from deltackpt.format import names
-from deltackpt.handlers.choosing import Chooser
-from deltackpt.reading.wal_progress import NAME
+from deltackpt.format import naming
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.reading.wal_locations import NAME
+from deltackpt.session.restore_choice import RestoreChooser
 from deltackpt.testing import Disk, DiskCall
-from deltackpt.upkeep.verify import verify_root
-
-
-class Written(NamedTuple):
-    """A root, and the states of its steps and points."""
-
-    root: Path
-    states: dict[int, dict]
-
-    @property
-    def newest(self) -> int:
-        return max(self.states)
 
 
 class Failures:
@@ -50,40 +38,12 @@ class Failures:
             self.found.append(event)
 
 
-def write(root: Path, **options) -> Written:
-    """Saves steps 0 and 3, appends up to 6; then resumes at point 4 and appends up to 8."""
-    state = model.initial()
-    states, touched = {0: state}, model.new_touched(state)
-    with manager(root, **options) as trainer:
-        trainer.save(0, state, touched=touched)
-        for step in range(1, 7):
-            state, touched = model.train(state, touched, step)
-            states[step] = state
-            if step == 3:
-                trainer.save(step, state, touched=touched)
-            else:
-                trainer.append(step, state, touched=touched)
-        trainer.wait_until_finished()
-        trainer.wait_appended()
-    with manager(root, **options) as trainer:
-        found = trainer.restore(4, state)
-        assert found.point is not None and found.touched is not None
-        state, touched = found.state, found.touched
-        states = {step: state for step, state in states.items() if step <= 4}
-        for step in range(5, 9):
-            state, touched = model.train(state, touched, 100 + step)
-            states[step] = state
-            trainer.append(step, state, touched=touched)
-        trainer.wait_appended()
-    return Written(root, states)
-
-
 @pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
     """A root whose segments have one record each, or several."""
     backend = deltackpt.wal.LocalWal(segment_bytes=1 if request.param == "whole" else 1 << 14)
     root = tmp_path_factory.mktemp("damaged") / "root"
-    return write(root, dense=request.param, backend=backend)
+    return write(root, resume=4, last=8, dense=request.param, backend=backend)
 
 
 @pytest.fixture
@@ -164,7 +124,7 @@ def test_one_flipped_bit_in_a_header_is_reported(copy):
 
 def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):
     sorted(copy.root.glob("log/1/0/*.seg"))[0].unlink()
-    real, looks = Chooser._look, 0
+    real, looks = RestoreChooser._choose, 0
 
     def look(*arguments):
         """Makes each look choose something different."""
@@ -173,7 +133,7 @@ def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):
         chosen, lost = real(*arguments)
         return (tuple if looks % 2 else list)(chosen), lost
 
-    with mock.patch.object(Chooser, "_look", look):
+    with mock.patch.object(RestoreChooser, "_choose", look):
         found, warned, _ = restore(copy.root)
     assert found is not None and found.skipped and warned
     assert looks == 2
@@ -206,9 +166,9 @@ def test_zeros_after_a_power_cut_are_not_damage(copy):
 
 def test_a_part_killed_before_its_first_record_is_not_damage(copy):
     last = segments(copy.root)[-1]
-    place = names.segment_place(last.name)
+    place = naming.parse_segment_name(last.name)
     assert place is not None
-    (last.parent / names.segment_name(place.part + 1, place.seq)).write_bytes(b"dc")
+    (last.parent / naming.segment_name(place.part + 1, place.seq)).write_bytes(b"dc")
     found, _, _ = restore(copy.root)
     assert found is not None and (found.step, found.skipped) == (copy.newest, ())
     assert verify_root(copy.root).intact

@@ -25,15 +25,14 @@ from test_root import mounted_tmpfs
 
 import deltackpt
 from deltackpt import RecoveryPoint, events, inspect
-from deltackpt.errors import AppendFailed, FencedError, OutOfSpace, StorageError, WaitTimeout
+from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
 from deltackpt.layers.read import StoredBytes
 from deltackpt.ledger import lease
-from deltackpt.reading.wal_progress import newest_durable
+from deltackpt.reading.wal_locations import newest_durable
 from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall, TrainingRun
-from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal import segments, taking
-from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal import batch_capture, segment_files
+from deltackpt.wal.segment_files import SegmentWriter
 
 #: Calls that write a segment, fsync its data, and fsync its name.
 CALLS = ("write", "fdatasync", "fsync")
@@ -95,47 +94,6 @@ def records_in_wal(root: Path) -> list[int]:
     epoch = inspect.open(root).wal.epochs[-1]
     assert epoch.records == (len(epoch.recovery_points),)
     return [point.step for point in reversed(epoch.recovery_points)]
-
-
-#: Which call fails, its error, and how many bytes each write accepted before.
-REFUSALS = [
-    pytest.param(kind, number, error, short, id=f"{kind}-{number}-{errno.errorcode[error]}-{short}")
-    for kind, numbers in (("write", range(3)), ("fdatasync", range(3)), ("fsync", range(2)))
-    for number in numbers
-    for error in (errno.ENOSPC, errno.EIO)
-    for short in ((None, 1, 100) if kind == "write" else (None,))
-]
-
-
-@pytest.mark.parametrize(("kind", "number", "error", "short"), REFUSALS)
-def test_rows_of_a_failed_record_are_in_the_next_one(
-    kind, number, error, short, tmp_path, run, disk
-):
-    with run.open() as manager:
-        run.save_initial()
-        disk.calls.clear()
-        if short is not None:
-            disk.shorten(short, LOG, times=8)
-        disk.fail(kind, LOG, errno=error, after=number)
-        failed = []
-        for _ in range(4):
-            step = run.train()
-            with told():
-                manager.append(step, run.state, touched=run.touched)
-            try:
-                assert isinstance(manager.wait_appended(), RecoveryPoint)
-            except AppendFailed as problem:
-                expected = OutOfSpace if error == errno.ENOSPC else StorageError
-                assert isinstance(problem.__cause__, expected) and f"step {step}" in str(problem)
-                failed.append(step)
-    assert len(disk.failures) == len(failed) == 1
-    assert_nothing_is_tried_again(disk)
-    assert_no_seq_twice(tmp_path)
-    assert records_in_wal(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
-    with run.open():
-        result = run.resume()
-        assert result.step == 4 and result.skipped == ()
-    assert verify_root(tmp_path).intact
 
 
 @pytest.mark.parametrize("kind", CALLS[:2])
@@ -224,52 +182,6 @@ def test_records_that_fail_at_program_exit_are_reported(run, disk):
     disk.clear()
     assert manager._recorder is not None
     manager._recorder.close()
-
-
-def test_rows_queued_behind_a_failure_are_in_the_next_record(tmp_path, run, disk):
-    with run.open() as manager:
-        run.save_initial()
-        held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
-        run.append()
-        assert held.reached.wait(60)
-        for _ in range(3):
-            run.append()
-        held.release()
-        with pytest.raises(AppendFailed):
-            manager.wait_appended()
-        # Only the rows of failed records are pending.
-        run.append()
-        manager.wait_appended()
-    assert records_in_wal(tmp_path)[-1] == 5
-    assert_nothing_is_tried_again(disk)
-    assert_no_seq_twice(tmp_path)
-    with run.open():
-        assert run.resume().step == 5
-
-
-def test_a_concurrent_save_and_failure_lose_nothing(run, disk):
-    with run.open() as manager:
-        run.save_initial()
-        run.append()
-        manager.wait_appended()
-        # The fsync of the last writes to the segment that the save ends fails.
-        disk.fail("fdatasync", LOG)
-        with told():
-            for _ in range(3):
-                run.append()
-                manager.save(run.step, run.state, touched=run.touched)
-                run.append()
-            with contextlib.suppress(AppendFailed):
-                manager.wait_appended()
-            run.append()
-        manager.wait_appended()
-        manager.wait_until_finished()
-    assert_nothing_is_tried_again(disk)
-    with run.open() as manager:
-        assert run.resume().step == 8
-        for step in (3, 5):
-            found = manager.restore(step - 1, run.state)
-            model.assert_same(found.state, run.states[step - 1])
 
 
 # Full disks.
@@ -396,14 +308,14 @@ def test_a_writer_that_misses_the_deadline_is_reported_and_ends_later(run, disk)
 
 def test_a_writer_without_pending_records_may_end_late(run, monkeypatch):
     may_end, ended = threading.Event(), threading.Event()
-    close = segments.SegmentWriter.close
+    close = segment_files.SegmentWriter.close
 
-    def late(self: segments.SegmentWriter) -> None:
+    def late(self: segment_files.SegmentWriter) -> None:
         assert may_end.wait(60)
         close(self)
         ended.set()
 
-    monkeypatch.setattr(segments.SegmentWriter, "close", late)
+    monkeypatch.setattr(segment_files.SegmentWriter, "close", late)
     with run.open(options(deadline_secs=0.05)) as manager:
         run.save_initial()
         run.append()
@@ -581,7 +493,7 @@ def test_a_failure_during_a_capture_discards_the_captured_record_too(
     tmp_path, run, disk, monkeypatch
 ):
     """Its rows start after the failed record, so it lacks the rows of that one."""
-    take = taking.take
+    take = batch_capture.capture
     failed: list[bool] = []
 
     with run.open() as manager:
@@ -598,9 +510,9 @@ def test_a_failure_during_a_capture_discards_the_captured_record_too(
             failed.append(True)
             return take(*given, **more)
 
-        monkeypatch.setattr(taking, "take", take_late)
+        monkeypatch.setattr(batch_capture, "capture", take_late)
         run.append()
-        monkeypatch.setattr(taking, "take", take)
+        monkeypatch.setattr(batch_capture, "capture", take)
         assert failed
         with pytest.raises(AppendFailed, match="steps 1 to 2"):
             manager.wait_appended()

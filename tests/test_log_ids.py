@@ -10,10 +10,10 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import OptionError
-from deltackpt.save.clocks import Clocks
+from deltackpt.save.branch import Clocks
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
-from deltackpt.wal.taking import rows_of
+from deltackpt.wal.batch_capture import rows_of
 
 ROWS = {"users": 300, "items": 5}
 #: One pattern, whose states all have the same layout.

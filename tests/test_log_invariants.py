@@ -2,15 +2,17 @@
 """Checks the WAL against a model that keeps every state in memory.
 
 Draws random sequences of training loop actions: train, append by stamps or by ids, forget to mark a
-row, lose access to the checkpoint directory, save, fail to write or to fsync, end without closing,
-tear or damage the newest records, restore the newest or an older step or recovery point, start
-again. In all cases, a restore returns a state that was given to that step in the current lineage,
-and nothing that was acknowledged is lost.
+row, pass invalid arguments, lose access to the checkpoint directory, save, fail to write or to
+fsync, end without closing, tear or damage the newest records, restore the newest or an older step
+or recovery point, return to a state in memory, train without a WAL, start again. In all cases, a
+restore returns a state that was given to that step in the current lineage, and nothing that was
+acknowledged is lost. Another process finds every step and recovery point.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import random
 import shutil
@@ -20,6 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import model
 import numpy as np
@@ -28,25 +31,28 @@ from damages import HOWS, damage
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from test_invariants import tracking_named
+from test_log_disk import assert_no_seq_twice, assert_nothing_is_tried_again
 from user_contexts import CONTEXTS, InContext
 
 import deltackpt
-from deltackpt import RecoveryPoint, touched, vocab
+from deltackpt import RecoveryPoint, inspect, touched, vocab
 from deltackpt.errors import (
     AppendFailed,
     DeltackptError,
     NoIntactStep,
     OptionError,
+    OutOfSpace,
     RestoreError,
     SaveFailed,
     StepNotFound,
+    StorageError,
 )
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.testing import Disk, failing_saves
 from deltackpt.wal import audit
 
 POLICIES = (
     deltackpt.policies.Consecutive(max_chain=4),
-    deltackpt.policies.Rolling(window=3),
     deltackpt.policies.OneShot(max_chain=4),
     deltackpt.policies.Intermittent(max_chain=6),
 )
@@ -54,6 +60,10 @@ WHICH = st.integers(0, 11)
 ROWS = st.sampled_from([0, 5, 400])
 #: Parts of the state that the WAL audits one after the other: one for each table.
 SLICES = len(model.ROWS)
+#: Segments, and the directories whose fsync makes their names durable.
+LOG = r"/log(/[^/]+){0,2}$|[.]seg$"
+#: Steps and recovery points that another process restores at once.
+MOST_READ = 3
 
 
 def _with(half: np.ndarray, seed: int) -> np.ndarray:
@@ -69,13 +79,22 @@ class LogMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(POLICIES),
-        dense=st.sampled_from(["whole", "delta", "soft"]),
-        every=st.sampled_from([1, 1, 3]),
         codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
-        log_codec=st.sampled_from([None, None, "int8"]),
+        wal=st.fixed_dictionaries(
+            {
+                "dense": st.sampled_from(["whole", "delta", "soft"]),
+                "dense_every": st.sampled_from([1, 1, 3]),
+                "codec": st.sampled_from([None, None, "int8"]),
+                "buffer_bytes": st.sampled_from([1 << 30, 1 << 30, 1]),
+                "when_full": st.sampled_from(["wait", "coalesce"]),
+                "on_failure": st.sampled_from(["save", "save", "raise"]),
+                "max_wal_ratio": st.sampled_from([1.0, 1.0, 1.0, 1e-9]),
+            }
+        ),
         segment_bytes=st.sampled_from([1, 1 << 16, 1 << 28]),
+        apart=st.sampled_from([False, False, True]),
         bases=st.sampled_from(["periodic", "compacted"]),
-        fingerprints=st.sampled_from([False, False, True]),
+        tracking=st.sampled_from(["touched", "touched", "fingerprints", "ids"]),
         auto=st.booleans(),
         retention=st.sampled_from([None, None, 1]),
         durability=st.sampled_from(["process", "power"]),
@@ -85,58 +104,59 @@ class LogMachine(RuleBasedStateMachine):
     def start(
         self,
         policy,
-        dense,
-        every,
         codec,
-        log_codec,
+        wal,
         segment_bytes,
+        apart,
         bases,
-        fingerprints,
+        tracking,
         auto,
         retention,
         durability,
         context,
         keyed,
     ):
-        if isinstance(policy, deltackpt.policies.Rolling):
-            bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         # Every record audits all rows of a table.
         self.patch = mock.patch.multiple(audit, _EVERY=1, _ROWS=1 << 20)
         self.patch.start()
-        self.fingerprints, self.keyed = fingerprints, keyed
+        self.fingerprints, self.by_ids = tracking == "fingerprints", tracking == "ids"
+        self.keyed = keyed
         self.context = CONTEXTS.get(context, contextlib.nullcontext)
-        self.codecs = {codec, log_codec or codec}
+        self.codecs = {codec, wal["codec"] or codec}
         self.codec = codec
+        self.apart = self.folder / "apart" if apart else None
+        backend = deltackpt.wal.LocalWal(
+            directory=None if self.apart is None else str(self.apart), segment_bytes=segment_bytes
+        )
+        named = tracking_named(self.fingerprints, auto and not self.by_ids)
         self.options = deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(
-                policy=policy, bases=bases, tracking=tracking_named(fingerprints, auto)
-            ),
+            deltas=deltackpt.DeltaOptions(policy=policy, bases=bases, tracking=named),
             writes=deltackpt.WriteOptions(durability=durability),
             max_to_keep=retention,
-            wal=deltackpt.WalOptions(
-                dense=dense,
-                dense_every=every,
-                codec=log_codec,
-                backend=deltackpt.wal.LocalWal(segment_bytes=segment_bytes),
-            ),
+            wal=deltackpt.WalOptions(backend=backend, **wal),
         )
         self.number = self.seed = self.step = 0
+        #: Whether files of the WAL were damaged.
+        self.torn = False
         self.open(self.folder / "0")
         self.begin()
 
     def open(self, root):
         self.root = root
+        self.manager = InContext(self.manager_of(self.options), self.context)
+
+    def manager_of(self, options):
+        """Opens another manager of the directory."""
         tables = deltackpt.Tables(
             select=model.SELECT,
             slots=model.SLOTS,
             key={"tables/users": "keys/users"} if self.keyed else None,
             codec=self.codec,
         )
-        manager = deltackpt.CheckpointManager(
-            root, handlers={"embeddings": tables}, options=self.options
+        return deltackpt.CheckpointManager(
+            self.root, handlers={"embeddings": tables}, options=options
         )
-        self.manager = InContext(manager, self.context)
 
     def begin(self):
         """Restarts training; the step count continues, as that of the WAL does."""
@@ -145,11 +165,15 @@ class LogMachine(RuleBasedStateMachine):
         if self.keyed:
             column = vocab.column_of(np.arange(model.ROWS["users"]), np.uint32)
             self.state["keys"] = {"users": jnp.asarray(column)}
-        self.touched = None if self.fingerprints else model.new_touched(self.state)
+        untracked = self.fingerprints or self.by_ids
+        self.touched = None if untracked else model.new_touched(self.state)
         #: Step to the states that may be found there.
         self.given: dict[int, list[dict]] = {}
         #: This step or a later one must be found.
         self.sure = 0
+        #: Full records that were appended since a failure, and those that are durable.
+        self.pending: set[int] = set()
+        self.durable: set[int] = set()
         self.ids: dict[str, set[int]] = {name: set() for name in model.SLOTS}
         self.behind: int | None = None
         self.resumed: int | None = None
@@ -211,6 +235,7 @@ class LogMachine(RuleBasedStateMachine):
             self.left = {s: found for s, found in self.given.items() if s > self.behind}
             self.given = {s: found for s, found in self.given.items() if s <= self.behind}
             self.sure = min(self.sure, self.behind)
+            self.durable = {step for step in self.durable if step <= self.behind}
         self.given.setdefault(self.step, []).append(self.state)
 
     def gave(self):
@@ -226,28 +251,68 @@ class LogMachine(RuleBasedStateMachine):
         for _ in range(5):
             self.log(rows, by_ids=False, full=None)
 
-    @rule(rows=ROWS, call=st.sampled_from(["write", "fdatasync"]), by_ids=st.booleans())
-    def log_and_fail(self, rows, call, by_ids):
-        """The disk refuses one call; nothing is lost."""
-        with Disk(self.root) as disk:
-            disk.fail(call, "[.]seg$", errno=errno.ENOSPC)
-            self.log(rows, by_ids, full=True)
-            self.quietly(self.manager.wait_appended)
+    @rule(
+        rows=ROWS,
+        by_ids=st.booleans(),
+        call=st.sampled_from(["write", "fdatasync", "fsync"]),
+        error=st.sampled_from([errno.ENOSPC, errno.EIO]),
+        after=st.integers(0, 2),
+        times=st.sampled_from([1, 1, None]),
+        short=st.sampled_from([None, 1, 100]),
+    )
+    def log_and_fail(self, rows, by_ids, call, error, after, times, short):
+        """The disk refuses calls; nothing is lost, and nothing is written or fsynced again."""
+        with Disk(self.folder) as disk:
+            if short is not None:
+                disk.shorten(short, "[.]seg$", times=8)
+            disk.fail(call, LOG, errno=error, after=after, times=times)
+            for _ in range(3):
+                self.log(rows, by_ids, full=True)
+                self.wait_appended(OutOfSpace if error == errno.ENOSPC else StorageError)
+        assert_nothing_is_tried_again(disk)
         self.log(rows, by_ids, full=True)
-        self.wait_appended()
+        self.find_newest()
+
+    @rule(rows=ROWS, by_ids=st.booleans(), what=st.sampled_from(["step", "items", "leaf", "ids"]))
+    def log_in_vain(self, rows, by_ids, what):
+        """A call with an invalid argument fails; the next record has its rows."""
+        if self.behind is not None:
+            return
+        self.train(1, rows)
+        given = {"step": self.step + 1, "state": self.state, "ids": self.named(by_ids)}
+        given |= {
+            "step": {"step": -1},
+            "items": {"items": {"at": object()}},
+            "leaf": {"state": {**self.state, "bad": object()}},
+            "ids": {"ids": {"users": [-1]}},
+        }[what]
+        self.pending.clear()
+        if what != "ids" or not self.fingerprints:
+            with pytest.raises(DeltackptError):
+                self.manager.append(**given, touched=self.touched)
+            self.ids = {name: set() for name in self.ids}
+        self.log(rows, by_ids=True, full=True)
+        self.find_newest()
 
     @rule(row=st.integers(0, 699), by_ids=st.booleans())
     def log_and_forget(self, row, by_ids):
         """An unmarked row changes: the WAL saves a base, which ends the recovery points."""
-        if self.fingerprints:
+        # Saves instead of records contain the row if it was marked since the save before.
+        if self.fingerprints or self.by_ids or self.options.wal.max_wal_ratio < 1:
             return
         # The audit allows changes of a row that was marked since it was last checked.
         for _ in range(SLICES):
             self.mark(by_ids, None)
+            self.wait_appended()
         users = self.state["tables"]["users"].at[row].add(1.0)
         self.state = {**self.state, "tables": {**self.state["tables"], "users": users}}
-        if not any(self.mark(by_ids, None, sure=False) for _ in range(2 * SLICES)):
+        for _ in range(2 * SLICES):
+            if self.mark(by_ids, None, sure=False):
+                break
+            self.wait_appended()
+        else:
             raise AssertionError("no record has found the row")
+        self.durable.clear()
         self.sure = min(self.sure, self.manager.latest_step() or 0)
         self.wait()
 
@@ -259,6 +324,7 @@ class LogMachine(RuleBasedStateMachine):
         elsewhere = self.folder / "elsewhere"
         if removed:
             shutil.rmtree(self.root / "log", ignore_errors=True)
+            self.durable.clear()
             self.sure = min(self.sure, self.manager.latest_step() or 0)
         else:
             self.root.rename(elsewhere)
@@ -271,34 +337,47 @@ class LogMachine(RuleBasedStateMachine):
                 self.mark(by_ids, full=None, sure=False)
             with contextlib.suppress(DeltackptError):
                 self.manager.wait_appended()
+            self.pending.clear()
+
+    def named(self, by_ids):
+        """The rows to pass as ids, if any; the next call names those touched since this one."""
+        if self.fingerprints or not (by_ids or self.by_ids):
+            return None
+        return {name: np.array(sorted(rows), np.int64) for name, rows in self.ids.items()}
 
     def mark(self, by_ids, full, *, sure=True):
         """Appends the state; returns whether that saved a base instead."""
         self.gives()
-        ids = None
-        if by_ids and not self.fingerprints:
-            ids = {name: np.array(sorted(rows), np.int64) for name, rows in self.ids.items()}
+        logged = None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 logged = self.manager.append(
                     self.step,
                     self.state,
                     touched=self.touched,
-                    ids=ids,
-                    items={"at": self.step},
+                    ids=self.named(by_ids),
+                    items=self.items(self.step),
                     full=full,
                 )
-        except SaveFailed as error:
+        except (SaveFailed, AppendFailed) as error:
             assert "step" in str(error)
-            logged = None
+        except StorageError:  # The header of the WAL epoch cannot be written.
+            if not sure:
+                raise
         finally:
-            # The next call names the rows touched since this one.
             self.ids = {name: set() for name in self.ids}
+        if logged is None or any("append of step" in str(one.message) for one in caught):
+            self.pending.clear()
+        if logged is not None and logged.kind == "full":
+            self.pending.add(self.step)
         self.gave()
         if sure:
             self.knows(None if logged is None else logged.recovery)
         return logged is not None and logged.saved is not None and logged.saved.kind == "base"
+
+    def items(self, step):
+        return {"at": step, "bytes": bytes([step % 256])}
 
     def knows(self, recovery):
         """Requires a reported step or recovery point to be found."""
@@ -308,9 +387,16 @@ class LogMachine(RuleBasedStateMachine):
             self.sure = max(self.sure, step)
 
     @rule()
-    def wait_appended(self):
-        with contextlib.suppress(AppendFailed, SaveFailed):
+    def wait_appended(self, cause=StorageError):
+        try:
             self.knows(self.manager.wait_appended())
+        except AppendFailed as error:
+            assert isinstance(error.__cause__, cause), error
+        except SaveFailed:
+            pass
+        else:
+            self.durable |= self.pending
+        self.pending.clear()
 
     @rule(rows=ROWS)
     def save(self, rows):
@@ -338,6 +424,7 @@ class LogMachine(RuleBasedStateMachine):
         try:
             self.manager.wait_until_finished()
         except (SaveFailed, AppendFailed):
+            self.pending.clear()
             return
         if self.manager.latest_step() == step and step in self.given:
             self.sure = max(self.sure, step)
@@ -347,7 +434,7 @@ class LogMachine(RuleBasedStateMachine):
     def check(self, result):
         assert result.step in self.given, f"step {result.step} was never given"
         if result.point is not None:
-            assert result.items == {"at": result.step}
+            assert result.items == self.items(result.step)
         found = {name: value for name, value in result.state.items() if name != "touch"}
         for state in self.given[result.step]:
             with contextlib.suppress(AssertionError):
@@ -370,7 +457,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def adopt(self, result):
         self.state, self.step, self.touched = result.state, result.step, result.touched
-        if self.fingerprints:
+        if self.fingerprints or self.by_ids:
             self.touched = None
         self.ids = {name: set() for name in self.ids}
         self.behind = result.step
@@ -391,8 +478,10 @@ class LogMachine(RuleBasedStateMachine):
         self.quietly(self.manager.close)
         shutil.rmtree(self.root)
         promised = self.sure
+        self.pending.clear()
         if torn == 1:
-            self.sure = 0
+            self.sure, self.torn = 0, True
+            self.durable.clear()
             self.harm(copy, random.Random(seed))
         self.open(copy)
         found = self.newest()
@@ -401,16 +490,16 @@ class LogMachine(RuleBasedStateMachine):
 
     def harm(self, root, rng):
         """Damages one file of the WAL, often the newest segment."""
-        files = [path for path in sorted(root.glob("log/**/*")) if path.is_file()]
+        places = [root / "log", *([] if self.apart is None else [self.apart])]
+        files = [path for at in places for path in sorted(at.rglob("*")) if path.is_file()]
         if files and rng.random() < 0.5:
             damage(rng.choice(files), rng.choice(HOWS))
         else:
             self.tear(root, rng)
 
     def tear(self, root, rng):
-        segments = sorted(
-            root.glob("log/*/0/*.seg"), key=lambda path: (int(path.parts[-3]), path.name)
-        )
+        places = root.glob("log/*/0/*.seg") if self.apart is None else self.apart.rglob("*.seg")
+        segments = sorted(places, key=lambda path: (int(path.parts[-3]), path.name))
         if segments:
             data = segments[-1].read_bytes()
             at = rng.randrange(len(data) + 1)
@@ -437,7 +526,10 @@ class LogMachine(RuleBasedStateMachine):
                 result = None  # The damaged records build on a step that was deleted.
             except RestoreError:
                 # The epoch header that determines what is valid is damaged.
+                if not self.torn:
+                    raise
                 result = self.manager.restore_latest(template, wal=False)
+        self.pending.clear()
         if result is None:
             assert self.sure == 0
             self.begin()
@@ -451,17 +543,139 @@ class LogMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def restore_older(self, which):
         """Restores a step or recovery point; training continues from there."""
+        if (result := self.older(which)) is not None:
+            self.adopt(result)
+
+    @rule(which=WHICH)
+    def glance_at_older(self, which):
+        """Restores a step or recovery point; training continues with the state in memory."""
+        if self.touched is not None:
+            self.older(which)
+
+    def older(self, which):
         listed = [*self.manager.all_steps(), *self.manager.recovery_points()]
-        if not listed:
-            return
+        return self.read(self.manager, listed[which % len(listed)]) if listed else None
+
+    def read(self, manager, at, **template):
+        """Checks a step or recovery point; None if it was removed or damaged meanwhile."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                result = self.manager.restore(listed[which % len(listed)], self.state)
-            except (StepNotFound, RestoreError):
-                return
+                result = manager.restore(at, **{"abstract_state": self.state} | template)
+            except RestoreError:
+                listed = [*manager.all_steps(), *manager.recovery_points()]
+                assert self.torn or at not in listed
+                return None
         self.check(result)
-        self.adopt(result)
+        return result
+
+    @rule(rows=ROWS, by_ids=st.booleans(), logged=st.booleans())
+    def return_to_earlier_state(self, rows, by_ids, logged):
+        """Training continues with a state that is older than the last record or save."""
+        if self.touched is None or self.behind is not None:
+            return
+        kept = self.state, self.touched
+        self.train(2, rows)
+        if logged:
+            self.mark(by_ids, full=True)
+        else:
+            self.take()
+        self.quietly(self.manager.wait_until_finished)
+        self.state, self.touched = kept
+        # All rows may differ from those of the last call.
+        self.ids = {name: {*range(model.ROWS[name.rpartition("/")[2]])} for name in self.ids}
+        if logged:
+            self.take()
+            # The clock passes that of the last record.
+            self.train(3, rows)
+        for _ in range(2):
+            self.log(rows, by_ids, full=True)
+        self.find_newest()
+
+    def find_newest(self):
+        """Another process restores the newest step or recovery point."""
+        self.wait()
+        self.wait_appended()
+        with self.reader() as reader, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(*[RestoreError] * self.torn):
+                if (found := reader.restore_latest(self.state)) is not None:
+                    self.check(found)
+                    assert self.torn or found.step >= self.sure
+
+    def reader(self):
+        return self.manager_of(deltackpt.ManagerOptions(access="read", multiprocess=False))
+
+    @rule(rows=ROWS)
+    def train_without_a_wal(self, rows):
+        """A run without a WAL resumes from a recovery point, and a run with one from its step."""
+        self.quietly(self.manager.close)
+        self.pending.clear()
+        options, self.options = self.options, dataclasses.replace(self.options, wal=None)
+        self.open(self.root)
+        self.newest()
+        for _ in range(2):
+            self.save(rows)
+        self.wait()
+        self.quietly(self.manager.close)
+        self.options = options
+        self.open(self.root)
+        self.newest()
+
+    @rule(sharded=st.booleans())
+    def read_all(self, sharded):
+        """Another process finds what the manager lists, and restores it on other devices."""
+        self.wait()
+        self.wait_appended()
+        with self.reader() as reader:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    steps, points = reader.all_steps(), reader.recovery_points()
+                except RestoreError:
+                    assert self.torn
+                    return
+            assert self.torn or self.manager.recovery_points() == points
+            newest = max(steps, default=0)
+            missing = {step for step in self.durable if step > newest}
+            assert self.torn or missing <= {point.step for point in points}, missing
+            if not steps:
+                return
+            report = verify_root(self.root)
+            if not self.torn:
+                assert report.intact, report.problems
+                assert_no_seq_twice(self.root)
+                assert all(one.restorable for one in report.points)
+                shown = [one for one in inspect.open(self.root).recovery_points() if one.full]
+                assert [one.point for one in report.points][::-1] == points == shown
+            verdicts = {one.point: one.restorable for one in report.points}
+            for at in [*points[:MOST_READ], *steps[-MOST_READ:]]:
+                found = self.read(
+                    reader, at, **({"abstract_state": self.split()} if sharded else {})
+                )
+                assert found is not None or at in steps or not verdicts.get(at, False), at
+                assert found is None or verdicts.get(at, True), at
+                if found is not None and at == next(iter(points), None):
+                    self.compare(inspect.open(self.root).at(at), found)
+
+    def split(self):
+        """A template whose tables are sharded over two devices, if their rows are even."""
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        tables = {
+            name: table
+            if len(table) % 2
+            else jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=rows)
+            for name, table in self.state["tables"].items()
+        }
+        return {**self.state, "tables": tables}
+
+    def compare(self, shown, found):
+        """Checks that inspection shows the bits that were restored."""
+        for name, table in found.state["tables"].items():
+            assert shown.tables[f"tables/{name}"][:].tobytes() == np.asarray(table).tobytes(), name
+        kernel = np.asarray(found.state["dense"]["kernel"])
+        assert shown["dense/kernel"][:].tobytes() == kernel.tobytes()
 
     @rule(which=WHICH)
     def delete(self, which):
@@ -475,6 +689,7 @@ class LogMachine(RuleBasedStateMachine):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # A save in flight may have failed.
                 self.manager.delete(step)
+                self.durable.clear()
             if step == self.sure or (step > self.sure and step == self.resumed):
                 # If training resumed from the step, that ended the points before it.
                 left = [
@@ -482,11 +697,6 @@ class LogMachine(RuleBasedStateMachine):
                     *(one.step for one in self.manager.recovery_points()),
                 ]
                 self.sure = max((one for one in left if one < step), default=0)
-
-    @rule()
-    def points_are_given(self):
-        for point in self.manager.recovery_points():
-            assert point.step in self.given
 
 
 TestLog = LogMachine.TestCase

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import os
 import shutil
@@ -19,7 +21,7 @@ import many_log_worker
 import numpy as np
 import pytest
 import servers
-from brokers import PASSWORD, KafkaCluster
+from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
@@ -30,8 +32,8 @@ from servers import Certificate
 import deltackpt
 from deltackpt import events, serving
 from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError
-from deltackpt.format import wal_messages
-from deltackpt.format.wal_messages import RecordChunk
+from deltackpt.format import wal_format
+from deltackpt.format.wal_format import RecordChunk
 from deltackpt.inspect import open as open_checkpoints
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
@@ -466,13 +468,13 @@ def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found,
     real = [
         chunk.to_bytes()
         for seq, record in enumerate(records, 1)
-        for chunk in wal_messages.chunks(
+        for chunk in wal_format.record_chunks(
             memoryview(record),
             part=5,
             epoch=3,
             epoch_crc32c=77,
             seq=seq,
-            message_bytes=wal_messages.HEAD_BYTES + split,
+            message_bytes=wal_format.HEAD_BYTES + split,
         )
     ]
     folder = tmp_path_factory.mktemp("copies")
@@ -492,13 +494,13 @@ def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path
     messages = [
         chunk.to_bytes()
         for seq in range(1, 6)
-        for chunk in wal_messages.chunks(
+        for chunk in wal_format.record_chunks(
             memoryview(bytes([seq]) * 100),
             part=0,
             epoch=3,
             epoch_crc32c=77,
             seq=seq,
-            message_bytes=wal_messages.HEAD_BYTES + 25,
+            message_bytes=wal_format.HEAD_BYTES + 25,
         )
     ]
     for read, first in ((8, 3), (9, 4)):
@@ -631,6 +633,50 @@ def test_a_wrong_authority_is_a_typed_error_before_training(secure, tmp_path):
     with pytest.raises(StorageError, match="(?i)certificate") as caught:
         new_run(tmp_path, "secret", config, deadline_secs=30).open()
     assert PASSWORD not in f"{caught.value!r}{caught.value}"
+
+
+def token(secs: float) -> tuple[str, float]:
+    """Returns an unsigned token for a user that is valid for some seconds, and when it ends."""
+    ends = time.time() + secs
+    claims = {"sub": USER, "iat": time.time() - 10, "exp": ends}
+    parts = (json.dumps(part).encode() for part in ({"alg": "none"}, claims))
+    encoded = [base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts]
+    return ".".join([*encoded, ""]), ends
+
+
+def oauth(secure: KafkaCluster, callback: Any) -> dict[str, Any]:
+    config = {key: value for key, value in secure.config.items() if "sasl" not in key}
+    return {**config, "sasl.mechanism": "OAUTHBEARER", "oauth_cb": callback}
+
+
+def test_oauth_tokens_are_renewed_while_records_are_written(secure, tmp_path):
+    given = []
+
+    def callback(_: str) -> tuple[str, float]:
+        given.append(token(3.0))
+        return given[-1]
+
+    run = new_run(tmp_path, secure.topic("oauth"), oauth(secure, callback))
+    with run.open() as manager:
+        started(run, 3)
+        first = len(given)
+        while len(given) < first + 3:
+            run.append()
+            manager.wait_appended()
+            time.sleep(0.1)
+        last = run.step
+    with run.open():
+        assert run.resume().step == last
+    for path in (tmp_path / "run").rglob("*"):
+        assert not path.is_file() or given[0][0].encode() not in path.read_bytes()
+
+
+def test_a_refused_token_is_a_typed_error_before_training(secure, tmp_path):
+    expired = token(-60.0)[0]
+    config = oauth(secure, lambda _: (expired, time.time() + 300))
+    with pytest.raises(StorageError, match="(?i)authentication") as caught:
+        new_run(tmp_path, "secret", config, deadline_secs=30).open()
+    assert expired not in f"{caught.value!r}{caught.value}"
 
 
 def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,28 +24,26 @@ from test_collect_command import ended
 
 import deltackpt
 from deltackpt import RecoveryPoint, inspect
-from deltackpt.cli import advice
+from deltackpt.cli import terminal
 from deltackpt.errors import (
     DamagedWal,
-    FormatTooOld,
     RestoreError,
     StepNotFound,
     StorageError,
 )
-from deltackpt.format import wal_epochs
+from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.wal_epochs import EpochHeader
-from deltackpt.format.wal_records import RecordHead
+from deltackpt.format.wal_format import EpochHeader, RecordHead
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.directory import Root
+from deltackpt.maintenance import doctor
+from deltackpt.maintenance.doctor import contents
+from deltackpt.maintenance.garbage import Retention
+from deltackpt.maintenance.gc import collect, collectable
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.resources.runtime import Runtime
 from deltackpt.testing import Disk, DiskCall
-from deltackpt.upkeep import doctor
-from deltackpt.upkeep.collect import collect, collectable
-from deltackpt.upkeep.doctor import log as doctor_log
-from deltackpt.upkeep.unneeded import Retention
-from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal.segments import FilledRecord, SegmentWriter
+from deltackpt.wal.segment_files import FilledRecord, SegmentWriter
 
 GOLDEN = Path(make_golden.__file__).parent / "log-v1"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -58,6 +55,10 @@ class Written(NamedTuple):
     root: Path
     states: dict[int, dict]
 
+    @property
+    def newest(self) -> int:
+        return max(self.states)
+
 
 def manager(root: Path, **options) -> deltackpt.CheckpointManager:
     log = deltackpt.WalOptions(**options)
@@ -66,26 +67,24 @@ def manager(root: Path, **options) -> deltackpt.CheckpointManager:
     )
 
 
-def write(root: Path, **options) -> Written:
-    """Saves 0 and 3, appends up to 6; resumes at 5, appends up to 9; every other point is full."""
+def write(root: Path, resume: int = 5, last: int = 9, **options) -> Written:
+    """Saves 0 and 3, appends up to 6; resumes at a point, and appends up to the last step."""
     state = model.initial()
-    states = {0: state}
-    touched = model.new_touched(state)
-    with manager(root, dense_every=2, **options) as trainer:
+    states, touched = {0: state}, model.new_touched(state)
+    with manager(root, **options) as trainer:
         trainer.save(0, state, touched=touched)
         for step in range(1, 7):
             state, touched = model.train(state, touched, step)
             states[step] = state
-            if step == 3:
-                trainer.save(step, state, touched=touched)
-            else:
-                trainer.append(step, state, touched=touched)
+            call = trainer.save if step == 3 else trainer.append
+            call(step, state, touched=touched)
         trainer.wait_until_finished()
-    with manager(root, dense_every=2, **options) as trainer:
-        found = trainer.restore(5, state)
+        trainer.wait_appended()
+    with manager(root, **options) as trainer:
+        found = trainer.restore(resume, state)
         assert found.point is not None and found.touched is not None
         state, touched = found.state, found.touched
-        for step in range(6, 10):
+        for step in range(resume + 1, last + 1):
             state, touched = model.train(state, touched, 100 + step)
             states[step] = state
             trainer.append(step, state, touched=touched)
@@ -95,7 +94,8 @@ def write(root: Path, **options) -> Written:
 
 @pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
-    return write(tmp_path_factory.mktemp("written") / "root", dense=request.param)
+    root = tmp_path_factory.mktemp("written") / "root"
+    return write(root, dense_every=2, dense=request.param)  # Every other point is full.
 
 
 @pytest.fixture
@@ -249,7 +249,15 @@ def test_errors_of_commands_advise_commands(written, tmp_path, arguments):
 def test_no_error_of_a_command_advises_python():
     """Checks the errors of modules that commands use, as the command line shows them."""
     package = Path(deltackpt.__file__).parent
-    for folder in ("errors.py", "format", "inspect", "interchange", "ledger", "reading", "upkeep"):
+    for folder in (
+        "errors.py",
+        "format",
+        "inspect",
+        "interchange",
+        "ledger",
+        "reading",
+        "maintenance",
+    ):
         for path in sorted({*(package / folder).rglob("*.py"), *package.glob(folder)}):
             if path.is_dir():
                 continue
@@ -257,7 +265,7 @@ def test_no_error_of_a_command_advises_python():
             for node in ast.walk(tree):
                 if isinstance(node, ast.Raise) or _is_advice(node):
                     for text in _texts(node):
-                        assert not _PYTHON.search(advice.as_commands(text)), (path.name, text)
+                        assert not _PYTHON.search(terminal.as_commands(text)), (path.name, text)
 
 
 #: A method call in the advice of an error.
@@ -502,47 +510,6 @@ def test_a_damaged_newest_header_is_always_reported_and_removes_nothing(copy):
     assert (copy / "log/0.msgpack").is_file()
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda root: inspect.open(root).recovery_points(),
-        lambda root: inspect.open(root).at(5),
-        lambda root: inspect.open(root).history("tables/users", 1),
-        verify_root,
-        collect,
-        lambda root: opened(root, lambda trainer: trainer.recovery_points()),
-        lambda root: opened(root, lambda trainer: trainer.restore(5, model.initial())),
-        lambda root: opened(root, lambda trainer: trainer.restore_latest(model.initial())),
-    ],
-)
-def test_a_wal_of_a_development_version_is_always_refused_and_kept(look, copy):
-    for path in segments(copy):
-        path.write_bytes(b"DLOG" + bytes(500))
-    with pytest.raises(FormatTooOld, match="frame of a development version"):
-        look(copy)
-    assert all(path.read_bytes()[:4] == b"DLOG" for path in segments(copy))
-    found = opened(copy, lambda trainer: trainer.restore_latest(model.initial(), wal=False))
-    assert found.step == 3
-
-
-def test_an_obsolete_epoch_of_a_development_version_blocks_nothing(copy):
-    for path in segments(copy):
-        path.write_bytes(b"DLOG" + bytes(500))
-    found = opened(copy, lambda trainer: trainer.restore_latest(model.initial(), wal=False))
-    with manager(copy) as trainer:
-        found = trainer.restore_latest(model.initial(), wal=False)
-        assert found is not None and found.touched is not None
-        state, touched = model.train(found.state, found.touched, 5)
-        trainer.append(20, state, touched=touched)
-        trainer.wait_appended()
-    report = verify_root(copy)
-    assert report.intact and [one.point.step for one in report.points] == [20]
-    assert run("ls", copy).returncode == 0
-    ended(copy)
-    gone = {one.name for one in collect(copy).removable if one.kind == "WAL epoch"}
-    assert {"log/0", "log/1"} <= gone
-
-
 def test_a_partially_removed_epoch_is_not_damage(copy, tmp_path):
     """The segments are removed first; the header and the progress are left."""
     left = [copy / "log/1.msgpack", copy / "log/1/head.msgpack", copy / "log/1/0/progress"]
@@ -604,11 +571,6 @@ def test_abandoned_points_are_invalid_once_a_later_step_is_set_aside(
     assert again is not None and (again.step, again.point) == (newest, None)
 
 
-def opened(root: Path, call: Callable[[deltackpt.CheckpointManager], Any]) -> Any:
-    with manager(root) as trainer:
-        return call(trainer)
-
-
 # Removal.
 
 
@@ -644,13 +606,6 @@ def test_trimming_removes_earlier_epochs_with_damaged_headers(copy):
     assert {path.name for path in (copy / "log").glob("*.msgpack")} == {"2.msgpack"}
 
 
-def test_roots_that_share_a_wal_directory_do_not_interfere(tmp_path):
-    roots = [write_short(tmp_path / name, directory=str(tmp_path / "logs")) for name in "ab"]
-    for root in roots:
-        report = verify_root(root)
-        assert report.intact and [one.point.step for one in report.points] == [1]
-
-
 # The doctor.
 
 
@@ -664,7 +619,7 @@ def put_records(root: Path, process: int, numbers: range) -> None:
     at = root / "log"
     at.mkdir(exist_ok=True)
     head = EpochHeader(epoch=0, run=run_id, process_count=2, base=None, continues=None)
-    (at / "0.msgpack").write_bytes(wal_epochs.to_bytes(head))
+    (at / "0.msgpack").write_bytes(wal_format.epoch_header_bytes(head))
     writer = SegmentWriter(
         at,
         at / "0" / str(process),
@@ -720,8 +675,8 @@ def test_the_doctor_finds_a_missing_wal_directory(tmp_path):
 
 def test_the_doctor_finds_gaps_obsolete_epochs_and_long_wals(copy):
     assert by_subject(copy)["WAL to replay"].severity == "ok"
-    with mock.patch.object(doctor_log, "_LEAST_BASE_BYTES", 1):
-        with mock.patch("deltackpt.format.segments.FieldSpec.row_bytes", 0):
+    with mock.patch.object(contents, "_LEAST_BASE_BYTES", 1):
+        with mock.patch("deltackpt.format.row_blocks.FieldSpec.row_bytes", 0):
             assert by_subject(copy)["WAL to replay"].severity == "warning"
     first, *_ = sorted(copy.glob("log/0/0/*.seg"))
     flip(first, 90)

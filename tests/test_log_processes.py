@@ -477,7 +477,7 @@ def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path
         job.all("wait")
         logged(job, 3)
         [[step, kind, reason]] = job.one("run_on", to=4)["saved"]
-        assert (step, kind) == (4, "base") and "tables are not those" in reason
+        assert (step, kind) == (4, "delta") and "tables are not those" in reason
         job.all("wait")
         logged(job, 6)
         assert job.one("points")["points"] == [6, 5]
@@ -495,7 +495,7 @@ def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, 
         job.answers(of=[1])
         job.all("train", to=2)
         found = job.each("log")
-        assert found[0]["saved"] == "base" and "error" in found[1]
+        assert found[0]["saved"] == "delta" and "error" in found[1]
         # The next call starts a WAL epoch of the new tables, on both.
         found = job.each("run_on", to=3)
         assert [one.get("skipped") for one in found] == [[], [3]], found

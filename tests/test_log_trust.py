@@ -27,7 +27,7 @@ from deltackpt.errors import (
     OutOfSpace,
     TrackingError,
 )
-from deltackpt.save.extract import FieldSource
+from deltackpt.save.capture import FieldSource
 from deltackpt.testing import Disk, TrainingRun
 from deltackpt.wal import audit
 
@@ -51,15 +51,6 @@ class Forgetful(TrainingRun):
 @pytest.fixture
 def run(tmp_path) -> Forgetful:
     return Forgetful(tmp_path, options=options())
-
-
-def logged_until_found(manager: Any, run: Forgetful) -> deltackpt.Saved:
-    """Appends the same rows again until a step is saved instead."""
-    for _ in range(ALL_LOOKED_AT):
-        logged = again(run, manager.append)
-        if logged.saved is not None:
-            return logged.saved
-    raise AssertionError("no record has found the rows")
 
 
 @pytest.mark.parametrize("by_ids", [False, True])
@@ -96,26 +87,6 @@ def test_rows_missing_from_all_records_make_append_save_a_base(run, by_ids, afte
         model.assert_same(reader.restore(saved, run.state).state, run.states[saved])
 
 
-def test_a_row_that_an_earlier_record_missed_is_found_by_a_later_one(run):
-    with run.open() as manager:
-        run.save_initial()
-        for _ in range(2):
-            run.append()
-        # A row that is never marked changes once.
-        users = run.state["tables"]["users"].at[699].add(1.0)
-        run.state = {
-            **run.state,
-            "tables": {**run.state["tables"], "users": users},
-        }
-        with pytest.warns(UserWarning, match=r"(?s)is saved as a base.*tables/users: rows 699"):
-            saved = logged_until_found(manager, run)
-        assert saved.kind == "base"
-    with run.open() as reader:
-        found = reader.restore_latest(run.state)
-        assert found is not None
-        model.assert_same(found.state, run.state)
-
-
 def test_auditing_every_row_of_a_small_state_raises_no_false_alarm(run):
     with run.open() as manager:
         run.save_initial()
@@ -129,9 +100,9 @@ def test_auditing_every_row_of_a_small_state_raises_no_false_alarm(run):
                 assert "rows differ" not in run.save().reason
 
 
-def test_without_the_sampled_proof_no_record_is_audited(run):
+def test_without_the_tracking_audit_no_record_is_audited(run):
     given = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(sampled_proof=False), wal=options().wal
+        deltas=deltackpt.DeltaOptions(tracking_audit=False), wal=options().wal
     )
     with run.open(given) as manager:
         run.save_initial()
@@ -430,7 +401,7 @@ def test_ids_of_a_call_that_failed_early_are_in_the_next_record(untracked, bad, 
             elif bad == "leaf":
                 named_alone(run, state={**run.state, "bad": object()})
             else:
-                patch.setattr(manager._recorder, "_tell", fenced)
+                patch.setattr(manager._recorder, "_report", fenced)
                 named_alone(run)
         assert named_alone(run).kind == "full"
         manager.wait_appended()
@@ -470,81 +441,3 @@ def test_ids_of_many_calls_take_the_memory_of_one_set(run, untracked, bad, track
         grown, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert grown < 1 << 20
-
-
-@pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("ids", [None, {"users": [-1]}])
-def test_a_step_is_saved_if_the_ids_of_an_earlier_call_are_unknown(untracked, ids, saves):
-    run = untracked
-    with run.open() as manager:
-        manager.save(0, run.state)
-        assert named_alone(run).kind == "full"
-        with pytest.raises(DeltackptError):
-            named_alone(run, ids=ids)
-        if saves:
-            manager.save(run.train(), run.state)
-        logged = named_alone(run)
-        assert logged.saved is not None and "did not name its rows" in logged.reason
-        manager.wait_until_finished()
-        for _ in range(2):
-            assert named_alone(run).kind == "full"
-        manager.wait_appended()
-    check_after_a_restart(run, run.step)
-
-
-# A state in memory that is older than the last record.
-
-
-@pytest.mark.parametrize("by_ids", [False, True])
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, by_ids, wait):
-    with run.open() as manager:
-
-        def append(since: int) -> None:
-            logged = named(manager, run, since) if by_ids else run.append()
-            assert logged.kind == "full"
-
-        run.save_initial()
-        for _ in range(2):
-            run.append()
-        earlier = run.state, run.touched
-        for _ in range(3):
-            append(run.step)
-        manager.wait_appended()
-        run.state, run.touched = earlier
-        run.save(wait=wait)
-        saved = run.step
-        # Advance the clock past that of the last record.
-        run.train(3)
-        for _ in range(2):
-            append(saved)
-        manager.wait_until_finished()
-        manager.wait_appended()
-        for point in manager.recovery_points():
-            run.check(manager.restore(point, run.state))
-        assert manager.recovery_points()[0].step == run.step
-    check_after_a_restart(run, run.step)
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_records_of_an_earlier_state_do_not_replay_onto_a_later_save(run, saves):
-    """The earlier state is that of the last record; only a save has a later one."""
-    with run.open() as manager:
-        run.save_initial()
-        run.append()
-        earlier = run.state, run.touched
-        run.train(2)
-        run.save()
-        run.state, run.touched = earlier
-        if saves:
-            run.save()
-        saved = run.append().saved
-        assert (saved is None) == saves
-        manager.wait_until_finished()
-        assert run.append().kind == "full"
-        manager.wait_appended()
-        for point in manager.recovery_points():
-            run.check(manager.restore(point, run.state))
-        with pytest.raises(OptionError, match="recovery point"):
-            manager.delete(5)
-    check_after_a_restart(run, run.step)

@@ -311,7 +311,7 @@ def damage(root, step, file):
     "options",
     [
         deltackpt.ManagerOptions(max_to_keep=3),
-        deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False)),
+        deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking_audit=False)),
     ],
 )
 def test_options_without_tracking_leave_a_loop_its_fingerprints(tmp_path, options):
@@ -553,17 +553,6 @@ def test_the_last_step_is_saved_while_another_is_in_flight(tmp_path, when_busy):
         assert saves.manager.latest_step() == 3
 
 
-def test_the_step_of_a_preemption_is_durable_when_the_call_returns(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=100) as saves:
-        state = kind.step(kind.state(), next(iterator)["id"])
-        with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
-            saved = saves.after_step(1, state)
-        assert saved is not None
-        assert saves.manager.latest_step() == 1
-        assert saves.after_step(2, state) is None
-
-
 # Failures.
 
 
@@ -678,7 +667,7 @@ def test_a_step_with_another_process_count_is_refused(tmp_path):
     kind = KINDS["optax with adagrad"]
     train(tmp_path, kind, "dataset", 2)
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
-        with mock.patch("deltackpt.processes.count", return_value=2):
+        with mock.patch("deltackpt.coordination.process_count", return_value=2):
             handler = IteratorHandler()
             with pytest.raises(TemplateMismatch, match=r"one of 2 .* process_0-of-1.json"):
                 handler.restore(tmp_path / "2" / "data")  # pyright: ignore[reportArgumentType]

@@ -15,11 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltackpt.errors import Damaged
-from deltackpt.format import blocks, names
-from deltackpt.format.blocks import VALUES, RowBlock, StoredRows
-from deltackpt.format.manifest import Layout
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import MOST
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.records import MOST
+from deltackpt.format.row_blocks import (
+    VALUES,
+    ArrayEntry,
+    FieldSpec,
+    GroupEntry,
+    RowBlock,
+    Segment,
+    StoredRows,
+)
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.resources.runtime import Runtime
@@ -77,8 +83,8 @@ class MemoryLayer(NamedTuple):
         pass
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        rows = self.arrays[segment.name, names.GAPS]
-        found = blocks.row_slice(rows, first, stop)
+        rows = self.arrays[segment.name, naming.GAPS]
+        found = row_blocks.row_slice(rows, first, stop)
         return StoredRows(rows[found], found.start)
 
     def read_into(
@@ -134,14 +140,14 @@ def layer_of(number, name, rows, cols, fields, gapped) -> MemoryLayer:
         arrays[name, spec.name] = values[:, slice(*cols)] if spec.trailing else values[:, 0].copy()
         shape, dtype = arrays[name, spec.name].shape, arrays[name, spec.name].dtype.name
         entries.append(ArrayEntry(name=spec.name, shape=shape, dtype=dtype, chunk_rows=chunk_rows))
-    ranges = None if gapped else blocks.joined((int(row), int(row) + 1) for row in rows)
+    ranges = None if gapped else row_blocks.joined((int(row), int(row) + 1) for row in rows)
     if gapped:
-        arrays[name, names.GAPS] = rows
+        arrays[name, naming.GAPS] = rows
         entries.append(
             ArrayEntry(
-                name=names.GAPS,
+                name=naming.GAPS,
                 shape=(len(rows),),
-                dtype=arrays[name, names.GAPS].dtype.name,
+                dtype=arrays[name, naming.GAPS].dtype.name,
                 chunk_rows=chunk_rows,
             )
         )
@@ -195,13 +201,12 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
             if spec.trailing or cols == splits[0]:
                 cols = cols if spec.trailing else None
                 targets.append(Target("g", spec.name, rows, cols, buffer))
-    layout = Layout(groups=(GROUP,), tables=(), dense=(), tracking_paths=())
-    held = Targets(targets, layout)
+    held = Targets(targets)
 
     def indices(layer: MemoryLayer, segment: Segment, targets: Targets) -> StoredRows | None:
         """The rows from the first to the last wanted one."""
         rows = merge.segment_rows(layer, segment)
-        part = blocks.row_slice(rows, low, high)
+        part = row_blocks.row_slice(rows, low, high)
         return StoredRows(rows[part], part.start)
 
     stages = [[*stage] for stage in merge.plan(saves, held, indices)]
@@ -246,8 +251,7 @@ def run_three(call: Callable[[str], None]) -> None:
     for layer in (*shards, delta):
         layer.call = call
     buffer = np.zeros((ROWS, WIDTH), np.float32)
-    layout = Layout(groups=(GROUP,), tables=(), dense=(), tracking_paths=())
-    targets = Targets([Target("g", "slot.m", (0, ROWS), (0, WIDTH), buffer)], layout)
+    targets = Targets([Target("g", "slot.m", (0, ROWS), (0, WIDTH), buffer)])
     stages = [[*stage] for stage in merge.plan([shards, [delta]], targets)]
     with Runtime(3) as runtime:
         merge.run(stages, runtime)
@@ -292,5 +296,5 @@ def test_an_error_is_raised_after_all_running_reads_end():
 
 @given(parts=st.lists(st.sets(st.integers(0, 50)), max_size=5))
 def test_a_union_has_each_row_once_in_ascending_order(parts):
-    found = blocks.union_of([np.array(sorted(part), np.int32) for part in parts])
+    found = row_blocks.union_of([np.array(sorted(part), np.int32) for part in parts])
     assert found.dtype == np.int64 and found.tolist() == sorted(set().union(*parts))

@@ -20,15 +20,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from job import DEVICES, Job, step_writers
 
 import deltackpt
-from deltackpt import processes
+from deltackpt import coordination
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
-from deltackpt.reading import chains, reader
-from deltackpt.reading import saves as stored
+from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
-from deltackpt.save import lineage, part, snapshot
-from deltackpt.save.flight import Embeddings, PipelineOptions
+from deltackpt.save import lineage, pending_save, shard
+from deltackpt.save.pending_save import Embeddings, PipelineOptions
 from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
@@ -150,7 +149,7 @@ class Run:
             attempt = own.attempts + 1
             with self.job.lock:  # Real processes do not share jax objects.
                 try:
-                    pending = snapshot.take(changed, step, self.root / str(step))
+                    pending = pending_save.capture(changed, step, self.root / str(step))
                 except Exception as error:
                     # As the manager does; otherwise the others would wait for this process.
                     step_writers(coordinator, item.parent, f"{own.run}-{attempt}").fail(error)
@@ -226,7 +225,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
             assert {report.intent.kind for report in found} == {"delta"}
             rows = sum(len(rows) for rows in ids.values())
             assert sum(report.rows for report in found) >= rows
-        head = stored.read_save(root / "0")
+        head = stored_saves.read_save(root / "0")
         assert sum(sum(r.owned_cells.values()) for r in head.manifests) in (
             0,
             sum(ROWS.values()) * (2 * WIDTH + 1),
@@ -358,8 +357,8 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
         assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
         with (
-            mock.patch.object(processes, "count", lambda: 4),
-            mock.patch.object(processes, "of", lambda d: d.id * 4 // DEVICES),
+            mock.patch.object(coordination, "process_count", lambda: 4),
+            mock.patch.object(coordination, "process_of", lambda d: d.id * 4 // DEVICES),
             mock.patch.object(job, "on_each", without_last),
         ):
             found = run.save(1, initial(), secs=0.5)
@@ -370,14 +369,14 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
 def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
     job = Job(4)
-    real = part.finish
+    real = shard.write_manifest
 
-    def failing(plan, item_dir, segments, batch, others, **given):
-        if others.process == 1:
+    def failing(plan, item_dir, segments, batch, writers, **given):
+        if writers.process == 1:
             raise OSError(28, "No space left on device")
-        return real(plan, item_dir, segments, batch, others, **given)
+        return real(plan, item_dir, segments, batch, writers, **given)
 
-    with job.running(), mock.patch.object(part, "finish", failing):
+    with job.running(), mock.patch.object(shard, "write_manifest", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
     assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3
@@ -397,7 +396,7 @@ def test_process_local_tables_are_refused(tmp_path):
             split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
             options = PipelineOptions(fsync=False)
             embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
-            pending = snapshot.take(embeddings, 0, tmp_path / "0")
+            pending = pending_save.capture(embeddings, 0, tmp_path / "0")
             pending.wait_copied()
             pending.write_alone(item, Coordinator(str(tmp_path), 20.0))
             return pending.report

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import deltackpt
 from deltackpt import cli, interchange, touched
 from deltackpt.errors import OptionError, TemplateMismatch, TrackingError
-from deltackpt.format import globs
+from deltackpt.format import naming
 from deltackpt.inspect import plots
 
 USERS, ITEMS = "params/tables/users", "params/tables/items"
@@ -48,12 +48,12 @@ def ambiguous(error: type[Exception]):
 
 def test_the_rule():
     names = [USERS, ITEMS, OTHERS, "users"]
-    assert globs.meant("users", names, ValueError) == "users"
-    assert globs.meant("tables/users", names, ValueError) == USERS
-    assert globs.meant("params/tables/items", names, ValueError) == ITEMS
-    assert globs.meant("sers", names, ValueError) == "sers"
+    assert naming.meant("users", names, ValueError) == "users"
+    assert naming.meant("tables/users", names, ValueError) == USERS
+    assert naming.meant("params/tables/items", names, ValueError) == ITEMS
+    assert naming.meant("sers", names, ValueError) == "sers"
     with ambiguous(ValueError):
-        globs.meant("tables/items", names, ValueError)
+        naming.meant("tables/items", names, ValueError)
 
 
 def test_mark_accepts_path_suffixes(run):

@@ -12,23 +12,22 @@ import pytest
 from memory_pack import MemoryPack
 
 from deltackpt.errors import Damaged, OptionError, StorageError
-from deltackpt.storage.nodes import Node
+from deltackpt.storage.node_client import Node
 from deltackpt.testing import NodeProcess, node_process
-from deltackpt.tiers import fragments
-from deltackpt.tiers.fragments import Fragment
-from deltackpt.tiers.keepers import KeeperNode, Keepers
-from deltackpt.tiers.neighbours import Neighbours
+from deltackpt.tiers import erasure
+from deltackpt.tiers.erasure import Fragment
+from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
 
 pytestmark = pytest.mark.processes
 
 TOKEN = "a-token-of-some-length"
-SEGMENT = fragments.SEGMENT_BYTES
+SEGMENT = erasure.SEGMENT_BYTES
 
 
-def keepers(nodes: dict[str, str], k: int, m: int, **options) -> Keepers:
-    found = tuple(KeeperNode(node=name, address=address) for name, address in nodes.items())
-    own = KeeperNode(node="own", address="127.0.0.1:1")
-    return Keepers(root="root", own="own", token=TOKEN, nodes=(own, *found), k=k, m=m, **options)
+def keepers(nodes: dict[str, str], k: int, m: int, **options) -> PeerGroup:
+    found = tuple(PeerNode(node=name, address=address) for name, address in nodes.items())
+    own = PeerNode(node="own", address="127.0.0.1:1")
+    return PeerGroup(root="root", own="own", token=TOKEN, nodes=(own, *found), k=k, m=m, **options)
 
 
 @contextlib.contextmanager
@@ -44,16 +43,16 @@ def addresses(nodes: dict[str, NodeProcess]) -> dict[str, str]:
     return {name: one.address for name, one in nodes.items()}
 
 
-def read(held: Neighbours, pack: MemoryPack) -> bytes:
-    found = bytearray(pack.label.nbytes)
-    with held.reading(pack.label) as reader:
+def read(held: PeerTier, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.ref.nbytes)
+    with held.open(pack.ref) as reader:
         reader.read_into(0, memoryview(found))
     return bytes(found)
 
 
 @contextlib.contextmanager
-def opened(found: Keepers) -> Iterator[Neighbours]:
-    held = Neighbours(found)
+def opened(found: PeerGroup) -> Iterator[PeerTier]:
+    held = PeerTier(found)
     try:
         yield held
     finally:
@@ -77,13 +76,13 @@ class Killing(MemoryPack):
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (2, 1)])
 def test_a_node_killed_during_a_push_is_replaced_and_the_bundle_is_complete(k, m):
     with processes(k + m + 1) as nodes, opened(keepers(addresses(nodes), k, m)) as held:
-        victim = nodes[held._in_order(MemoryPack("save", 1).label)[0]]
+        victim = nodes[held._in_order(MemoryPack("save", 1).ref)[0]]
         pack = Killing("save", 2 * SEGMENT + 12345, victim.process)
-        held.hold(pack)
+        held.put(pack)
         # Enough fragments of each segment are on live nodes to lose m more.
-        [(coding, where)] = held._found(pack.label).items()
-        for segment in range(fragments.segments(coding.label.nbytes)):
-            assert len(fragments.placed_of(where[segment])) == k + m
+        [(coding, where)] = held._found(pack.ref).items()
+        for segment in range(erasure.segments(coding.ref.nbytes)):
+            assert len(erasure.placed_of(where[segment])) == k + m
         assert read(held, pack) == pack.data
 
 
@@ -92,7 +91,7 @@ def test_a_push_fails_by_name_if_a_killed_node_has_no_replacement():
         victim = next(name for name in nodes)
         pack = Killing("save", 2 * SEGMENT, nodes[victim].process)
         with pytest.raises(StorageError, match=f"save: expected 2 other nodes.*{victim}: "):
-            held.hold(pack)
+            held.put(pack)
 
 
 def test_a_full_node_is_replaced_and_keeps_what_it_has():
@@ -103,8 +102,8 @@ def test_a_full_node_is_replaced_and_keeps_what_it_has():
     ):
         packs = [MemoryPack(f"save-{i}", 3 << 20) for i in range(12)]
         for pack in packs:
-            held.hold(pack)
-        assert held.labels() == sorted(pack.label for pack in packs)
+            held.put(pack)
+        assert held.refs() == sorted(pack.ref for pack in packs)
         for pack in packs:
             assert read(held, pack) == pack.data
 
@@ -119,7 +118,7 @@ def lie(node: Node, key: str) -> None:
 def test_corrupt_fragments_are_skipped_and_named_if_too_many():
     with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", (1 << 20) + 7)
-        held.hold(pack)
+        held.put(pack)
         clients = {name: Node(one.address, TOKEN) for name, one in nodes.items()}
         keys = {name: client.keys("root")[0] for name, client in clients.items()}
         by_number = {Fragment.of(key).number: name for name, key in keys.items()}
@@ -137,11 +136,11 @@ def test_corrupt_fragments_are_skipped_and_named_if_too_many():
 def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
     with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", 3 * SEGMENT)
-        held.hold(pack)
-        out = bytearray(pack.label.nbytes)
-        with held.reading(pack.label) as reader:
+        held.put(pack)
+        out = bytearray(pack.ref.nbytes)
+        with held.open(pack.ref) as reader:
             reader.read_into(0, memoryview(out)[:100])
-            first = nodes[held._in_order(pack.label)[0]].process
+            first = nodes[held._in_order(pack.ref)[0]].process
             first.send_signal(signal.SIGKILL)
             first.wait()
             reader.read_into(100, memoryview(out)[100:])
@@ -154,18 +153,18 @@ def test_a_silent_node_is_waited_for_until_the_deadline_only():
         found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
         with opened(found) as held:
             pack = MemoryPack("save", 1000)
-            held.hold(pack)
+            held.put(pack)
             assert read(held, pack) == pack.data
 
 
 def test_the_token_is_not_shown_and_round_trips_through_its_record():
     found = keepers({"n0": "127.0.0.1:2"}, 2, 1)
     assert TOKEN not in repr(found)
-    assert Keepers.from_bytes(found.to_bytes()) == found
+    assert PeerGroup.from_bytes(found.to_bytes()) == found
     damaged = bytearray(found.to_bytes())
     damaged[-1] ^= 1
     with pytest.raises(Damaged):
-        Keepers.from_bytes(bytes(damaged))
+        PeerGroup.from_bytes(bytes(damaged))
 
 
 def test_too_few_nodes_are_refused_with_the_number_needed():

@@ -17,25 +17,23 @@ from test_tiers import eventually, same, staged, without_promoter
 from test_tiers_neighbours import Cluster, cluster, node, root_out_of_reach, s3  # noqa: F401
 
 from deltackpt.errors import ClosedError, SaveFailed, StorageError, WaitTimeout
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Timeouts
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import neighbours, packing
+from deltackpt.tiers import bundles, peers
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.keepers import Keepers
-from deltackpt.tiers.neighbours import Neighbours
-from deltackpt.tiers.pushing import Pusher
-from deltackpt.tiers.stage import Progress, Stage, key_of
+from deltackpt.tiers.peer_push import Pusher
+from deltackpt.tiers.peers import PeerGroup, PeerTier
+from deltackpt.tiers.staging import StagingDir, TierProgress, key_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def last(one) -> str:
     """Returns the key of the newest staged save."""
-    info = saves.read_info(store_path(one.stage.steps / str(one.local()[-1])), "embeddings")
+    info = stored_saves.read_info(store_path(one.stage.steps / str(one.local()[-1])), "embeddings")
     return key_of(info.save_id.step, info.save_id)
 
 
@@ -50,13 +48,13 @@ def test_a_staging_directory_that_was_briefly_full_is_pushed_afterwards(node, cl
         manager.wait_until_finished()
         full, refused = threading.Event(), threading.Event()
 
-        def report(self, progress, tier, report=Stage.report):
+        def report(self, progress, tier, report=StagingDir.report):
             if tier == "peers" and full.is_set():
                 refused.set()
                 raise StorageError("stage: expected to write, found no space")
             report(self, progress, tier)
 
-        monkeypatch.setattr(Stage, "report", report)
+        monkeypatch.setattr(StagingDir, "report", report)
         full.set()
         one.save(manager, 1)
         assert refused.wait(60)
@@ -76,14 +74,14 @@ def test_a_save_after_a_rollback_is_pushed_correctly_even_if_late(node, cluster,
         while pusher.step():
             pass
 
-        def ask(neighbours, orders, ask=pusher._ask):
+        def ask(neighbours, orders, ask=pusher._refresh_survey):
             one.restore(manager, 1)
             one.save(manager, 2)
             manager.wait_until_finished()
             ask(neighbours, orders)
 
-        pusher._asked_at = float("-inf")
-        pusher._ask = ask
+        pusher._surveyed_at = float("-inf")
+        pusher._refresh_survey = ask
         pusher.step()
         while last(one) not in one.stage.progress(one.stage.orders().holder, "peers").saves:
             pusher.step()  # Until the new save is at the peers.
@@ -104,18 +102,18 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
         one.save(manager, 0)
         manager.wait_until_finished()
         orders = one.stage.orders()
-        with contextlib.closing(Neighbours(Keepers.from_bytes(one.stage.keepers()))) as found:
+        with contextlib.closing(PeerTier(PeerGroup.from_bytes(one.stage.peers()))) as found:
             # As process 3 of a job of 4 left it.
             of_four = dataclasses.replace(orders, process=3, processes=4)
             info = staged(manager)._local.saves()[0]
-            found.hold(packing.pack_of(one.stage, info.save_id, orders.item, of_four))
-            before = found.labels()
+            found.put(bundles.staged_bundle(one.stage, info.save_id, orders.item, of_four))
+            before = found.refs()
             assert len(before) == 1
             pusher = Pusher(one.stage)
             for _ in range(5):
-                pusher._asked_at = float("-inf")
+                pusher._surveyed_at = float("-inf")
                 pusher.step()
-            assert before[0] not in found.labels()
+            assert before[0] not in found.refs()
 
 
 def test_damaged_bytes_are_not_reported_as_replicated(node, cluster, monkeypatch):
@@ -236,7 +234,7 @@ def test_a_save_that_cannot_be_uploaded_must_reach_the_peers(node, cluster, monk
         while info is None:
             info = staged(manager)._local.saves().get(0)
         one.stage.report(
-            Progress(holder=orders.holder, damaged={key_of(0, info.save_id): "no parent"})
+            TierProgress(holder=orders.holder, damaged={key_of(0, info.save_id): "no parent"})
         )
         assert sum(cluster.holding().values()) == 0
         with pytest.raises(WaitTimeout, match="to reach tier 'peers'"):
@@ -264,7 +262,7 @@ def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, mo
     # Room for two bases of 12 kB.
     cluster.servers["node1"].close()
     cluster.shelves["node1"].close()
-    cluster.shelves["node1"] = MemoryShelf(30 << 10)
+    cluster.shelves["node1"] = MemoryBlobs(30 << 10)
     cluster.servers["node1"] = NodeServer(
         cluster.shelves["node1"], bind="127.0.0.1", tokens=cluster.tokens["node1"]
     )
@@ -291,12 +289,12 @@ def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, mo
 
 
 def test_a_restarted_peer_agent_admits_the_newest_trainer(monkeypatch):
-    keepers = pytest.importorskip("deltackpt.service.keepers", reason="needs deltackpt[ray]")
+    keepers = pytest.importorskip("deltackpt.service.peer_agents", reason="needs deltackpt[ray]")
 
     class Server:
         address = "127.0.0.1:1"
 
-    keeper = object.__new__(keepers.Keeper)
+    keeper = object.__new__(keepers.PeerAgent)
     keeper._tokens, keeper._holder, keeper._server = Tokens(), None, Server()
     # It was restarted. The previous trainer (epoch 1), which others refuse, asks first:
     keeper.admit("holder-of-epoch-1", "token1" * 9, False)
@@ -311,7 +309,7 @@ def test_one_damaged_save_does_not_keep_others_from_the_peers(node, cluster, mon
         manager = one.manager(wait_for="staging")
         without = monkeypatch.context()
         with without as patch:
-            patch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+            patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
             one.save(manager, 0)
             manager.wait_until_finished()
             for path in (one.stage.steps / "0").rglob("*"):
@@ -377,13 +375,13 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     silent(cluster, "quiet")
     without_promoter(monkeypatch)
     asked: list[str] = []
-    real = Neighbours._found
+    real = PeerTier._found
 
     def found(self, *given):
         asked.append("asked")
         return real(self, *given)
 
-    monkeypatch.setattr(Neighbours, "_found", found)
+    monkeypatch.setattr(PeerTier, "_found", found)
     with other.manager(wait_for="staging") as manager:
         assert sorted(manager.all_steps()) == [0, 1, 2]
     assert len(asked) <= 3
@@ -445,18 +443,19 @@ def test_closed_peers_raise_a_typed_error(node, cluster, monkeypatch):
         one.save(manager, 0)
         manager.wait_until_finished()
         info = staged(manager)._local.saves()[0]
-        pack = packing.pack_of(one.stage, info.save_id, one.stage.orders().item, one.stage.orders())
-        found = Neighbours(Keepers.from_bytes(one.stage.keepers()))
-        found.hold(pack)
-        with found.reading(pack.label) as reader:
+        pack = bundles.staged_bundle(
+            one.stage, info.save_id, one.stage.orders().item, one.stage.orders()
+        )
+        found = PeerTier(PeerGroup.from_bytes(one.stage.peers()))
+        found.put(pack)
+        with found.open(pack.ref) as reader:
             found.close()
             for ask in (
                 lambda: reader.read_into(0, memoryview(bytearray(1))),
-                found.labels,
+                found.refs,
                 found.survey,
-                found.incomplete,
-                lambda: found.hold(pack),
-                lambda: found.drop([pack.label]),
+                lambda: found.put(pack),
+                lambda: found.delete([pack.ref]),
             ):
                 with pytest.raises(ClosedError, match="other peers were found; retry"):
                     ask()
@@ -466,13 +465,13 @@ def test_peers_closed_during_a_request_raise_a_typed_error(node, cluster):
     cluster(2)
     one = node()
     with one.manager(wait_for="staging"):
-        found = Neighbours(Keepers.from_bytes(one.stage.keepers()))
+        found = PeerTier(PeerGroup.from_bytes(one.stage.peers()))
     free = threading.Event()
     with contextlib.closing(found), concurrent.futures.ThreadPoolExecutor() as pool:
         try:
-            for _ in range(neighbours._THREADS):  # A request waits for one of them.
+            for _ in range(peers._THREADS):  # A request waits for one of them.
                 found._pool.submit(free.wait)
-            asked = pool.submit(found.labels)
+            asked = pool.submit(found.refs)
             eventually(lambda: found._pool._work_queue.qsize() == 2, "both nodes are to be asked")
             # As ``close`` does, which then waits for the others.
             found._pool.shutdown(wait=False, cancel_futures=True)

@@ -29,19 +29,16 @@ from test_tiers import same
 
 from deltackpt import inspect
 from deltackpt.errors import InUse, OptionError, OutOfSpace, StorageError
-from deltackpt.nodes.directory import INCOMING, DirectoryShelf
-from deltackpt.nodes.elsewhere import Elsewhere
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.directory_blobs import INCOMING, DirectoryBlobs
+from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
 from deltackpt.storage import buckets
-from deltackpt.storage.nodes import Node
-from deltackpt.storage.placement import ranked
+from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
-from deltackpt.storage.striping import NodesStore
+from deltackpt.storage.striping import NodesStore, ranked
 from deltackpt.testing import node_process
 from deltackpt.testing.store_suite import StoreSuite
-from deltackpt.upkeep.verify import verify_root
 
 #: Fixed: it is part of test ids, which all workers must collect alike.
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
@@ -81,14 +78,14 @@ class NodesSuite(StoreSuite):
 
 class TestNodesOfMemory(NodesSuite):
     @staticmethod
-    def shelf(folder: Path) -> MemoryShelf:
-        return MemoryShelf(64 << 20)
+    def shelf(folder: Path) -> MemoryBlobs:
+        return MemoryBlobs(64 << 20)
 
 
 class TestNodesOfDirectories(NodesSuite):
     @staticmethod
-    def shelf(folder: Path) -> DirectoryShelf:
-        return DirectoryShelf(folder)
+    def shelf(folder: Path) -> DirectoryBlobs:
+        return DirectoryBlobs(folder)
 
 
 # ---- one node
@@ -97,7 +94,7 @@ class TestNodesOfDirectories(NodesSuite):
 @pytest.fixture(params=["memory", "directory"])
 def shelf(request, tmp_path):
     found = (
-        MemoryShelf(64 << 20) if request.param == "memory" else DirectoryShelf(tmp_path / "held")
+        MemoryBlobs(64 << 20) if request.param == "memory" else DirectoryBlobs(tmp_path / "held")
     )
     with contextlib.closing(found):
         yield found
@@ -164,7 +161,7 @@ def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(shelf):
 
 
 def fill(shelf, key: str, data: bytes) -> None:
-    incoming = shelf.take(key, len(data))
+    incoming = shelf.receive(key, len(data))
     while window := incoming.window():
         count = min(len(window), len(data))
         window[:count], data = data[:count], data[count:]
@@ -180,7 +177,7 @@ def send_all(held, connection: socket.socket) -> None:
 
 
 def test_a_full_node_refuses_before_the_transfer_and_reuses_freed_room():
-    shelf = MemoryShelf(10 << 20)
+    shelf = MemoryBlobs(10 << 20)
     with serving(shelf) as server, client(server) as node:
         node.put("a", [bytes(4 << 20)])
         node.put("b", [bytes(4 << 20)])
@@ -195,7 +192,7 @@ def test_a_full_node_refuses_before_the_transfer_and_reuses_freed_room():
 
 
 def test_many_empty_objects_fill_a_node():
-    shelf = MemoryShelf(64 << 10)
+    shelf = MemoryBlobs(64 << 10)
     with serving(shelf) as server, client(server) as node:
         with pytest.raises(Refused, match="no room"):
             for number in range(100):
@@ -204,22 +201,22 @@ def test_many_empty_objects_fill_a_node():
 
 
 def test_a_directory_without_room_refuses(tmp_path):
-    shelf = DirectoryShelf(tmp_path)
+    shelf = DirectoryBlobs(tmp_path)
     with contextlib.closing(shelf), pytest.raises(OutOfSpace, match="expected room"):
-        shelf.take("x", 1 << 60)
+        shelf.receive("x", 1 << 60)
 
 
 def test_a_directory_has_one_server(tmp_path):
-    with contextlib.closing(DirectoryShelf(tmp_path)):
+    with contextlib.closing(DirectoryBlobs(tmp_path)):
         with pytest.raises(InUse, match="already served"):
-            DirectoryShelf(tmp_path)
-    DirectoryShelf(tmp_path).close()
+            DirectoryBlobs(tmp_path)
+    DirectoryBlobs(tmp_path).close()
 
 
 def test_a_node_serves_only_files_of_its_directory(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret")
     held = tmp_path / "held"
-    shelf = DirectoryShelf(held)
+    shelf = DirectoryBlobs(held)
     (held / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(held / "pipe")
     with serving(shelf) as server, client(server) as node:
@@ -242,7 +239,7 @@ def test_a_node_serves_only_files_of_its_directory(tmp_path):
 
 
 def test_objects_are_readable_by_their_owner_only(tmp_path):
-    shelf = DirectoryShelf(tmp_path)
+    shelf = DirectoryBlobs(tmp_path)
     with serving(shelf) as server, client(server) as node:
         node.put("a/x", [b"abc"])
     assert (tmp_path / "a" / "x").stat().st_mode & 0o077 == 0
@@ -251,9 +248,9 @@ def test_objects_are_readable_by_their_owner_only(tmp_path):
 def test_a_wildcard_or_foreign_bind_address_is_refused():
     for bind in ("0.0.0.0", "::"):
         with pytest.raises(OptionError, match="found a wildcard"):
-            NodeServer(MemoryShelf(1), bind=bind, tokens=Tokens(TOKEN))
+            NodeServer(MemoryBlobs(1), bind=bind, tokens=Tokens(TOKEN))
     with pytest.raises(StorageError, match="expected to listen"):
-        NodeServer(MemoryShelf(1), bind="192.0.2.1", tokens=Tokens(TOKEN))
+        NodeServer(MemoryBlobs(1), bind="192.0.2.1", tokens=Tokens(TOKEN))
 
 
 def test_closing_a_server_ends_requests_in_flight(shelf):
@@ -288,7 +285,7 @@ def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shelf, how):
-    taken = shelf.free_bytes if isinstance(shelf, MemoryShelf) else None
+    taken = shelf.free_bytes if isinstance(shelf, MemoryBlobs) else None
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
     with contextlib.closing(server), client(server) as node:
         node.put("x", [b"before"])
@@ -298,7 +295,7 @@ def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shel
                 writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         server.close()  # Waits until requests in flight have ended.
         assert shelf.keys("", after="", most=10) == ["x"]
-        if isinstance(shelf, MemoryShelf):
+        if isinstance(shelf, MemoryBlobs):
             shelf.delete("x")
             assert shelf.free_bytes == taken
         else:
@@ -481,8 +478,8 @@ def test_a_listing_follows_the_guide(server, node):
 
 def test_a_lost_node_is_named_and_the_others_keep_serving():
     with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryShelf(1 << 20))) for _ in range(2)]
-        lost = NodeServer(MemoryShelf(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
+        kept = [stack.enter_context(serving(MemoryBlobs(1 << 20))) for _ in range(2)]
+        lost = NodeServer(MemoryBlobs(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
         addresses = [each.address for each in (*kept, lost)]
         store = NodesStore(addresses, "run", TOKEN)
         keys = [f"{number}" for number in range(30)]
@@ -503,10 +500,10 @@ def test_a_lost_node_is_named_and_the_others_keep_serving():
 
 def test_nodes_in_any_order_are_the_same_store():
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(serving(MemoryShelf(1 << 20))).address for _ in range(3)]
+        found = [stack.enter_context(serving(MemoryBlobs(1 << 20))).address for _ in range(3)]
         with mock.patch.dict(os.environ, {"DELTACKPT_NODES_TOKEN": TOKEN}):
-            first = buckets.place(f"nodes://{found[0]},{found[1]},{found[2]}/run/1").open()
-            other = buckets.place(f"nodes:/{found[2]},{found[0]},{found[1]}/run/1/").open()
+            first = buckets.locate(f"nodes://{found[0]},{found[1]},{found[2]}/run/1").open()
+            other = buckets.locate(f"nodes:/{found[2]},{found[0]},{found[1]}/run/1/").open()
         assert first.store.url == other.store.url
         for number in range(10):
             first.store.put(f"{number}", b"%d" % number)
@@ -530,16 +527,16 @@ def test_nodes_in_any_order_are_the_same_store():
 )
 def test_a_url_that_names_no_nodes_is_refused(url):
     with pytest.raises(OptionError, match="expected") as caught:
-        buckets.place(url)
+        buckets.locate(url)
     assert "u:p" not in str(caught.value)
 
 
 def test_a_store_of_nodes_requires_its_token(monkeypatch):
     monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
     with pytest.raises(Refused, match="DELTACKPT_NODES_TOKEN"):
-        buckets.place("nodes://127.0.0.1:1/x").open()
+        buckets.locate("nodes://127.0.0.1:1/x").open()
     with pytest.raises(OptionError, match="endpoint"):
-        buckets.place("nodes://127.0.0.1:1/x", endpoint="http://127.0.0.1:2")
+        buckets.locate("nodes://127.0.0.1:1/x", endpoint="http://127.0.0.1:2")
 
 
 def test_tensorstore_reads_all_nodes_through_any_of_them():
@@ -547,8 +544,8 @@ def test_tensorstore_reads_all_nodes_through_any_of_them():
     addresses = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
-            others = stack.enter_context(contextlib.closing(Elsewhere(addresses, TOKEN)))
-            stack.enter_context(serving(MemoryShelf(1 << 22), port=port, elsewhere=others))
+            others = stack.enter_context(contextlib.closing(ClusterObjects(addresses, TOKEN)))
+            stack.enter_context(serving(MemoryBlobs(1 << 22), port=port, cluster=others))
         store = NodesStore(addresses, "run", TOKEN)
         memory = ts.KvStore.open({"driver": "memory"}).result()
         values = np.random.default_rng(0).normal(size=(100, 10))
@@ -585,9 +582,9 @@ def test_a_truncated_object_of_another_node_is_not_served_as_complete():
     with answering(head) as broken:
         own = f"127.0.0.1:{port}"
         key = next(f"{i}" for i in range(100) if ranked(f"{i}", [own, broken])[0] == broken)
-        with contextlib.closing(Elsewhere([own, broken], TOKEN)) as others:
+        with contextlib.closing(ClusterObjects([own, broken], TOKEN)) as others:
             with (
-                serving(MemoryShelf(1 << 20), port=port, elsewhere=others),
+                serving(MemoryBlobs(1 << 20), port=port, cluster=others),
                 connected(own) as asked,
             ):
                 asked.sendall(

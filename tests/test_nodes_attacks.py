@@ -24,17 +24,15 @@ from memory_pack import MemoryPack
 
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.nodes import server as servers
-from deltackpt.nodes.directory import DirectoryShelf
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
-from deltackpt.storage import nodes, wire
-from deltackpt.storage.nodes import Node
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.directory_blobs import DirectoryBlobs
+from deltackpt.nodes.server import NodeServer, Tokens
+from deltackpt.storage import node_client, wire
+from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
 from deltackpt.testing import node_process
-from deltackpt.tiers.fragments import Fragment
-from deltackpt.tiers.keepers import KeeperNode, Keepers
-from deltackpt.tiers.neighbours import Neighbours
+from deltackpt.tiers.erasure import Fragment
+from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
 
 #: Constant: test ids contain it, and all workers must collect the same ones.
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
@@ -43,8 +41,8 @@ _NBYTES = 8 << 20
 
 
 @pytest.fixture
-def shelf() -> MemoryShelf:
-    return MemoryShelf(_NBYTES)
+def shelf() -> MemoryBlobs:
+    return MemoryBlobs(_NBYTES)
 
 
 @pytest.fixture
@@ -157,12 +155,12 @@ def test_tokens_that_could_be_guessed_or_cannot_be_sent_are_refused(token):
         with pytest.raises(OptionError, match="16 to 1,024") as caught:
             make(token)
         assert not token or token not in str(caught.value)
-    assert not Tokens().let_in(token)
+    assert not Tokens().is_valid(token)
 
 
 def test_a_token_is_compared_in_constant_time(tokens):
     with mock.patch("hmac.compare_digest", return_value=False) as compared:
-        assert not tokens.let_in(TOKEN)
+        assert not tokens.is_valid(TOKEN)
     assert compared.call_count == 1
     assert TOKEN not in repr(vars(tokens)) and TOKEN.encode() not in pickle.dumps(tokens._digests)
 
@@ -282,7 +280,7 @@ def test_a_length_above_the_free_space_is_refused_before_any_allocation(
     server, node, shelf, nbytes
 ):
     free = shelf.free_bytes
-    with mock.patch("deltackpt.nodes.shelves._memory") as memory:
+    with mock.patch("deltackpt.nodes.blobs._memory") as memory:
         found = told(server, request("PUT /x HTTP/1.1", f"Content-Length: {nbytes}"), bytes(1000))
     assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and shelf.free_bytes == free
 
@@ -373,7 +371,7 @@ _LONG = 24 << 20
 def test_a_client_that_reads_nothing_is_dropped(tokens):
     with (
         contextlib.closing(
-            NodeServer(MemoryShelf(2 * _LONG), bind="127.0.0.1", tokens=tokens)
+            NodeServer(MemoryBlobs(2 * _LONG), bind="127.0.0.1", tokens=tokens)
         ) as server,
         contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as node,
         socket.socket() as connection,
@@ -431,7 +429,7 @@ def outside(tmp_path) -> Path:
 @pytest.fixture
 def linked(tmp_path, outside) -> Iterator[Node]:
     held = tmp_path / "held"
-    shelf = DirectoryShelf(held)
+    shelf = DirectoryBlobs(held)
     with (
         contextlib.closing(shelf),
         contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))) as server,
@@ -493,7 +491,7 @@ def test_a_server_never_empties_the_target_of_a_link(tmp_path, outside):
     (tmp_path / "held" / ".incoming").symlink_to(outside)
     before = tree(outside)
     with pytest.raises(StorageError, match="held"):
-        DirectoryShelf(tmp_path / "held")
+        DirectoryBlobs(tmp_path / "held")
     assert tree(outside) == before
 
 
@@ -559,7 +557,7 @@ def test_an_invalid_listing_is_a_typed_error(body):
 
 
 def test_an_endless_listing_is_refused(monkeypatch):
-    monkeypatch.setattr(nodes, "_MOST_KEYS", 3000)
+    monkeypatch.setattr(node_client, "_MOST_KEYS", 3000)
     pages = [
         answer("200 OK", b"".join(b"/k%09d\n" % (1000 * page + i) for i in range(1000)))
         for page in range(5)
@@ -614,17 +612,17 @@ def test_a_large_object_is_read_whole(server, node, shelf):
 def test_one_bad_peer_does_not_hide_what_the_others_hold(server, odd):
     with peer(odd) as address:
         others = (
-            KeeperNode(node="own", address=server.address),
-            KeeperNode(node="good", address=server.address),
-            KeeperNode(node="odd", address=address),
+            PeerNode(node="own", address=server.address),
+            PeerNode(node="good", address=server.address),
+            PeerNode(node="odd", address=address),
         )
-        found = Keepers(root="root", own="own", token=TOKEN, nodes=others, k=1, m=0)
-        with contextlib.closing(Neighbours(found)) as held:
+        found = PeerGroup(root="root", own="own", token=TOKEN, nodes=others, k=1, m=0)
+        with contextlib.closing(PeerTier(found)) as held:
             pack = MemoryPack("save", 1000)
             with contextlib.closing(Node(server.address, TOKEN)) as client:
-                name = Fragment(pack.label, 1, 0, 0, 0, pack.label.crc32c).key("root")
+                name = Fragment(pack.ref, 1, 0, 0, 0, pack.ref.crc32c).key("root")
                 client.put(name, [pack.data + bytes(-len(pack.data) % 64)])
-            assert held.labels() == [pack.label]
+            assert held.refs() == [pack.ref]
             assert held.silent().startswith("odd (")
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import Damaged
-from deltackpt.reading import orbax_values, saves
+from deltackpt.reading import orbax_values, stored_saves
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.storage import digests
-from deltackpt.storage.crc import BLOCK_BYTES
+from deltackpt.storage.digests import BLOCK_BYTES
 from deltackpt.storage.store import store_path
 
 #: Leaf sizes in bytes: around the block size, and around what a database node stores inline.
@@ -44,7 +44,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def item(root: Path) -> OrbaxValues:
-    return orbax_values.of_save(saves.read_save(root / "1"))
+    return orbax_values.of_save(stored_saves.read_save(root / "1"))
 
 
 def data_file(root: Path) -> Path:

@@ -16,23 +16,31 @@ import pytest
 import deltackpt
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading import saves
-from deltackpt.storage import crc
+from deltackpt.reading import stored_saves
+from deltackpt.storage import digests
 from deltackpt.storage.store import Missing, store_path
-from deltackpt.tiers import packing
-from deltackpt.tiers.packing import Contents, FilePack, Label, PackName
-from deltackpt.tiers.stage import Line
+from deltackpt.tiers import bundles
+from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, StagedBundle
+from deltackpt.tiers.staging import RunLineage
 
 SAVE = SaveId("ab12", 7, 3)
 
 
 def test_joined_checksums_equal_the_checksum_of_the_whole():
     drawn = np.random.default_rng(0)
-    lengths = (0, 0), (1, 0), (0, 1), (5, 1000), (4097, 1 << 20), (1 << 20, 3), (9, crc.BLOCK_BYTES)
+    lengths = (
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (5, 1000),
+        (4097, 1 << 20),
+        (1 << 20, 3),
+        (9, digests.BLOCK_BYTES),
+    )
     for first, second in lengths:
         one, two = (drawn.integers(0, 256, count, np.uint8).tobytes() for count in (first, second))
         whole = google_crc32c.value(one + two)
-        assert crc.joined(google_crc32c.value(one), google_crc32c.value(two), second) == whole
+        assert digests.joined(google_crc32c.value(one), google_crc32c.value(two), second) == whole
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -48,23 +56,25 @@ def made(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -> FilePack:
-    contents = packing.contents_of(
+def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -> StagedBundle:
+    contents = bundles.manifest_of(
         folder,
         save_id,
         "embeddings",
-        line=Line(run=save_id.run, epoch=epoch, holder="somebody", era=era, past={"cd34": 2}),
+        lineage=RunLineage(
+            run=save_id.run, epoch=epoch, holder="somebody", era=era, past={"cd34": 2}
+        ),
         root="s3://bucket/run",
     )
-    return FilePack(folder, contents)
+    return StagedBundle(folder, contents)
 
 
 class Held:
     """A bundle in memory."""
 
-    def __init__(self, pack: FilePack):
-        self.data = bytearray(pack.label.nbytes)
-        self.label = pack.label
+    def __init__(self, pack: StagedBundle):
+        self.data = bytearray(pack.ref.nbytes)
+        self.ref = pack.ref
         pack.read_into(0, memoryview(self.data))
 
     def read_into(self, start: int, out: memoryview) -> None:
@@ -87,9 +97,9 @@ def step(tmp_path_factory) -> Path:
 
 
 def test_a_step_comes_out_of_its_bundle_byte_for_byte(step, tmp_path):
-    held = Held(packed(step, saves.read_info(store_path(step), "embeddings").save_id))
-    assert google_crc32c.value(bytes(held.data)) == held.label.crc32c
-    packing.unpack(held, held.label, tmp_path / "out", fsync=True)
+    held = Held(packed(step, stored_saves.read_info(store_path(step), "embeddings").save_id))
+    assert google_crc32c.value(bytes(held.data)) == held.ref.crc32c
+    bundles.unpack(held, held.ref, tmp_path / "out", fsync=True)
     assert tree(tmp_path / "out") == tree(step)
 
 
@@ -104,7 +114,7 @@ def test_any_range_of_a_bundle_matches_the_whole(tmp_path_factory, lengths, cuts
         (folder / f"f{number}").write_bytes(drawn.integers(0, 256, length, np.uint8).tobytes())
     pack = packed(folder)
     whole = Held(pack).data
-    assert google_crc32c.value(bytes(whole)) == pack.label.crc32c
+    assert google_crc32c.value(bytes(whole)) == pack.ref.crc32c
     ends = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
     for start, end in zip(ends, ends[1:]):
         piece = bytearray(end - start)
@@ -115,31 +125,31 @@ def test_any_range_of_a_bundle_matches_the_whole(tmp_path_factory, lengths, cuts
 def test_a_flipped_bit_anywhere_is_detected(tmp_path):
     folder = made(tmp_path / "7", {"a/b": b"some bytes", "c": b"", "d": bytes(range(200))})
     pack = packed(folder)
-    for place in range(pack.label.nbytes):
+    for place in range(pack.ref.nbytes):
         held = Held(pack)
         held.data[place] ^= 1 << place % 8
         with pytest.raises(Damaged):
-            packing.unpack(held, held.label, tmp_path / f"out{place}", fsync=False)
+            bundles.unpack(held, held.ref, tmp_path / f"out{place}", fsync=False)
 
 
 def test_a_bundle_is_only_unpacked_under_its_name(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
-    other = Label(PackName.of(held.label.key)._replace(step=8).key, *held.label[1:])
+    other = BundleRef(BundleName.of(held.ref.key)._replace(step=8).key, *held.ref[1:])
     with pytest.raises(Damaged, match="the bundle of that name"):
-        packing.unpack(held, other, tmp_path / "out", fsync=False)
+        bundles.unpack(held, other, tmp_path / "out", fsync=False)
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", "a//b"])
 def test_no_name_in_a_bundle_leads_out_of_it(tmp_path, name):
     pack = packed(made(tmp_path / "7", {"a": b"1"}))
-    contents = packing.read_contents(Held(pack), pack.label)[0]
+    contents = bundles.read_manifest(Held(pack), pack.ref)[0]
     (digest,) = contents.files.values()
-    hostile = FilePack(tmp_path, dataclasses.replace(contents, files={name: digest}))
+    hostile = StagedBundle(tmp_path, dataclasses.replace(contents, files={name: digest}))
     head = hostile._head
     held = Held(pack)
     held.data[:] = head + b"1"
     with pytest.raises(Damaged):
-        packing.unpack(held, hostile.label, tmp_path / "out", fsync=False)
+        bundles.unpack(held, hostile.ref, tmp_path / "out", fsync=False)
 
 
 def test_a_step_removed_while_it_is_packed_is_missing(tmp_path):
@@ -164,17 +174,17 @@ def test_a_bundle_that_cannot_be_unpacked_is_a_typed_error(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     (tmp_path / "out").mkdir()
     with pytest.raises(StorageError, match="unpack a save"):
-        packing.unpack(held, held.label, tmp_path / "out", fsync=False)
+        bundles.unpack(held, held.ref, tmp_path / "out", fsync=False)
 
 
 def test_keys_name_saves_and_the_newest_comes_first():
     names = [
-        PackName("ab12", 1, 5, 2, 0, 0),
-        PackName("ab12", 0, 4, 2, 1, 0),
-        PackName("cd34", 0, 9, 1, 3, 0),
+        BundleName("ab12", 1, 5, 2, 0, 0),
+        BundleName("ab12", 0, 4, 2, 1, 0),
+        BundleName("cd34", 0, 9, 1, 3, 0),
     ]
-    labels = [Label(name.key, 1, 0) for name in names]
-    found = packing.newest_first([*labels, Label("no key", 1, 0)])
+    labels = [BundleRef(name.key, 1, 0) for name in names]
+    found = bundles.newest_first([*labels, BundleRef("no key", 1, 0)])
     assert [name for name, _ in found] == [names[1], names[0], names[2]]
     assert [name.save_id for name in names] == [
         SaveId("ab12", 5, 1),
@@ -185,11 +195,11 @@ def test_keys_name_saves_and_the_newest_comes_first():
 
 def test_contents_record_the_moment_and_the_root(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
-    found, start = packing.read_contents(held, held.label)
-    assert isinstance(found, Contents) and found.line.moment == (4, 1)
-    assert found.line.past == {"cd34": 2}
+    found, start = bundles.read_manifest(held, held.ref)
+    assert isinstance(found, BundleManifest) and found.lineage.moment == (4, 1)
+    assert found.lineage.past == {"cd34": 2}
     assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
-    assert held.label.nbytes - start == 1
+    assert held.ref.nbytes - start == 1
 
 
 def test_the_golden_bundle_is_read_and_written_the_same(tmp_path):
@@ -200,8 +210,8 @@ def test_the_golden_bundle_is_read_and_written_the_same(tmp_path):
     held.read_into = lambda start, out: out.__setitem__(
         slice(None), held.data[start : start + len(out)]
     )
-    label = Label(key, len(held.data), int(crc32c, 16))
-    found = packing.unpack(held, label, tmp_path / "out", fsync=False)
+    label = BundleRef(key, len(held.data), int(crc32c, 16))
+    found = bundles.unpack(held, label, tmp_path / "out", fsync=False)
     assert tree(tmp_path / "out") == tree(folder / "files")
-    again = Held(FilePack(folder / "files", found))
-    assert (bytes(again.data), again.label) == (held.data, label)
+    again = Held(StagedBundle(folder / "files", found))
+    assert (bytes(again.data), again.ref) == (held.data, label)

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from memory_pack import MemoryPack
 
 from deltackpt.errors import StorageError
-from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import Missing, Unanswered
-from deltackpt.tiers import erasure, fragments, neighbours
-from deltackpt.tiers.keepers import KeeperNode, Keepers
-from deltackpt.tiers.neighbours import Neighbours
+from deltackpt.storage.striping import ranked
+from deltackpt.tiers import erasure, peers
+from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
 
 NAMES = st.lists(st.text("abcdef0123456789", min_size=1), unique=True, min_size=1, max_size=12)
 
@@ -65,9 +64,9 @@ class Cluster:
             self.down.add(node)
             self.objects[node].clear()
 
-    def keepers(self, k: int, m: int) -> Keepers:
-        nodes = tuple(KeeperNode(node=n, address=n, rack=self.racks[n]) for n in self.objects)
-        return Keepers(root="root", own="n0", token="t", nodes=nodes, k=k, m=m)
+    def keepers(self, k: int, m: int) -> PeerGroup:
+        nodes = tuple(PeerNode(node=n, address=n, rack=self.racks[n]) for n in self.objects)
+        return PeerGroup(root="root", own="n0", token="t", nodes=nodes, k=k, m=m)
 
     def connect(self, address: str, token: str, *, deadline_secs: float) -> MemoryNode:
         return MemoryNode(self, address)
@@ -111,18 +110,18 @@ class MemoryNode:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives bundles of a few hundred bytes several segments and stripes."""
-    monkeypatch.setattr(fragments, "SEGMENT_BYTES", 400)
+    monkeypatch.setattr(erasure, "SEGMENT_BYTES", 400)
     monkeypatch.setattr(erasure, "STRIPE_BYTES", 256)
 
 
-def opened(cluster: Cluster, k: int, m: int, monkeypatch: pytest.MonkeyPatch) -> Neighbours:
-    monkeypatch.setattr(neighbours, "Node", cluster.connect)
-    return Neighbours(cluster.keepers(k, m))
+def opened(cluster: Cluster, k: int, m: int, monkeypatch: pytest.MonkeyPatch) -> PeerTier:
+    monkeypatch.setattr(peers, "Node", cluster.connect)
+    return PeerTier(cluster.keepers(k, m))
 
 
-def read(held: Neighbours, pack: MemoryPack) -> bytes:
-    found = bytearray(pack.label.nbytes)
-    with held.reading(pack.label) as reader:
+def read(held: PeerTier, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.ref.nbytes)
+    with held.open(pack.ref) as reader:
         for at in range(0, len(found), 170):
             reader.read_into(at, memoryview(found)[at : at + 170])
     return bytes(found)
@@ -141,11 +140,11 @@ def test_bundles_survive_random_losses_of_as_many_nodes_as_promised(k, m, small,
         held = opened(cluster, k, m, monkeypatch)
         packs = [MemoryPack(f"save-{round_}-{i}", random_.randint(1, 1500)) for i in range(3)]
         for pack in packs:
-            held.hold(pack)
+            held.put(pack)
         cluster.lose(["n0"])  # Nothing may depend on the own node.
         others = [node for node in cluster.objects if node != "n0"]
         cluster.lose(random_.sample(others, m))
-        assert held.labels() == sorted(pack.label for pack in packs)
+        assert held.refs() == sorted(pack.ref for pack in packs)
         for pack in packs:
             assert read(held, pack) == pack.data
         held.close()
@@ -156,12 +155,13 @@ def test_one_loss_too_many_reports_the_missing_fragments_and_nodes(k, m, small, 
     cluster = Cluster(k + m + 1)
     held = opened(cluster, k, m, monkeypatch)
     pack = MemoryPack("save", 1000)
-    held.hold(pack)
+    held.put(pack)
     gone = [f"n{i}" for i in range(1, m + 2)]
     cluster.lose(gone)
-    assert held.labels() == []
-    assert held.incomplete() == ([pack.label] if k > 1 else [])
-    with pytest.raises(StorageError, match="save: expected") as caught, held.reading(pack.label):
+    assert held.refs() == []
+    found = held.survey()
+    assert found.every - found.whole == ({pack.ref} if k > 1 else set())
+    with pytest.raises(StorageError, match="save: expected") as caught, held.open(pack.ref):
         pass
     for node in gone:
         assert f"{node}: expected an answer" in str(caught.value)
@@ -173,7 +173,7 @@ def test_one_loss_too_many_reports_the_missing_fragments_and_nodes(k, m, small, 
 def test_the_own_node_stores_nothing_and_no_node_stores_two_fragments(small, monkeypatch):
     cluster = Cluster(6)
     held = opened(cluster, 3, 1, monkeypatch)
-    held.hold(MemoryPack("save", 1000))
+    held.put(MemoryPack("save", 1000))
     assert not cluster.objects["n0"]
     counts = [len(one) for one in cluster.objects.values()]
     assert sorted(counts) == [0, 0, 3, 3, 3, 3]
@@ -183,7 +183,7 @@ def test_the_own_node_stores_nothing_and_no_node_stores_two_fragments(small, mon
 def test_fragments_are_spread_over_racks(small, monkeypatch):
     cluster = Cluster(9, racks=4)
     held = opened(cluster, 3, 1, monkeypatch)
-    held.hold(MemoryPack("save", 100))
+    held.put(MemoryPack("save", 100))
     racks = [cluster.racks[node] for node, there in cluster.objects.items() if there]
     assert len(set(racks)) == 4
     held.close()
@@ -195,7 +195,7 @@ def test_a_node_that_is_down_is_replaced_by_the_next_one(small, monkeypatch):
     pack = MemoryPack("save", 1000)
     order = ranked("save", ["n1", "n2", "n3", "n4", "n5"])
     cluster.lose(order[:1])
-    held.hold(pack)
+    held.put(pack)
     assert all(cluster.objects[node] for node in order[1:])
     cluster.lose(order[1:2])
     assert read(held, pack) == pack.data
@@ -207,9 +207,9 @@ def test_too_few_live_nodes_refuse_a_bundle_by_name(small, monkeypatch):
     held = opened(cluster, 3, 1, monkeypatch)
     cluster.lose(["n3"])
     with pytest.raises(StorageError, match="4 other nodes.*n3: expected an answer"):
-        held.hold(MemoryPack("save", 1000))
+        held.put(MemoryPack("save", 1000))
     cluster.down.clear()
-    held.hold(MemoryPack("save", 1000))
+    held.put(MemoryPack("save", 1000))
     held.close()
 
 
@@ -217,10 +217,10 @@ def test_holding_a_bundle_again_sends_nothing(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     pack = MemoryPack("save", 1000)
-    held.hold(pack)
+    held.put(pack)
     before = {node: dict(there) for node, there in cluster.objects.items()}
     monkeypatch.setattr(MemoryNode, "put", None)
-    held.hold(pack)
+    held.put(pack)
     assert cluster.objects == before
     held.close()
 
@@ -229,10 +229,10 @@ def test_holding_a_bundle_again_restores_what_a_node_lost(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     pack = MemoryPack("save", 1000)
-    held.hold(pack)
+    held.put(pack)
     cluster.lose(["n2"])
     cluster.down.clear()
-    held.hold(pack)
+    held.put(pack)
     assert cluster.objects["n2"]
     held.close()
 
@@ -242,12 +242,12 @@ def test_bundles_that_could_not_be_dropped_are_dropped_later(small, monkeypatch)
     held = opened(cluster, 3, 1, monkeypatch)
     packs = [MemoryPack(f"save-{i}", 1000) for i in range(3)]
     for pack in packs:
-        held.hold(pack)
+        held.put(pack)
     cluster.down.add("n1")
-    held.drop([packs[0].label])
-    assert cluster.objects["n1"] and held.labels() == [packs[1].label, packs[2].label]
+    held.delete([packs[0].ref])
+    assert cluster.objects["n1"] and held.refs() == [packs[1].ref, packs[2].ref]
     cluster.down.clear()
-    held.drop([packs[1].label])
+    held.delete([packs[1].ref])
     keys = [key for there in cluster.objects.values() for key in there]
     assert keys and all("/save-2/" in key for key in keys)
     held.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points and steps removed during a restore: trimmed, compacted, or left by a window.
+"""Points and steps removed during a restore: trimmed, or compacted.
 
 At the n-th access of a restore, the directory switches to a later state of its trainer. A restore
 of the newest state succeeds and reports no damage. A restore of a given step or point is complete,
@@ -28,9 +28,9 @@ from test_step_gone import Accesses, watched
 import deltackpt
 from deltackpt import RecoveryPoint
 from deltackpt.errors import OptionError, StepGone, StepNotFound
-from deltackpt.reading import removal
-from deltackpt.upkeep.compact import compact
-from deltackpt.upkeep.verify import verify_root
+from deltackpt.maintenance.compact import compact
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.reading import stored_saves
 
 LOG = deltackpt.WalOptions(dense="delta")
 GONE = (StepGone, StepNotFound)
@@ -111,7 +111,7 @@ def become(root: Path, after: Path) -> None:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch) -> None:
     """Readers do not wait to see whether a removal is under way."""
-    monkeypatch.setattr(removal, "_GONE_INTERVAL_SECS", 0.0)
+    monkeypatch.setattr(stored_saves, "_GONE_INTERVAL_SECS", 0.0)
 
 
 @contextlib.contextmanager
@@ -362,39 +362,6 @@ def test_a_chain_compacted_during_a_restore_is_read_through_its_base(compaction,
     every_turn(compaction, tmp_path, restore, stride=19)
 
 
-@pytest.fixture(scope="module")
-def window(tmp_path_factory) -> Moments:
-    def first(saver: Any, loop: Loop) -> None:
-        loop.steps(saver, 1, 2, 3, 4)
-        log(saver, loop, 5)
-
-    def then(saver: Any, loop: Loop) -> None:
-        loop.steps(saver, 6, 7)
-
-    rolling = deltackpt.policies.Rolling(window=3)
-    return moments_of(tmp_path_factory.mktemp("window"), first, then, policy=rolling, max_to_keep=1)
-
-
-def test_a_step_that_becomes_part_of_a_later_window_is_not_reported_damaged(window, tmp_path):
-    def newest(reader: deltackpt.CheckpointManager) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            result = reader.restore_latest(dense_states.initial(), wal=False)
-        assert result is not None and result.skipped == ()
-        model.assert_same(result.state, window.states[result.step])
-
-    every_turn(window, tmp_path, newest, stride=19)
-
-
-def test_points_above_steps_that_are_only_window_parts_are_not_listed(window):
-    with reading(window.after) as reader:
-        # Step 4 and the records above it exist, but the steps that it needs are gone.
-        assert reader.all_steps() == [4, 6, 7]
-        assert reader.recovery_points() == []
-        with pytest.raises(StepNotFound, match="nearest that can be restored: step 7"):
-            reader.restore(5, dense_states.initial())
-
-
 def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
     root, loop, stop = tmp_path / "root", Loop(), threading.Event()
     loop.states[0] = loop.state
@@ -444,8 +411,7 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
 def save(saver: deltackpt.CheckpointManager, loop: Loop, step: int) -> None:
     loop.train()
     loop.states[step] = loop.state
-    saver.save(step, loop.state, touched=loop.touched, force_base=True)
-    saver.wait_until_finished()
+    model.commit(saver, step, loop.state, touched=loop.touched, force_base=True)
 
 
 def assert_read(root: Path, loop: Loop, step: int) -> None:

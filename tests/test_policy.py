@@ -16,10 +16,10 @@ from deltackpt.policies import (
     CodecChoice,
     Consecutive,
     Decision,
-    History,
     Intermittent,
     LeftToCompaction,
     OneShot,
+    SaveHistory,
     advise_interval,
     too_large,
 )
@@ -28,9 +28,9 @@ BASE = 1000
 sizes = st.lists(st.integers(0, 1500), max_size=20)
 
 
-def history(deltas: list[int], *, one_shot: bool = False) -> History:
+def history(deltas: list[int], *, one_shot: bool = False) -> SaveHistory:
     last = deltas[-1] if deltas else 0
-    return History(
+    return SaveHistory(
         base_bytes=BASE,
         delta_bytes=tuple(deltas),
         chain_length=min(1, len(deltas)) if one_shot else len(deltas),

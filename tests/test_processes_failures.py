@@ -8,20 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from many import Answer, Job, Server
+from many import Answer, Job
 
 from deltackpt.save import exits
 
 PLACE = {"mesh": [2, 2]}
 #: No test reaches this limit: one that comes near it would hang without it.
 PEERS_SECS = 20.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from deltackpt.errors import (
 )
 from deltackpt.events import PrometheusHandler
 from deltackpt.format import manifest
-from deltackpt.format.segments import Encoding
-from deltackpt.reading import saves
-from deltackpt.save import extract
-from deltackpt.save.pieces import HostPiece
+from deltackpt.format.row_blocks import Encoding
+from deltackpt.reading import stored_saves
+from deltackpt.save import capture
+from deltackpt.save.capture import HostPiece
 from deltackpt.testing import StoredChunk, stored_chunks
 
 ROWS, WIDTH = 3000, 16
@@ -100,7 +100,7 @@ def restored(root, template=None, step=1, handlers=None, rows=None):
 
 
 def encodings(root, step: int) -> dict[tuple[str, str], Encoding]:
-    (record,) = saves.read_save(Path(root) / str(step)).manifests
+    (record,) = stored_saves.read_save(Path(root) / str(step)).manifests
     return {
         (segment.group, encoding.field): encoding
         for segment in record.segments
@@ -136,7 +136,7 @@ def test_a_delta_restores_decoded_rows_and_everything_else_bit_for_bit(codec, tm
 @pytest.mark.parametrize("codec", ["bf16", "adaptive2", "int8"])
 def test_the_device_path_writes_the_bytes_of_the_host_path(codec, tmp_path):
     saved(tmp_path / "host", codec, row5=np.nan)
-    with mock.patch.object(extract, "on_host", return_value=False):
+    with mock.patch.object(capture, "on_host", return_value=False):
         saved(tmp_path / "device", codec, row5=np.nan)
     for step in ("0", "1"):
         by_name = [
@@ -218,7 +218,7 @@ def test_a_table_whose_rows_the_codec_cannot_represent_is_stored_raw_with_the_re
 
 def test_raw_steps_require_no_codec_feature_of_their_reader(tmp_path):
     saved(tmp_path, "raw")
-    found = [saves.read_save(tmp_path / step).manifests[0].features for step in ("0", "1")]
+    found = [stored_saves.read_save(tmp_path / step).manifests[0].features for step in ("0", "1")]
     assert found == [(), (manifest.DENSE_BLOCKS, manifest.LAYERS)]
 
 
@@ -254,7 +254,7 @@ def test_column_shards_too_narrow_to_gain_are_stored_raw(tmp_path):
 def test_encoding_needs_no_implicit_transfer(tmp_path):
     with jax.transfer_guard("disallow"):
         pieces = HostPiece(np.ones((10, 16), np.float32))
-        assert pieces.encoded(codecs.get("adaptive4")).held.all()
+        assert pieces.encoded(codecs.get("adaptive4")).representable.all()
 
 
 @pytest.mark.parametrize("name", ["acc.raw", "acc.raw_at", "acc.scale", "acc.offset"])
@@ -293,7 +293,7 @@ def test_a_budget_of_zero_ends_in_raw(tmp_path):
     choice = deltackpt.policies.CodecChoice(delta="int8", base="bf16", max_error=0)
     base, state, report = saved(tmp_path, choice)
     # A reader that does not know encodings would decode by the planned codec.
-    assert manifest.ENCODINGS in saves.read_save(tmp_path / "1").manifests[0].features
+    assert manifest.ENCODINGS in stored_saves.read_save(tmp_path / "1").manifests[0].features
     model.assert_same(restored(tmp_path, state), state)
     model.assert_same(restored(tmp_path, base, 0), base)
     assert {figures.codec for figures in report.tables} == {"raw"}
@@ -361,7 +361,7 @@ def test_bits_grow_with_the_number_of_restores(tmp_path):
                 manager.save(step, base, touched=touched)
                 touched = deltackpt.touched.mark(touched, {"a": jnp.arange(0, 99, 2)})
             manager.wait_until_finished()
-        (record,) = saves.read_save(tmp_path / str(2 * run + 1)).manifests
+        (record,) = stored_saves.read_save(tmp_path / str(2 * run + 1)).manifests
         values = encodings(tmp_path, 2 * run + 1)["g0", "values"]
         found.append((record.restores, values.codec, values.reason))
     assert [restores for restores, _, _ in found] == [0, 1, 2, 3, 4]
@@ -379,7 +379,7 @@ def test_reading_does_not_count_as_a_restore(tmp_path):
         manager.read(1, {"tables/a": None})
         manager.save(2, state, force_base=True)
         manager.wait_until_finished()
-    assert saves.read_save(tmp_path / "2").manifests[0].restores == 0
+    assert stored_saves.read_save(tmp_path / "2").manifests[0].restores == 0
 
 
 def test_metrics_and_events_report_bytes_and_errors_of_each_table(tmp_path):
@@ -435,7 +435,7 @@ def test_a_codec_of_a_newer_version_is_named(tmp_path):
 
 def test_damaged_codes_are_named_and_the_previous_step_is_restored(tmp_path):
     base, state, _ = saved(tmp_path, "int4", row5=np.nan)
-    [segment] = saves.read_save(tmp_path / "1").parts()[0].segments
+    [segment] = stored_saves.read_save(tmp_path / "1").parts()[0].segments
     arrays = sorted(entry.name for entry in segment.arrays)
     expected = ["rows.gaps", "slot.acc", "values", "values.offset", "values.raw", "values.raw_at"]
     assert arrays == [*expected, "values.scale"]

@@ -17,21 +17,19 @@ from deltackpt.errors import (
     BrokenChain,
     Damaged,
     ForeignDirectory,
-    FormatTooOld,
     StepNotFound,
 )
-from deltackpt.format import manifest, names
-from deltackpt.format.blocks import Box
+from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest, ParentRef, SaveId, TableEntry
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.format.row_blocks import ArrayEntry, Box, FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
 from deltackpt.layers.footer import LayerManifest
-from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.layers.shard import segment_of
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.write import LayerFile
-from deltackpt.reading import chains, inventory, reader, saves
+from deltackpt.reading import chains, inventory, reader, stored_saves
+from deltackpt.reading.wal_records import segment_of
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage import arrays, digests
+from deltackpt.storage import digests
 from deltackpt.storage.digests import Digests
 from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import FileStore, StorePath
@@ -62,8 +60,8 @@ def put_array(
     part: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
 ) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
-    entry = arrays.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
-    below = names.array_dir(Path(), 0, segment, name).as_posix()
+    entry = row_blocks.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
+    below = naming.array_dir(Path(), 0, segment, name).as_posix()
     found = write_digested(scratch / below, entry, [data])
     chunks = {name: digest for name, digest in found.items() if name.startswith("c/")}
     for name in chunks:
@@ -83,7 +81,7 @@ def put_save(
     chunk: int = 7,
 ) -> Manifest:
     """Puts a save of some rows of the table; without a parent, a base of all rows."""
-    item = root / str(step) / names.EMBEDDINGS_ITEM
+    item = root / str(step) / naming.EMBEDDINGS_ITEM
     save_id = SaveId("run", step, 1)
     if parent is None:
         stored = put_base(item, values, scratch / str(step), chunk)
@@ -110,7 +108,7 @@ def put_save(
 def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> dict:
     """Puts the Zarr array of a base; returns the fields of its manifest that depend on it."""
     entry, found = put_array(item, "g0.0", "values", values, scratch, chunk)
-    at = item / names.digests_name(0)
+    at = item / naming.digests_name(0)
     data = digests.digests_bytes(Digests.of(found))
     at.store.put(at.key, data)
     segment = Segment(
@@ -144,17 +142,17 @@ def put_layer(
     written = append(file, described, [held])
     file.file.close()
     runtime.close()
-    at = item / names.layer_name(0)
+    at = item / naming.layer_name(0)
     at.store.put(at.key, path.read_bytes())
     ref = LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
-    layer = Layer(StoredBytes(at), ref.nbytes)
+    layer = LayerReader(StoredBytes(at), ref.nbytes)
     [of_rows] = layer.row_groups()
     segment = segment_of(of_rows, layer.arrays(of_rows).values())
     return {"segments": (dataclasses.replace(segment, encodings=()),), "layer": ref}
 
 
 def put_head(root: StorePath, head: Manifest) -> None:
-    at = root / str(head.save_id.step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    at = root / str(head.save_id.step) / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     at.store.put(at.key, manifest.to_bytes(head))
 
 
@@ -171,16 +169,6 @@ def put_chain(root: StorePath, scratch: Path, touched=((3, 9, 39), (0, 9))) -> l
         put_save(root, step, rows, current[rows], scratch, parent=step - 1)
         states.append(current)
     return states
-
-
-def test_a_chain_is_merged_newest_row_wins(root, tmp_path):
-    states = put_chain(root, tmp_path)
-    for step, state in enumerate(states):
-        chain = chains.read_chain(root / str(step))
-        found = reader.restore_tables(chain)
-        assert found.fields["t"]["values"].tobytes() == state.tobytes()
-        assert [info.step_dir for info in found.chain] == [str(n) for n in range(step + 1)]
-        assert [save.name for save in chain] == [f"{n}/embeddings" for n in range(step + 1)]
 
 
 def test_only_the_wanted_boxes_are_read(root, tmp_path):
@@ -216,7 +204,7 @@ def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data)
 def test_row_indices_around_a_range_are_read(root, tmp_path):
     rows = [*range(0, ROWS, 3)]
     put_chain(root, tmp_path, [rows])
-    [part] = saves.read_save(root / "1").parts()
+    [part] = stored_saves.read_save(root / "1").parts()
     [segment] = part.record.segments
     assert merge.segment_rows(part, segment).tolist() == rows
     for start in range(ROWS):
@@ -225,13 +213,13 @@ def test_row_indices_around_a_range_are_read(root, tmp_path):
         assert held.first == sum(row < start for row in rows)
 
 
-def test_a_delta_of_a_development_version_is_named(root, tmp_path):
+def test_a_delta_without_a_layer_is_damaged(root, tmp_path):
     head = put_save(root, 0, np.arange(ROWS), np.zeros((ROWS, WIDTH), np.float32), tmp_path)
     parent = ParentRef(save_id=SaveId("run", 0, 1), step_dir="0")
     save_id = SaveId("run", 1, 1)
     put_head(root, dataclasses.replace(head, kind="delta", parent=parent, save_id=save_id))
-    for read in (chains.read_chain, saves.read_save, saves.read_info):
-        with pytest.raises(FormatTooOld, match="1/embeddings/manifest.0.*restore it with that"):
+    for read in (chains.read_chain, stored_saves.read_save):
+        with pytest.raises(Damaged, match="1/embeddings/manifest.0.*a layer if it is a delta"):
             read(root / "1")
 
 
@@ -274,14 +262,14 @@ def test_a_compacted_base_replaces_its_own_save_only(root, tmp_path):
     states = put_chain(root, tmp_path)
     aside = StorePath(MemoryStore(), "")
     head = put_save(aside, 1, np.arange(ROWS), states[1], tmp_path / "again")
-    item = names.compacted_dir(root / "1", names.EMBEDDINGS_ITEM)
-    for key in (aside / "1" / names.EMBEDDINGS_ITEM).keys():
-        at = aside / "1" / names.EMBEDDINGS_ITEM / key
+    item = naming.compacted_dir(root / "1", naming.EMBEDDINGS_ITEM)
+    for key in (aside / "1" / naming.EMBEDDINGS_ITEM).keys():
+        at = aside / "1" / naming.EMBEDDINGS_ITEM / key
         root.store.put((item / key).key, at.store.get(at.key))
     chain = chains.read_chain(root / "2")
     assert [save.name for save in chain] == ["compacted/1/embeddings", "2/embeddings"]
     assert reader.restore_tables(chain).fields["t"]["values"].tobytes() == states[2].tobytes()
-    assert list(saves.compacted_bases(root)) == ["1"]
+    assert list(stored_saves.compacted_bases(root)) == ["1"]
     other = dataclasses.replace(head, save_id=SaveId("other", 1, 1))
-    root.store.put((item / names.manifest_name(0)).key, manifest.to_bytes(other))
+    root.store.put((item / naming.manifest_name(0)).key, manifest.to_bytes(other))
     assert [save.compacted for save in chains.read_chain(root / "2")] == [False] * 3

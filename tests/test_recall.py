@@ -12,16 +12,18 @@ import hypothesis
 import hypothesis.strategies as st
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import Claim, Entry, Standing, State
+from deltackpt.ledger.entries import CatalogEntry, Entry, LeaseClaim, State
 from deltackpt.ledger.lease import Lease
-from deltackpt.tiers import recall
-from deltackpt.tiers.packing import Contents
-from deltackpt.tiers.stage import Line
+from deltackpt.tiers import recovery
+from deltackpt.tiers.bundles import BundleManifest
+from deltackpt.tiers.staging import RunLineage
 
 
-def claim(epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | None = None) -> Claim:
+def claim(
+    epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | None = None
+) -> LeaseClaim:
     lease = Lease(epoch=epoch, holder=holder, host="host", pid=1, since_secs=0.0)
-    return Claim(lease=lease, began=began, goes_on=goes_on)
+    return LeaseClaim(lease=lease, began=began, goes_on=goes_on)
 
 
 @dataclasses.dataclass
@@ -29,14 +31,14 @@ class History:
     """The actions of trainers, and the saves that each moment built on."""
 
     drawn: random.Random
-    claims: list[Claim] = dataclasses.field(default_factory=list)
-    packs: list[Contents] = dataclasses.field(default_factory=list)
+    claims: list[LeaseClaim] = dataclasses.field(default_factory=list)
+    packs: list[BundleManifest] = dataclasses.field(default_factory=list)
     #: Saves that training builds on, oldest first: now, and at each moment that made one.
     line: list[SaveId] = dataclasses.field(default_factory=list)
     lines: dict[tuple[int, int], list[SaveId]] = dataclasses.field(default_factory=dict)
     at_root: int = 0
-    begun: Line | None = None
-    known: dict[str, Line] = dataclasses.field(default_factory=dict)
+    begun: RunLineage | None = None
+    known: dict[str, RunLineage] = dataclasses.field(default_factory=dict)
     runs: int = 0
     era: int = 0
     goes_on: SaveId | None = None
@@ -64,7 +66,7 @@ class History:
         self.goes_on = self.line[-1] if self.line else None
         self.runs += 1
         before = None if self.goes_on is None else self.known[self.goes_on.run]
-        self.begun = Line(
+        self.begun = RunLineage(
             run=f"run{self.runs}",
             epoch=len(self.claims),
             holder=self.claims[-1].lease.holder,
@@ -87,7 +89,7 @@ class History:
         self.line.append(save_id)
         self.lines[self.moment] = [*self.line]
         self.packs.append(
-            Contents(
+            BundleManifest(
                 save_id=save_id,
                 epoch=self.moment[0],
                 era=self.era,
@@ -107,7 +109,7 @@ class History:
         entry = types.SimpleNamespace(claims=tuple(self.claims))
         return State(_as_entry(entry))
 
-    def waiting(self) -> list[Contents]:
+    def waiting(self) -> list[BundleManifest]:
         root = {*self.line[: self.at_root]}
         return [one for one in self.packs if one.save_id not in root]
 
@@ -129,12 +131,10 @@ def test_saves_that_training_builds_on_are_recovered_and_no_others(steps, seed):
         if history.claims or step in ("save", "take_over"):
             getattr(history, step)()
     packs = history.waiting()
-    verdict = recall.judge(packs, history.state(), lines_of(packs))
-    counting = {one.save_id for one in verdict.counting}
-    assert counting | {one.save_id for one, _ in verdict.orphans} == {one.save_id for one in packs}
+    counting = current(packs, history.state(), lines_of(packs))
     # Expected: the saves behind the newest moment of which a save or a claim is left.
     if packs:
-        traces = {one.line.moment for one in packs} & history.lines.keys()
+        traces = {one.lineage.moment for one in packs} & history.lines.keys()
         traces |= {(one.lease.epoch, 0) for one in history.claims if one.began}
         newest = max(moment for moment in traces if moment in history.lines)
         expected = {*history.lines[newest]} & {one.save_id for one in packs}
@@ -149,56 +149,65 @@ def test_lost_bundles_never_revive_abandoned_saves(steps, seed, lost):
             getattr(history, step)()
     drawn = random.Random(lost)
     packs = [one for one in history.waiting() if drawn.random() < 0.7]
-    verdict = recall.judge(packs, history.state(), lines_of(packs))
-    traces = [one.line.moment for one in packs]
+    counting = current(packs, history.state(), lines_of(packs))
+    traces = [one.lineage.moment for one in packs]
     traces += [(one.lease.epoch, 0) for one in history.claims if one.began]
     if traces:
         line = history.lines[max(moment for moment in traces if moment in history.lines)]
-        assert {one.save_id for one in verdict.counting} <= {*line}
+        assert counting <= {*line}
 
 
-def lines_of(packs: list[Contents]) -> list[Line]:
-    return [one.line for one in packs]
+def current(packs: list[BundleManifest], state: State, lines: list[RunLineage]) -> set[SaveId]:
+    why_stale = recovery.classify(state, lines)
+    return {one.save_id for one in packs if why_stale(one.save_id, one.lineage) is None}
 
 
-def one_pack(**changes: Any) -> Contents:
+def why_stale(pack: BundleManifest, state: State, lines: list[RunLineage]) -> str | None:
+    return recovery.classify(state, lines)(pack.save_id, pack.lineage)
+
+
+def lines_of(packs: list[BundleManifest]) -> list[RunLineage]:
+    return [one.lineage for one in packs]
+
+
+def one_pack(**changes: Any) -> BundleManifest:
     history = History(random.Random(0))
     history.save()
     return dataclasses.replace(history.packs[0], **changes)
 
 
-def state_of(*claims: Claim) -> State:
+def state_of(*claims: LeaseClaim) -> State:
     return State(_as_entry(types.SimpleNamespace(claims=claims)))
 
 
 def test_bundles_of_another_root_under_the_url_do_not_count():
     pack = one_pack()
-    verdict = recall.judge([pack], state_of(claim(1, "somebody else")), lines_of([pack]))
-    assert verdict.counting == () and "another checkpoint directory" in verdict.orphans[0][1]
-    assert recall.judge([pack], state_of(), lines_of([pack])).counting == ()
+    why = why_stale(pack, state_of(claim(1, "somebody else")), [pack.lineage])
+    assert why is not None and "another checkpoint directory" in why
+    assert why_stale(pack, state_of(), [pack.lineage]) is not None
 
 
 def test_an_existing_staging_directory_shows_that_training_rolled_back():
     pack = one_pack()
-    later = Line(run="later", epoch=1, holder=pack.holder, era=1, past={})
+    later = RunLineage(run="later", epoch=1, holder=pack.holder, era=1, past={})
     state = state_of(claim(1, pack.holder, began=True))
-    verdict = recall.judge([pack], state, [pack.line, later])
-    assert verdict.counting == () and "generation 1" in verdict.orphans[0][1]
+    why = why_stale(pack, state, [pack.lineage, later])
+    assert why is not None and "generation 1" in why
     after = dataclasses.replace(later, past={pack.save_id.run: pack.save_id.attempt})
-    assert recall.judge([pack], state, [pack.line, after]).counting == (pack,)
+    assert why_stale(pack, state, [pack.lineage, after]) is None
 
 
 def test_the_lineage_of_a_fenced_run_is_ignored():
     pack = one_pack()
-    fenced = Line(run="fenced", epoch=1, holder=pack.holder, era=1, past={})
+    fenced = RunLineage(run="fenced", epoch=1, holder=pack.holder, era=1, past={})
     state = state_of(claim(1, pack.holder), claim(2, "next", began=True, goes_on=pack.save_id))
-    assert recall.judge([pack], state, [pack.line, fenced]).counting == (pack,)
+    assert why_stale(pack, state, [pack.lineage, fenced]) is None
 
 
 def test_rolled_back_steps_at_the_root_are_named():
     pack = one_pack(save_id=SaveId("new", 2, 1), epoch=1, era=1, past={"old": 2}, holder="somebody")
     old = [
-        Standing(
+        CatalogEntry(
             step=step,
             item=None,
             prefix=f"saves/{step}.1.0123456789abcdef",
@@ -212,9 +221,12 @@ def test_rolled_back_steps_at_the_root_are_named():
         for step in range(4)
     ]
     state = State(Entry(claims=(claim(1, "somebody"),), standings=tuple(old)))
-    assert {one.step for one in recall.left([pack], state, [pack.line])} == {2, 3}
+    assert {one.step for one in recovery.unfinished_rollback([pack], state, [pack.lineage])} == {
+        2,
+        3,
+    }
     onwards = dataclasses.replace(pack, past={"old": 4})
-    assert recall.left([onwards], state, [onwards.line]) == ()
-    after = Line(run="old", epoch=1, holder="somebody", era=2, past={"new": 1})
-    assert recall.left([pack], state, [pack.line, after]) == ()
-    assert recall.left([], state, []) == ()
+    assert recovery.unfinished_rollback([onwards], state, [onwards.lineage]) == ()
+    after = RunLineage(run="old", epoch=1, holder="somebody", era=2, past={"new": 1})
+    assert recovery.unfinished_rollback([pack], state, [pack.lineage, after]) == ()
+    assert recovery.unfinished_rollback([], state, []) == ()

@@ -21,7 +21,7 @@ from test_plots import MadeUp
 
 from deltackpt import inspect
 from deltackpt.errors import StorageError
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.inspect import report
 from deltackpt.testing import stored_chunks
 from deltackpt.units import size
@@ -104,7 +104,7 @@ def test_counts_agree_between_card_picture_and_table(tmp_path):
 
 def test_page_begins_with_the_step_that_cannot_be_restored(tmp_path):
     write_chain(tmp_path / "run")
-    (tmp_path / "run" / "4" / "embeddings" / names.manifest_name(0)).unlink()
+    (tmp_path / "run" / "4" / "embeddings" / naming.manifest_name(0)).unlink()
     written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
     assert (written.newest, written.restorable) == (4, 3)
     assert written.warnings[0] == "Step 4 cannot be restored; the newest that can is 3."

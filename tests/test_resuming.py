@@ -25,7 +25,7 @@ from jax.experimental.layout import Format, Layout
 import deltackpt
 from deltackpt import inspect, touched
 from deltackpt.errors import TemplateMismatch, TrackingError
-from deltackpt.save import extract
+from deltackpt.save import capture
 
 P = jax.sharding.PartitionSpec
 TABLES = deltackpt.Tables(select="params/tables/*")
@@ -262,7 +262,7 @@ def test_a_table_in_host_memory_is_saved_beside_slots_on_an_accelerator(tmp_path
         return not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host"
 
     with (
-        mock.patch.object(extract, "on_host", on_host),
+        mock.patch.object(capture, "on_host", on_host),
         deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager,
     ):
         manager.save(0, state, touched=marks)

@@ -19,7 +19,7 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt.errors import FencedError
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, reader
 
@@ -29,8 +29,9 @@ _CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 _watchers: list[Callable[[str, tuple[object, ...]], None]] = []
 
 
-def _hook(event: str, args: tuple[object, ...]) -> None:
-    for watcher in tuple(_watchers) if event in _CHANGES else ():
+def _hook(event: str, args: tuple[object, ...], changes: tuple[str, ...] = _CHANGES) -> None:
+    # At exit the module's names are None before the last audit events.
+    for watcher in tuple(_watchers or ()) if event in changes else ():
         watcher(event, args)
 
 
@@ -70,8 +71,7 @@ def check_listed_steps_restore(root: Path, expected: dict[int, bytes]) -> list[i
 
 
 def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     expected: dict[int, bytes] = {}
     listed: list[list[int]] = []
     problems: list[BaseException] = []
@@ -92,8 +92,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
             if step == 4:
                 stack.enter_context(watching(check))
             expected[step] = users(state)
-            manager.save(step, state, touched=touched)
-            manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched)
         manager.close()
     assert not problems, problems[0]
     # Base 0 and its deltas were removed one by one after the next base was committed.
@@ -115,14 +114,12 @@ def kill(event, args):
         if moved == at:
             os.kill(os.getpid(), signal.SIGKILL)
 own._watchers.append(kill)
-state = model.initial()
-touched = model.new_touched(state)
+state, touched = model.start()
 manager = deltackpt.CheckpointManager(root, handlers=own.HANDLERS, options=own.options())
 for step in range(6):
     if step:
         state, touched = model.train(state, touched, step)
-    manager.save(step, state, touched=touched)
-    manager.wait_until_finished()
+    model.commit(manager, step, state, touched=touched)
 """
 
 
@@ -137,8 +134,7 @@ def test_a_kill_during_retention_leaves_only_steps_that_restore(at, tmp_path):
         text=True,
     )
     assert run.returncode == -signal.SIGKILL, run.stderr
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     expected = {0: users(state)}
     for step in range(1, 5):
         state, touched = model.train(state, touched, step)
@@ -149,15 +145,13 @@ def test_a_kill_during_retention_leaves_only_steps_that_restore(at, tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options()) as manager:
         result = manager.restore_latest(state)
         assert result is not None and result.step == 4
-        manager.save(5, result.state, touched=result.touched)
-        manager.wait_until_finished()
+        model.commit(manager, 5, result.state, touched=result.touched)
         assert manager.all_steps() == [4, 5]
 
 
 def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
     """Its save was committed, but it lost the directory before retention."""
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     real, taken = Root.remove_steps, []
 
     def remove_later(root: Root, steps) -> None:
@@ -168,10 +162,9 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
     with mock.patch.object(Root, "remove_steps", remove_later):
         older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options())
         for step in range(5):
-            older.save(step, state, touched=touched)
-            older.wait_until_finished()
+            model.commit(older, step, state, touched=touched)
         with pytest.raises(FencedError):
             older.save(5, state, touched=touched)
         older.close()
     assert taken and sorted(taken[0].steps()) == list(range(5))
-    assert not list((tmp_path / names.TRASH).glob("*/*"))
+    assert not list((tmp_path / naming.TRASH).glob("*/*"))

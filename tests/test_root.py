@@ -33,10 +33,10 @@ from deltackpt.errors import (
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
-from deltackpt.storage import files
+from deltackpt.storage import posix
 from deltackpt.testing import Disk
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -173,7 +173,7 @@ def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
         leftover.mkdir()
         with contextlib.suppress(OSError):
             (leftover / "chunk").write_bytes(bytes(1 << 20))
-        assert files.free_bytes(path) == 0
+        assert posix.free_bytes(path) == 0
         Root.open(path).close()
         assert not leftover.exists()
 
@@ -228,7 +228,7 @@ def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
     last = Root.open(tmp_path)
     last.check_lease()
     leases = [name for name in os.listdir(tmp_path) if name.startswith("lease.")]
-    assert leases == [names.lease_name(4)]
+    assert leases == [naming.lease_name(4)]
 
 
 def test_exactly_one_of_the_trainers_that_start_at_once_holds_the_lease(tmp_path):
@@ -278,7 +278,7 @@ def test_an_outdated_listing_never_claims_a_past_epoch(tmp_path):
 def test_a_claim_interrupted_before_it_was_signed_still_counts(contents, tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     older = Root.open(tmp_path)
-    (tmp_path / names.lease_name(2)).write_bytes(contents)
+    (tmp_path / naming.lease_name(2)).write_bytes(contents)
     with pytest.raises(FencedError, match="epoch 2 held by a trainer that is starting"):
         older.check_lease()
     newer = Root.open(tmp_path)
@@ -289,7 +289,7 @@ def test_a_removed_lease_fences_its_holder(tmp_path):
     """After a manual cleanup, the next trainer starts at epoch 1 again."""
     for _ in range(3):
         holder = Root.open(tmp_path)
-    (tmp_path / names.lease_name(3)).unlink()
+    (tmp_path / naming.lease_name(3)).unlink()
     with pytest.raises(FencedError, match="its file removed"):
         holder.check_lease()
     Root.open(tmp_path)
@@ -302,12 +302,10 @@ def test_a_switched_root_is_fenced(tmp_path):
     link = tmp_path / "current"
     link.symlink_to("one")
     (tmp_path / "one").mkdir()
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with deltackpt.CheckpointManager(tmp_path / "two", handlers=HANDLERS) as other:
         with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
-            manager.save(1, state, touched=touched)
-            manager.wait_until_finished()
+            model.commit(manager, 1, state, touched=touched)
             switched = tmp_path / "switched"
             switched.symlink_to("two")
             switched.rename(link)
@@ -329,8 +327,7 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     Root.open(tmp_path / "two").close()
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
         real = deltackpt.storage.digests.digests_bytes
 
@@ -351,11 +348,9 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
 def test_a_backup_moved_into_place_is_fenced(tmp_path, in_place):
     """The backup has the same epoch but another holder."""
     Root.open(tmp_path / "backup").close()
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=HANDLERS) as manager:
-        manager.save(1, state, touched=touched)
-        manager.wait_until_finished()
+        model.commit(manager, 1, state, touched=touched)
         if in_place:
             shutil.copytree(tmp_path / "backup", tmp_path / "run", dirs_exist_ok=True)
         else:
@@ -391,12 +386,10 @@ def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, in_flight):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     run, moved = tmp_path / "run", tmp_path / "moved"
     with deltackpt.CheckpointManager(run, handlers=HANDLERS) as manager:
-        manager.save(1, state, touched=touched)
-        manager.wait_until_finished()
+        model.commit(manager, 1, state, touched=touched)
         state, touched = model.train(state, touched, 1)
         if in_flight:
             real = deltackpt.storage.digests.digests_bytes
@@ -423,31 +416,11 @@ def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, i
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_committed(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
-    older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
-    older.save(1, state, touched=touched)
-    older.wait_until_finished()
-    Root.open(tmp_path)  # Like another process: here, the older manager would be closed first.
-    with pytest.raises(FencedError, match="held by process"):
-        older.save(2, state, touched=touched)
-    older.close()
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as newer:
-        result = newer.restore_latest(state)
-        newer.save(2, result.state, touched=result.touched)
-        newer.wait_until_finished()
-        assert newer.all_steps() == [1, 2]
-    assert sorted(Root.open(tmp_path, read_only=True).steps()) == [1, 2]
-
-
 def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
     """The commit checks the lease too, not only save(): a newer trainer starts in between."""
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
-    older.save(1, state, touched=touched)
-    older.wait_until_finished()
+    model.commit(older, 1, state, touched=touched)
     real = deltackpt.storage.digests.digests_bytes
     first = threading.Semaphore()
 
@@ -467,8 +440,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     holder = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     result = holder.restore_latest(state)
     assert result.step == 1
-    holder.save(2, result.state, touched=result.touched)
-    holder.wait_until_finished()
+    model.commit(holder, 2, result.state, touched=result.touched)
     holder.close()
     assert not list(tmp_path.glob("*.orbax-checkpoint-tmp"))
 
@@ -511,12 +483,11 @@ def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
     opened = Root.open(tmp_path)
     (tmp_path / "10").mkdir()
     assert opened.roll_back(10, "run") == []
-    assert not (tmp_path / names.ROLLED_BACK).exists()
+    assert not (tmp_path / naming.ROLLED_BACK).exists()
 
 
 def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         for step in (1, 2, 3):
             manager.save(step, state, touched=touched)
@@ -543,7 +514,7 @@ def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_pa
     opened = Root.open(tmp_path)
     assert opened.steps() == [4]
     assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()
-    assert list((tmp_path / names.TRASH).iterdir()) == []
+    assert list((tmp_path / naming.TRASH).iterdir()) == []
     opened.close()
 
 
@@ -573,15 +544,14 @@ def test_a_damaged_step_is_listed_as_unknown(tmp_path):
         for step in (1, 2):
             manager.save(step, state)
         manager.wait_until_finished()
-        (tmp_path / "2" / "embeddings" / names.manifest_name(0)).write_bytes(b"damaged")
+        (tmp_path / "2" / "embeddings" / naming.manifest_name(0)).write_bytes(b"damaged")
     saves = Root.open(tmp_path, read_only=True).saves()
     assert saves[2] is None
     assert saves[1] is not None and saves[1].step_dir == "1"
 
 
 def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     options = deltackpt.ManagerOptions(
         deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1)),
         writes=deltackpt.WriteOptions(durability="process"),
@@ -589,12 +559,11 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     )
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
         for step in range(1, 13):
-            manager.save(step, state, touched=touched)
-            manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched)
             # Background removal may take long on a busy machine.
-            while len(list((tmp_path / names.TRASH).glob("*/*"))) > 2:
+            while len(list((tmp_path / naming.TRASH).glob("*/*"))) > 2:
                 time.sleep(0.01)
-    assert list((tmp_path / names.TRASH).glob("*/*")) == []
+    assert list((tmp_path / naming.TRASH).glob("*/*")) == []
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])

@@ -14,7 +14,7 @@ import pytest
 
 from deltackpt.errors import OptionError
 from deltackpt.resources.runtime import Memory, Runtime, Task
-from deltackpt.save import dense
+from deltackpt.save import dense_save
 
 
 def ours() -> set[str]:
@@ -240,7 +240,7 @@ def test_reservations_are_returned_after_an_error():
 
 def test_parts_share_threads_and_have_their_own_memory(runtime):
     part = runtime.part(1 << 20)
-    buffer = part.memory.take((1 << 20,), np.dtype(np.uint8))
+    buffer = part.memory.allocate((1 << 20,), np.dtype(np.uint8))
     assert not part.memory.fits(1) and runtime.memory.fits(1 << 20)
     part.memory.give_back([buffer])
     assert part.memory.fits(1) and part.pace is runtime.pace
@@ -248,23 +248,23 @@ def test_parts_share_threads_and_have_their_own_memory(runtime):
 
 def test_buffers_are_reused_within_the_limit():
     memory = Memory(4 << 20)
-    first = memory.take((1 << 18,), np.dtype(np.float32))
+    first = memory.allocate((1 << 18,), np.dtype(np.float32))
     address = first.ctypes.data
     assert not memory.fits(4 << 20)
     memory.give_back([first, np.zeros(3)])
-    again = memory.take((1 << 17,), np.dtype(np.uint64))
+    again = memory.allocate((1 << 17,), np.dtype(np.uint64))
     assert again.ctypes.data == address
     memory.give_back([again])
-    many = [memory.take((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
+    many = [memory.allocate((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
     memory.give_back(many)
     assert memory.nbytes <= memory.limit_bytes
 
 
 def test_kept_buffers_make_room_for_lent_ones():
     memory = Memory(8 << 20)
-    memory.give_back([memory.take((6 << 20,), np.dtype(np.uint8))])
+    memory.give_back([memory.allocate((6 << 20,), np.dtype(np.uint8))])
     assert memory.nbytes == 8 << 20
-    small = memory.take((1 << 20,), np.dtype(np.uint8))
+    small = memory.allocate((1 << 20,), np.dtype(np.uint8))
     assert memory.nbytes == 2 << 20
     memory.give_back([small])
 
@@ -273,7 +273,7 @@ def test_small_requests_reuse_one_buffer():
     """Memory that kept one buffer per request would grow to its limit over the saves."""
     memory = Memory(64 << 20)
     for number in range(20):
-        memory.give_back([memory.take((number % 5,), np.dtype(np.int32))])
+        memory.give_back([memory.allocate((number % 5,), np.dtype(np.int32))])
     assert memory.nbytes == 1 << 20
 
 
@@ -282,7 +282,7 @@ def test_memory_serves_threads_at_once(runtime):
 
     def work(number: int) -> None:
         for _ in range(200):
-            buffer = memory.take((1000,), np.dtype(np.int64))
+            buffer = memory.allocate((1000,), np.dtype(np.int64))
             buffer[:] = number
             if not (buffer == number).all():
                 mixed.append(number)
@@ -302,7 +302,7 @@ def test_arrays_are_copied(runtime, wide):
     ]
     sources += [sources[0].T, sources[3][::-1], np.broadcast_to(sources[2], (4, wide))]
     pairs = [(np.empty(source.shape, source.dtype), source) for source in sources]
-    dense._copy(pairs, runtime)
+    dense_save._copy(pairs, runtime)
     for out, source in pairs:
         np.testing.assert_array_equal(out, source)
 

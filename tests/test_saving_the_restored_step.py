@@ -12,13 +12,14 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import model
 import numpy as np
 import pytest
 
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed, StorageError, TableSelectionError
-from deltackpt.handlers.restoring import Restorer
+from deltackpt.session.restoring import Restorer
 
 P = jax.sharding.PartitionSpec
 TABLES = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "sums/{name}"}})
@@ -138,8 +139,7 @@ def test_any_bit_that_changed_makes_it_another_state(tmp_path, tracking):
         marks = None
         if tracking == "touched":
             marks = touched.init({f"tables/{k}": v for k, v in state["tables"].items()})
-        manager.save(20, state, touched=marks)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state, touched=marks)
         found = manager.restore_latest(state)
         assert found is not None
         marks = found.touched if tracking == "touched" else None
@@ -154,8 +154,7 @@ def test_a_host_array_that_was_modified_in_place_makes_it_another_state(tmp_path
     state = {"tables": {"t": np.ones((4, 2))}, "sums": {"t": np.zeros(4)}, "host": np.ones(3)}
     marks = touched.init({"tables/t": state["tables"]["t"]})
     with manager_of(tmp_path) as manager:
-        manager.save(20, state, touched=marks)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state, touched=marks)
         found = manager.restore_latest(state)
         assert found is not None
         assert manager.save(20, found.state, touched=found.touched).kind is None
@@ -171,8 +170,7 @@ def test_a_state_without_marks_is_compared_too(tmp_path, tables, tracking):
     handlers = {"embeddings": deltackpt.Tables(select="tables/*" if tables else ())}
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking=tracking))
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as manager:
-        manager.save(20, state)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state)
         found = manager.restore_latest(state)
         assert found is not None
         for copy in (found.state, COPIES["copied"](found.state)):
@@ -214,8 +212,7 @@ def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path):
         mock.patch.object(Restorer, "_equals", side_effect=AssertionError),
     ):
         marks = touched.init({f"tables/{k}": v for k, v in state["tables"].items()})
-        manager.save(20, state, touched=marks)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state, touched=marks)
         found = manager.restore_latest(state)
         assert found is not None
         assert manager.save(20, found.state, touched=found.touched).kind is None
@@ -228,8 +225,7 @@ def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path):
 def test_a_step_that_was_damaged_since_does_not_equal_the_state(tmp_path):
     state = state_of()
     with manager_of(tmp_path, "fingerprints") as manager:
-        manager.save(20, state)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state)
         found = manager.restore_latest(state)
         assert found is not None
         for path in (tmp_path / "20").rglob("*"):
@@ -253,8 +249,7 @@ def test_a_step_that_cannot_be_compared_raises_a_typed_error_and_loses_nothing(
 ):
     state = state_of()
     with manager_of(tmp_path, "fingerprints") as manager:
-        manager.save(20, state)
-        manager.wait_until_finished()
+        model.commit(manager, 20, state)
         found = manager.restore_latest(state)
         assert found is not None
         with mock.patch.object(Restorer, "_load", side_effect=cause):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from test_meshes import RUNTIME, P
 import deltackpt
 from deltackpt.coordination import Coordinator
 from deltackpt.layers.targets import Targets, empty_buffers
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.restore import placing
-from deltackpt.save import lineage, snapshot
-from deltackpt.save.flight import Embeddings, PipelineOptions
+from deltackpt.save import lineage, pending_save
+from deltackpt.save.pending_save import Embeddings, PipelineOptions
 from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
@@ -76,7 +77,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     runtime=RUNTIME,
                 )
                 with job.lock:
-                    pending = snapshot.take(embeddings, step, root / str(step))
+                    pending = pending_save.capture(embeddings, step, root / str(step))
                 pending.wait_copied()
                 pending.write_alone(item, Coordinator(str(root), 60.0))
                 return pending.report
@@ -131,7 +132,9 @@ def test_payload_is_divided_among_the_processes(saved, step):
             for process in range(processes):
                 held = sum(
                     entry.nbytes
-                    for segment in saves.read_save(item.parent).parts()[process].record.segments
+                    for segment in stored_saves.read_save(item.parent)
+                    .parts()[process]
+                    .record.segments
                     for entry in segment.arrays
                     if entry.name != "rows.gaps"
                 )
@@ -171,7 +174,7 @@ def test_the_index_grows_with_processes_and_tables_but_not_their_product(saved, 
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
     job = Job(4)
-    save_ = saves.read_save(saved[step, 4, count].parent)
+    save_ = stored_saves.read_save(saved[step, 4, count].parent)
     with job.running():
         state, _ = sharded(count, np.arange(0))
         fields = tables.split(state, TABLES).fields
@@ -179,6 +182,7 @@ def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
         def parts(index: int) -> list[int]:
             _, targets = empty_buffers(save_.layout, placing.wanted_of(fields))
             assert isinstance(targets, Targets)
-            return [part.record.process for part in save_.parts(targets.touch)]
+            wanted = functools.partial(targets.touch, save_.head)
+            return [part.record.process for part in save_.parts(wanted)]
 
         assert job.on_each(parts) == [[0], [1], [2], [3]]

@@ -21,13 +21,11 @@ from deltackpt.errors import DeltackptError, OptionError
 from deltackpt.interchange.target import local_path
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.opening import open_steps
-from deltackpt.nodes.elsewhere import Elsewhere
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
 from deltackpt.options import Tiers
-from deltackpt.storage import buckets, nodes, redaction, wire
-from deltackpt.storage.nodes import Node
+from deltackpt.storage import buckets, node_client, redaction, wire
+from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Refused
 from deltackpt.storage.striping import NodesStore
 from deltackpt.tiers import copy
@@ -95,7 +93,7 @@ def test_an_invalid_token_is_refused_when_it_is_given(token, caplog, monkeypatch
     for make in (
         lambda: Node("127.0.0.1:1", token),
         lambda: NodesStore(["127.0.0.1:1"], "run", token),
-        lambda: Elsewhere(["127.0.0.1:1"], token),
+        lambda: ClusterObjects(["127.0.0.1:1"], token),
         lambda: Tokens(token),
     ):
         with nothing_told(caplog, SECRET), pytest.raises(OptionError, match="token"):
@@ -115,7 +113,7 @@ def test_no_header_field_injects_another_one():
 
 
 def test_no_error_of_a_refusal_or_an_outage_contains_the_token(caplog):
-    shelf = MemoryShelf(1 << 20)
+    shelf = MemoryBlobs(1 << 20)
     with contextlib.closing(shelf):
         server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("x" * 20))
         with contextlib.closing(Node(server.address, SECRET, deadline_secs=5.0)) as node:
@@ -233,8 +231,8 @@ def test_no_command_repeats_credentials(name):
 def test_credentials_in_an_endpoint_are_in_no_error_and_no_options(endpoint, caplog, monkeypatch):
     for make in (
         lambda: Tiers(endpoint=endpoint),
-        lambda: buckets.place("s3://bucket/run", endpoint=endpoint),
-        lambda: buckets.place("az://bucket/run", endpoint=endpoint),
+        lambda: buckets.locate("s3://bucket/run", endpoint=endpoint),
+        lambda: buckets.locate("az://bucket/run", endpoint=endpoint),
         lambda: open_steps("s3://bucket/run", endpoint=endpoint),
     ):
         with (
@@ -244,10 +242,10 @@ def test_credentials_in_an_endpoint_are_in_no_error_and_no_options(endpoint, cap
             make()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", endpoint)
     with pytest.raises(OptionError), nothing_told(caplog, SECRET):
-        buckets.place("gs://bucket/run", endpoint="http://127.0.0.1:1")
+        buckets.locate("gs://bucket/run", endpoint="http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(OptionError), nothing_told(caplog, SECRET):
-        buckets.place("s3://bucket/run")
+        buckets.locate("s3://bucket/run")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +269,6 @@ def test_locations_are_shown_without_credentials(where, shown):
 
 
 def test_names_with_a_question_mark_or_an_at_sign_are_names():
-    assert buckets.place("s3://b/what?/x@y").url == "s3://b/what?/x@y"
-    assert nodes.addresses_of("b:1,a:2") == ["a:2", "b:1"]
-    assert buckets.place("nodes://a:2,b:1/x@y").url == "nodes://a:2,b:1/x@y"
+    assert buckets.locate("s3://b/what?/x@y").url == "s3://b/what?/x@y"
+    assert node_client.addresses_of("b:1,a:2") == ["a:2", "b:1"]
+    assert buckets.locate("nodes://a:2,b:1/x@y").url == "nodes://a:2,b:1/x@y"

@@ -51,11 +51,11 @@ from deltackpt.errors import (
     ServiceUnavailable,
     TooLittleMemory,
 )
-from deltackpt.format.blocks import Box
-from deltackpt.reading import saves
-from deltackpt.restore import step_files
-from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
-from deltackpt.standby import memory
+from deltackpt.format.row_blocks import Box
+from deltackpt.reading import stored_saves
+from deltackpt.restore import sources as restore_sources
+from deltackpt.service import RestoreService, ServiceOptions, protocol, replica_reads
+from deltackpt.standby import shared_memory
 from deltackpt.testing.states import assert_same
 
 pytestmark = ray_nodes.IGNORED
@@ -73,10 +73,10 @@ def cluster() -> Iterator[Any]:
 def stopped(cluster, standing) -> Iterator[None]:
     """Kills the services of a test, except the standing one."""
     yield
-    for name in names.listed():
+    for name in protocol.listed():
         if standing.key not in name:
             with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(name, namespace=names.NAMESPACE), no_restart=True)
+                ray.kill(ray.get_actor(name, namespace=protocol.NAMESPACE), no_restart=True)
 
 
 class Standing:
@@ -90,7 +90,7 @@ class Standing:
         self.state = trainer.state
         shutil.copytree(self.root, self.whole)
         self.service = started(self.root)
-        self.key = names.key(self.root, "embeddings")
+        self.key = protocol.key(self.root, "embeddings")
         remove_arrays(self.root)
 
     def renew(self, gone: str) -> None:
@@ -142,7 +142,7 @@ def on_another_machine(every: int = 1) -> Iterator[list]:
     """Makes every n-th replica appear to be on another machine."""
     count = iter(range(1 << 30))
     fetched = []
-    real, fetch = memory.machine, reading._Read._fetch
+    real, fetch = shared_memory.machine, replica_reads._Read._fetch
 
     def machine():
         return "elsewhere" if next(count) % every == 0 else real()
@@ -152,9 +152,9 @@ def on_another_machine(every: int = 1) -> Iterator[list]:
         return fetch(self, pin, copies)
 
     with (
-        mock.patch.object(memory, "machine", machine),
-        mock.patch.object(reading._Read, "_fetch", counted),
-        mock.patch.object(reading, "_PIECE_BYTES", 1000),
+        mock.patch.object(shared_memory, "machine", machine),
+        mock.patch.object(replica_reads._Read, "_fetch", counted),
+        mock.patch.object(replica_reads, "_PIECE_BYTES", 1000),
     ):
         yield fetched
 
@@ -254,7 +254,7 @@ def test_arrays_in_one_replica_are_mapped_and_not_copied(cluster, tmp_path):
         trainer.save()
         started(trainer.root, shards=4)
         wanted = template(trainer.state, (8, 1), P("x"), P("x"))
-        with mock.patch.object(reading, "_put") as copied:
+        with mock.patch.object(replica_reads, "_put") as copied:
             found = restored(trainer.root, wanted)
         assert not copied.called
         assert_from_service(found, trainer.states[1])
@@ -666,7 +666,7 @@ def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(clust
         trainer.save()
     replicas = started(trainer.root, shards=1, replicas=2)
     remove_arrays(trainer.root)
-    check, lost = reading._Pin.check, []
+    check, lost = replica_reads._Pin.check, []
 
     def lose_first(pin):
         if not lost:
@@ -674,7 +674,7 @@ def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(clust
             raise ServiceUnavailable("it went on")
         check(pin)
 
-    real = memory.MemoryReader
+    real = shared_memory.MemoryReader
 
     def opened_once(place):
         # The other replica is on another machine.
@@ -686,10 +686,10 @@ def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(clust
         return view
 
     with (
-        mock.patch.object(reading._Pin, "check", lose_first),
-        mock.patch.object(reading, "MemoryReader", opened_once),
+        mock.patch.object(replica_reads._Pin, "check", lose_first),
+        mock.patch.object(replica_reads, "MemoryReader", opened_once),
     ):
-        save = saves.read_save(trainer.root / "1")
+        save = stored_saves.read_save(trainer.root / "1")
         with replicas.tables(save, timeout_secs=HANG_SECS) as found:
             for name in ROWS:
                 fields = found.fields[f"tables/{name}"]
@@ -704,7 +704,7 @@ def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(clust
 
 def test_a_reader_may_write_to_its_mapping(standing):
     """Writes to it change neither the replica's memory nor the next reader's."""
-    save = saves.read_save(standing.root / "3")
+    save = stored_saves.read_save(standing.root / "3")
     wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
     for _ in range(2):
         with standing.service.tables(save, wanted, timeout_secs=HANG_SECS) as found:
@@ -756,7 +756,7 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
         place = tmp_path / "memory"  # Only this test uses it.
         place.mkdir()
         for machine in (contextlib.nullcontext(), on_another_machine()):
-            with machine, mock.patch.object(step_files, "_MEMORY", place):
+            with machine, mock.patch.object(restore_sources, "_MEMORY", place):
                 found = restored(trainer.root, trainer.state, items=items)
             assert_from_service(found, trainer.state)
             assert found.items == {"progress": {"epoch": 3}}
@@ -790,7 +790,7 @@ def test_dense_leaves_in_blocks_come_from_memory(cluster, tmp_path):
 
 def test_files_that_changed_in_memory_are_rejected(standing):
     """They are verified like files in storage."""
-    real = reading._Read._files_of
+    real = replica_reads._Read._files_of
 
     def changed(self, pin):
         files = dict(real(self, pin))
@@ -799,7 +799,7 @@ def test_files_that_changed_in_memory_are_rejected(standing):
         files[name][100] ^= 1
         return files
 
-    with mock.patch.object(reading._Read, "_files_of", changed):
+    with mock.patch.object(replica_reads._Read, "_files_of", changed):
         found = restored(standing.whole, standing.state, service=None)
         assert {*found.source} == {"directory"}
         with pytest.warns(UserWarning), pytest.raises(deltackpt.errors.NoIntactStep):
@@ -839,7 +839,7 @@ def test_restores_work_with_a_full_object_store(cluster, tmp_path):
         full = ray.get([filler.fill.remote() for filler in fillers], timeout=HANG_SECS)
         assert all(count * (4 << 20) > ray_nodes.STORE_BYTES / 2 for count in full), full
         with on_another_machine() as fetched:
-            with mock.patch.object(reading, "_PIECE_BYTES", 1 << 20):
+            with mock.patch.object(replica_reads, "_PIECE_BYTES", 1 << 20):
                 found = restored(trainer.root, trainer.state, secs=5)
         assert fetched
         assert_same(found.state, trainer.state)
@@ -945,12 +945,12 @@ def test_an_error_of_the_thread_that_renews_pins_is_raised_at_the_end(monkeypatc
             raise RuntimeError("broken")
         raise ServiceUnavailable("gone")
 
-    monkeypatch.setattr(reading.gate, "PIN_SECS", 0.03)
-    monkeypatch.setattr(reading.calls, "actor", actor)
-    pin = reading._Pin(names.Replica("key", 0, 1, 0), protocol.Pinned(pin=1), None)
+    monkeypatch.setattr(replica_reads.shared_memory, "PIN_SECS", 0.03)
+    monkeypatch.setattr(replica_reads.protocol, "actor", actor)
+    pin = replica_reads._Pin(protocol.Replica("key", 0, 1, 0), protocol.Pinned(pin=1), None)
     with (
         pytest.raises(ServiceUnavailable, match="found RuntimeError: broken") as raised,
-        reading._Pins() as pins,
+        replica_reads._Pins() as pins,
     ):
         pins._pins.append(pin)
         assert renewed.wait(60)

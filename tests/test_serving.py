@@ -31,10 +31,10 @@ from deltackpt.errors import (
     ServiceUnavailable,
     WaitTimeout,
 )
+from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk, StoredChunk, stored_chunks
-from deltackpt.upkeep.compact import compact
 
 #: Guards against hangs only.
 HANG_SECS = 60.0
@@ -336,15 +336,6 @@ def test_a_concurrent_reader_sees_only_complete_versions(tmp_path):
             assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
 
 
-def test_a_step_with_another_dense_format_is_followed_too(tmp_path):
-    with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
-        live = opened(tmp_path)
-        for _ in range(3):
-            trainer.save()
-            live.advance()
-            assert_shows(live, trainer.state, trainer.step)
-
-
 def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
     with Trainer(tmp_path) as trainer:
         # Our writer leaves these leaves to Orbax's.
@@ -521,16 +512,6 @@ def test_a_failure_midway_does_not_change_a_version_in_use(tmp_path):
         trainer.save()
         assert live.advance()
         assert_shows(live, trainer.state, trainer.step)
-
-
-def test_a_restarted_reader_shows_the_same(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        for _ in range(4):
-            trainer.save()
-        for _ in range(2):
-            with opened(tmp_path) as live:
-                live.advance()
-                assert_shows(live, trainer.state, trainer.step)
 
 
 def test_a_rollback_is_followed(tmp_path):

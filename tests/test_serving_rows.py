@@ -32,8 +32,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 from test_follower_log import FollowedMachine, Trainer, from_storage, logs_of
+from test_ids import Vocabulary
+from test_ids import manager as ids_manager
 from test_log_invariants import COLLECTOR
 
+import deltackpt
 from deltackpt import serving, touched
 from deltackpt.errors import (
     ClosedError,
@@ -45,12 +48,11 @@ from deltackpt.errors import (
     StorageError,
     VersionExpired,
 )
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
-from deltackpt.serving import changes as changes_module
+from deltackpt.serving import row_changes as changes_module
 from deltackpt.serving.rows import Rows
-from deltackpt.testing import stored_chunks
 
 #: Guards against hangs only.
 HANG_SECS = 60.0
@@ -156,7 +158,7 @@ class ServedMachine(FollowedMachine):
                 steps = {}
                 for path in self.root.iterdir():
                     if path.name.isdecimal():
-                        steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
+                        steps[int(path.name)] = stored_saves.read_info(path, "embeddings").save_id
                 plan = newest_plan(logs_of(self.root).read(), steps, soft=soft)
                 newest = (steps[max(steps)], None) if plan is None else (plan.step, plan.point)
                 with one[0].version() as version:
@@ -215,18 +217,6 @@ TestServed.settings = settings(FollowedMachine.TestCase.settings, max_examples=8
 
 
 # Versions.
-
-
-def test_each_step_and_each_record_is_a_version_of_rows_and_dense_leaves(tmp_path):
-    with Trainer(tmp_path, dense_every=3) as trainer, opened(tmp_path) as live:
-        trainer.save()
-        for number in range(12):
-            assert_shows(live, trainer)
-            with live.version() as version:
-                assert (version.point is None) == (number % 5 == 0)
-                is_full = version.point is None or version.point.full
-                assert (version.dense.step == version.step) == is_full
-            trainer.save() if number % 5 == 4 else trainer.log()
 
 
 def test_without_soft_records_rows_and_dense_leaves_are_of_the_same_step(tmp_path):
@@ -299,6 +289,50 @@ def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(tmp_path):
         version.lookup("users", [0])
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_are_looked_up_by_id_in_each_version(tmp_path, shards):
+    run = Vocabulary()
+    with contextlib.ExitStack() as stack:
+        saving = stack.enter_context(ids_manager(tmp_path, wal=deltackpt.WalOptions()))
+        lives: list[Live] = []
+        for number in range(1, 9):
+            if number == 6:
+                run.grow(2 * run.keys["users"].capacity)
+            run.step(number, spare=40)
+            if number in (3, 4, 7):
+                saving.append(number, run.state, touched=run.touched)
+                saving.wait_appended()
+            else:
+                saving.save(number, run.state, touched=run.touched)
+                saving.wait_until_finished()
+            for shard in range(shards) if not lives else ():
+                live = opened(tmp_path, leaves=(), slots="key", shard=shard, shards=shards)
+                lives.append(stack.enter_context(live))
+            column = run.keys["users"].column()
+            asked = np.array([*column[column != -1], 999_999_999])
+            found = np.full(len(asked), -1)
+            for live in lives:
+                live.advance()
+                with live.version() as version:
+                    assert version.step == number
+                    found = np.maximum(found, version.rows_of("users", asked))
+                    values, held = version.lookup("users", version.rows_of("users", asked))
+                    rows = found[held]
+                    np.testing.assert_array_equal(values[held], run.state["tables"]["users"][rows])
+            np.testing.assert_array_equal(found, run.keys["users"].find(asked))
+
+
+def test_ids_need_a_followed_key_column(tmp_path):
+    run = Vocabulary()
+    with ids_manager(tmp_path) as saving:
+        run.step(1)
+        saving.save(1, run.state, touched=run.touched)
+    with opened(tmp_path) as live:
+        live.advance()
+        with live.version() as version, pytest.raises(OptionError, match=r"slots=.*'key'|'key'"):
+            version.rows_of("users", [1])
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -361,26 +395,6 @@ def test_a_table_that_grows_is_followed(tmp_path):
         with live.version() as version:
             assert len(rows_of(version, "tables/items")) == len(old) + 37
             copy.assert_equals(version)
-
-
-def test_a_damaged_delta_changes_nothing_and_the_next_base_is_shown(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        assert_shows(live, trainer)
-        step, state = trainer.step, trainer.state
-        trainer.save()
-        stored_chunks(tmp_path / str(trainer.step), "*")[0].flip()
-        live.advance()
-        assert live.problem is not None and live.staleness().steps == 1
-        with live.version() as version:
-            assert version.step == step
-            assert np.array_equal(rows_of(version, USERS), state["tables"]["users"])
-        trainer.train()
-        trainer.manager.save(trainer.step, trainer.state, touched=trainer.touched, force_base=True)
-        trainer.manager.wait_until_finished()
-        assert_shows(live, trainer)
-        assert live.problem is None
 
 
 # Concurrent readers.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
+from deltackpt.standby.shared_memory import MemoryAddress, MemoryReader, SharedMemory
 
 HANG_SECS = 60.0
 NBYTES = (1 << 20) + 12345
@@ -20,7 +20,7 @@ WORD = np.dtype("u8")
 #: Reads a memory address, maps it, and reports that; exits at the end of its input.
 READER = (
     "import sys\n"
-    "from deltackpt.standby.memory import MemoryAddress, MemoryReader\n"
+    "from deltackpt.standby.shared_memory import MemoryAddress, MemoryReader\n"
     "machine, pid, descriptor, token = sys.stdin.readline().strip().split('|')\n"
     "view = MemoryReader(MemoryAddress(machine, int(pid), int(descriptor), token))\n"
     "print('mapped', flush=True)\n"
@@ -34,7 +34,7 @@ def handed(value: int = 1) -> SharedMemory:
     one.begin_write()
     words(one)[:] = numbers(value)
     one.end_write()
-    one.hand_over()
+    one.allow_mapping()
     return one
 
 
@@ -52,7 +52,7 @@ def reader_of(one: SharedMemory) -> subprocess.Popen[str]:
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None
-    place = one.place
+    place = one.address
     told = (place.machine, str(place.pid), str(place.descriptor), place.token)
     process.stdin.write("|".join(told) + "\n")
     process.stdin.flush()
@@ -75,7 +75,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
     one = handed()
     assert one.sequence == 2
-    view = MemoryReader(one.place)
+    view = MemoryReader(one.address)
     assert view.sequence == 2
     assert not one.begin_write()
     assert (one.sequence, view.sequence) == (2, 2)
@@ -93,14 +93,14 @@ def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
 def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes():
     one = handed()
     assert one.begin_write()
-    view = MemoryReader(one.place)
+    view = MemoryReader(one.address)
     assert view.sequence == 3
     one.close()
 
 
 def test_a_copy_continues_the_sequence_of_its_source():
     one, copy = handed(), SharedMemory(NBYTES)
-    view = MemoryReader(one.place)
+    view = MemoryReader(one.address)
     assert not one.begin_write()
     copy.copy_from(one)
     assert copy.sequence == 3
@@ -125,7 +125,7 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
     )
     processes.append(process)
     assert process.stdin is not None and process.stdout is not None
-    place = one.place
+    place = one.address
     told = (place.machine, str(place.pid), str(place.descriptor), place.token)
     process.stdin.write("|".join(told) + "\n")
     process.stdin.flush()
@@ -147,7 +147,7 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
 
 def test_writes_of_a_reader_are_private():
     one = handed()
-    views = [MemoryReader(one.place) for _ in range(2)]
+    views = [MemoryReader(one.address) for _ in range(2)]
     words(views[0])[:] = 7
     assert (words(views[1]) == numbers(1)).all()
     assert (words(one) == numbers(1)).all()
@@ -156,7 +156,7 @@ def test_writes_of_a_reader_are_private():
 
 def test_an_address_of_other_memory_is_refused():
     one = handed()
-    place = one.place
+    place = one.address
     with pytest.raises(OSError, match="other memory"):
         MemoryReader(MemoryAddress(place.machine, place.pid, place.descriptor, "00"))
     one.close()
@@ -165,7 +165,7 @@ def test_an_address_of_other_memory_is_refused():
 @pytest.mark.parametrize("closed", [False, True])
 def test_dropped_memory_keeps_no_descriptor_and_its_arrays_stay_valid(closed):
     one = handed()
-    array, place = words(one), one.place
+    array, place = words(one), one.address
     if closed:
         one.close()
         one.close()

@@ -15,17 +15,18 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import given
+from model import commit
 
 import deltackpt
-from deltackpt import inspect, interchange, processes
+from deltackpt import coordination, inspect, interchange
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
-from deltackpt.reading import saves
-from deltackpt.save import taken
+from deltackpt.maintenance import compact
+from deltackpt.reading import stored_saves
+from deltackpt.save import capture
 from deltackpt.state import placement
-from deltackpt.upkeep import compact
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
@@ -361,23 +362,12 @@ def test_training_continues_on_another_topology_with_deltas(tmp_path):
             assert report.intent.kind == "delta"
 
 
-def test_a_delta_holds_the_rows_of_the_marked_ids_alone(tmp_path):
-    model, topology = Model.new(), Topology(4, 2)
-    with topology.manager(tmp_path) as manager:
-        manager.save(0, topology.state(model), touched=model.touched)
-        manager.wait_until_finished()
-        after = model.trained(1)
-        manager.save(1, topology.state(after), touched=after.touched)
-        [report] = manager.wait_until_finished()
-    assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
-
-
 def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
     [model, *_] = saved_run(tmp_path, Topology(8))
-    layout = saves.read_save(tmp_path / "0").layout
+    layout = stored_saves.read_save(tmp_path / "0").layout
     assert sorted(table.name.rpartition("/")[2] for table in layout.tables) == sorted(MEMBERS)
     found = {}
-    for array in (tmp_path / "0" / names.EMBEDDINGS_ITEM).rglob("zarr.json"):
+    for array in (tmp_path / "0" / naming.EMBEDDINGS_ITEM).rglob("zarr.json"):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{array.parent}/"}}
         opened = ts.open(spec).result()
         if opened.dtype == ts.float32:
@@ -475,19 +465,17 @@ def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewher
 @pytest.mark.parametrize(
     "options",
     [
-        deltackpt.DeltaOptions(policy=deltackpt.policies.Rolling(window=3)),
         deltackpt.DeltaOptions(policy=deltackpt.policies.Intermittent()),
         deltackpt.DeltaOptions(base_snapshot="block"),
     ],
-    ids=["rolling", "intermittent", "blocking bases"],
+    ids=["intermittent", "blocking bases"],
 )
 def test_every_kind_of_save_reads_stacked_rows(tmp_path, options):
     source, target, model = Topology(4, 2), Topology(8), Model.new()
     with source.manager(tmp_path, deltas=options) as manager:
         models = []
         for step in range(6):
-            manager.save(step, source.state(model), touched=model.touched)
-            manager.wait_until_finished()
+            commit(manager, step, source.state(model), touched=model.touched)
             models.append(model)
             model = model.trained(step)
     with target.manager(tmp_path, access="read") as manager:
@@ -515,8 +503,7 @@ def test_a_codec_stores_what_it_stores_of_plain_tables(tmp_path, codec):
                             for stack, members in STACKS.items()
                         }
                     }
-                manager.save(step, state, touched=one.touched)
-                manager.wait_until_finished()
+                commit(manager, step, state, touched=one.touched)
             found.append(manager.read(1, {"users": None, "items": None, "ads": None}).tables)
     for name, fields in found[1].items():
         np.testing.assert_array_equal(found[0][name]["values"], fields["values"])
@@ -543,8 +530,7 @@ def test_stacked_arrays_in_host_memory_are_saved_and_restored(tmp_path):
     with topology.manager(tmp_path) as manager:
         for step in range(3):
             state = jax.tree.map(np.asarray, topology.state(model))
-            manager.save(step, state, touched=model.touched)
-            manager.wait_until_finished()
+            commit(manager, step, state, touched=model.touched)
             found = manager.restore(step, state).state
             assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
             again = topology.state(model)
@@ -557,13 +543,13 @@ def test_training_may_donate_the_arrays_while_a_base_is_written(tmp_path, monkey
     if place == "accelerator":
         monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
     model, topology = Model.new(), Topology(4)
-    donated, read = threading.Event(), taken.HeldRows.pieces
+    donated, read = threading.Event(), capture.PinnedRows.pieces
 
     def waiting(*arguments):
         donated.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(taken.HeldRows, "pieces", waiting)
+    monkeypatch.setattr(capture.PinnedRows, "pieces", waiting)
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     with topology.manager(tmp_path) as manager:
         manager.save(0, state := topology.state(model), touched=model.touched)
@@ -611,8 +597,7 @@ def test_saving_the_restored_step_again_writes_nothing(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "2").rglob("*")}
     with Topology(4).manager(tmp_path) as manager:
         restored = manager.restore(2, template(Topology(4)))
-        manager.save(2, restored.state, touched=restored.touched)
-        manager.wait_until_finished()
+        commit(manager, 2, restored.state, touched=restored.touched)
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "2").rglob("*")} == before
         altered = dict(restored.state, bias=restored.state["bias"] + 1)
         with pytest.raises(OptionError):
@@ -649,7 +634,7 @@ def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
 
 def test_stacked_arrays_of_several_processes_are_refused(monkeypatch):
     topology = Topology(2)
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(coordination, "process_count", lambda: 2)
     with pytest.raises(TableSelectionError, match="one process that addresses all its shards"):
         deltackpt.handlers.split(topology.state(Model.new()), topology.handlers["embeddings"])
 

@@ -17,8 +17,8 @@ from flat_options import manager_options
 import deltackpt
 from deltackpt import inspect
 from deltackpt.errors import StorageError
-from deltackpt.format import names
-from deltackpt.ledger import kept
+from deltackpt.format import naming
+from deltackpt.ledger import directory
 from deltackpt.storage.store import store_path
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -31,22 +31,22 @@ def save_steps(root: Path, steps: range, **options: Any) -> None:
         "policy": deltackpt.policies.Consecutive(max_chain=50),
         **options,
     }
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     with deltackpt.CheckpointManager(
         root, handlers=HANDLERS, options=manager_options(**given)
     ) as manager:
         for step in steps:
             state, touched = model.train(state, touched, step)
-            manager.save(step, state, touched=touched, metrics={"loss": abs(step - 3.0)})
-            manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched, metrics={"loss": abs(step - 3.0)})
 
 
 def test_steps_that_the_policy_keeps_are_distinguished_from_those_of_a_chain(tmp_path):
     save_steps(tmp_path, range(5), max_to_keep=2)
     found = inspect.open(tmp_path).stays_for
     assert found == {0: "chain", 1: "chain", 2: "chain", 3: "policy", 4: "policy"}
-    assert kept.noted(store_path(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
+    assert directory.read_kept(store_path(tmp_path)) == directory.Kept(
+        policy="LatestN", newest=4, steps=(3, 4)
+    )
 
 
 def test_a_policy_with_a_function_is_reported_too(tmp_path):
@@ -78,7 +78,7 @@ def test_ls_prints_the_reasons(tmp_path):
 def test_without_a_policy_nothing_is_reported(tmp_path):
     save_steps(tmp_path, range(2), max_to_keep=1)
     save_steps(tmp_path, range(2, 4))
-    assert not (tmp_path / names.KEPT).exists()
+    assert not (tmp_path / naming.KEPT).exists()
     assert inspect.open(tmp_path).stays_for == {}
     told = command.run("ls", tmp_path)
     assert told.returncode == 0 and "kept because" not in told.stdout
@@ -87,16 +87,16 @@ def test_without_a_policy_nothing_is_reported(tmp_path):
 @pytest.mark.parametrize("data", [b"", b"half of it"])
 def test_an_unreadable_note_is_ignored(tmp_path, data):
     save_steps(tmp_path, range(2), max_to_keep=1)
-    (tmp_path / names.KEPT).write_bytes(data)
+    (tmp_path / naming.KEPT).write_bytes(data)
     assert inspect.open(tmp_path).stays_for == {}
     assert command.run("ls", tmp_path).returncode == 0
 
 
 def test_steps_newer_than_the_note_and_unreadable_chains_are_not_reported(tmp_path):
     save_steps(tmp_path, range(4), max_to_keep=1)
-    kept.note(tmp_path, kept.Kept(policy="LatestN", newest=2, steps=(2,)))
+    directory.write_kept(tmp_path, directory.Kept(policy="LatestN", newest=2, steps=(2,)))
     assert inspect.open(tmp_path).stays_for == {0: "chain", 1: "chain", 2: "policy"}
-    (tmp_path / "1" / "embeddings" / names.manifest_name(0)).write_bytes(b"")
+    (tmp_path / "1" / "embeddings" / naming.manifest_name(0)).write_bytes(b"")
     assert inspect.open(tmp_path).stays_for == {2: "policy"}
 
 
@@ -105,6 +105,9 @@ def test_retention_precedes_its_note_and_a_lost_note_fails_no_save(tmp_path):
         raise StorageError("the disk is full")
 
     options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
-    with mock.patch.object(kept, "note", refuse), pytest.warns(UserWarning, match="disk is full"):
+    with (
+        mock.patch.object(directory, "write_kept", refuse),
+        pytest.warns(UserWarning, match="disk is full"),
+    ):
         save_steps(tmp_path, range(4), **options)
     assert inspect.open(tmp_path).steps == [2, 3]

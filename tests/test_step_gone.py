@@ -27,12 +27,13 @@ import tensorstore as ts
 import deltackpt
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, StepGone, StepNotFound
-from deltackpt.handlers import restoring
-from deltackpt.reading import chains, reader
+from deltackpt.maintenance import compact, estimate
+from deltackpt.maintenance import verify as audit
+from deltackpt.reading import chains
+from deltackpt.reading import reader as reading_reader
+from deltackpt.session import restoring
 from deltackpt.standby.follower import Follower
 from deltackpt.tiers import copy
-from deltackpt.upkeep import compact, estimate
-from deltackpt.upkeep import verify as audit
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: The steps of the older chain and of the newest one.
@@ -146,7 +147,7 @@ def users(found: Any) -> bytes:
 
 
 def restored(root: Path) -> bytes | None:
-    found = reader.restore_tables(chains.read_chain(root / "2"))
+    found = reading_reader.restore_tables(chains.read_chain(root / "2"))
     return users(found.fields["tables/users"]["values"])
 
 
@@ -326,10 +327,10 @@ def test_a_follower_switches_steps_if_its_step_is_removed_at_any_access(how, run
         with going(runs, NEWER, at, how) as accesses:
             follower.advance()
             assert "expected it to stay" in follower.health or follower.health == "follows", at
-            assert follower.holding is not None, at
+            assert follower.loaded is not None, at
             # Nothing is removed from here on.
             follower.advance()
-            assert follower.holding.save.save_id.step == follower.newest_step(), at
+            assert follower.loaded.save.save_id.step == follower.newest_step(), at
         if not accesses.came:
             break
         at += 3

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import many_worker
 import pytest
-from many import Job, Server
+from many import Job
 from many_worker import Model
 from test_processes import (
     HANG_SECS,
@@ -60,13 +59,6 @@ SECOND = [
     ("before its word", 0, False),
     ("after its word", 0, True),
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize(

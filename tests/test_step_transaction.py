@@ -24,11 +24,10 @@ from job import MemoryService, coordinators, step_writers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import step as steps
-from deltackpt.save.step import Step
-from deltackpt.save.writers import StepWriters
+from deltackpt.save import commit
+from deltackpt.save.commit import StepTransaction, StepWriters
 from deltackpt.storage import posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.testing import STEP_FILES, Disk, DiskCall
@@ -211,15 +210,15 @@ class Written:
     def __init__(self, started: threading.Event | None = None):
         self._started = started
 
-    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         if self._started is not None:
             assert self._started.wait(LIMIT_SECS)
-        own = item_dir / f"of.{others.process}"
+        own = item_dir / f"of.{writers.process}"
         batch.make(own)
         batch.write(own / "small", b"a few bytes")
         batch.write_chunk(own / "chunk", np.arange(100_000))
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         batch.write(item_dir / "merged", b"of all")
 
 
@@ -227,7 +226,7 @@ class Written:
 def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_path, late):
     """A power cut leaves only fsynced data, so the test tracks every fsync."""
     final = tmp_path / "5"
-    temporary = steps.temporary_dir(final, "run-1")
+    temporary = commit.temporary_dir(final, "run-1")
     others_wrote, lock = threading.Event(), threading.Lock()
     forced: dict[str, set[str]] = {}
     at_word: list[set[str]] = []
@@ -277,16 +276,16 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     connected = coordinators(MemoryService(), 2, LIMIT_SECS)
 
     def run(process: int) -> Any:
-        step = Step(
+        step = StepTransaction(
             final=final,
             items={"item": Written(others_wrote if process == late else None)},
             tables="embeddings",
-            others=step_writers(connected[process], temporary),
+            writers=step_writers(connected[process], temporary),
             fsync=True,
-            own_files=lambda: {names.STEP_METADATA: b"{}"},
+            own_files=lambda: {naming.STEP_METADATA: b"{}"},
             check=lambda: None,
         )
-        return steps.write(step, runtime)
+        return commit.write(step, runtime)
 
     with (
         mock.patch.object(os, "fsync", fsync),

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from written import write_array, write_digested
 
 from deltackpt.errors import Damaged, OutOfSpace, StorageError
+from deltackpt.format import row_blocks
 from deltackpt.storage import arrays, batch, digests
-from deltackpt.storage.crc import ChunkSums
+from deltackpt.storage.digests import ChunkSums
 from deltackpt.storage.posix import DurableDir
 
 
 def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> arrays.ArrayEntry:
-    entry = arrays.array_entry("a", data.shape, data.dtype, zstd=zstd)
+    entry = row_blocks.array_entry("a", data.shape, data.dtype, zstd=zstd)
     write_array(directory, entry, np.split(data, sorted(cuts)), fsync=False)
     return entry
 
@@ -58,7 +59,7 @@ def test_arrays_written_in_pieces_are_read_in_ranges(
     values = np.random.default_rng(size).integers(0, 2, size).astype(dtype)
     values = (values * 77).astype(dtype).reshape(rows, *trailing)
     cuts = data.draw(st.sets(st.integers(0, rows), max_size=4))
-    with mock.patch.object(arrays, "CHUNK_BYTES", chunk):
+    with mock.patch.object(row_blocks, "CHUNK_BYTES", chunk):
         entry = write(directory, values, zstd=zstd, cuts=cuts)
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
@@ -71,8 +72,8 @@ def test_arrays_written_in_pieces_are_read_in_ranges(
 
 def test_digests_from_memory_are_those_of_the_files(tmp_path):
     values = np.random.default_rng(0).normal(size=(1001, 7)).astype(np.float32)
-    with mock.patch.object(arrays, "CHUNK_BYTES", 5000):
-        entry = arrays.array_entry("a", values.shape, values.dtype)
+    with mock.patch.object(row_blocks, "CHUNK_BYTES", 5000):
+        entry = row_blocks.array_entry("a", values.shape, values.dtype)
         written = write_digested(tmp_path / "a", entry, [values], fsync=True)
     computed = {name: digest._replace(blocks=b"") for name, digest in written.items()}
     assert len(computed) > 2
@@ -101,12 +102,12 @@ def test_reading_some_rows_of_a_chunk_reads_only_their_blocks(
         return real(file, buffers, offset)
 
     with (
-        mock.patch.object(arrays, "CHUNK_BYTES", chunk),
+        mock.patch.object(row_blocks, "CHUNK_BYTES", chunk),
         mock.patch.object(arrays, "BLOCK_BYTES", block),
         mock.patch.object(batch, "BLOCK_BYTES", block),
         mock.patch.object(os, "preadv", counted),
     ):
-        entry = arrays.array_entry("a", values.shape, values.dtype)
+        entry = row_blocks.array_entry("a", values.shape, values.dtype)
         sums = write_array(directory, entry, [values], fsync=False)
         start = data.draw(st.integers(0, rows))
         stop = data.draw(st.integers(start, rows))

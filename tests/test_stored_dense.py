@@ -15,18 +15,25 @@ from hypothesis import strategies as st
 from made_up_layers import Array, Rows, append, manifest_of
 
 from deltackpt.errors import Damaged
-from deltackpt.format import dense_blocks
-from deltackpt.format.blocks import rows_of
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
+from deltackpt.format import row_blocks
 from deltackpt.format.dtypes import dtype_of, stored_dtype
-from deltackpt.format.records import Unsound
+from deltackpt.format.records import InvalidRecord
+from deltackpt.format.row_blocks import (
+    BLOCK,
+    BLOCKS,
+    PLAIN,
+    BlockedValue,
+    DenseBlocks,
+    Key,
+    rows_of,
+)
 from deltackpt.layers import merge
-from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.layers.shard import segment_of
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.write import LayerFile
 from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
+from deltackpt.reading.wal_records import segment_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
@@ -59,7 +66,7 @@ def new_leaf(key: str, rng: np.random.Generator) -> np.ndarray:
     dtype, count = LEAVES[key]
     if is_plain(key):
         return rng.integers(0, 256, count, np.uint8)
-    held = np.zeros((dense_blocks.blocks_of(count), BLOCK), bits_of(dtype))
+    held = np.zeros((row_blocks.blocks_of(count), BLOCK), bits_of(dtype))
     held.reshape(-1)[:count] = rng.integers(0, 1 << 16, count)
     return held
 
@@ -139,7 +146,7 @@ class Run:
                 found.setdefault((dtype, codec), []).append(rows)
         groups = [
             Rows(
-                f"{dense_blocks.SEGMENTS}{dtype}.{codec}",
+                f"{row_blocks.SEGMENTS}{dtype}.{codec}",
                 dtype,
                 self._rows([rows for rows, _, _ in parts]),
                 arrays_of(
@@ -153,8 +160,8 @@ class Run:
         ]
         if any(map(len, plain)):
             data = np.concatenate(plain)
-            name = f"{dense_blocks.SEGMENTS}{PLAIN}"
-            array = Array(dense_blocks.PLAIN_BYTES_OF, data)
+            name = f"{row_blocks.SEGMENTS}{PLAIN}"
+            array = Array(row_blocks.PLAIN_BYTES_OF, data)
             groups.append(Rows(name, PLAIN, range(len(data)), [array], "item", (0, 1)))
         layer = self._written(groups)
         record = DenseBlocks(
@@ -163,7 +170,7 @@ class Run:
                 segment_of(group, layer.arrays(group).values()) for group in layer.row_groups()
             ),
         )
-        dense_blocks.check(record)
+        row_blocks.check(record)
         shown = f"save {len(self.saves)}, process {process}"
         return DenseShard(LayerArrays(lambda: layer, name=shown, file=""), record, shown)
 
@@ -172,12 +179,12 @@ class Run:
         spans = rows_of((int(row), int(row) + 1) for row in rows)
         return spans if isinstance(spans, range) and self.rng.random() < 0.5 else rows
 
-    def _written(self, groups: list[Rows]) -> Layer:
+    def _written(self, groups: list[Rows]) -> LayerReader:
         path = self.folder / f"layer.{len(list(self.folder.iterdir()))}"
         file = LayerFile(DirectFile(path), self.runtime, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
         file.file.close()
-        return Layer(StoredBytes(store_path(path)), written.stop)
+        return LayerReader(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:
         self.runtime.close()
@@ -309,14 +316,14 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
     record = run.saves[0][0].record
     [value], [segment] = record.values, record.segments
     beyond = dataclasses.replace(value, at=1)
-    other = dataclasses.replace(segment, name=f"{dense_blocks.SEGMENTS}{PLAIN}2")
+    other = dataclasses.replace(segment, name=f"{row_blocks.SEGMENTS}{PLAIN}2")
     for values, segments in [
         ((beyond,), (segment,)),
         ((value,), ()),
         ((value,), (segment, other)),
     ]:
-        with pytest.raises(Unsound):
-            dense_blocks.check(dataclasses.replace(record, values=values, segments=segments))
+        with pytest.raises(InvalidRecord):
+            row_blocks.check(dataclasses.replace(record, values=values, segments=segments))
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(699, "uint16"), (700, "float16"), (0, "uint16")])

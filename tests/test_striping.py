@@ -21,11 +21,9 @@ from test_nodes import TOKEN, connected, serving
 from test_tiers import Node as TrainingNode
 
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.nodes.elsewhere import Elsewhere
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
-from deltackpt.storage.nodes import Node
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
+from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Unanswered
 from deltackpt.storage.striping import HEAD_BYTES, NodesStore
 
@@ -39,7 +37,7 @@ BIG = np.random.default_rng(0).bytes(9 * MIB + 12_345)
 def addresses() -> Iterator[list[str]]:
     """Addresses of three nodes."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(serving(MemoryShelf(512 * MIB))).address for _ in range(3)]
+        yield [stack.enter_context(serving(MemoryBlobs(512 * MIB))).address for _ in range(3)]
 
 
 @pytest.fixture
@@ -234,8 +232,8 @@ def test_a_damaged_head_and_a_lost_or_truncated_piece_are_named(store, addresses
 
 def test_a_lost_node_is_named_by_reads_and_writes():
     with contextlib.ExitStack() as stack:
-        kept = [stack.enter_context(serving(MemoryShelf(64 * MIB))) for _ in range(2)]
-        lost = NodeServer(MemoryShelf(64 * MIB), bind="127.0.0.1", tokens=Tokens(TOKEN))
+        kept = [stack.enter_context(serving(MemoryBlobs(64 * MIB))) for _ in range(2)]
+        lost = NodeServer(MemoryBlobs(64 * MIB), bind="127.0.0.1", tokens=Tokens(TOKEN))
         nodes = [each.address for each in (*kept, lost)]
         store = stack.enter_context(contextlib.closing(NodesStore(nodes, "run", TOKEN)))
         store.put("x", BIG)
@@ -251,8 +249,8 @@ def test_plain_http_clients_read_striped_objects_through_any_node():
     nodes = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
-            others = stack.enter_context(contextlib.closing(Elsewhere(nodes, TOKEN)))
-            stack.enter_context(serving(MemoryShelf(64 * MIB), port=port, elsewhere=others))
+            others = stack.enter_context(contextlib.closing(ClusterObjects(nodes, TOKEN)))
+            stack.enter_context(serving(MemoryBlobs(64 * MIB), port=port, cluster=others))
         store = stack.enter_context(contextlib.closing(NodesStore(nodes, "", TOKEN)))
         store.put("x", BIG)
         store.put("y", bytes(HEAD_BYTES))
@@ -270,7 +268,7 @@ def test_plain_http_clients_read_striped_objects_through_any_node():
             assert found.partition(b"\r\n\r\n")[2] == data
 
 
-class _SilentShelf(MemoryShelf):
+class _SilentShelf(MemoryBlobs):
     """Loses its connection after the first conditional write."""
 
     has_lost = False
@@ -314,7 +312,7 @@ def test_an_object_that_is_replaced_during_a_read_is_read_anew(store):
     assert part == BIG[::-1][MIB : 4 * MIB]
 
 
-class _CountingShelf(MemoryShelf):
+class _CountingShelf(MemoryBlobs):
     """Counts the bytes of requested ranges, by key."""
 
     def __init__(self, nbytes: int):

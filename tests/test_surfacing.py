@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import leaver
+import model
 import numpy as np
 import pytest
 from test_exits import opened
@@ -25,20 +26,19 @@ import deltackpt
 from deltackpt import serving
 from deltackpt.errors import AppendFailed, ClosedError, DeltackptError, FencedError, OptionError
 from deltackpt.ledger.directory import Root
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.save import dense_layout
 from deltackpt.serving import live as live_module
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import paused_saves
-from deltackpt.tiers import copy, places
+from deltackpt.tiers import copy, copy_locations
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.pushing import Pusher
-from deltackpt.tiers.stage import Stage
-from deltackpt.wal.needs import Needs
+from deltackpt.tiers.peer_push import Pusher
+from deltackpt.tiers.staging import StagingDir
+from deltackpt.wal.save_requests import SaveRequests
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
@@ -78,8 +78,7 @@ ALWAYS = {"close", "options"}
 def saved(root: Path) -> deltackpt.CheckpointManager:
     """A manager that has committed step 1."""
     manager = opened(root)
-    manager.save(1, STATE, touched=MARKS)
-    manager.wait_until_finished()
+    model.commit(manager, 1, STATE, touched=MARKS)
     return manager
 
 
@@ -168,7 +167,7 @@ def test_an_in_flight_save_whose_directory_the_next_trainer_removes_is_fenced(tm
 
 
 def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
-    stage = Stage(tmp_path)
+    stage = StagingDir(tmp_path)
     tmp_path.mkdir(exist_ok=True)
     pusher, again = Pusher(stage), threading.Event()
     outcomes = iter([ZeroDivisionError("of nobody's making")])
@@ -200,12 +199,12 @@ def test_an_error_of_the_agreement_thread_is_kept_for_the_next_call(tmp_path):
         again.set()
         one._closed.wait(LIMIT_SECS)
 
-    with mock.patch.object(one, "listen", listen):
+    with mock.patch.object(one, "run_round", listen):
         one.start()
         assert again.wait(LIMIT_SECS)
         one.close()
-    assert isinstance(one.take_failure(), ZeroDivisionError)
-    assert one.take_failure() is None
+    assert isinstance(one.pop_failure(), ZeroDivisionError)
+    assert one.pop_failure() is None
 
 
 def test_an_error_of_the_agreement_thread_is_raised_by_the_next_append(
@@ -215,7 +214,7 @@ def test_an_error_of_the_agreement_thread_is_raised_by_the_next_append(
     states = leaver.states(3)
     with deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options) as one:
         one.save(1, states[1][0], touched=states[1][1])
-        broken = mock.patch.object(Needs, "take_failure", lambda _: ZeroDivisionError("why"))
+        broken = mock.patch.object(SaveRequests, "pop_failure", lambda _: ZeroDivisionError("why"))
         with broken, pytest.raises(AppendFailed, match="found ZeroDivisionError") as caught:
             one.append(2, states[2][0], touched=states[2][1])
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -237,15 +236,13 @@ def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path)
 
         with mock.patch.object(Root, "_collect", collect), warnings.catch_warnings():
             warnings.simplefilter("error")
-            manager.save(2, STATE, touched=MARKS, force_base=True)
-            manager.wait_until_finished()
+            model.commit(manager, 2, STATE, touched=MARKS, force_base=True)
             root: Any = manager._root
             root._collected.exception(LIMIT_SECS)
             manager.save(3, STATE, touched=MARKS, force_base=True)
             with pytest.warns(UserWarning, match="could not be removed: ZeroDivisionError"):
                 manager.wait_until_finished()
-            manager.save(4, STATE, touched=MARKS, force_base=True)
-            manager.wait_until_finished()
+            model.commit(manager, 4, STATE, touched=MARKS, force_base=True)
 
 
 def test_an_error_of_the_follow_thread_is_reported_as_its_problem(tmp_path):
@@ -256,7 +253,7 @@ def test_an_error_of_the_follow_thread_is_reported_as_its_problem(tmp_path):
         again.set()
         raise error
 
-    with mock.patch.object(live_module.Candidates, "give", give):
+    with mock.patch.object(live_module.Candidates, "load_newest", give):
         with serving.follow(tmp_path, poll_secs=0.01) as live:
             assert again.wait(LIMIT_SECS)
             while live.problem is None:
@@ -274,7 +271,7 @@ def test_an_error_in_one_request_does_not_stop_a_node_server(caplog):
                 return client.recv(1 << 10)
         return b""
 
-    shelf = MemoryShelf(1 << 20)
+    shelf = MemoryBlobs(1 << 20)
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("a-token-of-some-length"))
     with contextlib.closing(shelf), contextlib.closing(server):
         with mock.patch.object(server, "_request", side_effect=ZeroDivisionError("nobody's")):
@@ -295,7 +292,7 @@ def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monke
         asked.append(sum(part.nbytes for part in parts))
         real(store, key, start, parts, **how)
 
-    monkeypatch.setattr(places, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copy_locations, "PIECE_BYTES", 1000)
     with mock.patch.object(FileStore, "read_into", read_into):
         copy.copy(tmp_path / "root", tmp_path / "copy")
     longest = max(one.stat().st_size for one in (tmp_path / "root" / "1").rglob("*"))
@@ -346,10 +343,10 @@ def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
     expected = "TENSORSTORE_GCS_HTTP_URL=http://a:1 in the environment.*found none; set it"
     with pytest.raises(OptionError, match=expected):
-        buckets.place("gs://bucket/run", endpoint="http://a:1")
+        buckets.locate("gs://bucket/run", endpoint="http://a:1")
     assert "TENSORSTORE_GCS_HTTP_URL" not in os.environ
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://a:1")
-    assert buckets.place("gs://bucket/run", endpoint="http://a:1").url == "gs://bucket/run"
+    assert buckets.locate("gs://bucket/run", endpoint="http://a:1").url == "gs://bucket/run"
 
 
 def test_layouts_of_dense_leaves_are_cached_for_concurrent_threads():

@@ -28,7 +28,7 @@ from running.digest import digest
 from t5_jax import data, demo, main, model, trainer
 
 import deltackpt
-from deltackpt.format import blocks
+from deltackpt.format import row_blocks
 from deltackpt.options import Tracking
 from deltackpt.tracking import fingerprints
 
@@ -290,7 +290,7 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     state, _ = step(trainer.init_state(options), first)
     split = deltackpt.handlers.split(state, tables)
     [(name, fields)] = split.fields.items()
-    [always] = [slot for slot in fields if slot != blocks.VALUES]
+    [always] = [slot for slot in fields if slot != row_blocks.VALUES]
     assert (fields[always].shape[0], fields[always].ndim) == (rows, dimensions)
 
     before = fingerprints.fingerprints(split.fields, split.layout)

@@ -9,22 +9,17 @@ import inspect as inspect_module
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model
 import numpy as np
 import pytest
 from flax import traverse_util
 from t5x_setup import (
     OPTIMIZERS,
-    REAL,
     RECORD,
     bare,
     checkpoints,
@@ -48,7 +43,7 @@ from deltackpt.errors import (
     UnsupportedRoot,
 )
 from deltackpt.integrations import t5x as deltackpt_t5x
-from deltackpt.integrations.t5x.retention import BestByMetric
+from deltackpt.integrations.t5x.settings import BestByMetric
 from deltackpt.storage import batch
 from deltackpt.testing import stored_chunks
 
@@ -484,14 +479,12 @@ def test_the_wait_after_a_save_is_deferred_unless_an_exception_is_handled(
     )
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
-    manager.save(after(states[3], [1], 4))
-    manager.wait_until_finished()
+    model.commit(manager, after(states[3], [1], 4))
     assert not waits
     try:
         raise RuntimeError("preempted")
     except RuntimeError:
-        manager.save(after(states[3], [1], 5))
-        manager.wait_until_finished()
+        model.commit(manager, after(states[3], [1], 5))
         assert waits and (model_dir / "checkpoint_5").is_dir()
     manager.close()
 
@@ -500,31 +493,9 @@ def test_each_wait_blocks_if_requested(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer, settings={"wait": "each"})
     manager.restore(path=newest(model_dir))
-    manager.save(after(states[3], [1], 4))
-    manager.wait_until_finished()
+    model.commit(manager, after(states[3], [1], 4))
     assert (model_dir / "deltackpt" / "4").is_dir()
     manager.close()
-
-
-def test_a_failed_save_is_raised_and_the_next_save_has_its_rows(run, initializer, monkeypatch):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-
-    def refuse(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batch.FileBatch, "force", refuse)
-        manager.save(after(states[3], [20], 4))
-        manager.wait_until_finished()
-        with pytest.raises(SaveFailed):
-            manager._writer.wait_until_finished()
-    fifth = after(after(states[3], [20], 4), [21], 5)
-    manager.save(fifth)
-    manager.close()
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2, 3, 5]
-    assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
 
 
 def test_an_emergency_save_is_committed_even_if_the_previous_save_failed(run, initializer):
@@ -761,8 +732,7 @@ def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(tmp_path, initializ
     stock = checkpoints.OrbaxCheckpointManagerInterface(
         str(tmp_path), initializer.global_train_state_shape, initializer._partitioner
     )
-    stock.save(state)
-    stock.wait_until_finished()
+    model.commit(stock, state)
     stock.close()
     kept = sorted(path for path in (tmp_path / "checkpoint_5").rglob("*"))
     # If given a dtype for the parameters, T5X applies it to the step, too.
@@ -934,120 +904,3 @@ def test_the_manager_accepts_every_call_that_t5x_makes_to_its_own():
     for name in (*names, "save", "restore"):
         method = getattr(deltackpt_t5x.DeltaCheckpointManager, name)
         assert str(bare(inspect_module.signature(method))) == recorded[f"{stock}.{name}"]
-
-
-# T5X's launcher.
-
-TASK = """
-import seqio
-import tensorflow as tf
-
-def words(split, shuffle_files=False, seed=None):
-    text = [f"{number} times {number} is {number * number}" for number in range(400)]
-    return tf.data.Dataset.from_tensor_slices({"inputs": text, "targets": text[::-1]})
-
-seqio.TaskRegistry.add(
-    "squares",
-    source=seqio.FunctionDataSource(words, splits=["train"]),
-    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
-    output_features={
-        name: seqio.Feature(seqio.ByteVocabulary(extra_ids=0)) for name in ("inputs", "targets")
-    },
-)
-"""
-
-RUN = """
-from __gin__ import dynamic_registration
-import __main__ as train_script
-import seqio
-import squares
-from t5x import utils
-from t5x.examples.t5 import network
-
-include "t5x/examples/t5/t5_1_1/small.gin"
-include "t5x/configs/runs/pretrain.gin"
-include "deltackpt.gin"
-
-VOCABULARY = @seqio.ByteVocabulary()
-seqio.ByteVocabulary.extra_ids = 0
-MIXTURE_OR_TASK_NAME = "squares"
-TASK_FEATURE_LENGTHS = {"inputs": 16, "targets": 16}
-DROPOUT_RATE = 0.1
-BATCH_SIZE = 8
-USE_CACHED_TASKS = False
-RANDOM_SEED = 1
-network.T5Config:
-  vocab_size = 384
-  dtype = "float32"
-  emb_dim = 16
-  num_heads = 2
-  num_encoder_layers = 1
-  num_decoder_layers = 1
-  head_dim = 8
-  mlp_dim = 32
-train_script.train:
-  train_eval_dataset_cfg = None
-  stats_period = 1
-train/utils.DatasetConfig:
-  seed = 7
-  pack = False
-utils.SaveCheckpointConfig.period = 2
-"""
-
-
-def losses(model_dir):
-    import tensorflow as tf
-
-    found = {}
-    for path in sorted((model_dir / "train").glob("events*")):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                if value.tag == "loss":
-                    found[event.step] = tf.make_ndarray(value.tensor).tobytes()
-    return found
-
-
-@pytest.fixture
-def launch(tmp_path, repository):
-    (tmp_path / "squares.py").write_text(TASK)
-    (tmp_path / "run.gin").write_text(RUN)
-
-    def start(model_dir, steps):
-        folders = [tmp_path, Path(checkpoints.__file__).parents[1], repository / "examples" / "t5x"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-        environment.pop("XLA_FLAGS", None)
-        command = [
-            sys.executable,
-            "-m",
-            "t5x.train",
-            f"--gin_search_paths={','.join(map(str, folders))}",
-            "--gin_file=run.gin",
-            f"--gin.MODEL_DIR='{model_dir}'",
-            f"--gin.TRAIN_STEPS={steps}",
-        ]
-        log = open(tmp_path / "log", "ab")
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-
-    return start
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not REAL, reason="T5X is on no package index; see docs/how-to/t5x.md")
-@pytest.mark.timeout(900)
-def test_a_killed_t5x_run_resumes_with_the_losses_of_an_uninterrupted_one(tmp_path, launch):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert launch(whole, 10).wait(300) == 0, (tmp_path / "log").read_text()
-    killed = launch(cut, 10)
-    steps = cut / "deltackpt"
-    while killed.poll() is None and not any(
-        path.is_file()
-        for writing in steps.glob("6.orbax-checkpoint-tmp*")
-        for path in writing.rglob("*")
-    ):
-        time.sleep(0.001)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-    assert launch(cut, 10).wait(300) == 0, (tmp_path / "log").read_text()
-    assert len(losses(whole)) == 10 and losses(cut) == losses(whole)
-    kinds = {step: save.kind for step, save in saves_of(cut).items()}
-    assert list(kinds) == [0, 2, 4, 6, 8, 10] and kinds[6] == "delta"

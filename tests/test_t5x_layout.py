@@ -100,7 +100,7 @@ def test_a_checkpoint_path_resolves_to_its_model_directory(tmp_path):
 def test_without_t5x_the_drop_in_reports_where_to_get_it(monkeypatch):
     for name in ("t5x", "t5x.checkpoints"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("manager", "model", "modules", "retention"):
+    for name in ("delta_manager", "model", "settings"):
         monkeypatch.delitem(sys.modules, f"deltackpt.integrations.t5x.{name}", raising=False)
     with pytest.raises(MissingExtra, match="github.com/google-research/t5x"):
         importlib.import_module("deltackpt.integrations.t5x").checkpoint_manager()

@@ -29,9 +29,8 @@ from deltackpt.errors import (
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
 from deltackpt.policies import CodecChoice
-from deltackpt.state.choice import Tables
-from deltackpt.state.marks import match_touched
-from deltackpt.state.tables import join, split
+from deltackpt.state.tables import Tables, join, split
+from deltackpt.state.touch_state import match_touched
 
 
 def table(rows: int, width: int = 4, dtype: Any = jnp.float32, start: float = 0.0) -> jax.Array:
@@ -507,25 +506,6 @@ def test_join_keeps_the_types_of_a_train_state(name):
     )
     assert_same(back, plain)
     assert isinstance(back, TrainState)
-
-
-def test_dense_leaves_of_every_kind_pass():
-    state = {
-        "emb": table(3),
-        "key": jax.random.key(1),
-        "none": None,
-        "flag": True,
-        "text": "text",
-        "fp8": jnp.zeros(3, jnp.float8_e4m3fn),
-        "int4": jnp.zeros(3, jnp.int4),
-        "scalar": np.float64(0.5),
-    }
-    parts = split(state, Tables(select="emb"))
-    assert {key: parts.dense[key] for key in parts.dense} == {
-        key: value for key, value in state.items() if key != "emb"
-    }
-    back = join(state, parts.layout, parts.fields, parts.dense, None)
-    assert all(back[key] is state[key] for key in state)
 
 
 def test_the_touch_state_is_never_saved_and_comes_back_fresh():

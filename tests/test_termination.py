@@ -15,7 +15,7 @@ import pytest
 from machine import free_port
 
 import deltackpt
-from deltackpt.save.termination import Termination
+from deltackpt.save.exits import Termination
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -90,8 +90,7 @@ _LOOP = """
 import multiprocessing, os, signal, sys, time
 import model, deltackpt
 root, how = sys.argv[1:]
-state = model.initial()
-touched = model.new_touched(state)
+state, touched = model.start()
 handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 if how == "handled":
     signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
@@ -144,8 +143,7 @@ def test_a_process_saves_before_it_ends(tmp_path, how):
     assert run.returncode == 0
     assert output.startswith("heard\n") == (how == "handled")
     step = int(output.split()[-1])
-    state = model.initial()
-    touched = model.new_touched(state)
+    state, touched = model.start()
     for number in range(1, step + 1):
         state, touched = model.train(state, touched, number % 50)
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:

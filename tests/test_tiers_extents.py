@@ -23,7 +23,7 @@ import deltackpt
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.options import Tiers, Timeouts
 from deltackpt.tiers import Extents
-from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.extent_store import ExtentFile
 
 EXTENT = 64 << 10
 _numbers = itertools.count()
@@ -179,7 +179,7 @@ def test_full_extents_drop_uploaded_saves_first(node):
         for step in range(30):
             one.save(manager, step)
         manager.wait_until_finished()
-        held = staged(manager)._client.held()
+        held = staged(manager)._client.recoverable()
         assert len(held) <= 12 and max(one.step for one in held) == 29
         expected = one.held()
     one.cut_power()
@@ -249,7 +249,7 @@ def test_a_write_error_in_the_extents_fails_the_save_and_loses_no_row(node, monk
             raise StorageError("extents: expected to write, found an input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed, match="input/output error"):
                 manager.wait_until_finished()
@@ -272,7 +272,7 @@ def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
         found = staged(manager)
         with pytest.warns(UserWarning, match="expected a part of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
-        assert {one.step for one in found._client.held()} == {0}
+        assert {one.step for one in found._client.recoverable()} == {0}
     one.cut_power()
     with one.manager() as manager:
         assert manager.all_steps() == [0]
@@ -290,7 +290,7 @@ def test_a_failed_drop_fails_the_save_and_rolled_back_saves_do_not_return(node, 
             one.save(manager, step)
         one.restore(manager, 0)
         with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extents.ExtentFile.drop", refuse)
+            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.delete", refuse)
             with pytest.warns(UserWarning, match="rolled-back"), pytest.raises(StorageError):
                 one.save(manager, 1)
         one.save(manager, 2)
@@ -402,7 +402,7 @@ def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(node, monkeypa
             raise StorageError("x: expected y, found z")
 
         with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed):
                 manager.wait_until_finished()
@@ -539,7 +539,7 @@ def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(node, monk
 
         state, touched = one.state, one.touched
         with monkeypatch.context() as patch:
-            patch.setattr(ExtentFile, "drop", refuse)
+            patch.setattr(ExtentFile, "delete", refuse)
             with pytest.raises(StorageError):
                 if appends:
                     one.train(2)
@@ -616,7 +616,7 @@ def test_a_step_is_refused_again_after_a_write_error_since_it_exists(node, monke
 
         state, touched = one.state, one.touched
         with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed):
                 manager.wait_until_finished()

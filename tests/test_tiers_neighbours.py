@@ -23,17 +23,15 @@ from test_tiers import Kept, Node, eventually, same, staged, without_promoter
 import deltackpt
 from deltackpt.errors import OptionError, ServiceUnavailable, WaitTimeout
 from deltackpt.events import FailureEvent
-from deltackpt.nodes.server import NodeServer
-from deltackpt.nodes.shelves import MemoryShelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.nodes.blobs import MemoryBlobs
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Timeouts
 from deltackpt.service import discovery
 from deltackpt.tiers import Copies, Erasure
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.keepers import KeeperNode, Keepers
-from deltackpt.tiers.neighbours import Neighbours
-from deltackpt.tiers.pushing import Pusher
-from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.peer_push import Pusher
+from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
+from deltackpt.tiers.staging import StagingDir
 
 _numbers = itertools.count()
 
@@ -42,7 +40,7 @@ class Cluster:
     """Nodes with one peer agent each, discovered like those of Ray."""
 
     def __init__(self, count: int):
-        self.shelves = {f"node{i}": MemoryShelf(1 << 30) for i in range(count)}
+        self.shelves = {f"node{i}": MemoryBlobs(1 << 30) for i in range(count)}
         self.tokens = {name: Tokens() for name in self.shelves}
         self.servers = {name: self._serve(name) for name in self.shelves}
         self.own = "node0"
@@ -59,9 +57,9 @@ class Cluster:
         how: Copies | Erasure,
         holder: str,
         *,
-        earlier: Keepers | None = None,
-    ) -> Keepers:
-        """See ``service.discovery.keepers``."""
+        earlier: PeerGroup | None = None,
+    ) -> PeerGroup:
+        """See ``service.discovery.peer_group``."""
         token = secrets.token_urlsafe(32) if earlier is None else earlier.token
         for tokens in self.tokens.values():
             tokens.admit(token) if self.holder == holder else tokens.rotate(token)
@@ -72,14 +70,14 @@ class Cluster:
         """See ``service.discovery.require_nodes``."""
         self._keepers(how, "").require_nodes()
 
-    def _keepers(self, how: Copies | Erasure, token: str) -> Keepers:
+    def _keepers(self, how: Copies | Erasure, token: str) -> PeerGroup:
         k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
         nodes = tuple(
-            KeeperNode(node=name, address=server.address)
+            PeerNode(node=name, address=server.address)
             for name, server in self.servers.items()
             if name not in self.gone
         )
-        return Keepers(root="root", own=self.own, token=token, nodes=nodes, k=k, m=m)
+        return PeerGroup(root="root", own=self.own, token=token, nodes=nodes, k=k, m=m)
 
     def lose(self, name: str) -> None:
         """Removes a node and its memory for good."""
@@ -91,7 +89,7 @@ class Cluster:
         """Restarts a peer agent: empty, at another address, without admitted tokens."""
         self.servers[name].close()
         self.shelves[name].close()
-        self.shelves[name], self.tokens[name] = MemoryShelf(1 << 30), Tokens()
+        self.shelves[name], self.tokens[name] = MemoryBlobs(1 << 30), Tokens()
         self.servers[name] = self._serve(name)
 
     def holding(self) -> dict[str, int]:
@@ -132,7 +130,7 @@ def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
 
         def make(count: int) -> Cluster:
             found = stack.enter_context(contextlib.closing(Cluster(count)))
-            monkeypatch.setattr(discovery, "keepers", found.keepers)
+            monkeypatch.setattr(discovery, "peer_group", found.keepers)
             monkeypatch.setattr(discovery, "require_nodes", found.require_nodes)
             return found
 
@@ -150,7 +148,7 @@ def node(s3, tmp_path) -> Callable[[], NeighbourNode]:
 class _Pushing:
     """Replaces an uploader that never reaches the remote directory: fills only the peers."""
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: StagingDir):
         self._pusher = Pusher(stage)
         self.trainer = Trainer()
         self._thread = self._pusher.start(self.trainer)
@@ -170,10 +168,10 @@ def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
             pushing.append(_Pushing(one.stage))
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.tiers.running.Running.start", start)
+        patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", start)
         patch.setattr(
-            "deltackpt.tiers.running.Running.wake",
-            lambda _: [each.trainer.wake() for each in pushing],
+            "deltackpt.tiers.replicator.ReplicatorProcess.wake",
+            lambda *_: [each.trainer.wake() for each in pushing],
         )
         try:
             yield
@@ -201,7 +199,7 @@ def test_no_save_is_lost_with_a_node(node, cluster, monkeypatch, how, count, los
             cluster.lose(name)
         cluster.restart_keeper("node0")
         cluster.servers["spare"] = NodeServer(
-            cluster.shelves.setdefault("spare", MemoryShelf(1 << 30)),
+            cluster.shelves.setdefault("spare", MemoryBlobs(1 << 30)),
             bind="127.0.0.1",
             tokens=cluster.tokens.setdefault("spare", Tokens()),
         )
@@ -359,11 +357,11 @@ def test_the_peer_token_is_readable_only_by_the_trainers_user(node, cluster):
         manager.wait_until_finished()
         path = one.stage.path / "neighbours.msgpack"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        token = Keepers.from_bytes(path.read_bytes()).token
+        token = PeerGroup.from_bytes(path.read_bytes()).token
         for other in one.stage.path.rglob("*"):
             if other.is_file() and other != path:
                 assert token.encode() not in other.read_bytes()
-        assert token not in repr(Keepers.from_bytes(path.read_bytes()))
+        assert token not in repr(PeerGroup.from_bytes(path.read_bytes()))
 
 
 def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
@@ -372,12 +370,12 @@ def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
         manager.wait_until_finished()
-        before = Keepers.from_bytes((one.stage.path / "neighbours.msgpack").read_bytes())
+        before = PeerGroup.from_bytes((one.stage.path / "neighbours.msgpack").read_bytes())
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         other.restore(manager)
-        with contextlib.closing(Neighbours(dataclasses.replace(before))) as late:
-            assert late.labels() == []
-        assert staged(manager)._client.held()
+        with contextlib.closing(PeerTier(dataclasses.replace(before))) as late:
+            assert late.refs() == []
+        assert staged(manager)._client.recoverable()
 
 
 def test_extents_are_read_before_peers(node, cluster, tmp_path, monkeypatch):

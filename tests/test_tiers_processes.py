@@ -20,10 +20,10 @@ from many_worker import Model
 
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.view import JournalView
+from deltackpt.maintenance.compact import compact
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.storage import buckets
-from deltackpt.tiers.stage import Stage
-from deltackpt.upkeep.compact import compact
-from deltackpt.upkeep.verify import verify_root
+from deltackpt.tiers.staging import StagingDir
 
 PLACE = {"mesh": [2, 2]}
 _numbers = itertools.count()
@@ -356,7 +356,7 @@ def test_a_bucket_outage_delays_uploads_on_every_node(nodes):
     wait_until(lambda: nodes.at_root() == [*range(4)], "all steps come to the root")
     wait_until(lambda: not any(promoters(nodes.stage(n)) for n in range(2)), "promoters end")
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
-    view = JournalView(buckets.place(nodes.url, endpoint=nodes.bucket.endpoint).open())
+    view = JournalView(buckets.locate(nodes.url, endpoint=nodes.bucket.endpoint).open())
     assert not (view.root / "meeting").keys()
 
 
@@ -379,7 +379,7 @@ def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes
         layer.write_bytes(bytes(len(layer.read_bytes())))
         for pid in promoters(stage):
             os.kill(pid, signal.SIGCONT)
-        found = Stage(stage)
+        found = StagingDir(stage)
         orders = found.orders()
         assert orders is not None
         wait_until(lambda: found.progress(orders.holder).damaged, "the promoter tells")

@@ -18,7 +18,7 @@ from ray_nodes import IGNORED, wait_until
 from test_tiers import same
 from test_tiers_neighbours import NeighbourNode, root_out_of_reach
 
-from deltackpt.service import keepers
+from deltackpt.service import peer_agents
 from deltackpt.tiers import Copies, Erasure
 
 pytestmark = [pytest.mark.processes, *IGNORED]
@@ -75,14 +75,16 @@ def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path, monkeypatch):
             one.save(manager, 0)
             manager.wait_until_finished()
             [holding] = [
-                state for state in keepers.states(url, ITEM).values() if state and state.fragments
+                state
+                for state in peer_agents.states(url, ITEM).values()
+                if state and state.fragments
             ]
             os.kill(holding.pid, signal.SIGKILL)
             one.save(manager, 1)
             manager.wait_until_finished()
 
             def filled() -> bool:
-                found = keepers.states(url, ITEM)[holding.node]
+                found = peer_agents.states(url, ITEM)[holding.node]
                 return found is not None and found.fragments == 2
 
             wait_until(filled, "the keeper has both saves again")

@@ -16,6 +16,7 @@ from test_tiers import ROWS, Node, eventually, node, s3, same
 from deltackpt import inspect, touched
 from deltackpt.errors import ForeignDirectory, OptionError, OutOfSpace
 from deltackpt.ledger.journal import Journal
+from deltackpt.maintenance.compact import compact
 from deltackpt.options import DeltaOptions
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
@@ -23,9 +24,8 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Refused, StorePath, Unanswered
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.stage import default_stage
-from deltackpt.tiers.uploading import Uploader
-from deltackpt.upkeep.compact import compact
+from deltackpt.tiers.staging import default_stage
+from deltackpt.tiers.uploader import Uploader
 
 __all__ = ["node", "s3"]
 
@@ -36,11 +36,11 @@ _LIMIT_SECS = 60
 @pytest.fixture
 def alone(monkeypatch) -> None:
     """Starts no uploader: the test runs it."""
-    monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+    monkeypatch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
 
 
 def place(one: Node) -> StorePath:
-    return buckets.place(one.url, endpoint=one.endpoint).open()
+    return buckets.locate(one.url, endpoint=one.endpoint).open()
 
 
 def promote(one: Node) -> None:
@@ -102,7 +102,7 @@ def test_retention_continues_if_a_save_that_it_waited_for_was_rolled_back(node):
             one.save(manager, step, force_base=True)
             manager.wait_until_finished()
         eventually(lambda: one.root() == [2, 3], "the first ones come")
-        process = manager._root._client._running._process
+        process = manager._root._client.process._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
         os.waitpid(process.pid, os.WUNTRACED)
         try:
@@ -136,7 +136,7 @@ def test_retention_continues_after_restarts_in_an_outage(node, monkeypatch):
             one.save(manager, step, force_base=True)
             manager.wait_until_finished()
     with monkeypatch.context() as patched:
-        patched.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+        patched.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
         for step in (3, 4):
             with one.manager(max_to_keep=1, wait_for="staging") as manager:
                 one.restore(manager)
@@ -341,7 +341,7 @@ def test_a_first_start_killed_in_its_probe_can_be_repeated(node, monkeypatch):
 @pytest.mark.parametrize("told", ["http://who:hush@localhost:1", "http://localhost:1/?sig=hush"])
 def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, told):
     with pytest.raises(OptionError, match="credentials or a query") as caught:
-        buckets.place(f"{scheme}://bucket/run", endpoint=told)
+        buckets.locate(f"{scheme}://bucket/run", endpoint=told)
     assert "hush" not in str(caught.value)
 
 

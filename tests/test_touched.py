@@ -149,22 +149,6 @@ def test_each_init_draws_an_identity_and_a_traced_one_has_none():
     assert jax.eval_shape(touched.init, tables).identity.shape == ()
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (2, 2), (0,), (2, 0)])
-def test_ids_may_have_any_shape(shape):
-    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
-    marked = jax.jit(touched.mark)(state, {"emb": jnp.full(shape, 7, jnp.int32)})
-    assert stamped(marked) == ([7] if np.prod(shape) else [])
-
-
-def test_a_later_mark_keeps_earlier_stamps_and_other_tables():
-    state = touched.init({"emb": jnp.zeros((ROWS, 2)), "other": jnp.zeros((3, 1))})
-    state = touched.mark(state, {"emb": jnp.array([1, 2])})
-    state = touched.mark(state, {"emb": jnp.array([2, 5])})
-    assert stamped(state) == [1, 2, 5]
-    assert stamped(state, since=1) == [2, 5]
-    assert stamped(state, "other") == []
-
-
 def test_an_empty_mark_advances_the_clock_and_touches_no_row():
     state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": np.array([])})
     assert int(state.clock) == 1 and stamped(state) == []

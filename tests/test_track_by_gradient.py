@@ -195,21 +195,27 @@ def test_a_single_table_may_qualify():
     assert list(_stamps(state)) == ["tables/users"]
 
 
-def test_a_sharded_table():
+@pytest.mark.parametrize("has_nan", [False, True])
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, "x")], ids=str)
+def test_a_sharded_table(spec, has_nan):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    sharding = NamedSharding(mesh, spec)
 
     def place(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+        users = jax.device_put(tree["tables"]["users"], sharding)
+        return {**tree, "tables": {**tree["tables"], "users": users}}
 
     optimizer = touched.track(optax.adagrad(0.1), "tables/*", rule="gradient")
     now = place(params())
     state = optimizer.init(now)
-    _, state = jax.jit(optimizer.update)(place(gradients(1)), state, now)
+    given = gradients(1)
+    if has_nan:
+        given["tables"]["users"] = given["tables"]["users"].at[2, 1].set(np.nan)
+    _, state = jax.jit(optimizer.update)(place(given), state, now)
     stamps = _stamps(state)["tables/users"]
-    assert stamps.sharding.is_equivalent_to(sharding, 1)
-    expected = (np.asarray(gradients(1)["tables"]["users"]).view(np.uint32) != 0).any(axis=1)
-    np.testing.assert_array_equal(np.asarray(stamps) > 0, expected)
+    assert stamps.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(spec[0])), 1)
+    expected = (np.asarray(given["tables"]["users"]).view(np.uint32) != 0).any(axis=1)
+    np.testing.assert_array_equal(np.asarray(stamps) > 0, expected | has_nan)
 
 
 def test_an_unknown_rule_is_refused():

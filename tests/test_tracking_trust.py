@@ -24,7 +24,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, TrackingError
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import lineage, proof
+from deltackpt.save import lineage, tracking_audit
 from deltackpt.state.tables import split
 
 SELECT = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
@@ -91,33 +91,7 @@ def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_
             assert saved.kind == "base" and "differ from those in the parent" in saved.reason
         after = trained(state, rows, [31])
         assert manager.save(30, after[0], touched=after[1]).kind == "delta"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state, 30: after[0]})
-
-
-def test_a_step_restored_only_for_inspection_rolls_nothing_back(tmp_path):
-    start = model.initial()
-    states = {}
-    with opened(tmp_path) as manager:
-        state, rows = trained(start, model.new_touched(start), [1])
-        manager.save(0, state, touched=rows)
-        states[0] = state
-    with opened(tmp_path) as manager:
-        found = manager.restore_latest(start)
-        state, rows = trained(found.state, found.touched, [2, 3])
-        manager.save(20, state, touched=rows)
-        states[20] = state
-        state, rows = trained(state, rows, [4])
-        looked = manager.restore(0, start)
-        model.assert_same(looked.state, states[0])
-        saved = manager.save(30, state, touched=rows)
-        states[30] = state
-        manager.wait_until_finished()
-        assert saved.kind == "delta"
-        assert manager.all_steps() == [0, 20, 30]
-        assert manager.restore(30, start).chain == (0, 20, 30)
-        assert not (tmp_path / "rolled-back").exists()
-    assert_restores(tmp_path, states)
 
 
 def test_many_restores_forget_neither_the_state_in_memory_nor_restored_ones(tmp_path):
@@ -200,44 +174,12 @@ def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
         assert saved.kind == "base"
         after = trained(state, rows, [16])
         assert manager.save(30, after[0], touched=after[1]).kind == "delta"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state, 30: after[0]})
-
-
-def test_a_touch_state_from_before_a_restore_does_not_match_the_restored_state(tmp_path):
-    start = model.initial()
-    with opened(tmp_path) as manager:
-        state, rows = trained(start, model.new_touched(start), range(1, 4))
-        manager.save(0, state, touched=rows)
-        state, rows = trained(state, rows, range(4, 6))
-        manager.save(10, state, touched=rows)
-        state, rows = trained(state, rows, range(6, 8))
-        found = manager.restore(0, start)
-        # The state is rolled back, its TouchState is not.
-        state, rows = trained(found.state, rows, range(8, 10))
-        with told("table tables/"):
-            manager.save(20, state, touched=rows)
-        manager.wait_until_finished()
-    assert_restores(tmp_path, {20: state})
-
-
-def test_the_state_in_memory_does_not_match_the_touch_state_of_a_restore(tmp_path):
-    start = model.initial()
-    with opened(tmp_path) as manager:
-        state, rows = trained(start, model.new_touched(start), range(1, 4))
-        manager.save(0, state, touched=rows)
-        state, rows = trained(state, rows, range(4, 6))
-        found = manager.restore(0, start)
-        state, rows = trained(state, found.touched, [6])
-        with told("table tables/"):
-            manager.save(20, state, touched=rows)
-        manager.wait_until_finished()
-    assert_restores(tmp_path, {20: state})
 
 
 def test_the_sampled_audit_can_be_disabled(tmp_path):
     start = model.initial()
-    with opened(tmp_path, sampled_proof=False) as manager:
+    with opened(tmp_path, tracking_audit=False) as manager:
         manager.save(0, start, touched=model.new_touched(start))
     assert_restores(tmp_path, {0: start})
 
@@ -261,7 +203,6 @@ def test_large_tables_are_sampled_among_recently_touched_rows(tmp_path):
         state, rows = step(state, rows, jnp.arange(5), 0.5)
         with told(r"table tables/t: rows 200000, 200001, 200002, 200003\n"):
             assert manager.save(2, state, touched=rows).kind == "base"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {2: state}, tables)
 
 
@@ -269,11 +210,11 @@ def test_a_sampled_audit_checks_a_bounded_number_of_rows_tables_and_bytes():
     widths = {f"t{i:03d}": 8 for i in range(100)} | {"wide": 100_000}
     state = {"tables": {name: jnp.zeros((500, width)) for name, width in widths.items()}}
     parts = split(state, deltackpt.Tables(select="tables/*"))
-    witness = proof.of_restored(parts, touched.init(state["tables"]), Runtime())
-    assert {type(sample) for sample in witness.values()} == {proof.Sample}
-    sampled = [len(sample.rows) for sample in witness.values()]
-    assert 16 <= sum(sampled) <= proof.ROWS
-    nbytes = sum(bits.nbytes for sample in witness.values() for bits in sample.bits.values())
+    samples = tracking_audit.of_restored(parts, touched.init(state["tables"]), Runtime())
+    assert {type(sample) for sample in samples.values()} == {tracking_audit.Sample}
+    sampled = [len(sample.rows) for sample in samples.values()]
+    assert 16 <= sum(sampled) <= tracking_audit.ROWS
+    nbytes = sum(bits.nbytes for sample in samples.values() for bits in sample.bits.values())
     assert nbytes <= 64 * 400_000
 
 
@@ -321,7 +262,6 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_marks
         given = touched.mark(given, {"b": np.array([7])})
         state["params"]["b"] = state["params"]["b"].at[7].add(7.0)
         assert manager.save(6, state, touched=given).kind == "delta"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {6: state}, tables)
 
 
@@ -335,7 +275,6 @@ def test_a_touch_state_that_is_no_longer_given_makes_the_save_a_base(tmp_path):
         state["params"]["a"] = state["params"]["a"].at[100].add(7.0)
         saved = manager.save(1, state)
         assert saved.kind == "base" and "is missing now" in saved.reason
-        manager.wait_until_finished()
     assert_restores(tmp_path, {1: state}, tables)
 
 
@@ -364,7 +303,7 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
 
     kinds = []
     # Without the tracking audit: the rule alone must suffice.
-    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False))
+    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking_audit=False))
     with contextlib.ExitStack() as stack:
         handlers = {"embeddings": tables}
         manager = stack.enter_context(
@@ -393,7 +332,6 @@ def test_a_forgotten_reassignment_is_detected_and_reported(tmp_path):
         state, _ = trained(state, rows, [4])
         with told("table tables/"):
             assert manager.save(1, state, touched=rows).kind == "base"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {1: state})
 
 
@@ -461,12 +399,10 @@ def test_a_delta_of_nearly_all_rows_is_saved_as_a_base(tmp_path):
         manager.save(0, start, touched=rows)
         saved = manager.save(1, start, touched=touched.mark(rows, every))
         assert saved.kind == "base" and "would write about" in saved.reason
-        manager.wait_until_finished()
     quantized = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec="int4")
     with deltackpt.CheckpointManager(tmp_path / "4", handlers={"embeddings": quantized}) as manager:
         manager.save(0, start, touched=rows)
         assert manager.save(1, start, touched=touched.mark(rows, every)).kind == "delta"
-        manager.wait_until_finished()
     assert_restores(tmp_path, {1: start})
 
 
@@ -488,7 +424,7 @@ def test_verify_tracking_checks_every_row_between_calls(tmp_path):
         assert not marked
         # The base of step 0 may still be in flight; it does not contain the rows in doubt.
         with (
-            mock.patch.object(lineage, "_standing", return_value=None),
+            mock.patch.object(lineage, "_committed_manifest", return_value=None),
             pytest.raises(TrackingError, match="table tables/users: rows 699"),
         ):
             manager.verify_tracking(changed, touched=rows)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import shutil
 from pathlib import Path
 
 import jax
@@ -16,9 +15,8 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import Damaged, NoIntactStep, SaveFailed
-from deltackpt.format import names
-from deltackpt.testing import failing_saves, paused_saves, stored_chunks
+from deltackpt.errors import Damaged, NoIntactStep
+from deltackpt.testing import paused_saves, stored_chunks
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -27,8 +25,7 @@ ELSEWHERE = {
     "no lookup marks a row": "test_touched.py::test_evaluation_marks_nothing",
     "no table overwrites another": "test_tables.py::test_two_tables_of_one_name_are_an_error",
     "the older of two trainers is fenced": (
-        "test_root.py::"
-        "test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_committed"
+        "test_surfacing.py::test_a_manager_fenced_by_another_one_refuses_every_call"
     ),
     "a full disk is out of space": "test_root.py::test_a_full_file_system_is_out_of_space",
     "a failing disk loses nothing": (
@@ -79,48 +76,9 @@ def newest(root: Path, like: dict) -> deltackpt.Restored:
     return found
 
 
-def test_a_failed_save_keeps_the_touched_rows_for_the_next(tmp_path):
-    """Trap 1."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
-        state, marks = model.train(state, marks, 1)
-        with failing_saves(tmp_path):
-            saver.save(2, state, touched=marks)
-            with pytest.raises(SaveFailed, match="step 2"):
-                saver.wait_until_finished()
-        state, marks = model.train(state, marks, 2)
-        assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait_until_finished()
-        assert saver.all_steps() == [1, 3]
-    found = newest(tmp_path, state)
-    assert found.chain == (1, 3)
-    model.assert_same(found.state, state)
-
-
-def test_a_base_that_fails_resets_nothing(tmp_path):
-    """Trap 2."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
-        state, marks = model.train(state, marks, 1)
-        with failing_saves(tmp_path):
-            saver.save(2, state, touched=marks, force_base=True)
-            with pytest.raises(SaveFailed):
-                saver.wait_until_finished()
-        assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait_until_finished()
-    model.assert_same(newest(tmp_path, state).state, state)
-
-
 def test_tables_slots_and_dense_leaves_are_of_one_moment(tmp_path):
     """Trap 3: the next steps run, and donate, while the save is written."""
-    state = model.initial()
-    marks = model.new_touched(state)
+    state, marks = model.start()
 
     @jax.jit
     def copied(tree):
@@ -131,8 +89,7 @@ def test_tables_slots_and_dense_leaves_are_of_one_moment(tmp_path):
         donate_argnums=(0, 1),
     )
     with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
+        model.commit(saver, 1, state, touched=marks)
         for number in range(2, 6):
             state, marks = model.train(state, marks, number)
             expected = jax.tree.map(
@@ -146,69 +103,6 @@ def test_tables_slots_and_dense_leaves_are_of_one_moment(tmp_path):
             jax.block_until_ready(running["tables"])
             saver.wait_until_finished()
             model.assert_same(newest(tmp_path, state).state, expected)
-
-
-def test_steps_after_a_rollback_are_never_replayed(tmp_path):
-    """Trap 4."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    states = {}
-    with manager(tmp_path) as saver:
-        for number in range(1, 5):
-            saver.save(number, state, touched=marks)
-            states[number] = state
-            state, marks = model.train(state, marks, number)
-    with manager(tmp_path) as saver:
-        found = saver.restore(2, states[1])
-        state, marks = model.train(found.state, found.touched, 77)
-        with pytest.warns(UserWarning, match=r"later steps \[3, 4\] were moved"):
-            assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait_until_finished()
-        assert saver.all_steps() == [1, 2, 3]
-    found = newest(tmp_path, state)
-    assert found.chain == (1, 2, 3)
-    model.assert_same(found.state, state)
-    assert {path.name for path in tmp_path.glob(f"{names.ROLLED_BACK}/*/*")} == {"3", "4"}
-
-
-@pytest.mark.parametrize("how", ["missing", "duplicated", "reordered"])
-def test_a_missing_duplicated_or_reordered_delta_is_noticed(tmp_path, how):
-    """Trap 5; truncated ones are among the damages of test_damage.py."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    states = {}
-    with manager(tmp_path) as saver:
-        for number in range(1, 5):
-            saver.save(number, state, touched=marks)
-            states[number] = state
-            state, marks = model.train(state, marks, number)
-    if how == "missing":
-        shutil.rmtree(tmp_path / "3")
-    elif how == "duplicated":
-        shutil.copytree(tmp_path / "4", tmp_path / "5")
-    else:
-        for source, target in (("2", "spare"), ("3", "2"), ("spare", "3")):
-            (tmp_path / source).rename(tmp_path / target)
-    with pytest.warns(UserWarning, match="is skipped"):
-        found = newest(tmp_path, states[4])
-    assert found.step == {"missing": 2, "duplicated": 4, "reordered": 1}[how]
-    model.assert_same(found.state, states[found.step])
-    assert found.skipped
-
-
-def test_an_interval_without_touched_rows_is_an_empty_delta(tmp_path):
-    """Trap 9."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
-        for number in (2, 3):
-            assert saver.save(number, state, touched=marks).kind == "delta"
-            assert saver.wait_until_finished()[0].rows == 0
-    found = newest(tmp_path, state)
-    assert found.chain == (1, 2, 3)
-    model.assert_same(found.state, state)
 
 
 @pytest.mark.parametrize(
@@ -239,97 +133,9 @@ def test_tables_of_any_dtype_restore_bit_for_bit(tmp_path, dtype):
     assert np.asarray(restored).tobytes() == np.asarray(state["tables"]["t"]).tobytes()
 
 
-def test_another_sharding_at_restore_changes_no_bit(tmp_path):
-    """Trap 11."""
-    devices = jax.devices()
-    if len(devices) < 8:
-        pytest.skip("eight devices are needed")
-    mesh = jax.sharding.Mesh(np.array(devices[:8]).reshape(4, 2), ("x", "y"))
-    specs = [
-        jax.sharding.PartitionSpec("x"),
-        jax.sharding.PartitionSpec(None, "y"),
-        jax.sharding.PartitionSpec("x", "y"),
-        jax.sharding.PartitionSpec(),
-    ]
-    table = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
-    slot = jnp.arange(64.0)
-    tables = deltackpt.Tables(select="t", slots={"t": {"s": "s"}})
-    for number, spec in enumerate(specs):
-        root = tmp_path / str(number)
-        rows = jax.sharding.PartitionSpec(*spec[:1])
-        placed = {
-            "t": jax.device_put(table, jax.sharding.NamedSharding(mesh, spec)),
-            "s": jax.device_put(slot, jax.sharding.NamedSharding(mesh, rows)),
-        }
-        marks = touched.init({"t": placed["t"]})
-        with deltackpt.CheckpointManager(root, handlers={"embeddings": tables}) as saver:
-            saver.save(1, placed, touched=marks)
-            ids = jnp.array([1, 17, 40])
-            moved = {"t": placed["t"].at[ids].add(1.0), "s": placed["s"].at[ids].add(1.0)}
-            assert saver.save(2, moved, touched=touched.mark(marks, {"t": ids})).kind == "delta"
-            saver.wait_until_finished()
-            for other in specs:
-                sharding = jax.sharding.NamedSharding(mesh, other)
-                by_rows = jax.sharding.PartitionSpec(*other[:1])
-                like = {
-                    "t": jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding),
-                    "s": jax.ShapeDtypeStruct(
-                        slot.shape,
-                        slot.dtype,
-                        sharding=jax.sharding.NamedSharding(mesh, by_rows),
-                    ),
-                }
-                found = saver.restore(2, like)
-                assert found.state["t"].sharding.is_equivalent_to(sharding, 2)
-                for name in moved:
-                    left, right = np.asarray(found.state[name]), np.asarray(moved[name])
-                    assert left.tobytes() == right.tobytes(), (spec, other, name)
-
-
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_retention_never_deletes_a_base_that_a_kept_delta_needs(tmp_path, kept):
-    """Trap 12."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    states = {}
-    policy = deltackpt.policies.Consecutive(max_chain=4)
-    with manager(tmp_path, max_to_keep=kept, policy=policy) as saver:
-        for number in range(1, 13):
-            saver.save(number, state, touched=marks)
-            states[number] = state
-            saver.wait_until_finished()
-            for step in saver.all_steps():
-                found = saver.restore(step, state) if number == 12 else None
-                assert found is None or set(found.chain) <= set(saver.all_steps())
-                if found is not None:
-                    model.assert_same(found.state, states[step])
-            state, marks = model.train(state, marks, number)
-        assert saver.all_steps()[-kept:] == list(range(13 - kept, 13))
-        assert 1 not in saver.all_steps()
-
-
-def test_a_copied_directory_restores_from_its_new_place(tmp_path):
-    """Trap 13: nothing holds an absolute path."""
-    state = model.initial()
-    marks = model.new_touched(state)
-    with manager(tmp_path / "old") as saver:
-        for number in range(1, 4):
-            saver.save(number, state, touched=marks)
-            expected = state
-            state, marks = model.train(state, marks, number)
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    shutil.rmtree(tmp_path / "old")
-    found = newest(tmp_path / "new", expected)
-    assert found.chain == (1, 2, 3)
-    model.assert_same(found.state, expected)
-    for path in (tmp_path / "new").rglob("*"):
-        assert not path.is_file() or str(tmp_path / "old").encode() not in path.read_bytes(), path
-
-
 def test_an_unreadable_object_is_named_and_the_step_before_restores(tmp_path):
     """Trap 15: a directory in place of a file is unreadable for every user."""
-    state = model.initial()
-    marks = model.new_touched(state)
+    state, marks = model.start()
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
         first = state
@@ -349,25 +155,22 @@ def test_an_unreadable_object_is_named_and_the_step_before_restores(tmp_path):
 
 def test_an_exhausted_clock_causes_bases_and_is_reported(tmp_path):
     """Trap 16: the manager's side."""
-    state = model.initial()
-    marks = model.new_touched(state)._replace(clock=jnp.int32(touched.CLOCK_MAX - 1))
+    state, marks = model.start()
+    marks = marks._replace(clock=jnp.int32(touched.CLOCK_MAX - 1))
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
         state, marks = model.train(state, marks, 1)
         state, marks = model.train(state, marks, 2)
         saved = saver.save(2, state, touched=marks)
         assert saved.kind == "base" and "clock" in saved.reason
-        saver.wait_until_finished()
     model.assert_same(newest(tmp_path, state).state, state)
 
 
 def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path):
     """Trap 17: marking continues while a save is paused."""
-    state = model.initial()
-    marks = model.new_touched(state)
+    state, marks = model.start()
     with manager(tmp_path) as saver:
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
+        model.commit(saver, 1, state, touched=marks)
         state, marks = model.train(state, marks, 1)
         with paused_saves(tmp_path) as held:
             saver.save(2, state, touched=marks)
@@ -379,25 +182,7 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
         model.assert_same(newest(tmp_path, second).state, second)
         state, marks = model.train(state, marks, 3)
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait_until_finished()
     model.assert_same(newest(tmp_path, state).state, state)
-
-
-def test_a_grown_table_causes_a_base_with_a_reason(tmp_path):
-    """Trap 18."""
-    tables = {"embeddings": deltackpt.Tables(select="tables/*")}
-    state = {"tables": {"t": jnp.ones((10, 4))}}
-    marks = touched.init({"tables/t": state["tables"]["t"]})
-    with deltackpt.CheckpointManager(tmp_path, handlers=tables) as saver:
-        saver.save(1, state, touched=marks)
-        grown = {"tables": {"t": jnp.concatenate([state["tables"]["t"], jnp.zeros((5, 4))])}}
-        marks = touched.init({"tables/t": grown["tables"]["t"]})
-        saved = saver.save(2, grown, touched=marks)
-        assert saved.kind == "base" and "tables" in saved.reason
-        saver.wait_until_finished()
-        found = saver.restore_latest(grown)
-    assert found is not None
-    assert np.array_equal(found.state["tables"]["t"], grown["tables"]["t"])
 
 
 def test_without_an_intact_step_the_error_reports_what_is_wrong_with_the_newest(tmp_path):

@@ -16,7 +16,7 @@ IDS = st.sampled_from(
     [*range(24), -2, -(2**63), 2**63 - 1, 2**32, 2**33, *(k << 40 for k in range(1, 9))]
 )
 CALLS = st.lists(
-    st.tuples(st.sampled_from(["assign", "evict", "evict rows", "grow"]), st.lists(IDS)),
+    st.tuples(st.sampled_from(["assign", "evict", "evict rows", "follow", "grow"]), st.lists(IDS)),
     max_size=30,
 )
 
@@ -67,6 +67,12 @@ def test_a_restored_run_assigns_and_evicts_as_the_lost_one_would_have(capacity, 
             rows = random.integers(0, model.capacity, len(ids))
             gone = [one for one, row in model.row_of.items() if row in rows]
             assert keys.evict(rows=rows).tolist() == model.evict(gone)
+        elif call == "follow":
+            later, half = vocab.RowKeys.index(keys.column()), len(ids) // 2
+            assert later.evict(ids[:half]).tolist() == model.evict(ids[:half])
+            if model.assign(ids[half:]) is not None:
+                later.assign(ids[half:])
+            keys.follow(later.column())
         else:
             model.capacity += len(ids)
             keys.grow(model.capacity)
@@ -75,6 +81,24 @@ def test_a_restored_run_assigns_and_evicts_as_the_lost_one_would_have(capacity, 
         assert keys.free == model.capacity - len(model.row_of)
         asked = np.array([*model.row_of, 100], np.int64)
         assert keys.find(asked).tolist() == [*model.row_of.values(), -1]
+
+
+def test_a_column_in_which_an_id_has_two_rows_is_refused_and_the_next_one_followed():
+    random = np.random.default_rng(0)
+    keys = vocab.RowKeys.index(random.permutation(200)[:100])
+    for _ in range(100):
+        column = keys.column()
+        changed = random.choice(100, 30, replace=False)
+        column[changed] = random.choice(np.setdiff1d(np.arange(300), column), 30, replace=False)
+        damaged, (first, second) = column.copy(), random.choice(100, 2, replace=False)
+        damaged[first] = damaged[second]
+        before = keys.column()
+        with pytest.raises(DamagedKeys, match=f"id {damaged[second]} in rows"):
+            keys.follow(damaged)
+        np.testing.assert_array_equal(keys.column(), before)
+        keys.follow(column)
+        np.testing.assert_array_equal(keys.find(column), np.arange(100))
+        assert (keys.find(np.setdiff1d(before, column)) == -1).all()
 
 
 def test_a_full_vocabulary_replaces_all_its_ids_many_times():
@@ -113,14 +137,6 @@ def test_assign_keeps_the_shape_of_the_ids_and_takes_hashes_of_64_bits():
 def test_invalid_arguments_are_refused_with_the_expected_ones(call, said):
     with pytest.raises(OptionError, match=said):
         call(vocab.RowKeys(4))
-
-
-def test_a_batch_with_too_many_new_ids_assigns_none():
-    keys = vocab.RowKeys(3)
-    keys.assign([1, 2])
-    with pytest.raises(VocabularyFull, match="at most 1 new ids.*found 2"):
-        keys.assign([1, 7, 8])
-    assert keys.column().tolist() == [1, 2, -1]
 
 
 def test_an_id_in_two_rows_is_named_with_both():

@@ -15,12 +15,12 @@ import pytest
 import deltackpt
 from deltackpt import ManagerOptions, WalOptions, touched
 from deltackpt.errors import Damaged, FencedError, OutOfSpace
-from deltackpt.format import names, wal_epochs
-from deltackpt.format.names import PieceRange
+from deltackpt.format import naming, wal_format
+from deltackpt.format.naming import PieceRange
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import LogRef
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.promoted_log import JournaledLogs, Pieces, PromotedLog
+from deltackpt.ledger.uploaded_wal import Pieces, UploadedWal, UploadedWals
 from deltackpt.storage.store import FileStore, store_path
 from deltackpt.wal import LocalWal
 
@@ -67,7 +67,7 @@ def test_runs_with_one_wal_directory_stay_separate(tmp_path):
         with training.manager() as manager:
             assert training.restore(manager).step == 3
             assert np.array_equal(training.state["tables"]["words"], expected)
-    assert not [*(tmp_path / "a" / names.LOG).rglob("*.seg")]
+    assert not [*(tmp_path / "a" / naming.LOG).rglob("*.seg")]
 
 
 def test_a_directory_of_the_same_name_on_another_machine_is_not_the_wal(tmp_path):
@@ -76,9 +76,9 @@ def test_a_directory_of_the_same_name_on_another_machine_is_not_the_wal(tmp_path
         manager.save(0, one.train(0))
         manager.append(1, one.train(1))
     [head] = (tmp_path / "logs").glob("*/0.msgpack")
-    found = wal_epochs.from_bytes(head.read_bytes(), name="head")
-    head.write_bytes(wal_epochs.to_bytes(dataclasses.replace(found, run="another")))
-    copy = head.with_suffix("") / names.HEAD_COPY
+    found = wal_format.epoch_header_from(head.read_bytes(), name="head")
+    head.write_bytes(wal_format.epoch_header_bytes(dataclasses.replace(found, run="another")))
+    copy = head.with_suffix("") / naming.HEAD_COPY
     copy.write_bytes(head.read_bytes())
     with one.manager() as manager, pytest.warns(UserWarning, match="no header of it"):
         found = one.restore(manager)
@@ -90,7 +90,7 @@ def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, 
     put, refused = FileStore.put, []
 
     def full(self: FileStore, key: str, data: Any, *, absent: bool = False) -> None:
-        if not refused and absent and key.endswith(names.epoch_name(0)):
+        if not refused and absent and key.endswith(naming.epoch_name(0)):
             refused.append(key)
             raise OutOfSpace(f"{key}: expected room, found none; free space")
         put(self, key, data, absent=absent)
@@ -136,14 +136,14 @@ def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_pa
     kept, cut = ref(journal, 0), ref(journal, 1)
     assert journal.add_log(kept)
     for one in (kept, cut):
-        at = journal.root / one.prefix / "0" / "x.seg" / names.piece_name(PieceRange(0, 3, 1))
+        at = journal.root / one.prefix / "0" / "x.seg" / naming.piece_name(PieceRange(0, 3, 1))
         at.store.put(at.key, b"abc")
     assert journal.sweep() == 0
     later = Journal(store_path(tmp_path))
     later.claim()
     assert later.sweep() == 1
     assert later.root.store.keys(f"{later.root.key}/log") == [
-        f"{later.root.key}/{kept.prefix}/0/x.seg/{names.piece_name(PieceRange(0, 3, 1))}"
+        f"{later.root.key}/{kept.prefix}/0/x.seg/{naming.piece_name(PieceRange(0, 3, 1))}"
     ]
 
 
@@ -153,7 +153,7 @@ def test_an_entry_without_wal_epochs_belongs_to_a_run_without_a_wal(tmp_path):
     entry = journal.known.entry
     data = entries.to_bytes(entry)
     assert entries.entry_from(data, name="entry", number=1).logs == ()
-    assert JournaledLogs(journal.root, lambda: journal.known).numbers() == []
+    assert UploadedWals(journal.root, lambda: journal.known).numbers() == []
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
     data = bytes(range(100))
     ranges = [(0, 10), (0, 30), (20, 40), (40, 50), (60, 100)]
     for start, end in ranges:
-        at = store_path(tmp_path) / "0" / "x.seg" / names.piece_name(PieceRange(start, end, 7))
+        at = store_path(tmp_path) / "0" / "x.seg" / naming.piece_name(PieceRange(start, end, 7))
         at.store.put(at.key, data[start:end])
-    log = PromotedLog(store_path(tmp_path))
+    log = UploadedWal(store_path(tmp_path))
     assert log.keys("") == ["0/x.seg"]
     assert log.folders("") == ["0"]
     assert log.get("0/x.seg") == data[:50]
@@ -189,5 +189,5 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
 
 def test_pieces_without_the_start_of_their_segment_are_ignored():
     assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
-    assert names.piece_range(names.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
-    assert names.piece_range("5-9.1") is None
+    assert naming.piece_range(naming.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
+    assert naming.piece_range("5-9.1") is None

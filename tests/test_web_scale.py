@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -19,6 +20,14 @@ from web_scale import Inputs, Job, Simulation, Way
 from deltackpt.policies import Consecutive
 
 SMALL = Job(hosts=8, restart_secs=5)
+
+
+@functools.cache
+def small_ways() -> list[Way]:
+    """The ways of the small job: their intervals take longer to compute than a simulation."""
+    return web_scale.ways(SMALL, Inputs(), 1.0)
+
+
 #: Operations that take no time, so that only stalls and restarts do.
 FREE = Inputs(
     store=math.inf,
@@ -88,7 +97,7 @@ def test_records_shorten_what_a_failure_loses():
 )
 def test_time_and_bytes_are_conserved_for_any_failures(name, gaps, restart, until):
     job, inputs = dataclasses.replace(SMALL, restart_secs=restart), Inputs()
-    way = web_scale.ways(SMALL, inputs, 1.0)[name]
+    way = small_ways()[name]
     failures = [sum(gaps[: number + 1]) for number in range(len(gaps))]
     found = outcome(way, job, failures, until, inputs)
     assert sum(parts(found)) == pytest.approx(until)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltackpt.codecs import dtype_of
-from deltackpt.codecs.block_codec import FLOATS
-from deltackpt.codecs.widening import widened
-from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.codecs.block_codecs import FLOATS, widened
+from deltackpt.format.row_blocks import BLOCK
 from deltackpt.save import encode_blocks
 
 

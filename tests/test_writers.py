@@ -22,14 +22,14 @@ from deltackpt.errors import (
     ProcessMissing,
     TrackingError,
 )
-from deltackpt.format import manifest, names
+from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import ParentRef, SaveId
-from deltackpt.handlers.foreign import HandlerItem
-from deltackpt.save.writers import StepWriters
+from deltackpt.handlers.items import HandlerItem
+from deltackpt.save.commit import StepWriters
 from deltackpt.storage.batch import FileBatch
 
 SAVE_ID = SaveId("run", 3, 1)
-HEAD = f"{names.EMBEDDINGS_ITEM}/{names.manifest_name(0)}"
+HEAD = f"{naming.EMBEDDINGS_ITEM}/{naming.manifest_name(0)}"
 
 
 class Job:
@@ -43,7 +43,7 @@ class Job:
         for folder in self.folders:
             folder.mkdir(exist_ok=True)
         self.temporary = self.folders[0] / "3.orbax-checkpoint-tmp"
-        self.item = self.temporary / names.EMBEDDINGS_ITEM
+        self.item = self.temporary / naming.EMBEDDINGS_ITEM
         self.item.mkdir(parents=True)
 
     def at(self, process: int, **changes) -> StepWriters:
@@ -65,9 +65,9 @@ class Job:
 
     def write(self, process: int, **changes) -> bytes:
         at = self.at(process)
-        item = at.temporary / names.EMBEDDINGS_ITEM
+        item = at.temporary / naming.EMBEDDINGS_ITEM
         data = made_up_saves.write(item, self.part(process, **changes))
-        at.report("shard", at.records([item / names.manifest_name(process)]))
+        at.report("shard", at.records([item / naming.manifest_name(process)]))
         return data
 
     def collect(self, **changes):
@@ -123,11 +123,11 @@ def test_parts_of_another_save_are_refused(job, field, value):
 
 
 def test_a_part_that_was_altered_is_damage(job):
-    data, name = job.write(1), names.manifest_name(1)
+    data, name = job.write(1), naming.manifest_name(1)
     damaged = data[:-1] + bytes([data[-1] ^ 1])
     (job.item / name).write_bytes(damaged)
     if not job.shared_fs:
-        job.at(1).report("shard", {f"{names.EMBEDDINGS_ITEM}/{name}": damaged})
+        job.at(1).report("shard", {f"{naming.EMBEDDINGS_ITEM}/{name}": damaged})
     for process in (2, 3):
         job.write(process)
     with pytest.raises(Damaged, match="manifest.1.msgpack"):
@@ -253,10 +253,10 @@ def nodes(tmp_path) -> Job:
 
 def test_process_0_stores_the_files_that_the_others_send(nodes):
     for process in (1, 2, 3):
-        nodes.at(process).report("written", {names.step_digests_name(process): b"digests"})
+        nodes.at(process).report("written", {naming.step_digests_name(process): b"digests"})
     nodes.at(0).wait("written")
     for process in (1, 2, 3):
-        assert (nodes.temporary / names.step_digests_name(process)).read_bytes() == b"digests"
+        assert (nodes.temporary / naming.step_digests_name(process)).read_bytes() == b"digests"
 
 
 def test_all_processes_get_the_manifest_of_process_0_once_the_step_is_committed(nodes):
@@ -271,7 +271,7 @@ def test_all_processes_get_the_manifest_of_process_0_once_the_step_is_committed(
 def test_arrays_that_orbax_wrote_on_several_processes_are_refused(nodes):
     at = nodes.at(1)
     item_dir = at.temporary / "other"
-    (item_dir / names.dense_part(1)).mkdir(parents=True)
+    (item_dir / naming.dense_part(1)).mkdir(parents=True)
     batch = FileBatch(at.temporary, fsync=False)
     with pytest.raises(OptionError, match=r"item other: .*Tiers\(shared=False\)"):
         HandlerItem(object(), []).write(item_dir, batch, at)

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 from job import step_writers
 
-from deltackpt import processes
+from deltackpt import coordination
 from deltackpt.coordination import Coordinator
-from deltackpt.format.segments import ArrayEntry
+from deltackpt.format.row_blocks import ArrayEntry
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.crc import ChunkSums
-from deltackpt.storage.digests import Digest
-from deltackpt.storage.writer import ArrayWriter
+from deltackpt.storage.digests import ChunkSums, Digest
+from deltackpt.storage.zarr_writer import ZarrWriter
 
 
 def write_array(
@@ -35,7 +34,7 @@ def write_digested(
     """Writes an array; returns the digests of its files by relative path."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     batch = FileBatch(directory.parent, fsync=fsync)
-    array = ArrayWriter(directory, entry, batch)
+    array = ZarrWriter(directory, entry, batch)
     for piece in pieces:
         array.write(piece)
     array.finish()
@@ -55,7 +54,7 @@ def write_dense(
     """
     batch = FileBatch(item_dir, fsync=True)
     others = step_writers(Coordinator(str(item_dir.parent), 60.0), item_dir.parent)
-    leaves = DenseLeaves.capture(tree, processes.index(), Runtime())
+    leaves = DenseLeaves.capture(tree, coordination.process_index(), Runtime())
     leaves.write(item_dir, batch, others)
     meet()
     if others.process == 0:

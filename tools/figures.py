@@ -12,13 +12,33 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
-_RECORD: dict[str, Any] = json.loads((_ASSETS / "cost.json").read_text())
+_ROOT = Path(__file__).resolve().parents[1]
+_RECORD: dict[str, Any] = json.loads((_ROOT / "benchmarks/results/plain.json").read_text())
+_MACHINE = "{cpu}, {cores} cores, {memory_gib} GiB".format(**_RECORD["machine"])
+_STEPS, _EVERY, _SHARE = re.findall(r"(\d+) steps, .*?(\d+).*?, (\d+%)", _RECORD["sizes"])[0]
+
+
+def _medians() -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the medians of the measured training times, by state, candidate and column."""
+    table = _RECORD["tables"]["training"]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for size, name, *cells in table["rows"]:
+        values = [statistics.median(cell["values"]) for cell in cells]
+        columns = dict(zip(table["columns"][2:], values, strict=True))
+        found.setdefault(size, {})[name] = columns
+    return found
+
+
+_STATES = _medians()
+_SIZE = list(_STATES)[-1]
+_LARGE = _STATES[_SIZE]
 _STYLE = """\
 svg { --bg: #ffffff; --ink: #1b1f24; --soft: #57606a; --rule: #c4ccd4; --panel: #f2f5f8;
   --base: #2f5fc4; --delta: #0a7d63; --wal: #b4560b; --bad: #c21f30; }
@@ -278,11 +298,10 @@ def tiers() -> Drawing:
     return drawing
 
 
-_SMALL, _LARGE = _RECORD["states"]
 #: Training time lost per save of the larger state; the run's own base is included.
 _DELTA_SECS, _TUNED_SECS, _DEFAULTS_SECS = (
-    max(0.001, _LARGE[name]["lost_secs"][0])
-    for name in ("deltackpt, TouchState", "Orbax tuned", "Orbax defaults")
+    max(0.001, _LARGE[name]["lost per save"])
+    for name in ("deltackpt, `TouchState`", "Orbax tuned", "Orbax defaults")
 )
 _BASE_EVERY = 50
 _MTBF_SECS = 6 * 3600.0
@@ -354,8 +373,8 @@ def lost_work() -> Drawing:
     drawing.text(
         24,
         bottom + 64,
-        f"First order, without restores. Commit {_RECORD['commit']}: {_LARGE['state']} state, "
-        f"{_RECORD['rows_changed']:.0%} of the rows changed, 2 cores; one base in {_BASE_EVERY} saves.",
+        f"First order, without restores. Commit {_RECORD['commit']}: {_SIZE} state, "
+        f"{_SHARE} of the rows changed, 2 cores; one base in {_BASE_EVERY} saves.",
         "small soft",
     )
     return drawing
@@ -452,7 +471,7 @@ def break_even() -> Drawing:
 
 #: Candidates in the record, their names in the figure, and their colors.
 _WAYS = (
-    ("deltackpt, TouchState", "TouchState", "delta"),
+    ("deltackpt, `TouchState`", "TouchState", "delta"),
     ("deltackpt, fingerprints", "fingerprints", "delta"),
     ("Orbax tuned", "Orbax tuned", "base"),
     ("Orbax defaults", "Orbax defaults", "none"),
@@ -463,42 +482,40 @@ def cost() -> Drawing:
     """Plots the cost of a save and of a whole run, compared with Orbax."""
     groups = (
         ("Bytes written", "bytes", lambda value: f"{value / 1e6:.0f} MB"),
-        ("Time until durable", "durable_secs", _time),
-        ("Training time lost per save", "lost_secs", _time),
+        ("Time until durable", "durable after", _time),
+        ("Training time lost per save", "lost per save", _time),
     )
-    machine = _RECORD["machine"].partition(";")[0]
     drawing = Drawing(
         "cost",
         800,
         486,
         "What checkpoints cost: deltackpt and Orbax",
-        f"{_LARGE['state']} state, {_RECORD['rows_changed']:.0%} of the rows changed. "
+        f"{_SIZE} state, {_SHARE} of the rows changed. "
         + "; ".join(
-            f"{title}: "
-            + ", ".join(f"{name} {unit(_LARGE[key][field][0])}" for key, name, _ in _WAYS)
+            f"{title}: " + ", ".join(f"{name} {unit(_LARGE[key][field])}" for key, name, _ in _WAYS)
             for title, field, unit in groups
         )
-        + f". Time of {_RECORD['steps']} steps with a save every {_RECORD['save_every_steps']}, relative to no checkpoints: "
+        + f". Time of {_STEPS} steps with a save every {_EVERY}, relative to no checkpoints: "
         + "; ".join(
-            f"{state['state']} state: "
-            + ", ".join(f"{name} {state[key]['training'][0]:.2f}" for key, name, _ in _WAYS)
-            for state in _RECORD["states"]
+            f"{size} state: "
+            + ", ".join(f"{name} {state[key]['training time']:.2f}" for key, name, _ in _WAYS)
+            for size, state in _STATES.items()
         )
-        + f". Commit {_RECORD['commit']}, {machine}.",
+        + f". Commit {_RECORD['commit']}, {_MACHINE}.",
     )
     drawing.text(24, 34, "Cost of one delta", "head")
     drawing.text(
         24,
         54,
-        f"{_LARGE['state']} state, {_RECORD['rows_changed']:.0%} of the rows changed; green: deltackpt",
+        f"{_SIZE} state, {_SHARE} of the rows changed; green: deltackpt",
         "small soft",
     )
     y = 84
     for title, field, unit in groups:
         drawing.text(24, y, title, "bold")
-        most = max(_LARGE[key][field][0] for key, _, _ in _WAYS)
+        most = max(_LARGE[key][field] for key, _, _ in _WAYS)
         for index, (key, name, kind) in enumerate(_WAYS):
-            value, top = max(0.0, _LARGE[key][field][0]), y + 10 + 23 * index
+            value, top = max(0.0, _LARGE[key][field]), y + 10 + 23 * index
             drawing.text(124, top + 13, name, "small end")
             drawing.box(132, top, max(1, 180 * value / most), 17, kind, 3)
             drawing.text(140 + 180 * value / most, top + 13, unit(value), "small bold")
@@ -508,15 +525,15 @@ def cost() -> Drawing:
     drawing.text(
         420,
         54,
-        f"run time with a save every {_RECORD['save_every_steps']} steps; 1×: no checkpoints",
+        f"run time with a save every {_EVERY} steps; 1×: no checkpoints",
         "small soft",
     )
-    most = max(state[key]["training"][0] for state in _RECORD["states"] for key, _, _ in _WAYS)
+    most = max(state[key]["training time"] for state in _STATES.values() for key, _, _ in _WAYS)
     y, one = 84, 200 / most
-    for state in _RECORD["states"]:
-        drawing.text(420, y, f"{state['state']} state", "bold")
+    for size, state in _STATES.items():
+        drawing.text(420, y, f"{size} state", "bold")
         for index, (key, name, kind) in enumerate(_WAYS):
-            value, top = state[key]["training"][0], y + 12 + 30 * index
+            value, top = state[key]["training time"], y + 12 + 30 * index
             drawing.text(520, top + 16, name, "small end")
             drawing.box(528, top, one * value, 22, kind, 3)
             drawing.text(536 + one * value, top + 16, f"{value:.2f}×", "small bold")
@@ -525,7 +542,7 @@ def cost() -> Drawing:
     drawing.text(
         24,
         468,
-        f"Commit {_RECORD['commit']}, {_RECORD['date']}; {machine}. Tuned: use_compression=False.",
+        f"Commit {_RECORD['commit']}, {_RECORD['date']}; {_MACHINE}. Tuned: use_compression=False.",
         "small soft",
     )
     return drawing

@@ -94,7 +94,7 @@ class OwnKernel(AsyncKernelManager):
 
 
 def normalised(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A notebook without what depends on the machine: paths are relative, ids are counted.
+    """Removes what depends on the machine: absolute paths, random ids and standard error.
 
     Raises:
       SystemExit: an output names a path of this machine all the same.
@@ -109,6 +109,9 @@ def normalised(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
         cell.metadata = nbformat.from_dict({})
+        if cell.cell_type == "code":
+            # A library may report there that it is slow, as Matplotlib does of its font cache.
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
     return notebook
 
 

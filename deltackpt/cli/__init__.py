@@ -13,19 +13,8 @@ import sys
 import click
 
 from deltackpt.__about__ import __version__
-from deltackpt.cli import (
-    doctoring,
-    exchange,
-    following,
-    keepers,
-    keeping,
-    looking,
-    nodes,
-    promoting,
-    reporting,
-    service,
-)
-from deltackpt.cli.advice import as_commands
+from deltackpt.cli import daemons, exchange, inspect_commands, maintenance_commands, service
+from deltackpt.cli.terminal import as_commands
 from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
 
 _TRY_AGAIN = 75
@@ -59,24 +48,24 @@ def cli() -> None:
 
 
 for command in (
-    looking.ls,
-    looking.show,
-    looking.diff,
-    looking.history,
-    reporting.report,
-    keeping.verify,
-    keeping.plan,
-    keeping.gc,
-    keeping.copy,
-    keeping.compact,
-    promoting.upload,
-    nodes.node_store,
-    following.follow,
-    doctoring.doctor,
+    inspect_commands.ls,
+    inspect_commands.show,
+    inspect_commands.diff,
+    inspect_commands.history,
+    inspect_commands.report,
+    maintenance_commands.verify,
+    maintenance_commands.plan,
+    maintenance_commands.gc,
+    maintenance_commands.copy,
+    maintenance_commands.compact,
+    daemons.upload,
+    daemons.node_store,
+    daemons.follow,
+    maintenance_commands.doctor,
     exchange.export,
     exchange.import_,
     service.group,
-    keepers.group,
+    service.peers,
 ):
     cli.add_command(command)
 

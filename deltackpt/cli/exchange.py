@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from deltackpt import units
-from deltackpt.cli import arguments, terminal
+from deltackpt.cli import terminal
 from deltackpt.errors import OptionError
 
 if TYPE_CHECKING:
+    from deltackpt.format.naming import PyTree
     from deltackpt.interchange import Exported
 
 _step = click.option(
     "--step",
-    type=arguments.STEP,
+    type=terminal.STEP,
     help="The step, or the training step of a full recovery point; the newest step by default.",
 )
 _leaves = click.option(
@@ -26,7 +27,7 @@ _leaves = click.option(
     default=("**",),
     help="Path pattern of tables, slots and dense leaves; repeatable. All by default.",
 )
-_target = click.argument("target", type=arguments.UserPath())
+_target = click.argument("target", type=terminal.UserPath())
 
 
 class _Rows(click.ParamType):
@@ -34,7 +35,9 @@ class _Rows(click.ParamType):
 
     name = "start:stop"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
         """See ``click.ParamType``."""
         start, colon, stop = value.partition(":")
         if not (colon and start.isdecimal() and stop.isdecimal()):
@@ -53,12 +56,12 @@ def export() -> None:
     "  deltackpt export orbax /data/run-17 /data/run-17-orbax\n"
     "  deltackpt export orbax /data/run-17 /data/served --step 12000 --leaf 'params/**'",
 )
-@arguments.directory
+@terminal.directory
 @_target
 @_step
 @_leaves
-@arguments.item
-@arguments.as_json
+@terminal.item
+@terminal.as_json
 def export_orbax(
     directory: str,
     target: str,
@@ -78,7 +81,7 @@ def export_orbax(
         done = interchange.export_orbax(
             directory, step, target, item=item, leaves=leaves, progress=progress
         )
-    _tell(done, as_json)
+    _print_result(done, as_json)
 
 
 @export.command(
@@ -88,20 +91,20 @@ def export_orbax(
     "  deltackpt export safetensors /data/run-17 /data/published --step 12000 --shard 1GiB\n"
     "  deltackpt export safetensors /data/run-17 /data/weights --leaf 'params/**'",
 )
-@arguments.directory
+@terminal.directory
 @_target
 @_step
 @_leaves
-@arguments.item
+@terminal.item
 @click.option(
     "--shard",
     "shard_bytes",
-    type=arguments.Size(),
+    type=terminal.Size(),
     default="4GiB",
     show_default=True,
     help="Maximum size of the tensors in a file.",
 )
-@arguments.as_json
+@terminal.as_json
 def export_safetensors(
     directory: str,
     target: str,
@@ -124,7 +127,7 @@ def export_safetensors(
             shard_bytes=shard_bytes,
             progress=progress,
         )
-    _tell(done, as_json)
+    _print_result(done, as_json)
 
 
 @export.command(
@@ -134,10 +137,10 @@ def export_safetensors(
     "  deltackpt export parquet /data/run-17 /data/users --table 'params/emb/users' --no-slots\n"
     "  deltackpt export parquet /data/run-17 /data/first --rows 0:1000",
 )
-@arguments.directory
+@terminal.directory
 @_target
 @_step
-@arguments.item
+@terminal.item
 @click.option(
     "--table",
     "tables",
@@ -147,7 +150,7 @@ def export_safetensors(
 )
 @click.option("--slots/--no-slots", default=True, help="Whether to export the slots too.")
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
-@arguments.as_json
+@terminal.as_json
 def export_parquet(
     directory: str,
     target: str,
@@ -172,7 +175,7 @@ def export_parquet(
             rows=rows,
             progress=progress,
         )
-    _tell(done, as_json)
+    _print_result(done, as_json)
 
 
 @click.command(
@@ -182,8 +185,8 @@ def export_parquet(
     "  deltackpt import /data/ckpt /data/run-17 --tables 'params/emb/*' --step 12000 \\\n"
     "    --template my_model.train:abstract_state",
 )
-@click.argument("source", type=arguments.UserPath(exists=True, file_okay=False))
-@arguments.directory
+@click.argument("source", type=terminal.UserPath(exists=True, file_okay=False))
+@terminal.directory
 @click.option("--tables", "select", multiple=True, required=True, help="Path pattern of tables.")
 @click.option(
     "--slot",
@@ -196,7 +199,7 @@ def export_parquet(
 @click.option("--always", multiple=True, help="Slots whose rows all change at every step.")
 @click.option(
     "--step",
-    type=arguments.STEP,
+    type=terminal.STEP,
     help="The step to import, if SOURCE has several; otherwise the number of the new step.",
 )
 @click.option("--item", "source_item", help="The pytree in a step that has several items.")
@@ -206,7 +209,7 @@ def export_parquet(
     help="Function that returns the training state, abstract or not; the working directory is "
     "searched too.",
 )
-@arguments.as_json
+@terminal.as_json
 def import_(
     source: str,
     directory: str,
@@ -224,7 +227,7 @@ def import_(
     restore_latest() on DIRECTORY.
     """
     from deltackpt import interchange
-    from deltackpt.state.choice import Tables
+    from deltackpt.state.tables import Tables
 
     declared = {"**": dict(_slot(text) for text in slots)} if slots else None
     done = interchange.import_orbax(
@@ -251,7 +254,7 @@ def _slot(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _template(text: str) -> Any:
+def _template(text: str) -> PyTree:
     """Calls the user's function and makes its leaves abstract, which frees their memory."""
     import importlib
     import os
@@ -272,7 +275,7 @@ def _template(text: str) -> Any:
             "command in the directory of the module, or set PYTHONPATH"
         ) from error
 
-    def abstract(leaf: Any) -> Any:
+    def abstract(leaf: object) -> object:
         if not isinstance(leaf, jax.Array):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -280,7 +283,7 @@ def _template(text: str) -> Any:
     return jax.tree.map(abstract, made())
 
 
-def _tell(done: Exported, as_json: bool) -> None:
+def _print_result(done: Exported, as_json: bool) -> None:
     if as_json:
         terminal.print_json(done)
         return

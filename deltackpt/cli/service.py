@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt service``: starts, shows and stops the hot standby of a directory."""
+"""``deltackpt service`` and ``deltackpt peers``: start, show and stop what runs on Ray."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import click
-import rich.box
-import rich.console
-import rich.table
 
 from deltackpt import service, units
-from deltackpt.cli import arguments, terminal
+from deltackpt.cli import terminal
 from deltackpt.errors import ServiceUnavailable
-from deltackpt.format import names
+from deltackpt.format import naming
 
 if TYPE_CHECKING:
-    from deltackpt.service.client import ReplicaStatus, ServiceStatus
+    from deltackpt.service.peer_agents import AgentState
+    from deltackpt.service.restore_service import ReplicaStatus, ServiceStatus
 
 _CONNECT_SECS = 20.0
 _COLUMNS = (
@@ -33,7 +31,7 @@ address_option = click.option(
 # No search for the item: this machine may not see the directory.
 item_option = click.option(
     "--item",
-    default=names.EMBEDDINGS_ITEM,
+    default=naming.EMBEDDINGS_ITEM,
     show_default=True,
     help="deltackpt's item in each step.",
 )
@@ -47,16 +45,16 @@ def group() -> None:
 @group.command(
     epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
-@arguments.root
+@terminal.root
 @address_option
 @item_option
 @click.option("--shards", type=int, help="Actors that share the rows; one per node by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
-@click.option("--memory", "memory_bytes", type=arguments.Size(), help="Memory limit per actor.")
+@click.option("--memory", "memory_bytes", type=terminal.Size(), help="Memory limit per actor.")
 @click.option("--compact-after", type=int, metavar="N", help="Compact chains of N deltas.")
-@arguments.endpoint
+@terminal.endpoint
 @click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
-@arguments.as_json
+@terminal.as_json
 def start(
     directory: str,
     address: str,
@@ -78,10 +76,10 @@ def start(
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
-@arguments.root
+@terminal.root
 @address_option
 @item_option
-@arguments.as_json
+@terminal.as_json
 def status(directory: str, address: str, item: str, as_json: bool) -> None:
     """Show step, lag, bytes and health of each actor; exit code 1 if one lags or is unhealthy."""
     connect(address)
@@ -96,10 +94,10 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
-@arguments.root
+@terminal.root
 @address_option
 @item_option
-@arguments.as_json
+@terminal.as_json
 def stop(directory: str, address: str, item: str, as_json: bool) -> None:
     """Stop the hot standby of DIRECTORY; steps and compacted bases are kept."""
     connect(address)
@@ -143,6 +141,10 @@ def connect(address: str) -> None:
 
 
 def _show(found: ServiceStatus) -> None:
+    import rich.box
+    import rich.console
+    import rich.table
+
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=found.directory)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("node", "health") else "right")
@@ -179,7 +181,7 @@ def _text(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _plain(found: ServiceStatus) -> dict[str, Any]:
+def _plain(found: ServiceStatus) -> dict[str, object]:
     return {
         "directory": found.directory,
         "step": found.step,
@@ -197,3 +199,59 @@ def _plain(found: ServiceStatus) -> dict[str, Any]:
             for one in found.replicas
         ],
     }
+
+
+@click.group("peers")
+def peers() -> None:
+    """Manage peers, which keep saves in the memory of other nodes, on Ray."""
+
+
+@peers.command("status", epilog="\b\nExample:\n  deltackpt peers status s3://bucket/run-17 --json")
+@terminal.root
+@address_option
+@item_option
+@terminal.as_json
+def peers_status(directory: str, address: str, item: str, as_json: bool) -> None:
+    """Show memory and address of every peer; the exit code is 1 if one does not answer."""
+    connect(address)
+    from deltackpt.service import peer_agents
+
+    found = peer_agents.states(directory, item)
+    if as_json:
+        plain = {node: one and dataclasses.asdict(one) for node, one in found.items()}
+        terminal.print_json({"directory": directory, "peers": plain})
+    else:
+        _show_peers(directory, found)
+    if None in found.values():
+        raise click.exceptions.Exit(1)
+
+
+@peers.command("stop", epilog="\b\nExample:\n  deltackpt peers stop s3://bucket/run-17")
+@terminal.root
+@address_option
+@item_option
+@terminal.as_json
+def stop_peers(directory: str, address: str, item: str, as_json: bool) -> None:
+    """Stop the peers of DIRECTORY and discard their copies; DIRECTORY does not change."""
+    connect(address)
+    from deltackpt.service import peer_agents
+
+    print_ended(directory, peer_agents.stop(directory, item), as_json=as_json)
+
+
+def _show_peers(directory: str, found: dict[str, AgentState | None]) -> None:
+    import rich.box
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=directory)
+    for name in ("node", "address", "pid", "fragments", "free", "memory", "trainer"):
+        table.add_column(name, justify="left" if name in ("node", "address") else "right")
+    for node, one in found.items():
+        if one is None:
+            table.add_row(node[:8], "does not answer")
+        else:
+            sizes = (f"{one.free_bytes:,}", f"{one.memory_bytes:,}")
+            claimed = "yes" if one.claimed else "no"
+            table.add_row(node[:8], one.address, str(one.pid), str(one.fragments), *sizes, claimed)
+    rich.console.Console().print(table)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the commands: tables, JSON, progress bars."""
+"""Arguments that commands share, and their output: tables, JSON, progress bars, errors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,105 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
-import rich.box
-import rich.console
-import rich.markup
-import rich.progress
-import rich.table
+
+from deltackpt.format import naming
+
+_LISTS = "deltackpt ls lists the steps, and ls --wal the recovery points"
+_BY_COMMANDS = (
+    (r"all_steps\(\) and (?:recovery_)?points\(\) list what (?:there is|exists)", _LISTS),
+    (r"(?:see|call) (?:all_)?steps(?:\(\))? and (?:recovery_)?points\(\)", _LISTS),
+    (r"list the steps with all_steps\(\)", "deltackpt ls lists the steps"),
+    (r"see (?:all_)?steps\b(?:\(\))?", "deltackpt ls lists the steps"),
+    (r"see step\.tables", "deltackpt show lists tables and slots"),
+    (
+        r"restore a step: restore_latest\(wal=False\)",
+        "deltackpt ls lists the steps, which do not need the WAL",
+    ),
+    (
+        r"restore the step itself: restore_latest\(wal=False\)",
+        "deltackpt show shows the step below it",
+    ),
+    (
+        r"restore an older step: restore_latest\(\) falls back automatically",
+        "deltackpt verify reports which steps and recovery points are intact",
+    ),
+    (
+        r"restore_latest\(\) falls back automatically to the previous recovery point",
+        "deltackpt verify reports which steps and recovery points are intact",
+    ),
+    (r": restore it, or call restore_latest\(\)", ""),
+    (r"restore_latest\(\) examines all of them", "deltackpt verify examines all of them"),
+)
+
+
+def as_commands(text: str) -> str:
+    """Returns the text of an error, with commands instead of Python calls."""
+    for pattern, command in _BY_COMMANDS:
+        text = re.sub(pattern, command, text)
+    return text
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+
+
+class Size(click.ParamType):
+    """A size such as ``512MiB``, ``1.5G`` or a plain number of bytes; units are powers of 1024."""
+
+    name = "size"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """See ``click.ParamType``."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            self.fail(f"{value!r}: expected a size such as 512MiB or 2GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class UserPath(click.Path):
+    """A path whose leading ``~`` is expanded, in case the shell did not."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        """See ``click.ParamType``."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+#: A step number.
+STEP = click.IntRange(0, naming.LAST_STEP)
+#: click does not check readability: the code that reads it reports more precise errors.
+directory = click.argument("directory", type=UserPath(file_okay=False, readable=False))
+#: A directory, or a bucket URL.
+root = click.argument("directory", metavar="DIRECTORY|URL")
+item = click.option(
+    "--item",
+    help="deltackpt's item in each step; detected in the newest step by default.",
+    metavar="NAME",
+)
+endpoint = click.option(
+    "--endpoint",
+    help="Server of a bucket, if it is not the provider's own.",
+    metavar="ADDRESS",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
 
 #: Minimum width of a table's last column; it is left out if the terminal is narrower.
 _LEAST_LAST = 24
@@ -33,6 +122,9 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
     Yields:
       A callback for the bytes done and the total bytes.
     """
+    import rich.console  # Half the import time of numpy, and most commands show no progress.
+    import rich.progress
+
     console = rich.console.Console(stderr=True)
     columns = (
         rich.progress.TextColumn("{task.description}"),
@@ -49,7 +141,7 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Prints a value as JSON: dataclasses as objects, numpy values as numbers and lists."""
     click.echo(json.dumps(plain(value), indent=2))
 
@@ -69,7 +161,7 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
     """Prints a table; columns that contain only numbers are aligned to the right.
 
     If the table is too wide for the terminal, the last column is wrapped or left out. If stdout is
@@ -80,31 +172,36 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: st
       rows: a value for each column; None is shown as ``-``.
       title: line above the table.
     """
-    console = rich.console.Console()
-    box = rich.box.SIMPLE_HEAD
+    # Without rich: importing it would take a tenth of the time of ``ls``.
     cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells)]
-    if not console.is_terminal:
-        console, box = rich.console.Console(width=10_000), None
-    elif sum(widths[:-1]) + _LEAST_LAST > console.width < sum(widths):
-        # Never cut numbers: leave out the text column at the end instead.
-        columns, cells, widths = columns[:-1], [row[:-1] for row in cells], widths[:-1]
-        console.width = max(console.width, sum(widths))
+    lines = [list(columns), *cells]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    sides = ["r" if _are_numbers(column) else "l" for column in zip(*rows)] or ["l"] * len(columns)
+    is_terminal = sys.stdout.isatty()
+    if is_terminal:
+        others = sum(widths[:-1]) + len(widths) - 1
+        left = shutil.get_terminal_size().columns - others
+        if left < min(widths[-1], _LEAST_LAST):
+            # Never cut numbers: leave out the text column at the end instead.
+            lines, widths = [line[:-1] for line in lines], widths[:-1]
+        else:
+            widths[-1] = min(widths[-1], left)
     if title:
         click.echo(f"\n{title}")
-    shown = rich.table.Table(box=box, padding=(0, 1, 0, 0), pad_edge=False)
-    for number, name in enumerate(columns):
-        values = [row[number] for row in rows if row[number] is not None]
-        is_number = bool(values) and all(_is_number(value) for value in values)
-        last = number == len(columns) - 1
-        side = "right" if is_number else "left"
-        shown.add_column(rich.markup.escape(name), justify=side, overflow="fold", no_wrap=not last)
-    for row in cells:
-        shown.add_row(*map(rich.markup.escape, row))
-    console.print(shown)
+    for number, (*line, last) in enumerate(lines):
+        for part in textwrap.wrap(last, widths[-1]) or [""]:
+            aligned = (
+                cell.rjust(width) if side == "r" else cell.ljust(width)
+                for cell, width, side in zip([*line, part], widths, sides)
+            )
+            text = " ".join(aligned).rstrip()
+            click.echo(click.style(text, bold=True) if number == 0 else text)
+            line = [""] * len(line)  # Only the last cell has more lines.
+        if is_terminal and number == 0:
+            click.echo("\u2500" * (sum(widths) + len(widths) - 1))
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -112,9 +209,12 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number, or a string that starts with one: a size, a time."""
-    return isinstance(value, (int, float)) or str(value)[:1].isdigit()
+def _are_numbers(column: Sequence[object]) -> bool:
+    """Whether all values are numbers, or strings that start with one: sizes, times."""
+    values = [value for value in column if value is not None]
+    return bool(values) and all(
+        isinstance(value, (int, float)) or str(value)[:1].isdigit() for value in values
+    )
 
 
 @contextlib.contextmanager

@@ -5,14 +5,17 @@ Decode arithmetic is normative: see ``docs/reference/format.md``. Lossy codecs a
 ``deltackpt.save.encode``.
 """
 
-from deltackpt.codecs.codec import Codec, Lossless, StoredArray
-from deltackpt.codecs.floats import ShorterFloat
-from deltackpt.codecs.registry import (
+from deltackpt.codecs.row_codecs import (
     BESIDE,
     BESIDE_AT,
     ONES,
     SUFFIXES,
     ZEROS,
+    Codec,
+    Lossless,
+    ShorterFloat,
+    StoredArray,
+    Uniform,
     array_name,
     decode_block,
     get,
@@ -22,20 +25,12 @@ from deltackpt.codecs.registry import (
     of_segment,
     wider,
 )
-from deltackpt.codecs.uniform import Uniform
-from deltackpt.format.dtypes import (
-    DTYPES,
-    can_store,
-    dtype_of,
-    stored_dtype,
-    without_elements,
-)
+from deltackpt.format.dtypes import can_store, dtype_of, stored_dtype, without_elements
 
 __all__ = [
     "BESIDE",
     "BESIDE_AT",
     "Codec",
-    "DTYPES",
     "ONES",
     "SUFFIXES",
     "ZEROS",

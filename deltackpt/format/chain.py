@@ -6,64 +6,17 @@ Pure functions over the contents of manifests: no I/O, no JAX.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from deltackpt.errors import BrokenChain, Damaged
-from deltackpt.format.manifest import Kind, Manifest, ParentRef, RollingShare, SaveId
-from deltackpt.format.outline import Outline
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveInfo:
-    """The fields of a committed save that chain logic needs.
-
-    Attributes:
-      save_id: its identity.
-      kind: base or delta.
-      parent: a delta's parent.
-      step_dir: name of its step directory.
-      nbytes: bytes of its arrays.
-      rolling: the share of all rows that a delta of a rolling base holds.
-    """
-
-    save_id: SaveId
-    kind: Kind
-    parent: ParentRef | None
-    step_dir: str
-    nbytes: int
-    rolling: RollingShare | None = None
-
-    @classmethod
-    def of(cls, head: Manifest | Outline, step_dir: str) -> SaveInfo:
-        """Builds the record from process 0's manifest, which lacks the step directory's name."""
-        return cls(
-            save_id=head.save_id,
-            kind=head.kind,
-            parent=head.parent,
-            step_dir=step_dir,
-            nbytes=head.nbytes,
-            rolling=head.rolling,
-        )
-
-    def still(self, read: float = math.inf) -> float:
-        """Returns how many earlier saves a restore must read; infinity if down to a base.
-
-        Args:
-          read: the same number from later saves, including this save.
-        """
-        if self.rolling is not None and self.rolling.full:
-            read = min(read, self.rolling.window)
-        return read - 1
+from deltackpt.format.manifest import Manifest, ParentRef, SaveId, SaveInfo
 
 
 def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iterator[SaveInfo]:
     """Yields a save and the parents that a restore needs, newest first, as far as they are found.
 
-    The walk ends at a base, or after the window of a rolling one. It does not check what it finds,
-    which may be another save than the named one; ``restore_chain`` reports that. No directory is
-    visited twice, so the walk always ends.
+    The walk ends at a base. It does not check what it finds, which may be another save than the
+    named one; ``restore_chain`` reports that. No directory is visited twice, so the walk ends.
 
     Args:
       target: where to begin.
@@ -72,13 +25,11 @@ def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iter
     """
     passed: set[str] = set()
     save: SaveInfo | None = target
-    still = math.inf
     while save is not None:
         passed.add(save.step_dir)
         yield save
-        parent, still = save.parent, save.still(still)
-        save = None
-        if parent is not None and still and parent.step_dir not in passed:
+        parent, save = save.parent, None
+        if parent is not None and parent.step_dir not in passed:
             save = find(parent)
 
 
@@ -173,32 +124,26 @@ def _closure(
 ) -> frozenset[SaveId]:
     """Saves in the chains of others; a chain ends at a compacted base."""
     by_id = {save.save_id: save for save in saves}
-    #: The most that any chain reads of each, itself included.
-    live: dict[SaveId, float] = {}
-    pending = [(save_id, math.inf) for save_id in (*keep, *in_flight)]
+    live: set[SaveId] = set()
+    pending = [*keep, *in_flight]
     while pending:
-        save_id, read = pending.pop()
-        save = by_id.get(save_id)
-        still = read - 1 if save is None else save.still(read)
-        if still <= live.get(save_id, -1):
+        save_id = pending.pop()
+        if save_id in live:
             continue
-        live[save_id] = still
-        if save is not None and save.parent is not None and still and save_id not in compacted:
-            pending.append((save.parent.save_id, still))
+        live.add(save_id)
+        save = by_id.get(save_id)
+        if save is not None and save.parent is not None and save_id not in compacted:
+            pending.append(save.parent.save_id)
     return frozenset(live)
 
 
 def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveInfo], str | None]:
-    """The intact part of a save's chain, newest first, and the error where it ends.
-
-    Steps descend along a chain, so the walk ends.
-    """
+    """Returns the intact part of a save's chain, newest first, and the error where it ends."""
     chain: list[SaveInfo] = []
-    still = math.inf
+    # Steps descend along a chain, so the walk ends.
     for save in walk(target, lambda parent: by_dir.get(parent.step_dir)):
         chain.append(save)
-        still = save.still(still)
-        problem = _own_problem(save) or (_parent_problem(save, by_dir) if still else None)
+        problem = _own_problem(save) or _parent_problem(save, by_dir)
         if problem is not None:
             return chain, problem
     return chain, None

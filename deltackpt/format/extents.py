@@ -28,7 +28,7 @@ _KEY = re.compile(r"[a-z0-9.-]{1,200}")
 _MOST_SEQUENCE = 1 << 63
 
 
-class Division(NamedTuple):
+class ExtentDivision(NamedTuple):
     """How a file is divided.
 
     Attributes:
@@ -57,14 +57,14 @@ class Division(NamedTuple):
         """Returns the number of extents that a stream of ``nbytes`` needs.
 
         Examples:
-          >>> division = Division(8192, 6)
+          >>> division = ExtentDivision(8192, 6)
           >>> [division.extents(nbytes) for nbytes in (0, 4096, 4097)]
           [1, 1, 2]
         """
         return max(1, -(-nbytes // self.payload_bytes))
 
 
-class Header(NamedTuple):
+class ExtentHeader(NamedTuple):
     """The header of an extent.
 
     Attributes:
@@ -85,12 +85,12 @@ class Header(NamedTuple):
     key: str
 
 
-def division_block(division: Division) -> bytes:
+def division_block(division: ExtentDivision) -> bytes:
     """Returns the first block of a file."""
     return _block(_HEAD.pack(_HEAD_MAGIC, VERSION, *division))
 
 
-def read_division(block: bytes, name: str) -> Division:
+def read_division(block: bytes, name: str) -> ExtentDivision:
     """Parses the first block of a file.
 
     Args:
@@ -111,13 +111,13 @@ def read_division(block: bytes, name: str) -> Division:
             f"{name}: expected extents of version {VERSION} or below, found {version}; use the "
             "deltackpt that wrote them, or a later one"
         )
-    found = Division(extent_bytes, count)
+    found = ExtentDivision(extent_bytes, count)
     if found.extent_bytes % BLOCK_BYTES or found.extent_bytes < 2 * BLOCK_BYTES or not found.count:
         raise Damaged(name, "extents of whole blocks", f"{found}", action)
     return found
 
 
-def header_block(header: Header) -> bytes:
+def header_block(header: ExtentHeader) -> bytes:
     """Returns the first block of an extent.
 
     Raises:
@@ -133,14 +133,14 @@ def header_block(header: Header) -> bytes:
     return _block(_HEADER.pack(_HEADER_MAGIC, VERSION, *numbers, len(encoded)) + encoded)
 
 
-def read_header(block: bytes) -> Header | None:
+def read_header(block: bytes) -> ExtentHeader | None:
     """Parses the first block of an extent; None if it is altered, or was never written."""
     body = _checked(block)
     if body is None or not body.startswith(_HEADER_MAGIC):
         return None
     _, _, *numbers, length = _HEADER.unpack_from(body)
     key = body[_HEADER.size : _HEADER.size + length].decode("latin-1")
-    header = Header._make((*numbers, key))
+    header = ExtentHeader._make((*numbers, key))
     is_sound = header.sequence <= _MOST_SEQUENCE and (not header.pieces or _KEY.fullmatch(key))
     return header if is_sound else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests: frozen records of what a save holds, and their encoding. No I/O, no JAX.
+"""Manifests: frozen records of what a save holds, their encoding and statistics. No I/O, no JAX.
 
 ``docs/reference/format.md`` specifies them.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
 
 import google_crc32c
+import numpy as np
 
-from deltackpt.format import blocks, dense_blocks, records
-from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.records import Unsound
-from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import (
+from deltackpt.format import dtypes, records, row_blocks
+from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.format.records import (
+    InvalidRecord,
     check_save_id,
     check_segment,
     features_in,
@@ -25,19 +26,19 @@ from deltackpt.format.soundness import (
     refuse_unknown,
     require,
 )
+from deltackpt.format.row_blocks import DenseBlocks, Encoding, FieldSpec, GroupEntry, Segment
+
+if TYPE_CHECKING:
+    from deltackpt.format.wal_format import EpochHeader
 
 #: What the bytes of a manifest begin with.
 MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset(
-    {"encodings", "parts", "rolling", "dense_blocks", "layers"}
-)
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "dense_blocks", "layers"})
 #: Required unless everything is stored ``raw``: rows may be stored next to their codes.
 ENCODINGS = "encodings"
 #: Required for saves by several processes: only process 0's manifest describes the tables.
 PARTS = "parts"
-#: Needed by a save from which a restore may go back a few saves only, not to a base.
-ROLLING = "rolling"
 #: Needed by a delta whose dense leaves are in our item, complete or relative to its parent's.
 DENSE_BLOCKS = "dense_blocks"
 #: Required for deltas whose arrays are in a layer file.
@@ -47,7 +48,8 @@ LAYERS = "layers"
 _ALIKE = frozenset(
     {"groups", "tables", "dense", "tracking_paths", "writers", "dense_blocks.values"}
 )
-_sound_paths = records.Sound()
+_sound_paths = records.ValidatedValues()
+_Record = TypeVar("_Record")
 
 #: Names of parents in a manifest: what is read ahead at once.
 MOST_PARENTS = 64
@@ -90,41 +92,6 @@ class BaseRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RollingShare:
-    """The share of all rows that a delta of a rolling base holds in addition to the touched ones.
-
-    Attributes:
-      window: number of saves within which every row is written.
-      number: index of the share. For a table of n rows, it is the rows from
-        ``n * number // window`` to ``n * (number + 1) // window``.
-      filled: number of consecutive saves, along the chain and up to this one, that have written
-        their share; at most ``window``.
-    """
-
-    window: int
-    number: int
-    filled: int
-
-    @property
-    def full(self) -> bool:
-        """Whether the save and those before it in the window hold every row."""
-        return self.filled >= self.window
-
-    def rows(self, group: GroupEntry, tables: Iterable[TableEntry]) -> range | blocks.Ranges:
-        """The virtual rows of a group that are in the share."""
-        return blocks.rows_of(
-            (table.offset + self._first(table.rows), table.offset + self._last(table.rows))
-            for table in members(group, tables)
-        )
-
-    def _first(self, rows: int) -> int:
-        return rows * self.number // self.window
-
-    def _last(self, rows: int) -> int:
-        return rows * (self.number + 1) // self.window
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
     """One table: the paths of its leaves in the state, and its place in its group.
 
@@ -140,7 +107,7 @@ class TableEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseLeaf:
+class DenseEntry:
     """A leaf that is neither table nor slot: its key path in the state and its dense item key."""
 
     path: KeyPath
@@ -162,7 +129,7 @@ class Layout:
 
     groups: tuple[GroupEntry, ...]
     tables: tuple[TableEntry, ...]
-    dense: tuple[DenseLeaf, ...]
+    dense: tuple[DenseEntry, ...]
     tracking_paths: tuple[KeyPath, ...]
 
     @property
@@ -180,8 +147,29 @@ class Layout:
             _table_by_name(table) for table in other.tables
         ]
 
+    def new_rows_since(self, parent: Layout) -> dict[str, range] | None:
+        """Returns table name to the rows that were appended since the parent's layout.
 
-def _table_by_name(table: TableEntry) -> tuple[Any, ...]:
+        None if the layouts differ in anything else. A table that another one follows in its group
+        cannot grow, since that would move the other one.
+        """
+        if self == parent:
+            return {}
+        tables = [*zip(parent.tables, self.tables)]
+        if _without_rows(parent) != _without_rows(self) or any(a.rows > b.rows for a, b in tables):
+            return None
+        return {b.name: range(a.rows, b.rows) for a, b in tables if a.rows < b.rows}
+
+
+def _without_rows(layout: Layout) -> Layout:
+    return dataclasses.replace(
+        layout,
+        groups=tuple(dataclasses.replace(group, rows=0) for group in layout.groups),
+        tables=tuple(dataclasses.replace(table, rows=0) for table in layout.tables),
+    )
+
+
+def _table_by_name(table: TableEntry) -> tuple[object, ...]:
     leaves = {field: path_name(path) for field, path in table.leaves.items()}
     return table.name, table.group, table.offset, table.rows, leaves
 
@@ -259,7 +247,7 @@ class Manifest:
     groups: tuple[GroupEntry, ...]
     tables: tuple[TableEntry, ...]
     segments: tuple[Segment, ...]
-    dense: tuple[DenseLeaf, ...] = ()
+    dense: tuple[DenseEntry, ...] = ()
     tracking_paths: tuple[KeyPath, ...] = ()
     #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
     #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
@@ -276,8 +264,6 @@ class Manifest:
     #: Names of the step directories that a restore reads too, the parent's first, at most
     #: ``MOST_PARENTS``: for reading ahead, and no more; ``parent`` is the truth. Process 0's alone.
     parents: tuple[str, ...] = ()
-    #: The share of all rows that a delta of a rolling base holds.
-    rolling: RollingShare | None = None
     features: tuple[str, ...] = ()
     #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
     plan_crc32c: int = 0
@@ -306,7 +292,7 @@ class Manifest:
         return {group.name: group for group in self.groups}
 
 
-def nbytes_of(record: Any) -> int:
+def nbytes_of(record: Manifest | Outline) -> int:
     """Returns the bytes of a manifest's or outline's arrays; of all parts if it describes them.
 
     Excludes complete dense leaves: every save has them, and a restore reads only the newest ones.
@@ -322,15 +308,15 @@ def nbytes_of(record: Any) -> int:
 def cover(
     group: GroupEntry,
     tables: Iterable[TableEntry],
-    rows: range | blocks.Ranges,
+    rows: range | row_blocks.Ranges,
     columns: Iterable[tuple[int, int]],
 ) -> Cover:
     """Returns the region of some virtual rows (at least one) and columns of a group."""
     held, low, high = [], WHOLE_SHARE, 0
-    for number, table in enumerate(members(group, tables)):
-        part = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+    for number, table in enumerate(tables_of_group(group, tables)):
+        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
         if len(part):
-            spans = blocks.spans_of(part)
+            spans = row_blocks.spans_of(part)
             first, last = spans[0][0] - table.offset, spans[-1][1] - table.offset
             low = min(low, first * WHOLE_SHARE // table.rows)
             high = max(high, -(-last * WHOLE_SHARE // table.rows))
@@ -338,7 +324,7 @@ def cover(
     spans = list(columns)
     return Cover(
         group=group.name,
-        tables=blocks.joined(held),
+        tables=row_blocks.joined(held),
         share=(low, high),
         columns=(min(first for first, _ in spans), max(last for _, last in spans)),
     )
@@ -358,7 +344,7 @@ def plan_crc32c(record: Manifest) -> int:
     return google_crc32c.value(records.packed({name: getattr(record, name) for name in names}))
 
 
-def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
+def tables_of_group(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
     """Returns a group's tables by offset, in the order of ``Encoding``'s figures."""
     return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
 
@@ -378,12 +364,16 @@ def with_codecs(
     )
 
 
-def to_bytes(record: Any, magic: str = MAGIC) -> bytes:
+def to_bytes(record: object, magic: str = MAGIC) -> bytes:
     """Encodes a record of this module (or a dataclass like them) with its checksum."""
     return records.to_bytes(record, magic)
 
 
-def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAGIC) -> Any:
+@overload
+def from_bytes(data: bytes, *, name: str, magic: str = MAGIC) -> Manifest: ...
+@overload
+def from_bytes(data: bytes, cls: type[_Record], *, name: str, magic: str = MAGIC) -> _Record: ...
+def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAGIC) -> object:
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
     Raises:
@@ -392,9 +382,9 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
       FormatTooOld: a development version wrote it.
     """
     if cls is Manifest:
-        record = records.quickly(cls, data, name=name, magic=magic, alike=_ALIKE)
-        if record is not None and is_current(record):
-            with contextlib.suppress(Unsound):
+        record = records.quickly(Manifest, data, name=name, magic=magic, alike=_ALIKE)
+        if record is not None and KNOWN_FEATURES.issuperset(record.features):
+            with contextlib.suppress(InvalidRecord):
                 _check(record)
                 return record
     fields = records.fields_of(data, name=name, magic=magic)
@@ -403,26 +393,14 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
             refuse_unknown(features_in(fields), KNOWN_FEATURES, name)
         record = records.built(cls, fields)
         if isinstance(record, Manifest):
-            if not is_current(record):
-                raise records.too_old(name, "a delta in a layer file", "one in Zarr arrays")
             _check(record)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.damage(name) from error
     return record
 
 
-def is_current(record: Any) -> bool:
-    """Returns whether this version reads the save of a manifest or outline."""
-    features = set(record.features)
-    return features <= KNOWN_FEATURES and (record.kind == "base" or LAYERS in features)
-
-
 def _check(record: Manifest) -> None:
-    """Checks a manifest on its own; ``bounds`` checks it against its groups.
-
-    Raises:
-      Unsound: the manifest is invalid.
-    """
+    """Checks a manifest on its own; ``bounds`` checks it against its groups."""
     check_ids(record)
     is_base = record.kind == "base"
     require(is_base == (record.layer is None), "a layer if it is a delta", record.layer, "layer")
@@ -436,20 +414,20 @@ def _check(record: Manifest) -> None:
     for number, segment in enumerate(record.segments):
         try:
             check_segment(segment)
-        except Unsound as error:
+        except InvalidRecord as error:
             raise error.within(f"segments[{number}]") from None
     if record.dense_blocks is not None:
         try:
-            dense_blocks.check(record.dense_blocks, remember=True)
-        except Unsound as error:
+            row_blocks.check(record.dense_blocks, remember=True)
+        except InvalidRecord as error:
             raise error.within("dense_blocks") from None
 
 
-def check_ids(record: Any) -> None:
+def check_ids(record: Manifest | Outline) -> None:
     """Checks the identity of the save in a manifest or outline.
 
     Raises:
-      Unsound: the identity is invalid.
+      InvalidRecord: the identity is invalid.
     """
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
@@ -458,28 +436,23 @@ def check_ids(record: Any) -> None:
         require(is_name(directory), "the name of a directory", directory, "parent.step_dir")
     for place, save_id in ids:
         check_save_id(save_id, place)
-    if (rolling := record.rolling) is not None:
-        window, number, filled = rolling.window, rolling.number, rolling.filled
-        require(window > 1, "at least 2 saves", window, "rolling.window")
-        require(0 <= number < window, f"a share below {window}", number, "rolling.number")
-        require(1 <= filled <= window, f"1 to {window} saves", filled, "rolling.filled")
     process, count = record.process, record.process_count
     require(process < count, f"a process below {count}", process, "process")
     for parent in record.parents:
         require(is_name(parent), "the name of a directory", parent, "parents")
 
 
-def check_paths(record: Any) -> None:
+def check_paths(record: Manifest | Layout | EpochHeader) -> None:
     """Checks the paths of tables and dense leaves in a record.
 
     Raises:
-      Unsound: a path is invalid.
+      InvalidRecord: a path is invalid.
     """
     for path in key_paths(record):
         require(all(_is_key(*entry) for entry in path), "a key path", path)
 
 
-def key_paths(record: Any) -> Iterator[KeyPath]:
+def key_paths(record: Manifest | Layout | EpochHeader) -> Iterator[KeyPath]:
     """Yields the paths of everything that a record or layout names in the state."""
     for table in record.tables:
         yield from table.leaves.values()
@@ -492,3 +465,269 @@ def _is_key(kind: str, key: str | int) -> bool:
     if kind == "seq":
         return type(key) is int and key >= 0
     return kind in _PATH_KINDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Size:
+    """The fields of an ArrayEntry that determine its size."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """The fields of a Segment that determine its size."""
+
+    arrays: tuple[_Size, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseSizes:
+    """The fields of DenseBlocks that determine their size."""
+
+    segments: tuple[_Sizes, ...]
+    complete: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PartSize:
+    """The size in bytes of the arrays of a Part."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outline:
+    """The identity and size of a save, from its manifest; parsing it is cheap for many steps."""
+
+    kind: Kind
+    save_id: SaveId
+    parent: ParentRef | None
+    process: int
+    process_count: int
+    segments: tuple[_Sizes, ...]
+    parents: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    parts: tuple[_PartSize, ...] = ()
+    dense_blocks: _DenseSizes | None = None
+    dense_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression; of all parts if it describes them."""
+        return nbytes_of(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveInfo:
+    """The fields of a committed save that chain logic needs.
+
+    Attributes:
+      save_id: its identity.
+      kind: base or delta.
+      parent: a delta's parent.
+      step_dir: name of its step directory.
+      nbytes: bytes of its arrays.
+    """
+
+    save_id: SaveId
+    kind: Kind
+    parent: ParentRef | None
+    step_dir: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, head: Manifest | Outline, step_dir: str) -> SaveInfo:
+        """Builds the record from process 0's manifest, which lacks the step directory's name."""
+        return cls(
+            save_id=head.save_id,
+            kind=head.kind,
+            parent=head.parent,
+            step_dir=step_dir,
+            nbytes=head.nbytes,
+        )
+
+
+def outline(data: bytes, *, name: str) -> Outline | Manifest:
+    """Parses the outline of a save from the bytes of process 0's manifest.
+
+    Args:
+      data: the result of ``to_bytes``.
+      name: the manifest's name in errors.
+
+    Raises:
+      Damaged, FormatTooNew, FormatTooOld: as for ``from_bytes``.
+    """
+    found = records.quickly(Outline, data, name=name, magic=MAGIC, alike=frozenset())
+    if found is not None and KNOWN_FEATURES.issuperset(found.features):
+        with contextlib.suppress(InvalidRecord, TypeError):
+            check_ids(found)
+            return found
+    return from_bytes(data, name=name)
+
+
+class TableFigures(NamedTuple):
+    """One field of one table in a save.
+
+    Attributes:
+      table: the table.
+      field: ``values`` or ``slot.<name>``.
+      codec: how its rows were stored.
+      reason: why that codec was chosen.
+      rows: rows written.
+      nbytes: their bytes on disk.
+      ratio: ``nbytes`` over the bytes of these rows unencoded.
+      relative_error: norm of the decoding error over the norm of the rows; 0 if lossless.
+    """
+
+    table: str
+    field: str
+    codec: str
+    reason: str
+    rows: int
+    nbytes: int
+    ratio: float
+    relative_error: float
+
+
+class LeafFigures(NamedTuple):
+    """One dense leaf that a delta stores as blocks, or one process's part of it.
+
+    Attributes:
+      leaf: its path.
+      codec: ``lossless``, or the lossy codec that was used.
+      reason: why the codec differs from the configured one; empty if it does not.
+      raw_bytes: unencoded bytes of the leaf itself.
+      nbytes: bytes on disk.
+      blocks: number of its blocks of 256 elements; 1 if it is smaller than a block.
+      changed_blocks: number of blocks that are stored.
+      relative_error: norm of the decoding error over the norm of the leaf; 0 if lossless.
+    """
+
+    leaf: str
+    codec: str
+    reason: str
+    raw_bytes: int
+    nbytes: int
+    blocks: int
+    changed_blocks: int
+    relative_error: float
+
+    @classmethod
+    def joined(cls, parts: Sequence[LeafFigures]) -> LeafFigures:
+        """Combines the figures of a leaf's chunks; the largest error is kept."""
+        return cls(
+            leaf=parts[0].leaf,
+            codec="+".join(sorted({part.codec for part in parts})),
+            reason="; ".join(sorted({part.reason for part in parts} - {""})),
+            raw_bytes=sum(part.raw_bytes for part in parts),
+            nbytes=sum(part.nbytes for part in parts),
+            blocks=sum(part.blocks for part in parts),
+            changed_blocks=sum(part.changed_blocks for part in parts),
+            relative_error=max(part.relative_error for part in parts),
+        )
+
+
+def table_figures(
+    groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
+) -> tuple[TableFigures, ...]:
+    """Returns figures of the rows that segments hold of each table, by field.
+
+    A field's bytes are divided among tables in proportion to their rows. Row indices, which all
+    fields of a segment share, are not counted.
+
+    Args:
+      groups: groups of the save.
+      tables: tables of the save.
+      segments: segments of one part, or of all.
+    """
+    found = []
+    for group in groups:
+        members = tables_of_group(group, tables)
+        for spec in group.fields:
+            parts = [
+                (segment, encoding)
+                for segment in segments
+                for encoding in segment.encodings
+                if (segment.group, encoding.field) == (group.name, spec.name)
+            ]
+            found += _field_figures(members, spec, parts)
+    return tuple(found)
+
+
+def _field_figures(
+    members: Sequence[TableEntry], spec: FieldSpec, parts: Sequence[tuple[Segment, Encoding]]
+) -> Iterator[TableFigures]:
+    """Figures of one field of a group's tables, of those that have rows."""
+    # Segments of other columns hold the same rows again.
+    first = min((segment.columns[0] for segment, _ in parts), default=0)
+    rows, nbytes = np.zeros(len(members), np.int64), np.zeros(len(members), np.int64)
+    norm, error = np.zeros(len(members)), np.zeros(len(members))
+    for segment, part in parts:
+        counts = np.array(part.rows)
+        if segment.columns[0] == first:
+            rows += counts
+        nbytes += np.rint(part.nbytes * (counts / max(1, counts.sum()))).astype(np.int64)
+        norm += part.squared_norm
+        error += part.squared_error
+    codec = "+".join(sorted({part.codec for _, part in parts}))
+    reason = "; ".join(sorted({part.reason for _, part in parts}))
+    ratio = nbytes / np.maximum(1, rows * spec.row_bytes)
+    relative = np.sqrt(np.divide(error, norm, out=np.zeros_like(norm), where=norm != 0))
+    columns = rows.tolist(), nbytes.tolist(), ratio.tolist(), relative.tolist()
+    for table, count, size, share, deviation in zip(members, *columns, strict=True):
+        if count:
+            yield TableFigures(table.name, spec.name, codec, reason, count, size, share, deviation)
+
+
+def nested(layout: Layout, by_name: Mapping[str, object], dense: Mapping[str, object]) -> PyTree:
+    """Returns nested dicts and lists of all leaves, by their typed key paths."""
+    stored = (path for table in layout.tables for path in table.leaves.values())
+    found: list[tuple[KeyPath, object]] = [
+        (path, by_name[name]) for path in stored if (name := path_name(path)) in by_name
+    ]
+    for leaf in layout.dense:
+        with contextlib.suppress(KeyError):  # dense leaves may be restored in part
+            found.append((leaf.path, dense_at(dense, leaf.key)))
+    return nested_at(found)
+
+
+def nested_at(found: Iterable[tuple[KeyPath, object]]) -> PyTree:
+    """Returns nested dicts and lists of some leaves, each at its typed key path."""
+    root: dict[KeyEntry, PyTree] = {}
+    for path, value in found:
+        node = root
+        for entry in path[:-1]:
+            node = node.setdefault(entry, {})
+        node[path[-1]] = value
+    return _typed(root)
+
+
+def _typed(node: object) -> PyTree:
+    """Turns a dict with key entries as keys into a list or a plain dict."""
+    if not isinstance(node, dict) or not all(_is_entry(key) for key in node):
+        return node
+    items = {key[1]: _typed(child) for key, child in node.items()}
+    if node and all(key[0] == "seq" for key in node):
+        # A hole is a part of the state that had no leaf, or was not requested.
+        return [items.get(i) for i in range(max(items) + 1)]
+    return items
+
+
+def _is_entry(key: object) -> bool:
+    return isinstance(key, tuple) and len(key) == 2
+
+
+def dense_at(dense: Mapping[str, object], key: tuple[str, ...]) -> Leaf:
+    """Returns the dense leaf at a key of nested dicts."""
+    node: PyTree = dense
+    for step in key:
+        if not isinstance(node, Mapping):
+            raise KeyError(step)
+        node = node[step]
+    return node

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records: dataclasses as checked bytes, and back. No I/O, no jax.
+"""Records: dataclasses as checked bytes, and back; limits on their contents. No I/O, no jax.
 
-The bytes are one msgpack map with a CRC32C of its body (see ``docs/reference/format.md``). Anyone
-who can write to a directory can write a record with a valid checksum, so no value is trusted:
-each must have the type that the dataclass declares, and integers must not be negative.
+The bytes of a record are one msgpack map with a CRC32C of its body (see
+``docs/reference/format.md``). Anyone who can write to a directory can write a record with a valid
+checksum, so no value is trusted: each must have the type that the dataclass declares, and integers
+must not be negative.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
-from collections.abc import Callable
-from typing import Any, Literal
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import google_crc32c
 import msgpack
 
 from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld, OptionError
+from deltackpt.format import dtypes
+
+if TYPE_CHECKING:
+    from deltackpt.format.manifest import SaveId
+    from deltackpt.format.row_blocks import ArrayEntry, Segment
 
 FORMAT_VERSION = 1
 #: Most bytes of a record: one of a million tables has fewer. A file may claim any length.
@@ -29,9 +37,10 @@ _SHOWN_CHARACTERS = 60
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
 _NIL = b"\xc0"
+_Record = TypeVar("_Record")
 
 
-class Unsound(ValueError):
+class InvalidRecord(ValueError):
     """A record with a valid checksum but invalid contents.
 
     Attributes:
@@ -46,10 +55,10 @@ class Unsound(ValueError):
         self.place = place
         super().__init__(f"{place}: expected {self.expected}, found {self.found}")
 
-    def within(self, name: str) -> Unsound:
+    def within(self, name: str) -> InvalidRecord:
         """Returns the same error, seen from the enclosing record."""
         inner = self.place if not self.place or self.place[0] == "[" else f".{self.place}"
-        return Unsound(self.expected, self.found, f"{name}{inner}")
+        return InvalidRecord(self.expected, self.found, f"{name}{inner}")
 
     def damage(self, name: str) -> Damaged:
         """Returns the ``Damaged`` error for a record with this problem."""
@@ -57,7 +66,7 @@ class Unsound(ValueError):
         return Damaged(name, f"{self.expected}{where}", self.found)
 
 
-class Sound:
+class ValidatedValues:
     """Values that were checked, by identity.
 
     ``quickly`` returns the same objects for the same bytes.
@@ -65,25 +74,17 @@ class Sound:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._known: dict[tuple[int, ...], tuple[object, ...]] = {}
 
-    def has(self, *values: Any) -> bool:
+    def has(self, *values: object) -> bool:
         """Returns whether these values were checked together."""
         return tuple(map(id, values)) in self._known
 
-    def add(self, *values: Any) -> None:
+    def add(self, *values: object) -> None:
         """Records objects as checked, and keeps them alive so that their identities stay unique."""
         self._known[tuple(map(id, values))] = values
         while len(self._known) > _KEPT_FIELDS:
             self._known.pop(next(iter(self._known)), None)
-
-
-def too_old(name: str, expected: str, found: str) -> FormatTooOld:
-    """Returns the error for data that a development version wrote."""
-    return FormatTooOld(
-        f"{name}: expected {expected}, found {found}, as written by a development version of "
-        "deltackpt; restore it with that version, and save it to a new directory with this one"
-    )
 
 
 def shown(value: object) -> str:
@@ -97,7 +98,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def to_bytes(record: Any, magic: str) -> bytes:
+def to_bytes(record: object, magic: str) -> bytes:
     """Encodes a dataclass with its checksum.
 
     Raises:
@@ -114,14 +115,14 @@ def to_bytes(record: Any, magic: str) -> bytes:
     return data
 
 
-def packed(value: dict[str, Any]) -> bytes:
+def packed(value: Mapping[str, object]) -> bytes:
     """Returns a map as msgpack; dataclasses in it become maps of their fields."""
     data = msgpack.packb(value, use_bin_type=True, default=_fields)
     assert data is not None
     return data
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def _fields(record: object) -> dict[str, object]:
     return {name: getattr(record, name) for name in _names(type(record))}
 
 
@@ -130,7 +131,7 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
+def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
     """Parses the fields of a record.
 
     Args:
@@ -148,13 +149,11 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
     except ValueError as error:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
     if _VERSION not in fields:
-        raise too_old(name, f"a version in the body of the {magic} record", "none")
-    if fields.get("pages"):
-        raise too_old(name, "all saves in the entry of the journal", "pages of saves")
-    logs = fields.get("logs")
-    for one in (fields, *(logs if isinstance(logs, list) else ())):
-        if isinstance(one, dict) and "stretch" in one:
-            raise too_old(name, "the number of a WAL epoch as 'epoch'", "'stretch'")
+        raise FormatTooOld(
+            f"{name}: expected a version in the body of the {magic} record, found none, as written "
+            "by a development version of deltackpt; restore it with that version, and save it to a "
+            "new directory with this one"
+        )
     # No checksum covers the version beside the body.
     repeated = fields[_VERSION]
     if type(repeated) is not int or repeated < 1:
@@ -169,7 +168,9 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
     return fields
 
 
-def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[str]) -> Any:
+def quickly(
+    kind: type[_Record], data: bytes, *, name: str, magic: str, alike: frozenset[str]
+) -> _Record | None:
     """Like ``built`` of ``fields_of``, for records that share some fields.
 
     Equal bytes of these fields are decoded once, because all saves of a run have the same tables.
@@ -203,13 +204,14 @@ def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[s
                     found[field] = _map_built(_map_in(kind, field), slices[field], inner)
                 else:
                     found[field] = make(_unpacked_plainly(slices[field]))
-        return kind(**found)
+        make_record: Callable[..., _Record] = kind
+        return make_record(**found)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException):
         return None
 
 
 @functools.lru_cache(_KEPT_FIELDS)
-def _built_once(kind: Any, field: str, data: bytes) -> Any:
+def _built_once(kind: type, field: str, data: bytes) -> object:
     return _field_builders(kind)[0][field](_unpacked_plainly(data))
 
 
@@ -226,18 +228,15 @@ def _inner(alike: frozenset[str], field: str) -> frozenset[str]:
 
 
 @functools.cache
-def _map_in(kind: Any, field: str) -> Any:
+def _map_in(kind: type, field: str) -> type:
     """The dataclass of a field that is one, or nil."""
     hint = typing.get_type_hints(kind)[field]
-    return next(one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one))
+    kinds = (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type))
+    return next(one for one in kinds if dataclasses.is_dataclass(one))
 
 
-def _map_built(kind: Any, data: bytes, alike: frozenset[str]) -> Any:
-    """Builds a map of which some fields are shared.
-
-    Raises:
-      ValueError, TypeError, msgpack.UnpackException: the bytes are not such a map.
-    """
+def _map_built(kind: type, data: bytes, alike: frozenset[str]) -> object:
+    """Builds a map of which some fields are shared."""
     slices, (builders, required) = _sliced(data), _field_builders(kind)
     if not required <= slices.keys():
         raise ValueError("a field is missing")
@@ -253,15 +252,11 @@ def _map_built(kind: Any, data: bytes, alike: frozenset[str]) -> Any:
 
 
 def _sliced(body: bytes) -> dict[str, bytes]:
-    """The bytes of each field of a map; all elements are passed over, so none is missing.
-
-    Raises:
-      ValueError, TypeError, msgpack.UnpackException: the bytes are not such a map, or repeat a
-        field.
-    """
+    """Returns the bytes of each field of a map."""
     walker = msgpack.Unpacker(raw=False, strict_map_key=True, max_buffer_size=max(1, len(body)))
     walker.feed(body)
     count, found = walker.read_map_header(), {}
+    # Passes over all elements, so none is missing.
     for _ in range(count):
         field = walker.unpack()
         start = walker.tell()
@@ -272,7 +267,7 @@ def _sliced(body: bytes) -> dict[str, bytes]:
     return found
 
 
-def _unpacked_plainly(data: bytes) -> Any:
+def _unpacked_plainly(data: bytes) -> object:
     return msgpack.unpackb(data, raw=False, strict_map_key=True)
 
 
@@ -295,16 +290,16 @@ def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
     return version, body
 
 
-def built(kind: Any, fields: dict[str, Any]) -> Any:
+def built(kind: type[_Record], fields: Mapping[str, object]) -> _Record:
     """Builds the dataclass of a record from its fields; ignores unknown fields.
 
     Raises:
-      Unsound: a field is missing, or a value is not of the type that is declared.
+      InvalidRecord: a field is missing, or a value is not of the type that is declared.
     """
     return _builder(kind)(fields)
 
 
-def unpacked(data: bytes) -> dict[Any, Any]:
+def unpacked(data: bytes) -> dict[str, object]:
     """Decodes a msgpack map, with memory proportional to its bytes.
 
     Raises:
@@ -326,14 +321,12 @@ def unpacked(data: bytes) -> dict[Any, Any]:
 
 
 @functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """A function that builds values of a type.
-
-    A chain of twenty saves has about ten thousand values.
-    """
+def _builder(kind: object) -> Callable[[object], Any]:
+    """Returns a function that builds values of a type."""
+    # Built once per type: a chain of twenty saves has about ten thousand values.
     if kind in _PLAIN:
         return _PLAIN[kind]
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record_builder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
@@ -355,20 +348,20 @@ def _builder(kind: Any) -> Callable[[Any], Any]:
     raise TypeError(f"no record holds a {kind}")
 
 
-def _record_builder(kind: Any) -> Callable[[Any], Any]:
+def _record_builder(kind: type) -> Callable[[object], object]:
     builders, required = _field_builders(kind)
 
-    def build(value: Any) -> Any:
+    def build(value: object) -> object:
         if type(value) is not dict:
-            raise Unsound("a map", value)
+            raise InvalidRecord("a map", value)
         if not required <= value.keys():
-            raise Unsound(f"fields {sorted(required - value.keys())}", "none of that name")
+            raise InvalidRecord(f"fields {sorted(required - value.keys())}", "none of that name")
         found = {}
         for name, make in builders.items():
             if name in value:
                 try:
                     found[name] = make(value[name])
-                except Unsound as error:
+                except InvalidRecord as error:
                     raise error.within(name) from None
         return kind(**found)
 
@@ -376,7 +369,7 @@ def _record_builder(kind: Any) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _field_builders(kind: Any) -> tuple[dict[str, Callable[[Any], Any]], set[str]]:
+def _field_builders(kind: type) -> tuple[dict[str, Callable[[object], object]], set[str]]:
     """What makes each field of a dataclass, and the names of those without a default."""
     hints = typing.get_type_hints(kind)
     missing = dataclasses.MISSING
@@ -388,71 +381,72 @@ def _field_builders(kind: Any) -> tuple[dict[str, Callable[[Any], Any]], set[str
     return {name: _builder(hint) for name, hint in hints.items()}, required
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise Unsound("a non-negative integer", value)
+        raise InvalidRecord("a non-negative integer", value)
     return value
 
 
-def _float(value: Any) -> float:
-    if type(value) not in (float, int):
-        raise Unsound("a number", value)
+def _float(value: object) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise InvalidRecord("a number", value)
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
-        raise Unsound("a text", value)
+        raise InvalidRecord("a text", value)
     return value
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     if type(value) is not bytes:
-        raise Unsound("bytes", value)
+        raise InvalidRecord("bytes", value)
     return value
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: object) -> bool:
     if type(value) is not bool:
-        raise Unsound("true or false", value)
+        raise InvalidRecord("true or false", value)
     return value
 
 
-def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+def _one_of(choices: tuple[object, ...], value: object) -> str:
     if type(value) is not str or value not in choices:
-        raise Unsound(f"one of {choices}", value)
+        raise InvalidRecord(f"one of {choices}", value)
     return value
 
 
-def _of_types(kinds: tuple[type, ...], value: Any) -> Any:
+def _of_types(kinds: tuple[type, ...], value: object) -> object:
     if type(value) not in kinds:
-        raise Unsound(f"one of {', '.join(kind.__name__ for kind in kinds)}", value)
+        raise InvalidRecord(f"one of {', '.join(kind.__name__ for kind in kinds)}", value)
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     if type(value) is not list:
-        raise Unsound("a list", value)
+        raise InvalidRecord("a list", value)
     return value
 
 
-def _all(make: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+def _all(make: Callable[[object], object], value: object) -> tuple[object, ...]:
     found = []
     for number, item in enumerate(_list(value)):
         try:
             found.append(make(item))
-        except Unsound as error:
+        except InvalidRecord as error:
             raise error.within(f"[{number}]") from None
     return tuple(found)
 
 
-def _each(makers: tuple[Callable[[Any], Any], ...], value: Any) -> tuple[Any, ...]:
-    if len(_list(value)) != len(makers):
-        raise Unsound(f"a list of {len(makers)}", value)
-    return tuple([make(item) for make, item in zip(makers, value, strict=True)])
+def _each(makers: tuple[Callable[[object], object], ...], value: object) -> tuple[object, ...]:
+    items = _list(value)
+    if len(items) != len(makers):
+        raise InvalidRecord(f"a list of {len(makers)}", value)
+    return tuple([make(item) for make, item in zip(makers, items, strict=True)])
 
 
-def _numbers(count: int | None, otherwise: Callable[[Any], Any], value: Any) -> tuple[int, ...]:
+def _numbers(count: int | None, otherwise: Callable[[object], object], value: object) -> object:
     """Checks lists of integers at once, the most common values; ``otherwise`` reports errors."""
     if type(value) is list and value and count in (None, len(value)):
         if {*map(type, value)} == {int} and min(value) >= 0:
@@ -460,25 +454,126 @@ def _numbers(count: int | None, otherwise: Callable[[Any], Any], value: Any) -> 
     return otherwise(value)
 
 
-def _by_name(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+def _by_name(make: Callable[[object], object], value: object) -> dict[str, object]:
     if type(value) is not dict:
-        raise Unsound("a map", value)
+        raise InvalidRecord("a map", value)
     found = {}
-    name: Any = None
+    name: object = None
     try:
         for name, item in value.items():
             found[name] = make(item)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.within(f"[{shown(name)}]") from None
     if {*map(type, found)} - {str}:
-        raise Unsound("texts as keys", [*found])
+        raise InvalidRecord("texts as keys", [*found])
     return found
 
 
-_PLAIN: dict[Any, Callable[[Any], Any]] = {
+_PLAIN: dict[object, Callable[[object], object]] = {
     int: _number,
     float: _float,
     str: _text,
     bytes: _bytes,
     bool: _truth,
 }
+
+
+#: Core dtypes of Zarr v3, which hold all others.
+STORED_DTYPES = frozenset(
+    (
+        "bool",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+#: Steps, rows and bytes are counted by signed numbers of 64 bits.
+MOST = (1 << 63) - 1
+#: Most axes of an array, as numpy has it.
+MOST_AXES = 32
+#: zstd makes at most a block of 128 KiB from four bytes.
+MOST_ZSTD_RATIO = (128 << 10) // 4
+#: Most bytes of a name that is, or becomes, a component of a path.
+_NAME_BYTES = 255
+
+
+def require(holds: bool, expected: str, found: object, place: str = "") -> None:
+    """Checks a property of a record.
+
+    Raises:
+      InvalidRecord: the property is violated.
+    """
+    if not holds:
+        raise InvalidRecord(expected, found, place)
+
+
+def is_name(name: str) -> bool:
+    """Returns whether a string is a single path component, so that it cannot leave its save."""
+    return (
+        0 < len(name.encode()) <= _NAME_BYTES
+        and name not in (".", "..")
+        and not {"/", "\0"}.intersection(name)
+    )
+
+
+def check_save_id(save_id: SaveId, place: str) -> None:
+    """Checks the identity of a save or WAL record.
+
+    Raises:
+      InvalidRecord: the identity is invalid.
+    """
+    require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
+    require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+
+
+def features_in(fields: Mapping[str, object]) -> list[str]:
+    """Returns the features that a record needs, before its other fields are checked.
+
+    Raises:
+      InvalidRecord: they are not names.
+    """
+    features = fields.get("features", [])
+    if type(features) is not list or not all(type(feature) is str for feature in features):
+        raise InvalidRecord("names of features", features, "features")
+    return features
+
+
+def refuse_unknown(features: Iterable[str], known: frozenset[str], name: str) -> None:
+    """Refuses a record that needs features unknown here.
+
+    Raises:
+      FormatTooNew: a later version of deltackpt wrote it.
+    """
+    if unknown := {*features} - known:
+        raise FormatTooNew(
+            f"{name}: expected known features, found {sorted(unknown)}; install a newer deltackpt"
+        )
+
+
+def check_segment(segment: Segment) -> None:
+    """Checks a segment's record on its own.
+
+    Raises:
+      InvalidRecord: the record is invalid.
+    """
+    require(is_name(segment.name), "the name of a directory", segment.name, "name")
+    require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")
+    if segment.ranges is not None:
+        bounds = [bound for span in segment.ranges for bound in span]
+        require(bounds == sorted(bounds), "ascending ranges", segment.ranges, "ranges")
+    for entry in segment.arrays:
+        try:
+            _check_array(entry)
+        except InvalidRecord as error:
+            raise error.within(f"arrays.{shown(entry.name)}") from None
+
+
+def _check_array(entry: ArrayEntry) -> None:
+    directory = urllib.parse.quote(entry.name, safe="")
+    require(is_name(directory), "the name of a directory", entry.name, "name")
+    require(entry.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", entry.dtype, "dtype")
+    require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
+    require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
+    # A chunk may have room for more rows than there are.
+    rows = max(entry.chunk_rows, entry.shape[0])
+    nbytes = math.prod((rows, *entry.shape[1:])) * dtypes.itemsize_of(entry.dtype)
+    require(nbytes <= MOST and rows <= MOST, f"at most {MOST} bytes", entry.shape, "shape")

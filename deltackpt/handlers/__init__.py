@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax handlers for embedding tables, and the save and restore loops of the manager.
+"""Adapters of Orbax: handlers for embedding tables, dense leaves and additional items.
 
-Only this package, ``interchange`` and ``integrations.t5x`` import Orbax.
+Only this package, ``session``, ``interchange``, ``integrations.t5x`` and ``coordination`` import
+Orbax, and only if one of its handlers or policies is used; see ``LazyModule``.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-    from deltackpt.save.flight import Embeddings, PipelineOptions
+    from deltackpt.restore.placing import AbstractEmbeddings
+    from deltackpt.save.pending_save import Embeddings, PipelineOptions
     from deltackpt.state.tables import split
 
 __all__ = [
+    "AbstractEmbeddings",
     "DeltaCheckpointableHandler",
     "DeltaHandler",
     "DeltaRestore",
@@ -25,18 +29,16 @@ __all__ = [
     "split",
 ]
 # Imported lazily: these modules import one another.
-_NAMES = {
-    "DeltaCheckpointableHandler": "deltackpt.handlers.v1",
-    "DeltaHandler": "deltackpt.handlers.v0",
-    "DeltaRestore": "deltackpt.handlers.v0",
-    "DeltaSave": "deltackpt.handlers.v0",
-    "Embeddings": "deltackpt.save.flight",
-    "PipelineOptions": "deltackpt.save.flight",
-    "split": "deltackpt.state.tables",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(
+    __name__,
+    {
+        "AbstractEmbeddings": "deltackpt.restore.placing",
+        "DeltaCheckpointableHandler": ".v1",
+        "DeltaHandler": ".v0",
+        "DeltaRestore": ".v0",
+        "DeltaSave": ".v0",
+        "Embeddings": "deltackpt.save.pending_save",
+        "PipelineOptions": "deltackpt.save.pending_save",
+        "split": "deltackpt.state.tables",
+    },
+)

@@ -16,26 +16,31 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, RestoreError, StorageError
-from deltackpt.format.names import DENSE_ITEM, PYTREE_METADATA
-from deltackpt.format.soundness import MOST_ZSTD_RATIO
-from deltackpt.handlers import dense
+from deltackpt.format.naming import DENSE_ITEM, PYTREE_METADATA
+from deltackpt.format.records import MOST_ZSTD_RATIO
+from deltackpt.handlers import orbax_dense
+from deltackpt.lazy_import import LazyModule
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
-from deltackpt.reading.stored_dense import DenseItem, DenseValues
-from deltackpt.resources import memory
-from deltackpt.restore.step_files import DenseFiles
-from deltackpt.restore.steps import DenseRead
+from deltackpt.reading.stored_dense import DenseValues, StoredItem
+from deltackpt.resources import host_memory
+from deltackpt.restore.sources import DenseFiles
+from deltackpt.restore.step_reader import DenseRead
 from deltackpt.state import placement
 from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+    ocp = LazyModule("orbax.checkpoint")
 
 #: Containers without leaves, by their names in Orbax's metadata.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
@@ -89,6 +94,13 @@ class _Stored:
     dtype: np.dtype
     is_number: bool = False
 
+    @property
+    def leaf(self) -> orbax_dense.StoredLeaf:
+        """Returns the leaf that it stores."""
+        return orbax_dense.StoredLeaf(
+            "number" if self.is_number else "array", self.shape, self.dtype
+        )
+
     def keys(self, boxes: Iterable[_Box]) -> set[str]:
         """Returns keys of the chunks that intersect some boxes."""
         return {chunk_key(self.name, index) for box in boxes for index in self.indices(box)}
@@ -107,7 +119,7 @@ class _Stored:
         shape = tuple(stop - start for start, stop in box)
         if len(found) == 1 and shape == self.chunks:
             return self._chunk(values, found[0])
-        out = memory.empty_buffer(shape, self.dtype)
+        out = host_memory.empty_buffer(shape, self.dtype)
         for index in found:
             chunk = self._chunk(values, index)
             into, of = [], []
@@ -123,10 +135,10 @@ class _Stored:
         return np.frombuffer(data, self.dtype).reshape(self.chunks)
 
 
-class DenseLeaves:
+class StoredLeaves:
     """The leaves of an item, by their descriptions."""
 
-    def __init__(self, item: DenseItem | DenseFiles, name: str):
+    def __init__(self, item: StoredItem | DenseFiles, name: str):
         """Reads the descriptions.
 
         Args:
@@ -153,7 +165,7 @@ class DenseLeaves:
           values: values of the item. All chunks of each array must exist, because TensorStore fills
             missing chunks.
         """
-        wanted = None if abstract is None else dense.by_key(abstract)
+        wanted = None if abstract is None else orbax_dense.by_key(abstract)
         if wanted is not None and wanted.keys() != self._kinds.keys():
             return False
         straight = 0
@@ -174,9 +186,9 @@ class DenseLeaves:
         return total - straight <= max(_LEFT_BYTES, total // _LEFT_SHARE)
 
     def abstract(self) -> dict[str, Any]:
-        """See ``dense.abstract``."""
+        """See ``orbax_dense.abstract``."""
         found: dict[KeyPath, Any] = {
-            key: _metadata_of(array)
+            key: ocp.metadata.ScalarMetadata(name=array.name, directory=None, dtype=array.dtype)
             if array.is_number
             else jax.ShapeDtypeStruct(array.shape, array.dtype)
             for key, array in self._stored.items()
@@ -186,7 +198,9 @@ class DenseLeaves:
         if left:
             described = DenseValues(self._described(left), self._files(left))
             with self._nonsense_is_damage(), self._folder(described) as folder:
-                found |= dense.by_key(dense.abstract(dense.handler().metadata(folder)))
+                found |= orbax_dense.by_key(
+                    orbax_dense.abstract(orbax_dense.handler().metadata(folder))
+                )
         return _nested(found)
 
     def some(self, keys: Collection[KeyPath], step: int) -> dict[str, Any]:
@@ -194,7 +208,7 @@ class DenseLeaves:
         return self._restored(None, {*keys}, step).leaves
 
     def restored(self, abstract: dict[str, Any] | None, step: int) -> DenseRead:
-        """Returns the leaves, with the checks of ``dense.check`` and ``dense.restored``.
+        """Returns the leaves, checked as by ``orbax_dense.check`` and ``orbax_dense.restored``.
 
         Args:
           abstract: what to restore, with the target shardings; None for everything, on the host
@@ -210,7 +224,7 @@ class DenseLeaves:
     def _restored(
         self, abstract: dict[str, Any] | None, keys: set[KeyPath], step: int
     ) -> DenseRead:
-        wanted = None if abstract is None else dense.by_key(abstract)
+        wanted = None if abstract is None else orbax_dense.by_key(abstract)
         placed = {
             key: array
             for key, array in self._stored.items()
@@ -225,11 +239,11 @@ class DenseLeaves:
         rest = None
         if left:
             with self._nonsense_is_damage(), self._folder(described) as folder:
-                rest = dense.handler().metadata(folder)
+                rest = orbax_dense.handler().metadata(folder)
         if abstract is not None:
-            found = {} if rest is None else dense.by_key(rest.tree)
-            arrays = {key: _metadata_of(array) for key, array in placed.items()}
-            dense.check(abstract, _nested({**found, **arrays, **known}), step)
+            found = {} if rest is None else orbax_dense.by_key(orbax_dense.described(rest))
+            arrays = {key: array.leaf for key, array in placed.items()}
+            orbax_dense.check(abstract, _nested({**found, **arrays, **known}), step)
         boxes = {
             key: _boxes(None if wanted is None or array.is_number else wanted[key], array.shape)
             for key, array in placed.items()
@@ -254,24 +268,26 @@ class DenseLeaves:
             own = {k: data for k, data in values.items() if k.rpartition("/")[0] in names}
             asked = None if wanted is None else _nested({key: wanted[key] for key in left})
             with self._folder(described._replace(values={**described.values, **own})) as folder:
-                args = dense.restore_args(asked, rest)
+                args = orbax_dense.restore_args(asked, rest)
                 try:
-                    restored = dense.handler().restore(folder, args=args)
+                    restored = orbax_dense.handler().restore(folder, args=args)
                 except (ValueError, TypeError):
                     # It is the item, and not the template, if it cannot be restored without one.
                     with self._nonsense_is_damage():
-                        dense.handler().restore(folder, args=dense.restore_args(None, rest))
+                        orbax_dense.handler().restore(
+                            folder, args=orbax_dense.restore_args(None, rest)
+                        )
                     raise
                 except Exception:
                     with self._nonsense_is_damage():
                         raise
-                leaves |= dense.by_key(restored)
-        whole = dense.restored(_nested(leaves), abstract, step)
+                leaves |= orbax_dense.by_key(restored)
+        whole = orbax_dense.restored(_nested(leaves), abstract, step)
         if wanted is None:
             with self._nonsense_is_damage():
                 files = self._outline.files.items()
                 about = (data for name, data in files if name.startswith(f"{ARRAY_METADATAS}/"))
-                whole = dense.typed(whole, about)
+                whole = orbax_dense.typed(whole, about)
         on_devices = {
             chunk: np.frombuffer(values[chunk], np.uint8)
             for key, array in placed.items()
@@ -410,22 +426,14 @@ def _dtype_of(text: str) -> np.dtype:
 
 
 def _check_chunks(values: Mapping[str, memoryview], keys: Iterable[str], nbytes: int) -> None:
-    """Checks that chunks exist, and their lengths, before memory is allocated for an array.
-
-    Raises:
-      ValueError: one is missing, or has another length.
-    """
+    """Checks that chunks exist, and their lengths, before memory is allocated for an array."""
     for key in keys:
         if key not in values or values[key].nbytes != nbytes:
             raise ValueError(f"{key} does not have {nbytes} bytes")
 
 
 def _check_stored(name: str, text: memoryview, values: Mapping[str, memoryview]) -> None:
-    """Checks an array before Orbax restores it: TensorStore allocates the size that it claims.
-
-    Raises:
-      ValueError, LookupError, TypeError: its description is invalid, or claims more than is stored.
-    """
+    """Checks an array before Orbax restores it: TensorStore allocates the size that it claims."""
     described = json.loads(bytes(text))
     check_chunks(described)
     counts = [-(-n // c) for n, c in zip(described["shape"], described["chunks"], strict=True)]
@@ -439,15 +447,6 @@ def _check_stored(name: str, text: memoryview, values: Mapping[str, memoryview])
     # TensorStore makes up those that are not there.
     if len(there) < len(keys) and nbytes * len(keys) > _MADE_UP_BYTES:
         raise ValueError(f"{name} has {len(there)} of {len(keys)} chunks")
-
-
-def _metadata_of(array: _Stored) -> ocp.metadata.ArrayMetadata:
-    """Returns Orbax's metadata of it, as far as ``dense.check`` needs it."""
-    if array.is_number:
-        return ocp.metadata.ScalarMetadata(name=array.name, directory=None, dtype=array.dtype)
-    return ocp.metadata.ArrayMetadata(
-        name=array.name, directory=None, shape=array.shape, sharding=None, dtype=array.dtype
-    )
 
 
 def _is_placed(leaf: Any, array: _Stored) -> bool:

@@ -1,20 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the handlers and items given to ``CheckpointManager``."""
+"""Additional items of a step: their handlers, arguments and Orbax writers."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import orbax.checkpoint as ocp
+from etils import epath
 
 from deltackpt.errors import OptionError
-from deltackpt.format import names
+from deltackpt.format import naming
+from deltackpt.lazy_import import LazyModule
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save.commit import StepWriters
 from deltackpt.state import paths
-from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Tables
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.posix import fsync_tree
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+    ocp = LazyModule("orbax.checkpoint")
+
+
+class HandlerItem:
+    """An item that a handler writes; see ``commit.Item``."""
+
+    def __init__(self, handler: Any, futures: list[Any]):
+        """Created by ``start``."""
+        self._handler = handler
+        self._futures = futures
+
+    @classmethod
+    def start(cls, handler: Any, item_dir: Path, args: Any, runtime: Runtime) -> HandlerItem:
+        """Makes the handler capture its data; training may continue afterwards.
+
+        Args:
+          handler: an Orbax handler.
+          item_dir: existing directory of the item, in the step's temporary directory.
+          args: its save arguments.
+          runtime: a thread for work that cannot be done in a running event loop.
+        """
+        # Orbax is imported for its handlers alone.
+        from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
+
+        directory = epath.Path(item_dir)
+        if not isinstance(handler, AsyncCheckpointHandler):
+            handler.save(directory, args=args)
+            return cls(handler, [])
+        return cls(handler, _awaited(handler.async_save(directory, args=args), runtime) or [])
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """See ``commit.Item``."""
+        for future in self._futures:
+            future.result()
+        if writers.count == 1:
+            return
+        if not writers.shared_fs:
+            self._adopt_own(item_dir, batch, writers)
+            return
+        for own in _own(item_dir, writers.process):
+            batch.adopt(own)
+        # Whichever process wrote the rest, this process's share is on disk.
+        fsync_tree(item_dir, while_others_write=True)
+
+    def _adopt_own(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Adds what this process wrote; arrays of several processes cannot be merged."""
+        if _own(item_dir, writers.process):
+            raise OptionError(
+                f"item {item_dir.name}: expected one that {type(self._handler).__name__} writes on "
+                "one process, with Tiers(shared=False), found arrays of several processes in it; "
+                "use a staging directory that all processes see, or keep unusual leaves (strings "
+                "and PRNG keys of several processes) out of the state"
+            )
+        if writers.process > 0:
+            batch.adopt(item_dir)
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """See ``commit.Item``."""
+        self._handler.finalize(epath.Path(item_dir))
+        digested = [own for process in range(1, writers.count) for own in _own(item_dir, process)]
+        batch.adopt(item_dir, but=digested)
+
+
+class Metrics:
+    """The user's metrics of a step, stored as Orbax stores them; see ``commit.Item``."""
+
+    def __init__(self, metrics: Mapping[str, float]):
+        """Keeps them."""
+        self._text = json.dumps(dict(metrics))
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Writes the metrics, on process 0."""
+        if writers.process == 0:
+            batch.write(item_dir / naming.METRICS, self._text.encode())
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Does nothing."""
+
+
+def _own(item_dir: Path, process: int) -> list[Path]:
+    """Returns the existing directories that Orbax's PyTree handler assigns to one process."""
+    folder = item_dir / naming.dense_part(process)
+    return [folder] if folder.is_dir() else []
+
+
+def _awaited(call: Any, runtime: Runtime) -> Any:
+    """Returns the result of a coroutine, also in a notebook, whose thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(call)
+    return runtime.start(asyncio.run, call).result()
+
 
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 
@@ -39,7 +143,7 @@ def sorted_handlers(
             "handlers: expected a mapping of item names to handlers, found "
             f"{_kind(handlers)}; pass e.g. {_EXAMPLE}"
         )
-    given = dict(handlers or {names.EMBEDDINGS_ITEM: Tables(select=paths.DEFAULT_SELECT)})
+    given = dict(handlers or {naming.EMBEDDINGS_ITEM: Tables(select=paths.DEFAULT_SELECT)})
     ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
     if len(ours) != 1:
         raise OptionError(
@@ -47,10 +151,10 @@ def sorted_handlers(
             f"{sorted(map(str, ours)) or 'none'}; pass e.g. {_EXAMPLE}"
         )
     for name in given:
-        if not names.is_item_name(name):
+        if not naming.is_item_name(name):
             raise OptionError(
                 f"handlers[{name!r}]: expected a valid directory name, found one that is invalid "
-                f"or reserved ({names.DENSE_ITEM!r} contains the leaves that are neither tables "
+                f"or reserved ({naming.DENSE_ITEM!r} contains the leaves that are neither tables "
                 "nor slots); choose another name"
             )
     [(item, chosen)] = ours.items()
@@ -109,7 +213,7 @@ def _checked(items: Any, handlers: dict[str, Any], tables: str, use: int) -> dic
         )
     for name, args in items.items():
         is_json = isinstance(args, (ocp.args.JsonSave, ocp.args.JsonRestore))
-        if is_json and name != tables and names.is_item_name(name):
+        if is_json and name != tables and naming.is_item_name(name):
             handlers.setdefault(name, ocp.JsonCheckpointHandler())
         if name not in handlers:
             raise OptionError(

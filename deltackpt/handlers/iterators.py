@@ -19,14 +19,14 @@ from typing import Any, Protocol, runtime_checkable
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import processes
+from deltackpt import coordination
 from deltackpt.errors import OptionError, TemplateMismatch
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
     CommitFutureAwaitingContractedSignals,
 )
-from deltackpt.storage import files
+from deltackpt.storage import posix
 
 
 @runtime_checkable
@@ -85,10 +85,13 @@ class IteratorHandler(AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[Any]:
         """The future writes the position."""
-        path = Path(directory, names.position_name(processes.index(), processes.count()))
+        path = Path(
+            directory,
+            naming.position_name(coordination.process_index(), coordination.process_count()),
+        )
 
         async def write() -> None:
-            with files.typed_errors(path, "write"):
+            with posix.typed_errors(path, "write"):
                 await asyncio.to_thread(path.write_bytes, args.position)
 
         return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-iterator")]
@@ -104,17 +107,17 @@ class IteratorHandler(AsyncCheckpointHandler):
         Raises:
           TemplateMismatch: the step was saved by another number of processes.
         """
-        folder, count = Path(directory), processes.count()
-        path = folder / names.position_name(processes.index(), count)
+        folder, count = Path(directory), coordination.process_count()
+        path = folder / naming.position_name(coordination.process_index(), count)
         if not path.exists():
             found = sorted(file.name for file in folder.iterdir())
             raise TemplateMismatch(
-                f"{files.object_name(path)}: expected the position of the data iterator of one of "
+                f"{posix.object_name(path)}: expected the position of the data iterator of one of "
                 f"{count} processes, found those of others: {', '.join(found) or 'none'}; resume "
                 "with the number of processes that saved, or leave the data out of the restore "
                 "and place the iterators yourself"
             )
-        return files.read_bytes(path)
+        return posix.read_bytes(path)
 
     def finalize(self, directory: epath.Path) -> None:
         """Does nothing: the file is complete once its future is done."""

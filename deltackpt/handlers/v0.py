@@ -11,17 +11,17 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt.handlers import steps
+from deltackpt.handlers import v1
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
     CommitFutureAwaitingContractedSignals,
 )
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.save.flight import Embeddings
+from deltackpt.save.pending_save import Embeddings
 
 
 class DeltaHandler(AsyncCheckpointHandler):
@@ -38,7 +38,7 @@ class DeltaHandler(AsyncCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: DeltaSave) -> list[Any]:
         """Captures the rows; the returned future writes them."""
         item_dir = Path(directory)
-        pending, coordinator = steps.started(args.item, item_dir)
+        pending, coordinator = v1.started(args.item, item_dir)
 
         async def write() -> None:
             await asyncio.to_thread(pending.write_alone, item_dir, coordinator)
@@ -57,7 +57,7 @@ class DeltaHandler(AsyncCheckpointHandler):
     def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
         """Returns shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
+        return placing.abstract_of(stored_saves.read_save(item_dir.parent, item_dir.name))
 
     def finalize(self, directory: epath.Path) -> None:
         """Does nothing: the shard is complete once its future is done."""

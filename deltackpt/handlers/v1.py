@@ -4,18 +4,68 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from deltackpt.handlers import steps
-from deltackpt.reading import saves
+from deltackpt.coordination import Coordinator
+from deltackpt.format import naming
+from deltackpt.reading import stored_saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.save.flight import Embeddings, PendingSave
+from deltackpt.save import pending_save
+from deltackpt.save.lineage import Lineage
+from deltackpt.save.pending_save import Embeddings, PendingSave
+from deltackpt.state import placement
+
+
+@placement.neutral()
+def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordinator]:
+    """Captures the rows: the blocking half of a save without deltackpt's manager.
+
+    Args:
+      embeddings: the tables and slots to save.
+      item_dir: the item's directory, as Orbax names it; it need not exist yet.
+
+    Returns:
+      The save, and the processes that write it.
+    """
+    root, secs = str(item_dir.parent.parent), embeddings.options.processes_secs
+    coordinator = Coordinator(root, secs)
+    if embeddings.lineage is None:
+        run = coordinator.join("starting a save")
+        embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
+    step_dir = final_step_dir(item_dir)
+    pending = pending_save.capture(embeddings, step_number(step_dir), step_dir)
+    pending.wait_copied()
+    return pending, coordinator
+
+
+def final_step_dir(item_dir: Path) -> Path:
+    """Returns the committed step directory of an item that is being saved.
+
+    Args:
+      item_dir: ``<root>/<step>.orbax-checkpoint-tmp/<item>``, or ``<root>/<step>/<item>`` if Orbax
+        commits by a file.
+    """
+    step_dir = item_dir.parent
+    name, _, _ = step_dir.name.partition(naming.TEMPORARY)
+    return step_dir.with_name(name)
+
+
+def step_number(step_dir: Path) -> int:
+    """Returns the step of a step directory's name, 0 for a checkpoint outside a sequence.
+
+    Raises:
+      OptionError: the step is greater than any that a record can represent.
+    """
+    found = re.search(r"(\d+)$", step_dir.name)
+    return naming.as_step(int(found[1])) if found else 0
 
 
 class DeltaCheckpointableHandler:
@@ -30,7 +80,7 @@ class DeltaCheckpointableHandler:
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Embeddings
     ) -> Awaitable[None]:
         """Captures the rows; the returned awaitable writes them."""
-        pending, coordinator = steps.started(checkpointable, Path(directory.path))
+        pending, coordinator = started(checkpointable, Path(directory.path))
 
         async def write() -> None:
             try:
@@ -58,7 +108,7 @@ class DeltaCheckpointableHandler:
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
         """Returns shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
+        return placing.abstract_of(stored_saves.read_save(item_dir.parent, item_dir.name))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Returns whether the checkpointable is ``Embeddings``."""

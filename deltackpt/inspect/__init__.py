@@ -10,16 +10,20 @@ Examples:
   >>> ck.at(1200)["tables/users"][[3, 5, 8]]  # doctest: +SKIP
 """
 
-from deltackpt.inspect.changes import Diff, TableDiff
-from deltackpt.inspect.checkpoints import Checkpoints, open
-from deltackpt.inspect.dense import DenseItem, DenseLeaf
-from deltackpt.inspect.dense_of_blocks import SavedLeaf
-from deltackpt.inspect.history import History
-from deltackpt.inspect.lazy import LazyArray
-from deltackpt.inspect.logs import ForkPoint, Wal, WalEpoch
-from deltackpt.inspect.save import Save
-from deltackpt.inspect.statistics import Statistics
-from deltackpt.inspect.step import Step, Table
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
+
+if TYPE_CHECKING:
+    from deltackpt.inspect.changes import Diff, TableDiff
+    from deltackpt.inspect.checkpoints import Checkpoints, open
+    from deltackpt.inspect.dense_items import DenseItem, DenseLeaf, SavedLeaf
+    from deltackpt.inspect.descriptions import ForkPoint, Save, Wal, WalEpoch
+    from deltackpt.inspect.history import History
+    from deltackpt.inspect.lazy import LazyArray, Statistics
+    from deltackpt.inspect.step import Step, Table
 
 __all__ = [
     "Checkpoints",
@@ -39,3 +43,26 @@ __all__ = [
     "WalEpoch",
     "open",
 ]
+
+# Imported lazily: listing a directory needs few of them.
+__getattr__ = attributes(
+    __name__,
+    {
+        "Checkpoints": ".checkpoints",
+        "DenseItem": ".dense_items",
+        "DenseLeaf": ".dense_items",
+        "Diff": ".changes",
+        "ForkPoint": ".descriptions",
+        "History": ".history",
+        "LazyArray": ".lazy",
+        "Save": ".descriptions",
+        "SavedLeaf": ".dense_items",
+        "Statistics": ".lazy",
+        "Step": ".step",
+        "Table": ".step",
+        "TableDiff": ".changes",
+        "Wal": ".descriptions",
+        "WalEpoch": ".descriptions",
+        "open": ".checkpoints",
+    },
+)

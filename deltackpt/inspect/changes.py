@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deltackpt import vocab
 from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
-from deltackpt.format import blocks, globs
-from deltackpt.format.blocks import Rows
+from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Layout, TableEntry
-from deltackpt.format.segments import FieldSpec
-from deltackpt.inspect import html
-from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves
+from deltackpt.format.row_blocks import FieldSpec, Rows
+from deltackpt.inspect import descriptions
+from deltackpt.inspect.lazy import LazyArray, RowIndexCache, Saves
 from deltackpt.reading import chains
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_saves import StoredSave
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -78,7 +81,7 @@ class TableDiff:
         norms = np.where(np.isnan(self.norms), np.inf, self.norms)
         return self.rows[np.argsort(-norms, kind="stable")[:count]]
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame`` with columns ``norm`` and ``relative``, indexed by row.
 
         With a key column, it has a column ``id``.
@@ -115,7 +118,7 @@ class Diff:
     def __getitem__(self, table: str) -> TableDiff:
         return self.tables[named(table, self.tables)]
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame`` with columns ``norm`` and ``relative``, by table and row.
 
         Raises:
@@ -130,7 +133,7 @@ class Diff:
         return _page(self)
 
 
-def pandas() -> Any:
+def pandas() -> types.ModuleType:
     """Imports pandas.
 
     Raises:
@@ -146,13 +149,13 @@ def pandas() -> Any:
 
 
 def touched(
-    save: StoredSave, numbers: RowNumbers, tables: Collection[str] | None
+    save: StoredSave, row_indices: RowIndexCache, tables: Collection[str] | None
 ) -> dict[str, np.ndarray]:
     """Returns the rows that a save contains; see ``Checkpoints.touched``."""
     known = [table.name for table in save.head.tables]
     names = known if tables is None else [named(table, known) for table in tables]
     return {
-        table.name: _rows_of(save, table, numbers, blocks.VALUES)
+        table.name: _rows_of(save, table, row_indices, row_blocks.VALUES)
         for table in save.head.tables
         if table.name in names
     }
@@ -160,14 +163,16 @@ def touched(
 
 def named(table: str, known: Iterable[str]) -> str:
     """Returns the table that a name, or the end of one, refers to."""
-    return globs.meant(table, known, TemplateMismatch)
+    return naming.meant(table, known, TemplateMismatch)
 
 
-def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) -> np.ndarray:
+def _rows_of(
+    save: StoredSave, table: TableEntry, row_indices: RowIndexCache, field: str
+) -> np.ndarray:
     """Rows of a field of a table in a save, int64, ascending."""
     found = [
         np.asarray(rows, np.int64) - table.offset
-        for rows in _held(save, table, numbers, field)
+        for rows in _held(save, table, row_indices, field)
         if len(rows)
     ]
     if not found:
@@ -177,28 +182,30 @@ def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: st
 
 
 def holds(
-    save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str, rows: np.ndarray
+    save: StoredSave, table: TableEntry, row_indices: RowIndexCache, field: str, rows: np.ndarray
 ) -> np.ndarray:
     """Returns whether a save contains each of some ascending rows of a field, bool (rows,)."""
     holds = np.zeros(len(rows), bool)
-    for held in _held(save, table, numbers, field):
+    for held in _held(save, table, row_indices, field):
         if isinstance(held, np.ndarray):
             place = np.minimum(np.searchsorted(held, rows + table.offset), len(held) - 1)
             holds |= held[place] == rows + table.offset if len(held) else False
         else:
-            for start, stop in blocks.spans_of(held):
+            for start, stop in row_blocks.spans_of(held):
                 holds |= (rows + table.offset >= start) & (rows + table.offset < stop)
     return holds
 
 
-def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) -> Iterator[Rows]:
+def _held(
+    save: StoredSave, table: TableEntry, row_indices: RowIndexCache, field: str
+) -> Iterator[Rows]:
     """Virtual rows of a table in each segment of a save that has a field."""
     try:
         for part in save.parts():
             for segment in part.record.segments:
                 if segment.group == table.group and field in segment.fields:
-                    rows = numbers.of(part, segment)
-                    yield rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+                    rows = row_indices.of(part, segment)
+                    yield rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
     except RestoreError as error:
         chains.raise_if_removed((save,), error)
         raise
@@ -289,13 +296,13 @@ def _candidates(
     """Rows that may differ, in batches."""
     # Rows are subtracted as float64.
     count = max(1, before.batch_rows * before.dtype.itemsize // 16)
-    held = _rows_apart(a, b, of_a, of_b)
+    held = _differing_rows(a, b, of_a, of_b)
     rows = range(len(before)) if held is None else held
     for start in range(0, max(1, len(rows)), count):
         yield rows[start : start + count]
 
 
-def _rows_apart(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarray | None:
+def _differing_rows(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarray | None:
     """Rows in saves that only one of two chains has; None if these may be all rows."""
     ids = [[save.info.save_id for save in one.chain] for one in (a, b)]
     shared = [save_id for save_id in ids[0] if save_id in ids[1]]
@@ -304,7 +311,7 @@ def _rows_apart(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarray | 
     held = [np.empty(0, np.int64)]
     for one, (table, spec), own in zip((a, b), (of_a, of_b), ids, strict=True):
         beyond = one.chain[own.index(shared[-1]) + 1 :]
-        held += (_rows_of(save, table, one.numbers, spec.name) for save in beyond)
+        held += (_rows_of(save, table, one.row_indices, spec.name) for save in beyond)
         held.append(one.logged_rows(table))
         if any(len(rows) == table.rows for rows in held):
             return None
@@ -347,9 +354,9 @@ def _wide(rows: np.ndarray) -> np.ndarray:
 DIFF_COLUMNS = ("table", "rows changed", "share", "added", "median change", "99 %", "largest")
 
 
-def diff_lines(found: Diff) -> list[tuple[Any, ...]]:
+def diff_lines(found: Diff) -> list[tuple[object, ...]]:
     """Returns the tables of a diff as lines under ``DIFF_COLUMNS``, with l2 norms."""
-    lines: list[tuple[Any, ...]] = []
+    lines: list[tuple[object, ...]] = []
     for name, changed in found.tables.items():
         norms = changed.quantiles((0.5, 0.99, 1.0))
         lines.append(
@@ -367,4 +374,4 @@ def diff_lines(found: Diff) -> list[tuple[Any, ...]]:
 def _page(found: Diff) -> str:
     """A diff: a line for each table."""
     title = f"{found.field}: step {found.a} → {found.b}, l2 norms of the rows' changes"
-    return html.table(DIFF_COLUMNS, diff_lines(found), title)
+    return descriptions.table(DIFF_COLUMNS, diff_lines(found), title)

@@ -3,44 +3,77 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from deltackpt import vocab
 from deltackpt.errors import (
-    BrokenChain,
     OptionError,
     RestoreError,
     StepGone,
     StepNotFound,
     StorageError,
 )
-from deltackpt.events import TableFigures
-from deltackpt.format import blocks, chain, names
-from deltackpt.format.figures import table_figures
-from deltackpt.format.manifest import SaveId
-from deltackpt.inspect import changes, history, html, keeping
-from deltackpt.inspect.changes import Diff
-from deltackpt.inspect.history import History
-from deltackpt.inspect.keeping import StaysFor
-from deltackpt.inspect.lazy import PointSaves, RowNumbers, Saves
-from deltackpt.inspect.logs import Wal, wal_of
-from deltackpt.inspect.save import SAVE_COLUMNS, Save, save_line
-from deltackpt.inspect.step import Step
-from deltackpt.ledger import points
+from deltackpt.format import chain, naming, row_blocks
+from deltackpt.format.manifest import SaveId, TableFigures, table_figures
+from deltackpt.inspect import descriptions
+from deltackpt.inspect.descriptions import SAVE_COLUMNS, Save, Wal, save_line, wal_of
+from deltackpt.lazy_import import LazyModule
+from deltackpt.ledger import directory
+from deltackpt.ledger import steps as ledger_steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import chains, removal, saves, stored_dense
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading import chains, stored_saves
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_state import read_wal_state
-from deltackpt.storage import files
+from deltackpt.storage import posix
 from deltackpt.storage.store import Stamp, StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.inspect import changes, history
+    from deltackpt.inspect import lazy as rows_of_saves
+    from deltackpt.inspect.changes import Diff
+    from deltackpt.inspect.history import History
+    from deltackpt.inspect.lazy import Saves
+    from deltackpt.inspect.step import Step
+else:  # Listing a directory needs none of them.
+    changes = LazyModule("deltackpt.inspect.changes")
+    history = LazyModule("deltackpt.inspect.history")
+    rows_of_saves = LazyModule("deltackpt.inspect.lazy")
+
+#: ``"nothing"``: the next retention removes the step.
+StaysFor = Literal["policy", "chain", "nothing"]
+
+
+def _stays_for(root: Steps) -> dict[int, StaysFor]:
+    """Returns the reason why each step is kept, ascending; omits steps whose reason is unknown."""
+    # Unknown are all steps without a recorded policy, else those newer than the record and those
+    # that an unreadable chain might need.
+    note = directory.read_kept(root.store_path)
+    if note is None:
+        return {}
+    infos = dict(sorted(root.saves().items()))
+    judged = [step for step in infos if step <= note.newest]
+    wanted = set(note.steps)
+    found: dict[int, StaysFor] = {step: "policy" for step in judged if step in wanted}
+    known = {step: info for step, info in infos.items() if info is not None}
+    if len(known) < len(infos):
+        return found
+    # Newer steps are not judged yet, and the next save continues from the newest.
+    stand = [known[step].save_id for step in known if step in wanted or step > note.newest]
+    stand += [known[step].save_id for step in [*known][-1:]]
+    live = chain.live_set(stand, known.values(), (), root.compacted())
+    for step in judged:
+        if step not in wanted:
+            found[step] = "chain" if known[step].save_id in live else "nothing"
+    return dict(sorted(found.items()))
+
 
 #: Attempts to read a history while a trainer replaces steps.
 _MOST_TRIES = 3
@@ -61,10 +94,13 @@ class Checkpoints:
         self.store_path = root.store_path
         self.item = root.item
         self._root = root
-        self._numbers = RowNumbers()
         #: The stamp is part of the key: a step may replace one that was rolled back.
         self._stored: dict[tuple[int, Stamp], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
+
+    @functools.cached_property
+    def _row_indices(self) -> rows_of_saves.RowIndexCache:
+        return rows_of_saves.RowIndexCache()
 
     @property
     def path(self) -> Path:
@@ -98,6 +134,8 @@ class Checkpoints:
           Damaged, BrokenChain: the chain is incomplete or damaged; the object is named.
           StepGone: the step was removed while it was read.
         """
+        from deltackpt.inspect.step import Step
+
         number, plan = self._found(step)
         self._root.await_readable(number)
         place = self._at(number).stamp()
@@ -118,9 +156,9 @@ class Checkpoints:
 
         The step itself may have been removed while chains of later steps still use its base.
         """
-        bases = sorted(saves.compacted_bases(self._root.store_path, self.item), key=int)
+        bases = sorted(stored_saves.compacted_bases(self._root.store_path, self.item), key=int)
         return {
-            int(name): names.compacted_dir(self.store_path / name, self.item).tree_bytes()
+            int(name): naming.compacted_dir(self.store_path / name, self.item).tree_bytes()
             for name in bases
         }
 
@@ -132,7 +170,7 @@ class Checkpoints:
           Step to ``"policy"``, ``"chain"``, or ``"nothing"`` if the next cleanup removes it.
           Steps whose reason is unknown are omitted: all steps if no policy is recorded.
         """
-        return keeping.stays_for(self._root)
+        return _stays_for(self._root)
 
     @property
     def wal(self) -> Wal:
@@ -201,7 +239,7 @@ class Checkpoints:
         """
         number = self._chosen(step)
         path = self._at(number)
-        with removal.standing(path, instead="open"):
+        with stored_saves.detect_removal(path, instead="open"):
             for save in self.saves_of([number]):
                 return save
             raise StepNotFound(
@@ -232,7 +270,7 @@ class Checkpoints:
         problem, dense_nbytes = "", None
         try:
             if head.dense_blocks is not None:
-                dense_nbytes = sum(one.record.nbytes for one in stored_dense.shards(save))
+                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
@@ -240,12 +278,7 @@ class Checkpoints:
         except (RestoreError, StorageError) as error:
             problem = str(error)
         parent = None if info.parent is None else info.parent.save_id.step
-        if chain_length is None and info.rolling is not None and not problem:
-            problem = (
-                "kept only as a part of the rolling bases of later steps: an earlier part of its "
-                "own was removed"
-            )
-        elif chain_length is None:
+        if chain_length is None:
             problem = problem or (
                 f"its chain is broken: its parent, step {parent}, is missing or damaged, has a "
                 "broken chain, or is another save"
@@ -279,7 +312,7 @@ class Checkpoints:
         Raises:
           StepNotFound, Damaged: the step cannot be read.
         """
-        return changes.touched(self._read(self._chosen(step)), self._numbers, tables)
+        return changes.touched(self._read(self._chosen(step)), self._row_indices, tables)
 
     def history(
         self,
@@ -287,7 +320,7 @@ class Checkpoints:
         rows: int | Sequence[int] | np.ndarray | None = None,
         *,
         ids: int | Sequence[int] | np.ndarray | None = None,
-        field: str = blocks.VALUES,
+        field: str = row_blocks.VALUES,
         steps: Sequence[int] | None = None,
         wal: bool = True,
     ) -> History:
@@ -344,7 +377,7 @@ class Checkpoints:
         b: int | RecoveryPoint | None = None,
         *,
         tables: Sequence[str] | None = None,
-        field: str = blocks.VALUES,
+        field: str = row_blocks.VALUES,
     ) -> Diff:
         """Returns the rows that differ in any bit between two steps, and by how much.
 
@@ -366,7 +399,7 @@ class Checkpoints:
 
     def _chosen(self, step: int | None) -> int:
         """Validates a step; None means the newest."""
-        found = self.newest if step is None else names.as_step(step)
+        found = self.newest if step is None else naming.as_step(step)
         if found is None:
             raise StepNotFound(
                 f"{self.store_path}: expected a committed step, found none; "
@@ -378,27 +411,27 @@ class Checkpoints:
         """A step and, for a recovery point, the WAL records that lead there."""
         if asked is None:
             return self._chosen(None), None
-        found = asked if isinstance(asked, RecoveryPoint) else names.as_step(asked)
-        return points.find(self._root, found)
+        found = asked if isinstance(asked, RecoveryPoint) else naming.as_step(asked)
+        return ledger_steps.find(self._root, found)
 
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)
 
     def _saves(self, step: int, plan: ReplayPlan | None = None) -> Saves:
         path = self._at(step)
-        with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
+        with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
             chain = chains.read_chain(path, self.item)
         if plan is None:
-            return Saves(chain, self._numbers)
-        return PointSaves(chain, plan, self._numbers)
+            return rows_of_saves.Saves(chain, self._row_indices)
+        return rows_of_saves.PointSaves(chain, plan, self._row_indices)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
         stamp = path.stamp()
         if stamp is not None and (step, stamp) in self._stored:
             return self._stored[step, stamp]
-        with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
-            found = saves.read_save(path, self.item)
+        with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
+            found = stored_saves.read_save(path, self.item)
         if stamp is not None:
             self._stored[step, stamp] = found
         return found
@@ -426,7 +459,7 @@ def open(
       UnsupportedRoot: the URL scheme is unknown.
       OptionError: the steps contain several deltackpt items, and ``item`` names none of them.
     """
-    with files.typed_errors(Path(path), "read"):
+    with posix.typed_errors(Path(path), "read"):
         return Checkpoints(open_steps(path, item=item, endpoint=endpoint))
 
 
@@ -437,8 +470,6 @@ def _chain_length(
     compacted: Collection[SaveId],
 ) -> int | None:
     """Number of deltas that a restore of a save reads, from the lengths of earlier saves."""
-    if save.info.rolling is not None and save.info.save_id not in compacted:
-        return _window_length(save, found, compacted)
     parent = save.info.parent
     if parent is None or save.info.save_id in compacted:
         return 0
@@ -451,29 +482,12 @@ def _chain_length(
     return None if length is None else length + 1
 
 
-def _window_length(
-    save: StoredSave, found: Mapping[int, StoredSave], compacted: Collection[SaveId]
-) -> int | None:
-    """See ``_chain_length``, for a save with a part of a rolling base."""
-    infos = (
-        dataclasses.replace(held.info, kind="base", parent=None, rolling=None)
-        if held.info.save_id in compacted
-        else held.info
-        for held in found.values()
-    )
-    try:
-        read = chain.restore_chain(save.info, {info.step_dir: info for info in infos})
-    except BrokenChain:
-        return None
-    return len(read) - (read[0].kind == "base")
-
-
 def _page(ck: Checkpoints) -> str:
     """A directory's first and last steps as HTML."""
     steps = ck.steps
-    shown = steps if len(steps) <= html.MOST_LINES else html.ends(steps)
+    shown = steps if len(steps) <= descriptions.MOST_LINES else descriptions.ends(steps)
     lines = [save_line(save) for save in ck.saves_of(shown)]
     title = f"{ck.store_path}: {len(steps):,} steps, newest {ck.newest}"
     if len(shown) < len(steps):
         title += f", {len(lines)} shown: the first and the last"
-    return html.table(SAVE_COLUMNS, lines, title)
+    return descriptions.table(SAVE_COLUMNS, lines, title)

@@ -11,22 +11,25 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from deltackpt import codecs, vocab
-from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
-from deltackpt.format import blocks
+from deltackpt.errors import RestoreError, StepGone, StepNotFound, TemplateMismatch
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import SaveId, TableEntry
-from deltackpt.format.segments import FieldSpec
+from deltackpt.format.row_blocks import FieldSpec
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
-from deltackpt.inspect.lazy import RowNumbers, Saves, targets_in
+from deltackpt.inspect.lazy import RowIndexCache, Saves, targets_in
 from deltackpt.layers.targets import Targets
-from deltackpt.reading import chains, reader, removal, wal_rows
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading import chains, reader, stored_saves, wal_rows
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
 from deltackpt.reading.wal_rows import SeenRows
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +75,7 @@ class History:
                 same[number] = vocab.ids_of(keys.values[numbers[step]]) == ids
         return dataclasses.replace(self, ids=ids, present=self.present & same)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.
 
         Raises:
@@ -121,11 +124,6 @@ def history(
             state = walk.at(save)
         except (StepNotFound, StepGone):
             if not all_steps:
-                raise
-            continue
-        except BrokenChain:
-            # Retention may have kept it only as a part of later steps' rolling bases.
-            if not all_steps or save.info.rolling is None:
                 raise
             continue
         if state is not None:
@@ -246,7 +244,7 @@ class _Walk:
         self._table = table
         self._field = field
         self._rows = rows
-        self._numbers = RowNumbers()
+        self._row_indices = RowIndexCache()
         #: None for a save without the table.
         self._values: dict[SaveId, np.ndarray | None] = {}
 
@@ -258,7 +256,7 @@ class _Walk:
         table, _ = found
         values = self._values_at(save)
         assert values is not None
-        held = holds(save, table, self._numbers, self._field, self._rows)
+        held = holds(save, table, self._row_indices, self._field, self._rows)
         return _State(table.rows, values, held)
 
     @property
@@ -302,7 +300,7 @@ class _Walk:
                 return self._merged(unread)
         chain = self._saves_of(save.info.save_id.step).chain
         if chain[-1].info.save_id != save.info.save_id:
-            raise removal.gone(save.step_dir, instead="read")
+            raise stored_saves.gone(save.step_dir, instead="read")
         return chains.read_whole(chain, self._merged)
 
     def _unread(self, save: StoredSave) -> list[StoredSave] | None:
@@ -320,22 +318,16 @@ class _Walk:
     def _merged(self, saves: Sequence[StoredSave]) -> np.ndarray | None:
         """The rows after merging saves; the first is a base, or its parent was read before."""
         parent = saves[0].info.parent
-        values = None if parent is None else self._values.get(parent.save_id)
-        if parent is not None and values is None:
-            # The parts of a rolling base: only all of them together are complete.
-            target = saves[-1]
-            self._values[target.info.save_id] = self._read(saves, None)
-            return self._values[target.info.save_id]
+        values = None if parent is None else self._values[parent.save_id]
         for save in saves:
             save_id = save.info.save_id
             if save_id not in self._values:
-                self._values[save_id] = self._read((save,), values)
+                self._values[save_id] = self._read(save, values)
             values = self._values[save_id]
         return values
 
-    def _read(self, saves: Sequence[StoredSave], parent: np.ndarray | None) -> np.ndarray | None:
-        """The rows after the last of some saves, from those of the first one's parent."""
-        save = saves[-1]
+    def _read(self, save: StoredSave, parent: np.ndarray | None) -> np.ndarray | None:
+        """The rows after a save, from those of its parent."""
         found = entry_of(save.layout, self._table, self._field)
         if found is None:
             return None
@@ -345,7 +337,7 @@ class _Walk:
             count = int(np.searchsorted(self._rows, table.rows))
             values[:count] = parent[:count]
         targets = self._targets(values, save, table, spec)
-        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
+        reader.fill([save], targets, indices=self._row_indices, over_parent=parent is not None)
         return values
 
     def _targets(
@@ -353,5 +345,5 @@ class _Walk:
     ) -> Targets:
         """The rows that a save's table has, in ``values``, as targets."""
         rows = self._rows[: int(np.searchsorted(self._rows, table.rows))]
-        spans = list(blocks.joined((int(row), int(row) + 1) for row in rows))
+        spans = list(row_blocks.joined((int(row), int(row) + 1) for row in rows))
         return targets_in(values, save.layout, table, spec, spans)

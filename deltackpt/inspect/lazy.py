@@ -4,39 +4,41 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.format import blocks
-from deltackpt.format.blocks import Box, Rows, Span, StoredRows
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
-from deltackpt.format.segments import FieldSpec, Segment, width
-from deltackpt.inspect.statistics import Statistics, statistics_of
+from deltackpt.format.row_blocks import Box, FieldSpec, Rows, Segment, Span, StoredRows, width
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Targets, targets_of
 from deltackpt.reading import dense_state, orbax_values, reader, stored_dense, wal_rows
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OrbaxValues
-from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseValues
+from deltackpt.reading.stored_saves import StoredPart, StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows, WalRows
-from deltackpt.resources import memory
-from deltackpt.storage.crc import BLOCK_BYTES
+from deltackpt.resources import host_memory
+from deltackpt.storage.digests import BLOCK_BYTES
 from deltackpt.storage.store import StorePath
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: Memory limit of one read, in addition to the requested rows.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may replace one that was rolled back.
 _Place = tuple[StorePath, SaveId, int, str]
 #: Memory limit of the row indices cached for the next read.
-_ROW_NUMBERS_BYTES = 256 << 20
+_ROW_INDICES_BYTES = 256 << 20
 
 
 class LazyArray:
@@ -56,7 +58,7 @@ class LazyArray:
         self._saves = saves
         self._table = table
         self._spec = spec
-        own = spec.name == blocks.VALUES
+        own = spec.name == row_blocks.VALUES
         self.name = table.name if own else f"{table.name}.{spec.name}"
         self.shape = (table.rows, *spec.trailing)
         self.dtype = codecs.dtype_of(spec.dtype)
@@ -84,7 +86,7 @@ class LazyArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         """Returns rows, or parts of them, like numpy.
 
         Raises:
@@ -101,7 +103,7 @@ class LazyArray:
         for start in range(0, len(self), self.batch_rows):
             yield from self[start : start + self.batch_rows]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"{self.name}: expected copy=True or None, found copy=False")
         found = self.rows(range(self.shape[0]))
@@ -166,10 +168,10 @@ class LazyArray:
 class Saves:
     """A chain for repeated reads, with caches."""
 
-    def __init__(self, saves: Sequence[StoredSave], numbers: RowNumbers | None = None):
+    def __init__(self, saves: Sequence[StoredSave], row_indices: RowIndexCache | None = None):
         """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
         self.chain = tuple(saves)
-        self.numbers = numbers or RowNumbers()
+        self.row_indices = row_indices or RowIndexCache()
         #: Orbax's items that were read, which remember what they have verified, and their versions.
         self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
 
@@ -202,10 +204,10 @@ class Saves:
 
         def read(saves: Sequence[StoredSave]) -> np.ndarray:
             shape = sum(stop - start for start, stop in spans), *spec.trailing
-            rows = memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
+            rows = host_memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
             targets = targets_in(rows, self.layout, table, spec, spans)
             records = self._records(table.group)
-            reader.fill(saves, targets, records=records, indices=self.numbers)
+            reader.fill(saves, targets, records=records, indices=self.row_indices)
             self.chain = tuple(saves)  # The chain that could be read.
             return rows
 
@@ -237,10 +239,13 @@ class PointSaves(Saves):
     """
 
     def __init__(
-        self, saves: Sequence[StoredSave], plan: ReplayPlan, numbers: RowNumbers | None = None
+        self,
+        saves: Sequence[StoredSave],
+        plan: ReplayPlan,
+        row_indices: RowIndexCache | None = None,
     ):
         """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
-        super().__init__(saves, numbers)
+        super().__init__(saves, row_indices)
         self.plan = plan
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
@@ -262,7 +267,7 @@ class PointSaves(Saves):
         """See ``Saves``."""
         if table.group not in self._logged:
             records = self._records(table.group)
-            seen, nothing = SeenRows(self.layout), Targets((), self.layout)
+            seen, nothing = SeenRows(self.layout), Targets(())
             reader.fill((), nothing, records=records, seen=seen, over_parent=True)
             self._logged[table.group] = seen.by_table()
         return self._logged[table.group][table.name]
@@ -282,12 +287,11 @@ def targets_in(
     return targets_of({table.name: {spec.name: boxes}}, layout)
 
 
-class RowNumbers:
+class RowIndexCache:
     """LRU cache of the row indices of deltas. Thread-safe."""
 
-    def __init__(self, most_bytes: int = _ROW_NUMBERS_BYTES):
-        """Caches up to ``most_bytes`` bytes."""
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
+        """Caches nothing yet."""
         self._nbytes = 0
         self._held: collections.OrderedDict[_Place, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -320,7 +324,7 @@ class RowNumbers:
             if key not in self._held:
                 self._held[key] = found
                 self._nbytes += found.nbytes
-            while self._nbytes > self._most_bytes:
+            while self._nbytes > _ROW_INDICES_BYTES:
                 self._nbytes -= self._held.popitem(last=False)[1].nbytes
 
 
@@ -347,7 +351,7 @@ def _split_index(
     return parts[first], (tuple(parts[:first]), tuple(parts[first + 1 :]))
 
 
-def _axes(part: Any) -> int:
+def _axes(part: object) -> int:
     """Number of the array's axes that an index consumes."""
     if part is None or part is Ellipsis:
         return 0
@@ -358,7 +362,9 @@ def _is_mask(part: np.ndarray) -> bool:
     return part.dtype == np.bool_
 
 
-def _rows_asked_for(index: Any, total: int) -> tuple[range | np.ndarray, Any]:
+def _rows_asked_for(
+    index: object, total: int
+) -> tuple[range | np.ndarray, slice | np.ndarray | int]:
     """Ascending rows to read, and the index that selects the requested ones from them."""
     if isinstance(index, slice):
         rows = range(*index.indices(total))
@@ -409,3 +415,60 @@ def _batches(rows: np.ndarray, near: int, most: int) -> Iterator[list[Span]]:
             start = int(part[following])
     if windows:
         yield windows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Statistics of the elements of some rows; of the magnitudes, if they are complex.
+
+    Attributes:
+      rows: number of rows.
+      mean: mean of the finite elements; NaN if no element is finite.
+      std: standard deviation of the finite elements; NaN if no element is finite.
+      least: smallest finite element; NaN if no element is finite.
+      greatest: largest finite element; NaN if no element is finite.
+      zero_rows: number of rows that contain only zeros.
+      not_finite_rows: number of rows with an infinity or NaN.
+    """
+
+    rows: int
+    mean: float
+    std: float
+    least: float
+    greatest: float
+    zero_rows: int
+    not_finite_rows: int
+
+
+def statistics_of(batches: Iterable[np.ndarray]) -> Statistics:
+    """Computes the statistics of rows given in batches, (n, *trailing) each."""
+    rows = zero_rows = not_finite_rows = count = 0
+    mean = squares = 0.0
+    least, greatest = math.inf, -math.inf
+    for batch in batches:
+        wide = np.abs(batch) if batch.dtype.kind == "c" else batch
+        flat = wide.reshape(len(batch), math.prod(batch.shape[1:])).astype(np.float64)
+        finite = np.isfinite(flat)
+        rows += len(flat)
+        zero_rows += int((flat == 0).all(axis=1).sum())
+        not_finite_rows += int((~finite.all(axis=1)).sum())
+        values = flat[finite]
+        if not values.size:
+            continue
+        # Chan, Golub and LeVeque 1979: combines means and squares of two parts.
+        own = float(values.mean())
+        total = count + values.size
+        squares += float(((values - own) ** 2).sum())
+        squares += (own - mean) ** 2 * count * values.size / total
+        mean += (own - mean) * values.size / total
+        count = total
+        least, greatest = min(least, float(values.min())), max(greatest, float(values.max()))
+    return Statistics(
+        rows=rows,
+        mean=mean if count else math.nan,
+        std=math.sqrt(squares / count) if count else math.nan,
+        least=least if count else math.nan,
+        greatest=greatest if count else math.nan,
+        zero_rows=zero_rows,
+        not_finite_rows=not_finite_rows,
+    )

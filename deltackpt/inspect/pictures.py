@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from deltackpt.errors import MissingExtra
 
 try:
     import matplotlib
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.collections import LineCollection
     from matplotlib.colors import PowerNorm
@@ -102,7 +102,7 @@ def note(ax: Axes, text: str) -> None:
     ax.grid(False)
 
 
-def legend(ax: Axes, entries: Sequence[tuple[str, Any]]) -> None:
+def legend(ax: Axes, entries: Sequence[tuple[str, object]]) -> None:
     """Puts a legend beside the axes.
 
     Args:
@@ -221,7 +221,7 @@ def count_axis(ax: Axes, most: int, label: str) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Any:
+def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Artist:
     """Marks bases at the upper edge; returns the artist."""
     return ax.plot(
         steps,
@@ -235,7 +235,7 @@ def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Any:
     )[0]
 
 
-def mark_damaged(ax: Axes, steps: Sequence[int]) -> Any:
+def mark_damaged(ax: Axes, steps: Sequence[int]) -> Artist:
     """Marks unreadable steps at the lower edge; returns the artist."""
     return ax.plot(
         steps,
@@ -248,7 +248,9 @@ def mark_damaged(ax: Axes, steps: Sequence[int]) -> Any:
     )[0]
 
 
-def draw_links(ax: Axes, links: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> Any:
+def draw_links(
+    ax: Axes, links: Sequence[tuple[tuple[float, float], tuple[float, float]]]
+) -> Artist:
     """Draws thin lines between pairs of points; returns the artist."""
     return ax.add_collection(
         LineCollection(links, colors=GREY, linewidths=0.8, alpha=0.5, zorder=1), autolim=False
@@ -272,12 +274,13 @@ def svg(picture: Figure, prefix: str) -> str:
         ax.spines[:].set_color(INK)
         ax.patch.set_alpha(0.0)
     buffer = io.StringIO()
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": prefix,
-        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-    }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": prefix,
+            "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+        }
+    ):
         picture.savefig(
             buffer, format="svg", transparent=True, metadata=dict.fromkeys(_SVG_METADATA)
         )

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
 from deltackpt import units
 from deltackpt.errors import OptionError
-from deltackpt.format import blocks, globs
+from deltackpt.format import naming, row_blocks
 from deltackpt.inspect import pictures
-from deltackpt.inspect.samples import distances, sample
 from deltackpt.units import count
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -40,9 +40,21 @@ _MOST_DRIFT_STEPS = 400
 _QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "largest"}
 #: Up to this many points are drawn as individual markers.
 _SINGLED_OUT = 100
-_BASE: dict[str, Any] = {"marker": "s", "color": pictures.BLUE}
-_DELTA: dict[str, Any] = {"marker": "o", "color": pictures.ORANGE}
-_COMPACTED: dict[str, Any] = {
+
+
+class _Markers(TypedDict, total=False):
+    """The look of a line and its markers, as arguments of ``Axes.plot``."""
+
+    color: str
+    marker: str
+    markersize: float
+    markeredgewidth: float
+    fillstyle: Literal["none"]
+
+
+_BASE: _Markers = {"marker": "s", "color": pictures.BLUE}
+_DELTA: _Markers = {"marker": "o", "color": pictures.ORANGE}
+_COMPACTED: _Markers = {
     "marker": "o",
     "markersize": 11,
     "markeredgewidth": 1.8,
@@ -82,11 +94,11 @@ def timeline(
         pictures.byte_axis(ax, [save.disk_bytes for save in whole], "bytes on disk")
     at = {save.step: (save.step, save.disk_bytes) for save in whole}
     links = [(at[s.step], at[s.parent]) for s in whole if s.parent is not None and s.parent in at]
-    entries: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Artist]] = []
     if links:
         entries.append(("link to parent", pictures.draw_links(ax, links)))
     size = 6.0 if len(saves) <= _SINGLED_OUT else 3.0
-    looks: Sequence[tuple[str, list[Save], dict[str, Any]]] = (
+    looks: Sequence[tuple[str, list[Save], _Markers]] = (
         ("delta", [s for s in whole if s.kind == "delta"], _DELTA | {"markersize": size}),
         ("base", [s for s in whole if s.kind == "base"], _BASE | {"markersize": size}),
         ("with a compacted base", [s for s in whole if s.compacted], _COMPACTED),
@@ -122,8 +134,9 @@ def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -
         return pictures.figure(ax)
     lengths = [save.chain_length or 0 for save in whole]
     marker = "o" if len(steps) <= _SINGLED_OUT else ""
-    look: dict[str, Any] = {"color": pictures.ORANGE, "marker": marker, "markersize": 4}
-    entries = [("deltas", ax.plot(steps, lengths, drawstyle="steps-mid", **look)[0])]
+    look: _Markers = {"color": pictures.ORANGE, "marker": marker, "markersize": 4}
+    drawn = ax.plot(steps, lengths, drawstyle="steps-mid", **look)[0]
+    entries: list[tuple[str, Artist]] = [("deltas", drawn)]
     if bases := [save.step for save in whole if save.kind == "base"]:
         entries.append(("base", pictures.mark_bases(ax, bases)))
     if compacted := [save.step for save in whole if save.compacted]:
@@ -262,12 +275,12 @@ def drift(
         return pictures.figure(ax)
     quantiles = np.quantile(moved.distances[:, finite], list(_QUANTILES), axis=1)
     marker = "o" if len(moved.steps) <= _SINGLED_OUT else ""
-    entries = []
+    entries: list[tuple[str, Artist]] = []
     for label, line, color in zip(_QUANTILES.values(), quantiles, pictures.LINES):
-        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        look: _Markers = {"color": color, "marker": marker, "markersize": 3.5}
         entries.append((label, ax.plot(moved.steps, line, **look)[0]))
-    band: dict[str, Any] = {"color": pictures.BLUE, "alpha": 0.12, "linewidth": 0}
-    filled = ax.fill_between(moved.steps, quantiles[0], quantiles[1], **band)
+    low, middle = quantiles[:2]
+    filled = ax.fill_between(moved.steps, low, middle, color=pictures.BLUE, alpha=0.12, linewidth=0)
     entries.insert(0, ("median to 90 % quantile", filled))
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"l2 distance from step {moved.steps[0]:,}")
@@ -338,15 +351,12 @@ def disk_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
 def _touched_shares(
     saves: Sequence[Save],
 ) -> tuple[list[int], dict[str, np.ndarray], dict[str, int]]:
-    """(steps of the deltas, share of rows in each by table, rows written by table).
-
-    NaN if a save does not have the table.
-    """
+    """Returns the deltas' steps, share of rows by table (NaN without it), and rows by table."""
     deltas = [save for save in saves if save.kind == "delta"]
     shares: dict[str, np.ndarray] = {}
     written: dict[str, int] = {}
     for column, save in enumerate(deltas):
-        held = {f.table: f.rows for f in save.tables if f.field == blocks.VALUES}
+        held = {f.table: f.rows for f in save.tables if f.field == row_blocks.VALUES}
         for name, total in save.table_rows.items():
             line = shares.setdefault(name, np.full(len(deltas), np.nan))
             line[column] = held.get(name, 0) / max(1, total)
@@ -356,16 +366,16 @@ def _touched_shares(
 
 def _draw_lines(
     ax: Axes, steps: Sequence[int], lines: Mapping[str, np.ndarray]
-) -> list[tuple[str, Any]]:
+) -> list[tuple[str, Artist]]:
     """Draws the first lines and the range of all others; returns labels and artists."""
-    entries: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Artist]] = []
     marker = "o" if len(steps) <= _SINGLED_OUT else ""
     names = list(lines)
     middles = _medians(np.asarray(steps, np.float64))
     for name, color in zip(names[:_TOP], pictures.LINES):
         line = _medians(lines[name])
         known = np.isfinite(line)
-        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        look: _Markers = {"color": color, "marker": marker, "markersize": 3.5}
         drawn = ax.plot(middles[known], line[known], linewidth=1.2, **look)[0]
         entries.append((pictures.short(name), drawn))
     others = np.array([_medians(lines[name]) for name in names[_TOP:]])
@@ -404,12 +414,12 @@ def _chosen(ranked: Sequence[str], why: str) -> str:
 
 
 def _field_name(table: str, field: str) -> str:
-    return table if field == blocks.VALUES else f"{table} {field}"
+    return table if field == row_blocks.VALUES else f"{table} {field}"
 
 
 def _known(names: Sequence[str], known: Mapping[str, object]) -> list[str]:
     """Resolves table names."""
-    found = [globs.meant(name, known, OptionError) for name in names]
+    found = [naming.meant(name, known, OptionError) for name in names]
     for name in found:
         if name not in known:
             raise OptionError(
@@ -475,13 +485,38 @@ def _drift(
     [table] = _known([table], tables)
     total = tables[table].shape[0]
     if rows is None:
-        rows = sample(total, tables[table].row_bytes * len(later), seed)
+        rows = _sample(total, tables[table].row_bytes * len(later), seed)
     steps = [later[place] for place in _spread(len(later), _MOST_DRIFT_STEPS)]
     history = ck.history(table, np.unique(np.asarray(rows, np.int64)), steps=steps)
     origin = history.values[0].astype(np.float64)
     return _Drift(
         steps=history.steps.tolist(),
-        distances=np.array([distances(values, origin) for values in history.values]),
+        distances=np.array([_distances(values, origin) for values in history.values]),
         total_steps=len(later),
         total_rows=total,
     )
+
+
+#: Rows of a sample, and of each run of adjacent rows.
+_SAMPLE_ROWS = 1024
+_RUN_ROWS = 16
+#: Memory limit of a sample, over all steps.
+_SAMPLE_BYTES = 64 << 20
+
+
+def _sample(rows: int, row_bytes: int, seed: int) -> np.ndarray:
+    """Returns runs of adjacent rows at random positions: verifying a block reads many anyway."""
+    most = min(_SAMPLE_ROWS, max(_RUN_ROWS, _SAMPLE_BYTES // max(1, row_bytes)))
+    if rows <= most:
+        return np.arange(rows)
+    starts = np.arange(0, rows, _RUN_ROWS)
+    chosen = np.random.default_rng(seed).choice(starts, most // _RUN_ROWS, replace=False)
+    found = np.sort(chosen)[:, None] + np.arange(_RUN_ROWS)
+    return found[found < rows]
+
+
+def _distances(values: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    """Returns the l2 distance of each row from its origin."""
+    with np.errstate(invalid="ignore"):  # inf - inf is nan, which is left out.
+        difference = values.astype(np.float64) - origin
+        return np.linalg.norm(difference.reshape(len(difference), -1), axis=1)

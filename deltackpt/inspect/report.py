@@ -15,29 +15,32 @@ import html
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deltackpt.__about__ import __version__
 from deltackpt.errors import RestoreError, StorageError
-from deltackpt.format import blocks, names
-from deltackpt.inspect import html as markup
-from deltackpt.inspect import pictures, plots
-from deltackpt.inspect.dense import DENSE_COLUMNS, PLACEHOLDERS, dense_lines
-from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
-from deltackpt.inspect.logs import EPOCH_COLUMNS, epoch_line
-from deltackpt.inspect.save import SAVE_COLUMNS, save_line
-from deltackpt.storage import files
+from deltackpt.format import naming, row_blocks
+from deltackpt.inspect import descriptions, pictures, plots
+from deltackpt.inspect.dense_items import (
+    DENSE_COLUMNS,
+    PLACEHOLDERS,
+    SAVED_COLUMNS,
+    dense_lines,
+    saved_line,
+)
+from deltackpt.inspect.descriptions import EPOCH_COLUMNS, SAVE_COLUMNS, epoch_line, save_line
+from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.units import count, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from deltackpt.events import TableFigures
+    from deltackpt.format.manifest import TableFigures
     from deltackpt.inspect import Checkpoints, Save, Step
-    from deltackpt.inspect.dense_of_blocks import SavedLeaf
+    from deltackpt.inspect.dense_items import SavedLeaf
     from deltackpt.reading.wal_index import RecoveryPoint
 
 #: Lines of the table of steps; the page counts the older ones that are left out.
@@ -91,7 +94,7 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
     drawn, missing = _drawn(ck, facts)
     warnings = (*_warnings(facts), *missing)
     text = _page(ck, facts, drawn, warnings).encode()
-    target = files.user_path(path)
+    target = posix.user_path(path)
     DurableDir(target.parent).write(target, text)
     return Report(
         path=os.fspath(path),
@@ -127,10 +130,10 @@ class _Facts:
     step: Step | None
     problems: Mapping[int, str]
     fields: Mapping[str, Sequence[tuple[Save, TableFigures]]]
-    dense: Sequence[Sequence[Any]] = ()
+    dense: Sequence[Sequence[object]] = ()
     dense_note: str = ""
     dense_saved: Sequence[SavedLeaf] = ()
-    wal: Sequence[Sequence[Any]] = ()
+    wal: Sequence[Sequence[object]] = ()
     point: RecoveryPoint | None = None
     unread: Sequence[str] = ()
 
@@ -194,7 +197,7 @@ def _gathered(ck: Checkpoints) -> _Facts:
     )
 
 
-def _dense_lines(step: Step) -> tuple[list[tuple[Any, ...]], str]:
+def _dense_lines(step: Step) -> tuple[list[tuple[object, ...]], str]:
     """Lines under ``DENSE_COLUMNS``, and a note about the leaves without a line."""
     leaves = list(step.dense.values())
     held = [leaf for leaf in leaves if leaf.kind not in PLACEHOLDERS]
@@ -256,7 +259,7 @@ def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequen
         item=html.escape(ck.item),
         style=_STYLE,
         version=__version__,
-        made=markup.utc(time.time()),
+        made=descriptions.utc(time.time()),
         cards="".join(_card(*card) for card in _cards(facts)),
         warnings=_list(warnings),
         pictures="".join(drawn),
@@ -299,7 +302,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
         yield "steps", "none", "", ""
         return
     newest = saves[-1]
-    at = markup.utc(newest.committed_at)
+    at = descriptions.utc(newest.committed_at)
     yield "newest step", f"{newest.step:,}", f"committed {at} UTC" if at else "", ""
     if facts.step is None:
         yield "restorable", "none", "no chain is intact, by manifests", "bad"
@@ -308,7 +311,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
         value, kind = ("yes", "good") if well else (f"{facts.step.step:,}", "bad")
         yield "restorable", value, f"{_read_for(facts.step)}, by manifests", kind
     if facts.point is not None:
-        at = markup.utc(facts.point.unix_secs)
+        at = descriptions.utc(facts.point.unix_secs)
         yield "newest recovery point", f"{facts.point.step:,}", f"appended {at} UTC", ""
     yield "saves", f"{len(saves):,}", plots.kinds(saves), ""
     compacted = sum(facts.compacted.values())
@@ -329,7 +332,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
 
 def _read_for(step: Step) -> str:
     """Describes what a restore of a step reads."""
-    base = "a compacted base" if step.reads[0].startswith(names.COMPACTED) else "a base"
+    base = "a compacted base" if step.reads[0].startswith(naming.COMPACTED) else "a base"
     deltas = len(step.reads) - 1
     return f"{base} and {count(deltas, 'delta')}" if deltas else base
 
@@ -352,7 +355,7 @@ _TABLE_COLUMNS = (
 )  # fmt: skip
 
 
-def _table_lines(facts: _Facts) -> Iterator[tuple[Any, ...]]:
+def _table_lines(facts: _Facts) -> Iterator[tuple[object, ...]]:
     if facts.step is None:
         return
     for name, table in facts.step.tables.items():
@@ -384,7 +387,7 @@ def _left_out(saves: Sequence[Save]) -> str:
 
 
 def _is_values(figures: TableFigures) -> bool:
-    return figures.field == blocks.VALUES
+    return figures.field == row_blocks.VALUES
 
 
 def _card(label: str, value: str, more: str, kind: str) -> str:
@@ -403,7 +406,7 @@ def _list(warnings: Sequence[str]) -> str:
 
 def _table(
     columns: Sequence[str],
-    lines: Iterable[Sequence[Any]],
+    lines: Iterable[Sequence[object]],
     bad: frozenset[int] = frozenset(),
 ) -> str:
     """A table with numbers aligned to the right; the lines at indices in ``bad`` are marked."""
@@ -441,7 +444,7 @@ _NUMBER = "<td class=n>"
 _NONE = "<td>–</td>"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return _NONE
     text = f"{value:,}" if isinstance(value, int) else html.escape(str(value))

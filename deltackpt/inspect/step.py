@@ -8,27 +8,30 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from deltackpt import vocab
 from deltackpt.errors import RestoreError, TemplateMismatch
-from deltackpt.format import blocks, globs, manifest, names
+from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import TableEntry
-from deltackpt.format.segments import FieldSpec
-from deltackpt.inspect import html
-from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_lines
-from deltackpt.inspect.dense_of_blocks import (
+from deltackpt.format.row_blocks import FieldSpec
+from deltackpt.inspect import descriptions
+from deltackpt.inspect.dense_items import (
+    DENSE_COLUMNS,
+    METADATA,
     SAVED_COLUMNS,
+    DenseItem,
+    DenseLeaf,
     DenseOfBlocks,
     SavedLeaf,
+    dense_lines,
     saved_leaves,
     saved_line,
 )
 from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
-from deltackpt.reading import removal, saves
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading import stored_saves
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
@@ -51,10 +54,10 @@ class Table(LazyArray):
     def __init__(self, saves: Saves, table: TableEntry, fields: tuple[FieldSpec, ...]):
         """Internal: index ``Step.tables``."""
         specs = {spec.name: spec for spec in fields}
-        super().__init__(saves, table, specs.pop(blocks.VALUES))
+        super().__init__(saves, table, specs.pop(row_blocks.VALUES))
         self.slots: Mapping[str, LazyArray] = MappingProxyType(
             {
-                name.removeprefix(blocks.slot_field("")): LazyArray(saves, table, spec)
+                name.removeprefix(row_blocks.slot_field("")): LazyArray(saves, table, spec)
                 for name, spec in specs.items()
             }
         )
@@ -95,11 +98,11 @@ class Table(LazyArray):
         Raises:
           TemplateMismatch: the field does not exist.
         """
-        if name == blocks.VALUES:
+        if name == row_blocks.VALUES:
             return self
-        slot = name.removeprefix(blocks.slot_field(""))
+        slot = name.removeprefix(row_blocks.slot_field(""))
         if slot not in self.slots:
-            fields = [blocks.VALUES, *(blocks.slot_field(slot) for slot in self.slots)]
+            fields = [row_blocks.VALUES, *(row_blocks.slot_field(slot) for slot in self.slots)]
             raise TemplateMismatch(
                 f"table {self.name}: expected one of the fields {fields}, found {name!r}; choose "
                 "one of them"
@@ -148,13 +151,13 @@ class Step:
         found = self._saves.save_id
         return f"{found.run}/{found.step}/{found.attempt}"
 
-    def check_stands(self) -> None:
+    def check_exists(self) -> None:
         """Raises an error if the step is no longer the save that was opened.
 
         Raises:
           StepGone: the step was removed, or another save replaced it.
         """
-        saves.check_stands(self._saves.target)
+        stored_saves.check_exists(self._saves.target)
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -168,7 +171,7 @@ class Step:
         The last entry of a recovery point is its own name.
         """
         saves = (
-            f"{names.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
+            f"{naming.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
             for save in self._saves.chain
         )
         return (*saves, *([] if self.point is None else [str(self.point)]))
@@ -189,10 +192,10 @@ class Step:
         """Dense leaves saved by deltackpt's manager, by '/'-joined path."""
         if not self._own.layout.dense:
             return MappingProxyType({})
-        has_item = self.point is not None or (self._store_path / names.DENSE_ITEM).is_dir()
-        if not has_item and self._stands():
-            saves.check_dense(self._own)
-        return self._item(names.DENSE_ITEM)
+        has_item = self.point is not None or (self._store_path / naming.DENSE_ITEM).is_dir()
+        if not has_item and self._exists():
+            stored_saves.check_dense(self._own)
+        return self._item(naming.DENSE_ITEM)
 
     @functools.cached_property
     def dense_saved(self) -> tuple[SavedLeaf, ...]:
@@ -204,7 +207,7 @@ class Step:
         """
         if self.point is not None:
             return ()
-        with self._standing():
+        with self._detect_removal():
             return saved_leaves(self._own)
 
     @functools.cached_property
@@ -214,29 +217,29 @@ class Step:
         For a recovery point, only the dense leaves.
         """
         if self.point is not None:
-            found = [names.DENSE_ITEM] if self._own.layout.dense else []
+            found = [naming.DENSE_ITEM] if self._own.layout.dense else []
             return MappingProxyType({name: self._item(name) for name in found})
-        with self._standing():
+        with self._detect_removal():
             found = [
                 name
                 for name in self._store_path.folders()
                 if (self._store_path / name / METADATA).is_file()
             ]
             if self._own.head.dense_blocks is not None:
-                found.append(names.DENSE_ITEM)
-            saves.check_stands(self._own)
+                found.append(naming.DENSE_ITEM)
+            stored_saves.check_exists(self._own)
             return MappingProxyType({name: self._item(name) for name in sorted(found)})
 
     def _item(self, name: str) -> DenseItem:
-        entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
+        entries = self._own.layout.dense if name == naming.DENSE_ITEM else ()
         in_layers = self.point is not None or self._own.head.dense_blocks is not None
-        if name == names.DENSE_ITEM and in_layers:
-            return DenseOfBlocks(self._store_path / name, self._saves, entries, stands=self._stands)
+        if name == naming.DENSE_ITEM and in_layers:
+            return DenseOfBlocks(self._store_path / name, self._saves, entries, exists=self._exists)
         return DenseItem(
             self._store_path / name,
             entries,
             digests="step" in self._own.head.digests,
-            stands=self._stands,
+            exists=self._exists,
         )
 
     @functools.cached_property
@@ -245,19 +248,19 @@ class Step:
         target = self._saves.target
         if not target.compacted:
             return target
-        with self._standing():
-            return saves.read_save(self._store_path, target.item)
+        with self._detect_removal():
+            return stored_saves.read_save(self._store_path, target.item)
 
-    def _standing(self) -> contextlib.AbstractContextManager[None]:
+    def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
         """Within, errors become ``StepGone`` if the step was removed or replaced."""
         target = self._saves.target
-        return removal.standing(
+        return stored_saves.detect_removal(
             self._store_path,
-            stands=lambda: saves.stands(self._store_path, target.info.save_id, target.item),
+            exists=lambda: stored_saves.exists(self._store_path, target.info.save_id, target.item),
             instead="open",
         )
 
-    def _stands(self) -> bool:
+    def _exists(self) -> bool:
         """Whether the step's directory is still the one that was opened."""
         stamp = self._store_path.stamp()
         if stamp is None or stamp == self._stamp:
@@ -265,14 +268,14 @@ class Step:
         # Replaced, or a file was added to it.
         own = self._own.info.save_id
         try:
-            same = saves.read_save(self._store_path, self._own.item).info.save_id == own
+            same = stored_saves.read_save(self._store_path, self._own.item).info.save_id == own
         except RestoreError:
             return False
         if same:
             self._stamp = stamp
         return same
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> LazyArray | DenseLeaf:
         found = self._found(name)
         if found is not None:
             return found
@@ -281,17 +284,17 @@ class Step:
             f"{sorted(self.dense)}, found {name!r}"
         )
 
-    def _found(self, name: str) -> Any:
+    def _found(self, name: str) -> LazyArray | DenseLeaf | None:
         """Returns the table, slot or dense leaf of a name; None without one."""
         if name in self.tables:
             return self.tables[name]
         if name not in {manifest.path_name(leaf.path) for leaf in self._own.layout.dense}:
-            before, slot, field = name.rpartition(f".{blocks.slot_field('')}")
-            table = globs.meant(before if slot else name, self.tables, TemplateMismatch)
+            before, slot, field = name.rpartition(f".{row_blocks.slot_field('')}")
+            table = naming.meant(before if slot else name, self.tables, TemplateMismatch)
             if table in self.tables:
                 found = self.tables[table]
-                return found.field(blocks.slot_field(field)) if slot else found
-        return self.dense.get(globs.meant(name, self.dense, TemplateMismatch))
+                return found.field(row_blocks.slot_field(field)) if slot else found
+        return self.dense.get(naming.meant(name, self.dense, TemplateMismatch))
 
     def __iter__(self) -> Iterator[str]:
         yield from self.tables
@@ -314,27 +317,29 @@ class Step:
 def _page(step: Step) -> str:
     """A step: its tables and dense leaves."""
     chain = " → ".join(step.reads)
-    parts = [html.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")]
+    parts = [
+        descriptions.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")
+    ]
     lines, empty = dense_lines(step.dense.values())
     if lines:
-        parts.append(html.table(DENSE_COLUMNS, lines, empty))
+        parts.append(descriptions.table(DENSE_COLUMNS, lines, empty))
     if step.dense_saved:
         lines = [saved_line(leaf) for leaf in step.dense_saved]
-        parts.append(html.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
+        parts.append(descriptions.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
     return "".join(parts)
 
 
 FIELD_COLUMNS = ("table", "field", "shape", "dtype", "bytes")
 
 
-def field_lines(step: Step) -> list[tuple[Any, ...]]:
+def field_lines(step: Step) -> list[tuple[object, ...]]:
     """Returns the tables and slots of a step as lines for ``FIELD_COLUMNS``."""
-    found: list[tuple[Any, ...]] = []
+    found: list[tuple[object, ...]] = []
     for name, values in step.tables.items():
         fields: dict[str, LazyArray] = {"values": values}
         fields |= {f"slot.{slot}": held for slot, held in values.slots.items()}
         found += [
-            (name, field, html.shape_text(held.shape), held.dtype.name, size(held.nbytes))
+            (name, field, descriptions.shape_text(held.shape), held.dtype.name, size(held.nbytes))
             for field, held in fields.items()
         ]
     return found
@@ -353,7 +358,7 @@ def _table_page(found: Table) -> str:
     ]
     slots = ", ".join(found.slots) or "none"
     title = (
-        f"{found.name}: {html.shape_text(found.shape)} {found.dtype.name}, {size(found.nbytes)}, "
-        f"slots: {slots}"
+        f"{found.name}: {descriptions.shape_text(found.shape)} {found.dtype.name}, "
+        f"{size(found.nbytes)}, slots: {slots}"
     )
-    return html.table(columns, lines, title)
+    return descriptions.table(columns, lines, title)

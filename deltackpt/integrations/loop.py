@@ -10,14 +10,15 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import EventHandler
-from deltackpt.format import names
+from deltackpt.format import naming
+from deltackpt.format.naming import PyTree
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,
@@ -29,7 +30,7 @@ from deltackpt.handlers.iterators import (
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
-from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Tables
 
 #: The checkpoint item that holds the data iterator's position.
 DATA_ITEM = "data"
@@ -108,10 +109,10 @@ class LoopCheckpoints:
         self._data = data
         self._every_steps = every_steps
         #: Whether a coalesced save is pending: one was requested while another was in flight.
-        self._owed = False
+        self._save_pending = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
-        handlers: dict[str, Any] = {names.EMBEDDINGS_ITEM: tables}
+        handlers: dict[str, object] = {naming.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
         options = options or ManagerOptions()
@@ -150,7 +151,7 @@ class LoopCheckpoints:
         self._newest = found.step
         return _put_back(state, found.state), found.step
 
-    def after_step(self, step: int, state: Any) -> Saved | None:
+    def after_step(self, step: int, state: PyTree) -> Saved | None:
         """Saves a step if a save is due; call it after every training step.
 
         A save is due at every multiple of ``every_steps`` and when the platform has announced a
@@ -171,13 +172,13 @@ class LoopCheckpoints:
           SaveFailed: an earlier background save failed; this one was captured.
           FencedError: another trainer has taken over the directory.
         """
-        step = names.as_step(step)
+        step = naming.as_step(step)
         due = step % self._every_steps == 0
-        if self.manager.reached_preemption(step) or (self._owed and not due):
+        if self.manager.reached_preemption(step) or (self._save_pending and not due):
             return self._save(self.manager.save_if_due, step, state)
         return self._save(self.manager.save, step, state) if due else None
 
-    def save(self, step: int, state: Any) -> Saved | None:
+    def save(self, step: int, state: PyTree) -> Saved | None:
         """Saves a step now, unless it is already saved; call it after the loop.
 
         Args:
@@ -192,7 +193,7 @@ class LoopCheckpoints:
             reports otherwise.
           FencedError: another trainer has taken over the directory.
         """
-        step = names.as_step(step)
+        step = naming.as_step(step)
         if step == self._newest and self._is_committed(step):
             return None
         saved = self._save(self.manager.save, step, state)
@@ -228,32 +229,33 @@ class LoopCheckpoints:
     ) -> None:
         self.close()
 
-    def _save(self, how: Callable[..., Saved | None], step: int, state: Any) -> Saved | None:
-        """Saves in one of the manager's ways, which are not called where nothing is due.
-
-        The state is looked up only now, because that takes a millisecond with nnx objects.
-        """
+    def _save(self, how: Callable[..., Saved | None], step: int, state: PyTree) -> Saved | None:
+        """Saves in one of the manager's ways, which are not called if nothing is due."""
         items = {}
         if self._data is not None:
             # On this thread and before the save begins: later the loop has taken more batches.
             items[DATA_ITEM] = IteratorSave(position_of(self._data))
         try:
+            # Looking up the state takes a millisecond with nnx objects, so it happens only now.
             saved = how(step, _variables(state), items=items)
         except SaveFailed as error:
-            self._note(error.saved)
+            if isinstance(error.saved, Saved):
+                self._note(error.saved)
             raise
         self._note(saved)
         return saved
 
-    def _note(self, saved: Any) -> None:
+    def _note(self, saved: Saved | None) -> None:
         if saved is None:
             return
         if saved.kind is not None:
             self._newest = saved.step
-        self._owed = saved.kind is None and self.manager.options.writes.when_busy == "coalesce"
+        self._save_pending = (
+            saved.kind is None and self.manager.options.writes.when_busy == "coalesce"
+        )
 
 
-def _variables(state: Any) -> Any:
+def _variables(state: PyTree) -> PyTree:
     """The state with an ``nnx.State`` in place of each nnx object."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # no such object can exist where flax.nnx was never imported
@@ -265,14 +267,14 @@ def _variables(state: Any) -> Any:
     )
 
 
-def _put_back(state: State, found: Any) -> State:
+def _put_back(state: State, found: PyTree) -> State:
     """``found``, like ``_variables(state)``, with the nnx objects of ``state``, updated."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return found
     in_place = (nnx.Pytree, nnx.Variable)
 
-    def put(node: Any, restored: Any) -> Any:
+    def put(node: PyTree, restored: PyTree) -> PyTree:
         if not isinstance(node, in_place):
             return restored
         nnx.update(node, restored)

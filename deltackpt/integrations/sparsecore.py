@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deltackpt.errors import OptionError
 from deltackpt.state.stacks import StackedTable, StackMember
@@ -21,7 +22,32 @@ from deltackpt.state.stacks import StackedTable, StackMember
 __all__ = ["StackMember", "StackedTable", "stacked_tables", "templates"]
 
 
-def stacked_tables(table_specs: Iterable[Any], *, shards: int) -> dict[str, StackedTable]:
+class PlaceInStack(Protocol):
+    """The part of jax-tpu-embedding's ``TableSettingInStack`` that is used."""
+
+    stack_name: str
+    row_offset_in_shard: int
+    shard_rotation: int
+
+
+class StackSpec(Protocol):
+    """The part of jax-tpu-embedding's ``StackedTableSpec`` that is used."""
+
+    stack_vocab_size: int
+    stack_embedding_dim: int
+
+
+class TableSpec(Protocol):
+    """The part of jax-tpu-embedding's ``TableSpec`` that is used."""
+
+    name: str
+    vocabulary_size: int
+    embedding_dim: int
+    setting_in_stack: PlaceInStack
+    stacked_table_spec: StackSpec
+
+
+def stacked_tables(table_specs: Iterable[TableSpec], *, shards: int) -> dict[str, StackedTable]:
     """Returns the layout of each stacked array, by the name of the stack.
 
     Args:
@@ -34,7 +60,7 @@ def stacked_tables(table_specs: Iterable[Any], *, shards: int) -> dict[str, Stac
       OptionError: the specs do not follow the published rules, or were made for another number of
         SparseCores.
     """
-    by_stack = collections.defaultdict(list)
+    by_stack = collections.defaultdict[str, list[TableSpec]](list)
     for spec in table_specs:
         by_stack[spec.setting_in_stack.stack_name].append(spec)
     found = {}
@@ -53,7 +79,7 @@ def stacked_tables(table_specs: Iterable[Any], *, shards: int) -> dict[str, Stac
 
 
 def templates(
-    stacks: Iterable[StackedTable], dtype: Any = jnp.float32
+    stacks: Iterable[StackedTable], dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns abstract tables, (rows, width) by the name of each member, for ``touched.init``.
 
@@ -68,7 +94,7 @@ def templates(
     }
 
 
-def _check_rules(name: str, specs: list[Any], stack: StackedTable) -> None:
+def _check_rules(name: str, specs: list[TableSpec], stack: StackedTable) -> None:
     """Compares where a stack's specs put the first row of each table with where its layout does."""
     for spec in specs:
         setting, whole = spec.setting_in_stack, spec.stacked_table_spec

@@ -8,8 +8,9 @@ are imported on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
     from deltackpt.interchange.orbax_export import export_orbax
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
     from deltackpt.interchange.target import Exported
     from deltackpt.interchange.tensors import export_safetensors
 
-_NAMES = {
-    "Exported": "target",
-    "Imported": "orbax_import",
-    "export_orbax": "orbax_export",
-    "export_parquet": "parquet",
-    "export_safetensors": "tensors",
-    "import_orbax": "orbax_import",
-}
 
 __all__ = [
     "Exported",
@@ -36,11 +29,17 @@ __all__ = [
     "import_orbax",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(
+    __name__,
+    {
+        "Exported": ".target",
+        "Imported": ".orbax_import",
+        "export_orbax": ".orbax_export",
+        "export_parquet": ".parquet",
+        "export_safetensors": ".tensors",
+        "import_orbax": ".orbax_import",
+    },
+)
 
 
 def __dir__() -> list[str]:

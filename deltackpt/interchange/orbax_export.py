@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 import orbax.checkpoint as ocp
 from jax import tree_util
 
 from deltackpt import events, inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
-from deltackpt.format.names import COMMIT_SUCCESS
-from deltackpt.handlers import dense
+from deltackpt.format.naming import COMMIT_SUCCESS, PyTree
+from deltackpt.handlers import orbax_dense
 from deltackpt.interchange.orbax_source import with_numbers
 from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.reading.reader import Progress
 from deltackpt.state import paths
-from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Tables
 
 _ITEM = "default"
 _FULL = ("No space left on device", "Disk quota exceeded")
@@ -87,8 +86,8 @@ def export_orbax(
         if wanted is not None:
             state = _only(state, wanted)
         _check_names(state)
-        _tell_of_nnx(state)
-        args = dense.save_args(state)
+        _warn_of_nnx(state)
+        args = orbax_dense.save_args(state)
         before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
         changed = {
             "/".join(path): "text"
@@ -99,7 +98,7 @@ def export_orbax(
     return exported(goal, number, changed=changed)
 
 
-def _restored(directory: Path, step: int, item: str, progress: Progress | None) -> Any:
+def _restored(directory: Path, step: int, item: str, progress: Progress | None) -> PyTree:
     # The step itself records which of its leaves are tables.
     handlers = {item: Tables(select="**")}
     options = ManagerOptions(access="read")
@@ -107,9 +106,9 @@ def _restored(directory: Path, step: int, item: str, progress: Progress | None) 
         return manager.restore(step, progress=progress).state
 
 
-def _only(state: Any, wanted: Collection[str]) -> dict[Any, Any]:
+def _only(state: PyTree, wanted: Collection[str]) -> PyTree:
     """Selects leaves of nested dicts and lists; returns them in nested dicts."""
-    found: dict[Any, Any] = {}
+    found: dict[Hashable, PyTree] = {}
     for path, leaf in tree_util.tree_leaves_with_path(state, is_leaf=paths.is_empty):
         keys = [step.key if isinstance(step, tree_util.DictKey) else str(step.idx) for step in path]
         if "/".join(map(str, keys)) in wanted:
@@ -120,12 +119,10 @@ def _only(state: Any, wanted: Collection[str]) -> dict[Any, Any]:
     return found
 
 
-def _tell_of_nnx(state: Any) -> None:
-    """Warns about an NNX state, whose own template stock Orbax would reject here.
-
-    Only NNX states have integer keys in place of lists.
-    """
+def _warn_of_nnx(state: PyTree) -> None:
+    """Warns about an NNX state, whose own template stock Orbax would reject here."""
     steps = {step for path, _ in tree_util.tree_leaves_with_path(state) for step in path}
+    # Only NNX states have integer keys in place of lists.
     if any(isinstance(step, tree_util.DictKey) and isinstance(step.key, int) for step in steps):
         events.warn(
             "export: found integer keys, as in a Flax NNX state, and stored them as strings; to "
@@ -134,7 +131,7 @@ def _tell_of_nnx(state: Any) -> None:
         )
 
 
-def _check_names(state: Any) -> None:
+def _check_names(state: PyTree) -> None:
     """Checks that leaf names are distinct in Orbax, which joins keys with '.'."""
     names = collections.Counter(".".join(path) for path in ocp.tree.to_flat_dict(state))
     clashes = sorted(name for name, count in names.items() if count > 1)

@@ -7,17 +7,16 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
 
 from deltackpt.errors import Damaged, InUse, OptionError, TargetExists
-from deltackpt.format import blocks, names
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.naming import PyTree
 from deltackpt.interchange import orbax_source
 from deltackpt.interchange.target import local_path
 from deltackpt.ledger.directory import Root
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
-from deltackpt.state.choice import Tables
-from deltackpt.state.tables import join, split
+from deltackpt.state.tables import Tables, join, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,9 @@ def import_orbax(
     *,
     tables: Tables,
     step: int | None = None,
-    abstract_state: Any = None,
+    abstract_state: PyTree = None,
     item: str | None = None,
-    name: str = names.EMBEDDINGS_ITEM,
+    name: str = naming.EMBEDDINGS_ITEM,
     options: ManagerOptions | None = None,
 ) -> Imported:
     """Imports a stock Orbax checkpoint as the first base of a new checkpoint directory.
@@ -136,16 +135,18 @@ def _refuse_trainer(opened: Root) -> None:
         )
 
 
-def _without_touched(state: Any, choice: Tables) -> Any:
+def _without_touched(state: PyTree, choice: Tables) -> PyTree:
     """The state with a fresh TouchState in place of each of the template's."""
     parts = split(state, choice)
     return join(state, parts.layout, parts.fields, parts.dense, None)
 
 
-def _chosen(state: Any, choice: Tables) -> dict[str, tuple[str, ...]]:
+def _chosen(state: PyTree, choice: Tables) -> dict[str, tuple[str, ...]]:
     fields = split(state, choice).fields
-    slot = blocks.slot_field("")
+    slot = row_blocks.slot_field("")
     return {
-        name: tuple(sorted(field.removeprefix(slot) for field in found if field != blocks.VALUES))
+        name: tuple(
+            sorted(field.removeprefix(slot) for field in found if field != row_blocks.VALUES)
+        )
         for name, found in fields.items()
     }

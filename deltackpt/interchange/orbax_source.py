@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,12 +29,13 @@ from deltackpt.errors import (
     StepNotFound,
     TemplateMismatch,
 )
-from deltackpt.format import names
-from deltackpt.handlers import dense
+from deltackpt.format import naming
+from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.handlers import orbax_dense
 from deltackpt.inspect import DenseItem, DenseLeaf
-from deltackpt.inspect.dense import METADATA
-from deltackpt.state import contexts, paths, placement, touch_state
-from deltackpt.storage import files
+from deltackpt.inspect.dense_items import METADATA
+from deltackpt.state import paths, placement, touch_state
+from deltackpt.storage import posix
 from deltackpt.tracking.optimizer import TrackState
 
 #: Orbax step names: a number, optionally with leading zeros and a prefix.
@@ -44,7 +45,7 @@ _Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class OrbaxSource:
     """A pytree stored by Orbax.
 
     Attributes:
@@ -55,7 +56,7 @@ class Source:
     path: Path
     step: int | None
 
-    def read(self, template: Any = None) -> Any:
+    def read(self, template: PyTree = None) -> PyTree:
         """Restores the pytree; does not modify the source.
 
         Args:
@@ -74,7 +75,7 @@ class Source:
         """
         before, template = _files(self.path), placement.resolved(template)
         try:
-            with contexts.neutral():
+            with placement.neutral():
                 found = self._read(template)
         except DeltackptError:
             raise
@@ -89,12 +90,12 @@ class Source:
         self._raise_if_changed(before)
         return found
 
-    def _read(self, template: Any) -> Any:
+    def _read(self, template: PyTree) -> PyTree:
         path = epath.Path(self.path)
         if template is None:
-            found = dense.from_folder(path, None, self.step or 0)
+            found = orbax_dense.from_folder(path, None, self.step or 0)
             return with_numbers(found, self._described)
-        handler = dense.handler()
+        handler = orbax_dense.handler()
         try:
             stored = handler.metadata(path)
             leaves = _leaves(stored.tree)
@@ -105,9 +106,9 @@ class Source:
                 stored.tree,
                 is_leaf=_is_leaf,
             )
-            dense.check(abstract, stored.tree, self.step or 0)
-            args = dense.restore_args(abstract, stored)
-            found = dense.restored(handler.restore(path, args=args), abstract, self.step or 0)
+            orbax_dense.check(abstract, orbax_dense.described(stored), self.step or 0)
+            args = orbax_dense.restore_args(abstract, stored)
+            found = orbax_dense.restored(handler.restore(path, args=args), abstract, self.step or 0)
         finally:
             handler.close()
         values = _leaves(found)
@@ -116,9 +117,11 @@ class Source:
     @property
     def _described(self) -> DenseItem:
         """Describes its leaves, without their values."""
-        return DenseItem(self.path, digests=False, stands=self.path.is_dir)
+        return DenseItem(self.path, digests=False, exists=self.path.is_dir)
 
-    def _raise_if_changed(self, before: dict[str, Any], cause: Exception | None = None) -> None:
+    def _raise_if_changed(
+        self, before: dict[str, tuple[int, ...]], cause: Exception | None = None
+    ) -> None:
         if _files(self.path) != before:
             raise StepGone(
                 f"{self.path}: expected it not to change while it was read, found files changed or "
@@ -126,7 +129,7 @@ class Source:
             ) from cause
 
 
-def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) -> Source:
+def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) -> OrbaxSource:
     """Finds the pytree of a checkpoint directory.
 
     Args:
@@ -139,12 +142,12 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
       ForeignDirectory: the source is not a finished stock Orbax checkpoint.
       OptionError: the step has several items and ``item`` is None.
     """
-    path = files.user_path(source)
+    path = posix.user_path(source)
     if not path.is_dir():
         raise StepNotFound(
             f"{path}: expected the directory of an Orbax checkpoint, found none; check the path"
         )
-    if names.TEMPORARY in str(path):
+    if naming.TEMPORARY in str(path):
         raise ForeignDirectory(
             f"{path}: expected a committed Orbax checkpoint, found the directory of an interrupted "
             "save; import another step"
@@ -152,12 +155,12 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
     if not _is_pytree(path) and not _items(path):
         path = _step_of(path, step)
     if not _is_pytree(path):
-        return Source(_item_of(path, item), _number(path))
-    is_item = (path.parent / names.STEP_METADATA).is_file()
-    return Source(path, _number(path.parent if is_item else path))
+        return OrbaxSource(_item_of(path, item), _number(path))
+    is_item = (path.parent / naming.STEP_METADATA).is_file()
+    return OrbaxSource(path, _number(path.parent if is_item else path))
 
 
-def with_numbers(state: Any, stored: Mapping[str, DenseLeaf]) -> Any:
+def with_numbers(state: PyTree, stored: Mapping[str, DenseLeaf]) -> PyTree:
     """Converts scalars to Python numbers in a state that was read without a template.
 
     Args:
@@ -166,7 +169,7 @@ def with_numbers(state: Any, stored: Mapping[str, DenseLeaf]) -> Any:
     """
     scalars = {name for name, leaf in stored.items() if leaf.kind == "scalar"}
 
-    def original(path: Any, leaf: Any) -> Any:
+    def original(path: tree_util.KeyPath, leaf: Leaf) -> Leaf:
         return leaf.item() if "/".join(_key(path)) in scalars else leaf
 
     return tree_util.tree_map_with_path(original, state)
@@ -193,7 +196,7 @@ def _step_of(root: Path, step: int | None) -> Path:
 
 def _item_of(step_dir: Path, item: str | None) -> Path:
     found = _items(step_dir)
-    if any((step_dir / name / names.manifest_name(0)).exists() for name in os.listdir(step_dir)):
+    if any((step_dir / name / naming.manifest_name(0)).exists() for name in os.listdir(step_dir)):
         raise ForeignDirectory(
             f"{step_dir}: expected a stock Orbax checkpoint, found one written by deltackpt; open "
             "its directory with deltackpt.CheckpointManager"
@@ -217,7 +220,7 @@ def _is_pytree(path: Path) -> bool:
 def _items(step_dir: Path) -> list[str]:
     """Names of the pytrees in a step; empty if it is not a step."""
     found = sorted(path.parent.name for path in step_dir.glob(f"*/{METADATA}"))
-    if (step_dir / names.STEP_METADATA).is_file():
+    if (step_dir / naming.STEP_METADATA).is_file():
         return found
     # Older Orbax versions did not write that file. A directory of steps contains numbered names.
     is_step = _number(step_dir) is not None and all(_STEP.fullmatch(name) is None for name in found)
@@ -229,7 +232,7 @@ def _number(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _files(directory: Path) -> dict[str, Any]:
+def _files(directory: Path) -> dict[str, tuple[int, ...]]:
     """Sizes and times of all files, to detect changes."""
     found = {}
     for folder, _, inside in os.walk(directory):
@@ -246,7 +249,7 @@ def _files(directory: Path) -> dict[str, Any]:
 # Templates: leaves are matched by the keys that Orbax gives them.
 
 
-class _Wanted(NamedTuple):
+class _RequestedLeaf(NamedTuple):
     """A leaf requested by a template.
 
     Its position there, its key in the source, the leaf itself.
@@ -254,15 +257,11 @@ class _Wanted(NamedTuple):
 
     position: int
     key: _Key
-    leaf: Any
+    leaf: Leaf
 
 
-def _wanted(template: Any, stored: Mapping[_Key, Any], path: Path) -> list[_Wanted]:
-    """The leaves that a template requests, by stored key.
-
-    Raises:
-      TemplateMismatch: the template or the source has leaves that the other lacks.
-    """
+def _wanted(template: PyTree, stored: Mapping[_Key, object], path: Path) -> list[_RequestedLeaf]:
+    """Returns the leaves that a template requests, by stored key."""
     own = _asked_for(template)
     for keyed in (own, _asked_for(_untracked(template))):
         wanted = [one._replace(key=other.key) for one, other in zip(own, keyed, strict=True)]
@@ -282,23 +281,23 @@ def _wanted(template: Any, stored: Mapping[_Key, Any], path: Path) -> list[_Want
     return wanted
 
 
-def _asked_for(template: Any) -> list[_Wanted]:
+def _asked_for(template: PyTree) -> list[_RequestedLeaf]:
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     tracked = {i for place in touch_state.sites(flat) for i in place.positions}
     keyed = tree_util.tree_leaves_with_path(
         template, is_leaf=lambda node: paths.is_empty(node) or touch_state.is_touch_state(node)
     )
     return [
-        _Wanted(i, _key(path), leaf)
+        _RequestedLeaf(i, _key(path), leaf)
         for i, (path, leaf) in enumerate(keyed)
         if i not in tracked and not paths.is_empty(leaf)
     ]
 
 
-def _untracked(template: Any) -> Any:
+def _untracked(template: PyTree) -> PyTree:
     """The template with optimizer states unwrapped from their ``TrackState``."""
 
-    def is_track_state(node: Any) -> bool:
+    def is_track_state(node: object) -> bool:
         return isinstance(node, TrackState)
 
     return jax.tree.map(
@@ -306,35 +305,35 @@ def _untracked(template: Any) -> Any:
     )
 
 
-def _filled(template: Any, values: Mapping[int, Any]) -> Any:
+def _filled(template: PyTree, values: Mapping[int, object]) -> PyTree:
     leaves, treedef = paths.flatten(template, touch_state.is_touch_state)
     for position, value in values.items():
         leaves[position] = value
     return tree_util.tree_unflatten(treedef, leaves)
 
 
-def _leaves(tree: Any) -> dict[_Key, Any]:
+def _leaves(tree: PyTree) -> dict[_Key, Leaf]:
     """The non-empty leaves of nested dicts and lists, by key."""
     found = tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
     return {_key(path): leaf for path, leaf in found if not paths.is_empty(leaf)}
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return not isinstance(node, (dict, list, tuple)) or not node
 
 
-def _as_stored(leaf: Any) -> Any:
+def _as_stored(leaf: object) -> Leaf:
     """Requests for the leaves that no template requests: Orbax restores all or nothing."""
     if isinstance(leaf, ocp.metadata.StringMetadata):
         return ""
     if isinstance(leaf, ocp.metadata.ScalarMetadata):
-        return dense.a_number(leaf)
+        return orbax_dense.a_number(leaf)
     if isinstance(leaf, ocp.metadata.ArrayMetadata):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return leaf
 
 
-def _key(path: Any) -> _Key:
+def _key(path: tree_util.KeyPath) -> _Key:
     return ocp.tree.str_keypath(path)
 
 

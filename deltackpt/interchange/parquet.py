@@ -7,20 +7,24 @@ import dataclasses
 import json
 import math
 import os
+import types
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deltackpt import inspect
 from deltackpt.__about__ import __version__
 from deltackpt.errors import MissingExtra, OptionError, TemplateMismatch
-from deltackpt.format import blocks, globs
+from deltackpt.format import naming, row_blocks
 from deltackpt.inspect import LazyArray, Step, Table
 from deltackpt.interchange.target import Exported, exported, local_path, published
 from deltackpt.reading.reader import Progress
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _GROUP_BYTES = 32 << 20
 _ROW = "row"
@@ -121,7 +125,7 @@ def export_parquet(
     return exported(goal, found.step, changed=changed)
 
 
-def _pyarrow() -> Any:
+def _pyarrow() -> types.ModuleType:
     try:
         import pyarrow
         import pyarrow.parquet  # noqa: F401
@@ -138,12 +142,12 @@ def _chosen(step: Step, patterns: Sequence[str]) -> list[str]:
     """Names of the tables that match the patterns, sorted."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {name for name in step.tables if globs.matches(pattern, name)}
-        matched = matched or {globs.meant(pattern, step.tables, TemplateMismatch)} & {*step.tables}
+        matched = {name for name in step.tables if naming.matches(pattern, name)}
+        matched = matched or {naming.meant(pattern, step.tables, TemplateMismatch)} & {*step.tables}
         if not matched:
             raise TemplateMismatch(
                 f"step {step.step}: expected a table that matches {pattern!r}, found\n"
-                f"{globs.listed(step.tables)}\nask for one of them"
+                f"{naming.listed(step.tables)}\nask for one of them"
             )
         found |= matched
     return sorted(found)
@@ -160,9 +164,9 @@ def _span(table: Table, rows: tuple[int, int] | None) -> range:
 
 
 def _columns(table: Table, slots: bool) -> list[_Column]:
-    fields = [blocks.VALUES]
+    fields = [row_blocks.VALUES]
     if slots:
-        fields += [blocks.slot_field(slot) for slot in table.slots]
+        fields += [row_blocks.slot_field(slot) for slot in table.slots]
     arrays = {field: table.field(field) for field in fields}
     return [_Column(name, array, _column_dtype(array)) for name, array in arrays.items()]
 
@@ -190,7 +194,7 @@ def _write(
     columns: Sequence[_Column],
     rows: range,
     metadata: Mapping[str, str],
-    count: Any,
+    count: Callable[[int], None],
 ) -> None:
     arrow = _pyarrow()
     schema = _schema(columns, metadata)
@@ -211,7 +215,7 @@ def _write(
             count(len(group) * _row_bytes(columns))
 
 
-def _schema(columns: Sequence[_Column], metadata: Mapping[str, str]) -> Any:
+def _schema(columns: Sequence[_Column], metadata: Mapping[str, str]) -> pa.Schema:
     arrow = _pyarrow()
     fields = [arrow.field(_ROW, arrow.int64(), nullable=False)]
     for column in columns:
@@ -233,7 +237,7 @@ def _schema(columns: Sequence[_Column], metadata: Mapping[str, str]) -> Any:
     )
 
 
-def _arrow_rows(column: _Column, rows: range, arrow: Any) -> Any:
+def _arrow_rows(column: _Column, rows: range, arrow: types.ModuleType) -> pa.Array:
     found = column.array.rows(rows).astype(column.dtype, copy=False)
     flat = arrow.array(np.ascontiguousarray(found).reshape(-1))
     if column.array.ndim == 1:

@@ -18,10 +18,10 @@ from deltackpt.errors import (
     TargetExists,
     UnsupportedRoot,
 )
-from deltackpt.format import globs
+from deltackpt.format import naming
 from deltackpt.inspect import Step
-from deltackpt.inspect.dense import PLACEHOLDERS
-from deltackpt.storage import files, redaction
+from deltackpt.inspect.dense_items import PLACEHOLDERS
+from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_tree, temporary_beside
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
@@ -62,7 +62,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"{redaction.shown(path)}: expected a file system path, found a URL scheme; export to "
             "and import from a local directory, and copy it"
         )
-    return files.user_path(path)
+    return posix.user_path(path)
 
 
 def chosen(step: Step, patterns: str | Sequence[str]) -> set[str]:
@@ -74,12 +74,12 @@ def chosen(step: Step, patterns: str | Sequence[str]) -> set[str]:
     slots = {path for table in step.tables.values() for path in table.leaves.values()}
     every, found = slots | {*step.dense}, set[str]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {name for name in every if globs.matches(pattern, name)}
+        matched = {name for name in every if naming.matches(pattern, name)}
         if not matched and pattern != "**":
             held = (name for name in every if not _is_placeholder(step, name))
             raise OptionError(
                 f"step {step.step}: expected a leaf that matches {pattern!r}, found\n"
-                f"{globs.listed(held)}\nask for some of these"
+                f"{naming.listed(held)}\nask for some of these"
             )
         found |= matched
     return found
@@ -111,7 +111,7 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     temporary = temporary_beside(target)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        free_bytes = files.free_bytes(target.parent)
+        free_bytes = posix.free_bytes(target.parent)
         if free_bytes < needed_bytes:
             raise OutOfSpace(
                 f"{target}: expected room for {needed_bytes:,} bytes, found {free_bytes:,} free; "
@@ -152,7 +152,7 @@ def exported(
     step: int,
     *,
     left_out: Sequence[str] = (),
-    changed: dict[str, str] | None = None,
+    changed: dict[str, str],
 ) -> Exported:
     """Describes a published target."""
     found = sorted(path for path in target.rglob("*") if path.is_file())
@@ -162,7 +162,7 @@ def exported(
         nbytes=sum(path.stat().st_size for path in found),
         files=tuple(path.relative_to(target).as_posix() for path in found),
         left_out=tuple(sorted(left_out)),
-        changed=changed or {},
+        changed=changed,
     )
 
 

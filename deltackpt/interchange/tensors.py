@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a step in the safetensors format, with Hugging Face's conventions for shards.
 
-Rows are streamed; see ``format.safetensors``.
+Rows are streamed; see ``format.dtypes``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from deltackpt import inspect
 from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError
-from deltackpt.format import safetensors
-from deltackpt.format.safetensors import Tensor
+from deltackpt.format import dtypes
+from deltackpt.format.dtypes import SafetensorsTensor
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
-from deltackpt.inspect.dense import PLACEHOLDERS
+from deltackpt.inspect.dense_items import PLACEHOLDERS
 from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.reading.reader import Progress
 
@@ -145,12 +145,12 @@ def _tensors(step: Step, wanted: Collection[str]) -> Iterator[_Tensor]:
 
 
 def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    if name == safetensors.METADATA:
+    if name == dtypes.METADATA:
         raise OptionError(
             f"{name}: expected another leaf name, found the name of safetensors' metadata entry; "
             "rename the leaf, or export to Orbax"
         )
-    if dtype.name in safetensors.NAMES:
+    if dtype.name in dtypes.NAMES:
         return dtype
     if dtype.itemsize == 1:
         for wide in (np.int8, np.uint8, np.float32):
@@ -196,8 +196,8 @@ def _write(
 ) -> None:
     # Wide types first, so that each tensor is aligned.
     ordered = sorted(shard, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    listed = {one.name: Tensor(one.dtype, tuple(one.array.shape)) for one in ordered}
-    file.write(safetensors.header(listed, metadata))
+    listed = {one.name: SafetensorsTensor(one.dtype, tuple(one.array.shape)) for one in ordered}
+    file.write(dtypes.safetensors_header(listed, metadata))
     for tensor in ordered:
         for piece in tensor.pieces():
             data = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))

@@ -19,22 +19,22 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import dtypes, records, wal_epochs
+from deltackpt.format import dtypes, records, wal_format
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.records import Unsound
-from deltackpt.format.segments import ArrayEntry
-from deltackpt.format.soundness import (
+from deltackpt.format.records import (
     MOST,
     MOST_AXES,
     MOST_ZSTD_RATIO,
     STORED_DTYPES,
+    InvalidRecord,
     check_save_id,
     features_in,
     refuse_unknown,
     require,
 )
-from deltackpt.format.wal_epochs import EpochHeader
-from deltackpt.storage.crc import crc32c
+from deltackpt.format.row_blocks import ArrayEntry
+from deltackpt.format.wal_format import EpochHeader
+from deltackpt.storage.digests import crc32c
 
 VERSION = 1
 #: Required for row groups with constant codecs, which have no arrays.
@@ -53,6 +53,8 @@ MOST_PADDING = PAGE_BYTES - 1
 #: Name of the array with the row indices of a row group that is not a few ranges.
 GAPS = "rows.gaps"
 GAPS_DTYPES = ("uint8", "uint16", "uint32", "uint64")
+#: Row group of arrays that were abandoned while they were written.
+REMOVED = "removed"
 #: What the footer records of each chunk.
 CHUNK = np.dtype([("offset", "<u8"), ("nbytes", "<u8"), ("crc32c", "<u4")])
 
@@ -165,7 +167,7 @@ class EpochRef:
           head: its header.
           data: the bytes of the header; None to encode it.
         """
-        data = wal_epochs.to_bytes(head) if data is None else data
+        data = wal_format.epoch_header_bytes(head) if data is None else data
         return cls(number=head.epoch, crc32c=google_crc32c.value(data))
 
 
@@ -182,7 +184,7 @@ class LayerManifest:
       sequence: position among the layers of a WAL; 0 for the layer of a step.
       predecessor: digest of the previous layer; 0 without one.
       epoch: the WAL epoch of a record; None for the layer of a step.
-      schema: the head of a WAL record, see ``format.wal_records``; empty for a step.
+      schema: the head of a WAL record, see ``format.wal_format``; empty for a step.
       row_groups: what the arrays are.
       arrays: in any order.
       features: names of features that a reader must know.
@@ -336,7 +338,7 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
         refuse_unknown(features_in(fields), KNOWN_FEATURES, shown)
         manifest = records.built(LayerManifest, fields)
         _check(manifest)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.damage(shown) from error
     except ValueError as error:
         raise Damaged(shown, "a map of msgpack", str(error)) from error
@@ -388,11 +390,7 @@ def _check_version(version: int, shown: str) -> None:
 
 
 def _check(manifest: LayerManifest) -> None:
-    """Checks a manifest on its own.
-
-    Raises:
-      Unsound: the manifest is invalid.
-    """
+    """Checks a manifest on its own."""
     for place, save_id in (("save_id", manifest.save_id), ("parent", manifest.parent)):
         if save_id is not None:
             check_save_id(save_id, place)
@@ -412,13 +410,13 @@ def _check(manifest: LayerManifest) -> None:
             require(array.row_group in arrays, "a known row group", array.row_group, "row_group")
             own = arrays[array.row_group]
             require(array.name not in own, "another name", array.name, "name")
-        except Unsound as error:
+        except InvalidRecord as error:
             raise error.within(f"arrays.{records.shown(array.name)}") from None
         own[array.name] = array
     for group in manifest.row_groups:
         try:
             _check_rows(group, arrays[group.name].get(GAPS))
-        except Unsound as error:
+        except InvalidRecord as error:
             raise error.within(f"row_groups.{records.shown(group.name)}") from None
 
 

@@ -23,17 +23,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.codecs import of_blocks
-from deltackpt.codecs.block_codec import BlockCodec
+from deltackpt.codecs import block_codecs
+from deltackpt.codecs.block_codecs import BlockCodec
 from deltackpt.errors import Damaged
-from deltackpt.format import blocks, names
-from deltackpt.format.blocks import EncodedBlock, Ranges, RowBlock, Rows, Span, StoredRows
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import MOST
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.records import MOST
+from deltackpt.format.row_blocks import (
+    BLOCKS,
+    ArrayEntry,
+    EncodedBlock,
+    FieldSpec,
+    GroupEntry,
+    Ranges,
+    RowBlock,
+    Rows,
+    Segment,
+    Span,
+    StoredRows,
+)
 from deltackpt.layers.targets import Target, Targets
-from deltackpt.resources import pages
-from deltackpt.resources.memory import empty_buffer
+from deltackpt.resources import host_memory
+from deltackpt.resources.host_memory import empty_buffer
 from deltackpt.resources.runtime import Memory, Runtime
 
 #: Rows decoded at a time; so many stay in the CPU cache until they are written.
@@ -44,8 +54,6 @@ _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 _WINDOW_BYTES, _WINDOWS = 1 << 20, 3
 #: Suffix of the array with the number of elements of each row in ragged arrays.
 _COUNT = "count"
-#: Blocks per call for codecs that cannot change scattered blocks in place.
-_GATHERED_BLOCKS = 1024
 #: Segments with at least this many row indices are read on another thread.
 _MANY_ROWS = 1 << 13
 
@@ -126,12 +134,12 @@ def rows_within(layer: Layer, segment: Segment, span: Span) -> StoredRows:
     """
     layer.check(segment)
     if segment.ranges is not None:
-        rows = blocks.rows_of(segment.ranges)
-        found = blocks.row_slice(rows, *span)
+        rows = row_blocks.rows_of(segment.ranges)
+        found = row_blocks.row_slice(rows, *span)
         return StoredRows(rows[found], found.start)
     held, total = layer.row_indices(segment, *span), layer.groups[segment.group].rows
     if (end := reach(held.rows)[1]) > total:
-        entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
+        entry = next(entry for entry in segment.arrays if entry.name == naming.GAPS)
         raise Damaged(layer.name_of(segment, entry), f"rows below {total}", f"{end - 1}")
     return held
 
@@ -179,7 +187,7 @@ def mark(flags: np.ndarray, rows: Rows) -> None:
     if isinstance(rows, np.ndarray):
         flags[rows] = True
     else:
-        for start, stop in blocks.spans_of(rows):
+        for start, stop in row_blocks.spans_of(rows):
             flags[start:stop] = True
 
 
@@ -242,7 +250,7 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> None:
     for target in targets:
         if target.group != block.group or target.field not in block.fields:
             continue
-        chosen = blocks.row_slice(block.rows, *target.rows)
+        chosen = row_blocks.row_slice(block.rows, *target.rows)
         if chosen.start < chosen.stop:
             _scatter(block, chosen, target)
 
@@ -262,7 +270,7 @@ class Piece:
       targets: the buffers that the rows belong to.
     """
 
-    field: StoredField
+    field: SegmentField
     rows: Rows
     needed: np.ndarray | None
     start: int
@@ -274,7 +282,7 @@ class Piece:
         """Stored bytes of the piece."""
         return sum(
             entry.nbytes * (self.stop - self.start) // max(1, self.field.segment.count)
-            for entry in (*self.field.stored.values(), *self.field.beside)
+            for entry in (*self.field.stored.values(), *self.field.raw_rows)
         )
 
     def run(self, memory: Memory) -> None:
@@ -292,7 +300,7 @@ class Piece:
         lent: list[np.ndarray] = []
 
         def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            lent.append(memory.take(shape, dtype))
+            lent.append(memory.allocate(shape, dtype))
             return lent[-1]
 
         try:
@@ -306,8 +314,8 @@ class Piece:
                     apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
         finally:
             memory.give_back(lent)
-        for beside in self._beside():
-            apply(beside, self.targets)
+        for raw in self._read_raw_rows():
+            apply(raw, self.targets)
 
     def load(self) -> list[RowBlock]:
         """Reads and decodes the piece; a later block overwrites an earlier one.
@@ -317,14 +325,14 @@ class Piece:
         """
         encoded = self._encoded(self._stored(np.empty), len(self.rows))
         decoded = [codecs.decode_block(one, [self.field.spec]) for one in encoded]
-        return [*decoded, *self._beside()]
+        return [*decoded, *self._read_raw_rows()]
 
     def _populate(self) -> None:
         """Allocates the memory of rows that were not written yet, if they are contiguous."""
         if isinstance(self.rows, range):
             for target in self.targets:
-                first, last = blocks.common(target.rows, reach(self.rows))
-                pages.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
+                first, last = row_blocks.common(target.rows, reach(self.rows))
+                host_memory.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
 
     def _direct_target(self) -> np.ndarray | None:
         """Returns the part of a final buffer that raw stored bytes can be read into."""
@@ -363,11 +371,11 @@ class Piece:
             # Blocks that a newer save replaces may decode to NaN here.
             with np.errstate(all="ignore"):
                 if stop - first == len(self.rows):
-                    _decode_blocks(codec, arrays, target.buffer[first:stop])
+                    rows = range(first, stop)
                 else:
-                    rows = np.asarray(self.rows) - target.rows[0]
-                    _decode_scattered(codec, arrays, rows, target.buffer)
-        except ValueError as error:
+                    rows = np.asarray(row_blocks.shifted(self.rows, -target.rows[0]))
+                codec.decode(arrays, rows, target.buffer)
+        except (IndexError, ValueError) as error:
             name = self.field.layer.name_of(self.field.segment, self.field.stored[""])
             raise Damaged(name, "codes of its blocks", str(error)) from error
 
@@ -385,15 +393,15 @@ class Piece:
                 found = {name: np.take(one, chosen, axis=0) for name, one in stored.items()}
             yield EncodedBlock(segment.group, rows, segment.columns, found)
 
-    def _beside(self) -> Iterator[RowBlock]:
+    def _read_raw_rows(self) -> Iterator[RowBlock]:
         """Yields raw rows of the piece, which replace what its codec decoded."""
         field = self.field
-        if not field.beside:
+        if not field.raw_rows:
             return
-        first, last = np.searchsorted(field.beside_at, (self.start, self.stop))
+        first, last = np.searchsorted(field.raw_positions, (self.start, self.stop))
         if first == last:
             return
-        entry, at = field.beside[0], field.beside_at[first:last] - self.start
+        entry, at = field.raw_rows[0], field.raw_positions[first:last] - self.start
         found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
         field.layer.read_into(field.segment, entry, int(first), int(last), found)
         if self.needed is not None:
@@ -408,7 +416,7 @@ class Piece:
 
 
 @dataclasses.dataclass(eq=False)
-class StoredField:
+class SegmentField:
     """One field of a segment, with its spec as the segment has it."""
 
     layer: Source
@@ -418,12 +426,14 @@ class StoredField:
     _windows: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
     #: Ends of the elements of the first rows in ragged arrays: (rows + 1,) int64.
     _ends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    #: Element counts of these rows.
+    _counts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
     def block_codec(self) -> BlockCodec | None:
         """The codec of blocks of dense leaves; None for rows of tables and slots."""
-        return of_blocks.get(self.spec.codec) if self.spec.name == BLOCKS else None
+        return block_codecs.get(self.spec.codec) if self.spec.name == BLOCKS else None
 
     @functools.cached_property
     def is_relative(self) -> bool:
@@ -444,7 +454,7 @@ class StoredField:
         """Returns the elements of a stored array that belong to some rows.
 
         Raises:
-          Damaged: the numbers of elements are missing or altered.
+          Damaged: the element counts are missing or altered.
         """
         if suffix not in self._ragged:
             return start, stop
@@ -464,7 +474,8 @@ class StoredField:
           The elements; None if they are many, or if the rows are those of a table.
         """
         if self._ragged and entry is self.stored[_COUNT]:
-            return np.diff(self._ends_to(stop)[start : stop + 1])
+            self._ends_to(stop)
+            return self._counts[start:stop]
         if not self.has_window(entry, start, stop):
             return None
         size = _window_rows(entry)
@@ -500,28 +511,28 @@ class StoredField:
         return frozenset(suffix for suffix, array in stored.items() if array.ragged)
 
     def _ends_to(self, stop: int) -> np.ndarray:
-        """Returns where the elements of each row end in ragged arrays, for ``stop`` rows or more.
-
-        Segments may claim many more rows than are needed.
-        """
+        """Returns where the elements of at least ``stop`` rows end in ragged arrays."""
         if stop < len(ends := self._ends):
             return ends
         with self._lock:
             have = len(self._ends) - 1
             if have < stop:
                 entry = self.stored[_COUNT]
+                # Segments may claim many more rows than are needed.
                 last = min(entry.shape[0], max(stop, 2 * have, _window_rows(entry)))
-                counts = np.empty(last - have, entry.dtype)
-                self.layer.read_into(self.segment, entry, have, last, counts)
+                counts = np.empty(last, entry.dtype)
+                counts[:have] = self._counts
+                self.layer.read_into(self.segment, entry, have, last, counts[have:])
                 # Summing elements of another width in one call takes three times as long.
-                more = np.zeros(last + 1, np.int64)
-                more[: have + 1], more[have + 1 :] = self._ends, counts
+                more = np.empty(last + 1, np.int64)
+                more[: have + 1], more[have + 1 :] = self._ends, counts[have:]
                 np.cumsum(more[have:], out=more[have:])
+                self._counts = counts
                 self._ends = more
             return self._ends
 
     @functools.cached_property
-    def beside(self) -> tuple[ArrayEntry, ...]:
+    def raw_rows(self) -> tuple[ArrayEntry, ...]:
         """The rows that are stored raw, and their positions; may be empty."""
         if self.block_codec is not None or codecs.of_segment(self.spec.codec).lossless:
             return ()
@@ -529,13 +540,13 @@ class StoredField:
         return tuple(self._entries[name] for name in names if name in self._entries)
 
     @functools.cached_property
-    def beside_at(self) -> np.ndarray:
+    def raw_positions(self) -> np.ndarray:
         """The positions in the segment, ascending, of the raw rows.
 
         Raises:
           Damaged: the array is missing or altered.
         """
-        entry = self.beside[1]
+        entry = self.raw_rows[1]
         out = empty_buffer(entry.shape, np.dtype(entry.dtype))
         self.layer.read_into(self.segment, entry, 0, entry.shape[0], out)
         found = out.astype(np.int64)
@@ -573,7 +584,7 @@ class _Found(NamedTuple):
         return self.layer.groups[self.segment.group]
 
 
-class _Part(NamedTuple):
+class _SegmentRows(NamedTuple):
     """A segment with the rows to merge.
 
     Attributes:
@@ -646,7 +657,7 @@ class _Planner:
         is_overlapping = one.segment.group in self._overlapping
         return one.segment.ranges is None and is_overlapping == overlapping
 
-    def _ranges(self) -> list[list[_Part]]:
+    def _ranges(self) -> list[list[_SegmentRows]]:
         """Ranges of rows of each save, without those that newer ranges replace as a whole."""
         newer: dict[_Kind, tuple[Span, ...]] = {}
         found = []
@@ -656,24 +667,24 @@ class _Planner:
                 held = None if one.segment.ranges is None else self._rows(one)
                 if held is None:
                     continue
-                part, covered = _Part(number, one, held), newer.get(one.kind, ())
-                newer[one.kind] = blocks.joined([*covered, *_spans(held.rows)])
+                part, covered = _SegmentRows(number, one, held), newer.get(one.kind, ())
+                newer[one.kind] = row_blocks.joined([*covered, *_spans(held.rows)])
                 if newer[one.kind] != covered:
                     kept.append(part)
             found.append(kept)
         return found[::-1]
 
     def _oldest_first(
-        self, number: int, parts: Sequence[_Part], gapped: Sequence[_Found]
+        self, number: int, parts: Sequence[_SegmentRows], gapped: Sequence[_Found]
     ) -> Iterator[Piece]:
         """Pieces of one save that are merged as a whole."""
         for part in parts:
             yield from self._pieces(part)
         for one in gapped:
             if (held := self._rows(one)) is not None:
-                yield from self._pieces(_Part(number, one, held))
+                yield from self._pieces(_SegmentRows(number, one, held))
 
-    def _newest_first(self, ranges: Sequence[Sequence[_Part]]) -> Iterator[_Part]:
+    def _newest_first(self, ranges: Sequence[Sequence[_SegmentRows]]) -> Iterator[_SegmentRows]:
         """Yields the segments of each save with the rows that newer saves do not have."""
         older = collections.Counter(
             one.kind for of_save in self._found for one in of_save if self._is_gapped(one)
@@ -697,7 +708,7 @@ class _Planner:
                         rows = held.rows[start:stop]
                         needed[start:stop] = ~flags[rows]
                         flags[rows] = True
-                yield _Part(number, one, held, needed)
+                yield _SegmentRows(number, one, held, needed)
 
     def _flags(self, newer: dict[_Kind, np.ndarray], one: _Found) -> np.ndarray:
         if one.kind not in newer:
@@ -726,14 +737,14 @@ class _Planner:
         first, last = reach(held.rows)
         if any(start <= first and last <= stop for start, stop in over):
             return ((0, len(held.rows)),)
-        chosen = [blocks.row_slice(held.rows, *rows) for rows in over]
-        return blocks.joined((part.start, part.stop) for part in chosen)
+        chosen = [row_blocks.row_slice(held.rows, *rows) for rows in over]
+        return row_blocks.joined((part.start, part.stop) for part in chosen)
 
-    def _pieces(self, part: _Part) -> Iterator[Piece]:
+    def _pieces(self, part: _SegmentRows) -> Iterator[Piece]:
         _, one, held, needed = part
         one.layer.check(one.segment)
         for name in one.segment.fields:
-            field = StoredField(one.layer, one.segment, one.segment.spec(one.group, name))
+            field = SegmentField(one.layer, one.segment, one.segment.spec(one.group, name))
             # Rows without stored arrays are one piece.
             chunk_rows = field.stored[""].chunk_rows if field.stored else one.segment.count
             for low, high in self._wanted(one, held, name):
@@ -753,28 +764,9 @@ def _window_rows(entry: ArrayEntry) -> int:
     return max(1, _WINDOW_BYTES * entry.shape[0] // max(1, entry.nbytes))
 
 
-def _decode_blocks(codec: BlockCodec, arrays: Mapping[str, np.ndarray], data: np.ndarray) -> None:
-    codec.decode(arrays, data if codec.relative else None, data)
-
-
-def _decode_scattered(
-    codec: BlockCodec, arrays: Mapping[str, np.ndarray], rows: np.ndarray, data: np.ndarray
-) -> None:
-    """Decodes some rows of ``data`` in place, or through a copy that stays in the cache."""
-    if isinstance(codec, of_blocks.Sparse):
-        codec.change(arrays, rows, data)
-        return
-    for start in range(0, len(rows), _GATHERED_BLOCKS):
-        part = slice(start, start + _GATHERED_BLOCKS)
-        some = rows[part]
-        out = data[some] if codec.relative else np.empty((len(some), BLOCK), data.dtype)
-        _decode_blocks(codec, {suffix: array[part] for suffix, array in arrays.items()}, out)
-        data[some] = out
-
-
 def _spans(rows: Rows) -> tuple[Span, ...]:
     assert not isinstance(rows, np.ndarray)
-    return blocks.spans_of(rows)
+    return row_blocks.spans_of(rows)
 
 
 def _overlapping(found: Iterable[_Found]) -> set[str]:
@@ -792,7 +784,7 @@ def _overlapping(found: Iterable[_Found]) -> set[str]:
 def _share_cells(one: _Found, other: _Found) -> bool:
     shared = {*one.segment.fields} & {*other.segment.fields}
     split = [one.group.columns(spec) for spec in one.group.fields if spec.name in shared]
-    apart = blocks.common(one.segment.columns, other.segment.columns)
+    apart = row_blocks.common(one.segment.columns, other.segment.columns)
     return bool(split) and (apart[0] < apart[1] or None in split)
 
 
@@ -815,15 +807,11 @@ def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
 
 
 def _as_units(buffer: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views contiguous rows as elements of one large dtype, which numpy moves 1.5 times as fast.
-
-    Args:
-      buffer: (rows, *trailing).
-      values: (other rows, *trailing) of the same dtype.
-    """
+    """Views contiguous rows as elements of one large dtype."""
     row_bytes = math.prod(buffer.shape[1:]) * buffer.itemsize
     whole = buffer.flags.c_contiguous and values.flags.c_contiguous
     if buffer.ndim == 1 or not (whole and row_bytes and buffer.dtype == values.dtype):
         return buffer, values
+    # numpy moves these 1.5 times as fast.
     unit = np.dtype((np.void, row_bytes))
     return buffer.reshape(-1).view(unit), values.reshape(-1).view(unit)

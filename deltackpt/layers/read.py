@@ -11,9 +11,9 @@ import numpy as np
 import zstandard
 
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format.blocks import StoredRows, row_slice, rows_of
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.soundness import MOST
+from deltackpt.format.records import MOST
+from deltackpt.format.row_blocks import StoredRows, row_slice, rows_of
 from deltackpt.layers import footer
 from deltackpt.layers.footer import (
     GAPS,
@@ -95,7 +95,7 @@ class _Memory(NamedTuple):
             at += part.nbytes
 
 
-class Layer:
+class LayerReader:
     """A layer whose footer is verified; everything else is verified when it is read.
 
     Attributes:
@@ -144,13 +144,13 @@ class Layer:
             self._arrays[array.row_group][array.name] = array
             self._chunks[array.row_group, array.name] = own
 
-    def at(self, source: ByteSource) -> Layer:
+    def at(self, source: ByteSource) -> LayerReader:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
         found._source, found._verified = source, set()
         return found
 
-    def loaded(self) -> Layer:
+    def loaded(self) -> LayerReader:
         """Returns the same layer in memory, read with one range; chunks are verified as before.
 
         Raises:
@@ -449,11 +449,7 @@ def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]
 
 
 def _decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
-    """Returns the bytes of a zstd frame that must have a given length.
-
-    Raises:
-      Damaged: it is not one.
-    """
+    """Returns the bytes of a zstd frame that must have a given length."""
     try:
         # Decoding allocates as many bytes as the data claim.
         if (claimed := zstandard.frame_content_size(data)) != nbytes:

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
-from deltackpt.format import blocks, globs, manifest
-from deltackpt.format.blocks import Box, Span
-from deltackpt.format.manifest import Cover, Layout
-from deltackpt.format.segments import GroupEntry, Segment, width
-from deltackpt.resources import memory
+from deltackpt.format import manifest, naming, row_blocks
+from deltackpt.format.manifest import Cover, Layout, Manifest
+from deltackpt.format.row_blocks import Box, Segment, Span, width
+from deltackpt.resources import host_memory
 
 #: Table name to field name to the boxes of it that this process needs.
 Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
@@ -58,7 +56,7 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
     groups = target.group_by_name
     found: dict[str, dict[str, list[Box]]] = {}
     for asked, span in rows.items():
-        name = globs.meant(asked, tables, TemplateMismatch)
+        name = naming.meant(asked, tables, TemplateMismatch)
         if name not in tables:
             raise TemplateMismatch(
                 f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
@@ -101,7 +99,9 @@ def empty_buffers(
             for box in asked.get(spec.name, ()):
                 (start, stop), (first, last) = box
                 trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
-                buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
+                buffer = host_memory.empty_buffer(
+                    (stop - start, *trailing), codecs.dtype_of(spec.dtype)
+                )
                 buffers[table.name][spec.name][box] = buffer
     return buffers, targets_of(buffers, target)
 
@@ -132,21 +132,21 @@ def targets_of(
                         buffer=buffer[: stop - start],
                     )
                 )
-    return Targets(found, target)
+    return Targets(found)
 
 
 class Targets:
     """The buffers that a restore fills, by group, field and rows."""
 
-    def __init__(self, targets: Sequence[Target], target: Layout):
+    def __init__(self, targets: Sequence[Target]):
         """Sorts them.
 
         Args:
           targets: a grid splits boxes of one field: their rows are the same or disjoint.
-          target: the layout of the step.
         """
         self.all = tuple(targets)
-        self._layout = target
+        #: Numbers of rows of a save's groups to the covers of the targets, by group.
+        self._covers: dict[tuple[int, ...], dict[str, Cover]] = {}
         self._sorted: dict[tuple[str, str], list[Target]] = {}
         for one in sorted(targets, key=lambda one: one.rows):
             self._sorted.setdefault((one.group, one.field), []).append(one)
@@ -168,9 +168,17 @@ class Targets:
         ]
         return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
 
-    def touch(self, cover: Cover) -> bool:
-        """Returns whether a shard may contain any wanted row, from its cover alone."""
-        wanted = self._covers.get(cover.group)
+    def touch(self, stored: Manifest, cover: Cover) -> bool:
+        """Returns whether a shard may contain any wanted row, from its cover alone.
+
+        Args:
+          stored: the save's manifest; its tables may have fewer rows than the target layout.
+          cover: the shard's cover.
+        """
+        rows = tuple(group.rows for group in stored.groups)
+        if rows not in self._covers:
+            self._covers[rows] = self._covers_in(stored)
+        wanted = self._covers[rows].get(cover.group)
         return (
             wanted is not None
             and _overlap(wanted.share, cover.share)
@@ -178,20 +186,16 @@ class Targets:
             and any(_overlap(one, other) for one in wanted.tables for other in cover.tables)
         )
 
-    @functools.cached_property
-    def _covers(self) -> dict[str, Cover]:
-        """Returns group to the cover of its targets."""
-        return {
-            group.name: cover
-            for group in self._layout.groups
-            if (cover := self._cover(group)) is not None
-        }
-
-    def _cover(self, group: GroupEntry) -> Cover | None:
-        targets = [one for one in self.all if one.group == group.name]
-        spans = blocks.rows_of(one.rows for one in targets)
-        columns = [one.columns or (0, group.width) for one in targets]
-        return manifest.cover(group, self._layout.tables, spans, columns) if len(spans) else None
+    def _covers_in(self, stored: Manifest) -> dict[str, Cover]:
+        """Returns the cover of the targets in the tables of a save, by group."""
+        found = {}
+        for group in stored.groups:
+            targets = [one for one in self.all if one.group == group.name]
+            spans = row_blocks.rows_of(one.rows for one in targets)
+            columns = [one.columns or (0, group.width) for one in targets]
+            if len(spans):
+                found[group.name] = manifest.cover(group, stored.tables, spans, columns)
+        return found
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes layers: arrays are gathered in private memory while earlier ones are written directly.
+"""Writes layers: arrays are gathered in buffers, which are written while others are filled.
 
-Several threads may gather arrays of one layer; their chunks then alternate in the file. A layer
-that fits into one buffer is a single write: handing it to another thread costs more than it saves.
-The header of a longer one is written last.
+Several threads write long arrays directly from their aligned memory: a copy and a second pass for
+the checksum would cost as much CPU time as gathering the rows. Several threads may write arrays of
+one layer; their chunks then alternate in the file. A layer that fits into one buffer is a single
+write: handing it to another thread costs more than it saves. The header of a longer layer is
+written last.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,20 +25,38 @@ import zstandard
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError, StorageError
-from deltackpt.format.blocks import Rows, Span, spans_of
+from deltackpt.format import naming
+from deltackpt.format.manifest import LayerRef, SaveId
+from deltackpt.format.row_blocks import (
+    BLOCKS,
+    PLAIN,
+    ArrayEntry,
+    Rows,
+    Segment,
+    Span,
+    array_entry,
+    spans_of,
+)
 from deltackpt.layers import footer
 from deltackpt.layers.footer import (
     CHUNK,
     GAPS,
     PAGE_BYTES,
+    REMOVED,
     Compression,
     Header,
+    Kind,
     LayerArray,
     LayerManifest,
     RowGroup,
+    compression_of,
 )
+from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
-from deltackpt.storage.crc import crc32c, joined
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digest, crc32c, joined, joiner
+from deltackpt.storage.parts import StoredArrays
+from deltackpt.storage.posix import DirectFile
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -45,8 +67,9 @@ _ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 _ALIGNMENT = 64
 #: Buffers of a layer: one is filled while the others are written.
 _BUFFERS = 3
-#: Row group of arrays that were abandoned while they were written.
-REMOVED = "removed"
+#: Arrays of at least ``_IN_PLACE_BYTES`` that do not fit into the buffer are written from their own
+#: memory, in pieces of about ``_PIECE_BYTES``.
+_IN_PLACE_BYTES, _PIECE_BYTES = 1 << 20, 4 << 20
 
 
 class WrittenLayer(NamedTuple):
@@ -66,7 +89,7 @@ class WrittenLayer(NamedTuple):
 
 
 class LayerSink(Protocol):
-    """Where layers are written: a ``DirectFile``, or memory. Several threads may write."""
+    """The destination of layers: a ``DirectFile``, or memory. Several threads may write."""
 
     @property
     def path(self) -> Path:
@@ -115,7 +138,7 @@ class LayerFile:
         self._buffer_bytes = buffer_bytes
         self._stop, self._is_durable, self._has_failed = 0, True, False
 
-    def begin(self, manifest: LayerManifest) -> OpenLayer:
+    def begin_layer(self, manifest: LayerManifest) -> OpenLayer:
         """Begins a layer; finish or abandon it before the next call.
 
         Args:
@@ -169,7 +192,7 @@ class OpenLayer:
     """
 
     def __init__(self, file: LayerFile, seed: int):
-        """Created by ``LayerFile.begin``; ``seed`` is that of checksums."""
+        """Created by ``LayerFile.begin_layer``; ``seed`` is that of checksums."""
         self._file, self._seed = file, seed
         self._runtime, self._start = file._runtime, file.nbytes
         self._lock = threading.Lock()
@@ -182,8 +205,8 @@ class OpenLayer:
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
-        #: CRC32C of all flushed bytes but the header.
-        self._crc = 0
+        #: Offset, length and CRC32C of each run of written bytes, without the header.
+        self._runs: list[tuple[int, int, int]] = []
 
     def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
         """Writes the row indices of a row group, unless ``ranges_of`` describes them.
@@ -270,15 +293,15 @@ class OpenLayer:
         header = np.frombuffer(Header.of(manifest, nbytes).page(), np.uint8)
         crc = 0
         if self._file._checksum:
-            first = PAGE_BYTES if self._first == 0 else 0
-            tail = self._buffer[first : self._used - footer.CRC_BYTES]
-            rest = joined(self._crc, crc32c(tail), len(tail))
-            crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
+            crc = crc32c(header)
+            self._add_run(self._used - footer.CRC_BYTES)
+            for _, length, found in sorted(self._runs):
+                crc = joined(crc, found, length)
         if self._first == 0:
             self._buffer[:PAGE_BYTES] = header
             self._file.file.write(self._start, self._buffer[:nbytes])
         else:
-            self._flush(PAGE_BYTES)
+            self._start_write(PAGE_BYTES)
             while self._writes:
                 self._await_write()
             self._buffer[:PAGE_BYTES] = header
@@ -299,25 +322,33 @@ class OpenLayer:
 
     def _flush(self, nbytes: int) -> None:
         """Writes all whole pages, and continues in a buffer with room for ``nbytes``."""
+        self._add_run(self._used // PAGE_BYTES * PAGE_BYTES)
+        self._start_write(nbytes)
+
+    def _start_write(self, nbytes: int) -> None:
         whole = self._used // PAGE_BYTES * PAGE_BYTES
         rest = self._buffer[whole : self._used]
         following = self._next_buffer(nbytes + len(rest))
         following[: len(rest)] = rest
-        if self._file._checksum:
-            done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
-            self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
         write = self._runtime.submit(self._file.file.write, start, self._buffer[:whole])
         self._writes.append((write, self._buffer))
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
 
+    def _add_run(self, stop: int) -> None:
+        """Records the checksum of the buffer up to a position."""
+        if self._file._checksum:
+            start = PAGE_BYTES if self._first == 0 else 0
+            done = self._buffer[start:stop]
+            self._runs.append((self._first + start, len(done), crc32c(done)))
+
     def _next_buffer(self, nbytes: int) -> np.ndarray:
         """Returns a buffer of at least ``nbytes``, after waiting for one to be written."""
         while len(self._writes) >= _BUFFERS - 1:
             self._await_write()
         shape = (max(nbytes, self._file._buffer_bytes),)
-        return self._runtime.memory.take(shape, np.dtype(np.uint8))
+        return self._runtime.memory.allocate(shape, np.dtype(np.uint8))
 
     def _await_write(self) -> None:
         write, buffer = self._writes.popleft()
@@ -337,19 +368,25 @@ class OpenLayer:
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         chunk_bytes = self._file._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
         chunk_rows = max(1, chunk_bytes // row_bytes if row_bytes else shape[0])
+        if row_bytes:
+            # Chunks of whole pages can be read and written without a copy.
+            page_rows = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
+            chunk_rows = chunk_rows // page_rows * page_rows or chunk_rows
         array = _Array(row_group, name, shape, dtype, compression, chunk_rows, row_bytes)
         with self._lock:
             self._arrays.append(array)
         return array
 
     def _remove(self, array: _Array, rows: int) -> None:
-        """Ends an array that nobody will read after some rows."""
+        """Abandons an array after some rows: readers ignore it."""
         with self._lock:
             array.name = f"{array.row_group}/{array.name}.{self._arrays.index(array)}"
             array.row_group, array.shape = REMOVED, (rows, *array.shape[1:])
 
     def _append(self, array: _Array, rows: np.ndarray, crc: int | None = None) -> int | None:
         """Adds whole chunks of an array; returns ``crc`` extended by what was copied."""
+        if crc is None and not array.compression:
+            rows = rows[self._write_in_place(array, rows) :]
         while len(rows) and array.row_bytes:
             if array.compression:
                 count = min(len(rows), array.chunk_rows)
@@ -381,6 +418,52 @@ class OpenLayer:
             self._add_chunk(array, room, padding, nbytes)
             room, padding = room[padding + nbytes :], 0
         return count, crc
+
+    def _write_in_place(self, array: _Array, rows: np.ndarray) -> int:
+        """Adds the first chunks without a copy if possible and useful; returns how many rows."""
+        chunk_bytes = array.chunk_rows * array.row_bytes
+        # The last chunk ends at a page boundary.
+        unit_bytes = math.lcm(chunk_bytes, PAGE_BYTES)
+        nbytes = rows.nbytes // unit_bytes * unit_bytes if unit_bytes else 0
+        if nbytes < _IN_PLACE_BYTES or not (rows.flags.c_contiguous and is_aligned(rows)):
+            return 0
+        with self._lock:
+            if self._used + rows.nbytes <= len(self._buffer):
+                return 0
+            padding = self._room(PAGE_BYTES)[: -self._offset % PAGE_BYTES]
+            padding[:] = 0
+            self._used += len(padding)
+            offset = self._reserve(nbytes)
+        data, join = rows.reshape(-1).view(np.uint8), joiner(chunk_bytes)
+
+        def write(start: int) -> list[int]:
+            piece = data[start : min(start + piece_bytes, nbytes)]
+            places = range(0, len(piece), chunk_bytes)
+            found = [crc32c(piece[place : place + chunk_bytes]) for place in places]
+            self._file.file.write(self._start + offset + start, piece)
+            return found
+
+        piece_bytes = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
+        pieces = self._runtime.map(write, range(0, nbytes, piece_bytes))
+        whole, place = 0, offset
+        before = np.zeros(len(padding), np.uint8)
+        for crc in itertools.chain.from_iterable(pieces):
+            seeded = footer.chunk_crc32c(self._seed, place, before, before[:0])
+            array.chunks.append((place, chunk_bytes, join(seeded, crc)))
+            whole, place, before = join(whole, crc), place + chunk_bytes, before[:0]
+        with self._lock:
+            self._runs.append((offset, nbytes, whole))
+        return nbytes // array.row_bytes
+
+    def _reserve(self, nbytes: int) -> int:
+        """Reserves bytes after the buffer, which ends at a page boundary; returns their offset."""
+        if self._offset == PAGE_BYTES:
+            self._first, self._used = PAGE_BYTES, 0  # The header is written last.
+        elif self._used:
+            self._flush(0)
+        offset = self._first
+        self._first += nbytes
+        return offset
 
     def _padding(self, array: _Array) -> int:
         """Bytes before the next chunk of an array: long arrays begin at a page."""
@@ -528,3 +611,113 @@ def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
     # Uncompressed chunks are recognized by their length, and have no planes.
     shorter = np.frombuffer(found, np.uint8)
     return shorter if len(shorter) < plain.nbytes else plain.reshape(-1).view(np.uint8)
+
+
+class LayerSegmentSink(NamedTuple):
+    """The destination of one segment's arrays in a layer; see ``storage.parts.SegmentSink``."""
+
+    layer: OpenLayer
+    segment: str
+
+    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ArrayWriter:
+        """See ``SegmentSink``."""
+        dtype, compression = np.dtype(entry.dtype), compression_of(entry)
+        return self.layer.array(
+            self.segment, entry.name, entry.shape, dtype, compression, check=held
+        )
+
+    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+        """See ``SegmentSink``."""
+        stored = self.layer.write_rows(self.segment, rows)
+        dtype = np.dtype(np.uint8 if stored is None else stored.dtype)
+        entry = array_entry(naming.GAPS, rows.shape, dtype)
+        return StoredArrays((entry,), entry.nbytes)
+
+
+class LayerShard:
+    """Writes the layer of one process's shard of a delta."""
+
+    def __init__(
+        self,
+        item_dir: Path,
+        save_id: SaveId,
+        parent: SaveId | None,
+        batch: FileBatch,
+        runtime: Runtime,
+        *,
+        process: int,
+        process_count: int,
+    ):
+        """Creates the file.
+
+        Args:
+          item_dir: directory of the item, in the step's temporary directory.
+          save_id: id of the save.
+          parent: id of its parent.
+          batch: fsyncs the file, and keeps its digest.
+          runtime: provides the buffers, and writes them.
+          process: index of this process.
+          process_count: number of processes.
+
+        Raises:
+          StorageError: the file cannot be created.
+        """
+        self._batch = batch
+        self._manifest = LayerManifest(
+            save_id=save_id, parent=parent, process=process, process_count=process_count
+        )
+        file = DirectFile(item_dir / naming.layer_name(process), pace=batch.pace)
+        #: None once the batch has it.
+        self._file: DirectFile | None = file
+        try:
+            self._layer = LayerFile(file, runtime).begin_layer(self._manifest)
+        except BaseException:
+            file.close()
+            raise
+
+    def place(self, segment: str) -> LayerSegmentSink:
+        """Returns the destination of a segment."""
+        return LayerSegmentSink(self._layer, segment)
+
+    def finish(self, segments: Sequence[Segment]) -> LayerRef:
+        """Writes the rest of the file; the caller then fsyncs the batch.
+
+        Args:
+          segments: all segments, whose arrays were written.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        manifest = dataclasses.replace(
+            self._manifest, row_groups=tuple(map(row_group_of, segments))
+        )
+        written = self._layer.finish(manifest)
+        digest = Digest(written.stop, written.crc32c, written.digest)
+        file, self._file = self._file, None
+        assert file is not None
+        self._batch.adopt_open(file, digest)
+        return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
+
+    def abandon(self) -> None:
+        """Closes the file of a save that has failed, unless the batch has it. Idempotent."""
+        if self._file is not None:
+            self._layer.abandon()
+            with contextlib.suppress(StorageError):
+                self._file.close()
+            self._file = None
+
+
+def row_group_of(segment: Segment) -> RowGroup:
+    """Returns the row group with the arrays of a segment."""
+    kind: Kind = "blocks" if BLOCKS in segment.fields else "rows"
+    if segment.group == PLAIN:
+        kind = "item"
+    return RowGroup(
+        name=segment.name,
+        group=segment.group,
+        kind=kind,
+        count=segment.count,
+        columns=segment.columns,
+        ranges=() if segment.ranges is None and not segment.count else segment.ranges,
+        codecs={encoding.field: encoding.codec for encoding in segment.encodings},
+    )

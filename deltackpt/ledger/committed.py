@@ -18,11 +18,11 @@ from typing import IO, Any
 import google_crc32c
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format import names
-from deltackpt.ledger.entries import COMMIT, Hidden, Unit
+from deltackpt.format import naming
+from deltackpt.ledger.entries import COMMIT, Hidden, ObjectKey
 from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage import digests, files
+from deltackpt.storage import digests, posix
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, Stamp, StorePath
 
@@ -54,7 +54,7 @@ def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryv
     return found, nbytes
 
 
-class Committed:
+class CommittedStore:
     """A read-only store of the contents that a journal names; thread-safe."""
 
     def __init__(
@@ -62,18 +62,18 @@ class Committed:
         journal: JournalView,
         *,
         hidden: Callable[[], Hidden] = frozenset,
-        asks: bool = True,
+        refresh: bool = True,
     ):
         """Reads what a journal names; sends no request yet.
 
         Args:
           journal: the journal.
           hidden: returns units that count as removed although the journal names them.
-          asks: whether to read the journal for newer entries; otherwise, only what is known counts.
+          refresh: whether to read newer entries; otherwise, only what is known counts.
         """
         self._journal = journal
         self._hidden = hidden
-        self._asks = asks
+        self._refresh = refresh
         self._digests: dict[str, dict[str, Digest]] = {}
         #: Files stored in segments, by prefix.
         self._segmented: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ class Committed:
         prefix, name, digest = self._file(key)
         if digest.length <= SEGMENT_BYTES:
             at = self._at(prefix, name)
-            data = self._asked(prefix, key, lambda: at.store.get(at.key))
+            data = self._read_committed(prefix, key, lambda: at.store.get(at.key))
         else:
             data = bytearray(digest.length)
             self.read_into(key, 0, [memoryview(data)])
@@ -114,7 +114,7 @@ class Committed:
             pieces, nbytes = _first_bytes(left, SEGMENT_BYTES - inside)
             at = self._at(prefix, name if is_one else segment_name(name, number))
             read = functools.partial(at.store.read_into, at.key, inside, pieces)
-            self._asked(prefix, key, read)
+            self._read_committed(prefix, key, read)
             first += nbytes
 
     def length(self, key: str) -> int:
@@ -147,7 +147,7 @@ class Committed:
     def _below(self, folder: str, *, deep: bool) -> Iterator[str]:
         """Keys below a folder; those of files in units below it only if ``deep``, else folders."""
         inside = f"{folder}/" if folder else ""
-        for unit in self.units(anew=not folder):
+        for unit in self.units(refresh=not folder):
             own = f"{unit.name}/"
             if inside.startswith(own) or (deep and own.startswith(inside)):
                 files = (own + name for name in self._unit_digests(unit))
@@ -161,7 +161,7 @@ class Committed:
         if unit is None:
             inside = tuple(self.folders(folder))
             return Stamp((self.url, folder), inside) if inside or not folder else None
-        prefix = self._place_of(unit)
+        prefix = self._prefix_of(unit)
         if prefix is None:
             return None
         if below:
@@ -176,7 +176,7 @@ class Committed:
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``; files stored in segments are not available through TensorStore."""
         unit, below = _unit_of(folder) or (None, "")
-        prefix = None if unit is None else self._place_of(unit)
+        prefix = None if unit is None else self._prefix_of(unit)
         if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
         # Queried for each chunk that TensorStore reads, although few units have such files.
@@ -205,7 +205,7 @@ class Committed:
 
         def fetch(key: str) -> None:
             path = target / key.removeprefix(f"{folder}/")
-            with files.typed_errors(path, "be written"):
+            with posix.typed_errors(path, "be written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "wb") as file:
                     self._copy(key, file)
@@ -227,17 +227,17 @@ class Committed:
             start += len(piece)
         came.check(f"{self.url}/{key}", digest)
 
-    def units(self, *, anew: bool = True) -> Mapping[Unit, str]:
+    def units(self, *, refresh: bool = True) -> Mapping[ObjectKey, str]:
         """Returns the prefix of each unit's files, below the root of the journal.
 
         Args:
-          anew: whether to query the journal again.
+          refresh: whether to query the journal again.
 
         Raises:
           StorageError: the journal no longer exists, or the store reported an error.
         """
         was_there = self._journal.known.entry.number
-        state = self._journal.state() if anew and self._asks else self._journal.known
+        state = self._journal.state() if refresh and self._refresh else self._journal.known
         if was_there and not state.entry.number:
             raise StorageError(
                 f"{self.url}: expected a journal, found none because the bucket was emptied or "
@@ -250,7 +250,7 @@ class Committed:
             if (unit, one.save_id) not in hidden
         }
 
-    def digests(self, unit: Unit) -> dict[str, Digest]:
+    def digests(self, unit: ObjectKey) -> dict[str, Digest]:
         """Returns the digests of all files of a unit.
 
         Raises:
@@ -259,24 +259,20 @@ class Committed:
         """
         return dict(self._unit_digests(unit))
 
-    def _place_of(self, unit: Unit) -> str | None:
+    def _prefix_of(self, unit: ObjectKey) -> str | None:
         """The prefix of a unit; reads the journal again for an unknown step."""
         found = self._journal.known.standings.get(unit)
         if found is None:
-            return self.units().get(unit) if self._asks and unit.item is None else None
+            return self.units().get(unit) if self._refresh and unit.item is None else None
         return None if (unit, found.save_id) in self._hidden() else found.prefix
 
     def _at(self, prefix: str, name: str) -> StorePath:
         return self._journal.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:
-        """The prefix, relative name and digest of a file.
-
-        Raises:
-          Missing: there is no such file.
-        """
+        """Returns the prefix, relative name and digest of a file."""
         unit, name = _unit_of(key) or (None, "")
-        prefix = None if unit is None else self._place_of(unit)
+        prefix = None if unit is None else self._prefix_of(unit)
         if unit is None or prefix is None or not name:
             raise Missing(f"{self.url}/{key}")
         found = self._unit_digests(unit).get(name)
@@ -284,14 +280,14 @@ class Committed:
             raise Missing(f"{self.url}/{key}")
         return prefix, name, found
 
-    def _unit_digests(self, unit: Unit) -> dict[str, Digest]:
-        prefix = self._place_of(unit)
+    def _unit_digests(self, unit: ObjectKey) -> dict[str, Digest]:
+        prefix = self._prefix_of(unit)
         if prefix is None:
             raise Missing(f"{self.url}/{unit.name}")
         known = self._digests.get(prefix)
         if known is None:
             asked = f"{unit.name}/{COMMIT}"
-            known = self._asked(prefix, asked, lambda: self._read_digests(unit, prefix))
+            known = self._read_committed(prefix, asked, lambda: self._read_digests(unit, prefix))
             with self._lock:
                 self._digests[prefix] = known
                 while len(self._digests) > _KEPT_UNITS:
@@ -300,7 +296,7 @@ class Committed:
                     self._segmented.pop(oldest, None)
         return known
 
-    def _read_digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
+    def _read_digests(self, unit: ObjectKey, prefix: str) -> dict[str, Digest]:
         at = self._at(prefix, COMMIT)
         data, found = at.store.get(at.key), self._journal.known.standings.get(unit)
         crc32c = google_crc32c.value(data)
@@ -309,28 +305,23 @@ class Committed:
         record = digests.digests_from(data, name=at.shown())
         return {name: record.digest(name) for name in record.files}
 
-    def _asked(self, prefix: str, key: str, ask: Any) -> Any:
-        """Requests an object below a prefix.
-
-        Raises:
-          Missing: the unit was retired since it was looked up.
-          Damaged: the unit is still committed, but the object is missing.
-        """
+    def _read_committed(self, prefix: str, key: str, read: Any) -> Any:
+        """Calls ``read``; if the object is missing, names the reason: retired or damaged."""
         try:
-            return ask()
+            return read()
         except Missing as error:
             # Retired concurrently; refresh the catalog so that the next lookup sees it.
-            if prefix not in self.units(anew=True).values():
+            if prefix not in self.units(refresh=True).values():
                 raise Missing(f"{self.url}/{key}") from error
             raise Damaged(key, "the object as committed", error.found) from error
 
 
 @functools.lru_cache(4096)
-def _unit_of(key: str) -> tuple[Unit, str] | None:
+def _unit_of(key: str) -> tuple[ObjectKey, str] | None:
     """The unit that contains a key, and the key's name below it; None if there is none."""
     folder, *parts = key.split("/")
     item = None
-    if folder == names.COMPACTED and len(parts) > 1:
+    if folder == naming.COMPACTED and len(parts) > 1:
         folder, item, *parts = parts
-    step = names.step_number(folder)
-    return None if step is None else (Unit(step, item), "/".join(parts))
+    step = naming.step_number(folder)
+    return None if step is None else (ObjectKey(step, item), "/".join(parts))

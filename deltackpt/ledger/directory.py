@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint directory as a whole: opening, steps, rollback and garbage collection.
+"""A checkpoint directory: opening, steps, rollback and garbage collection.
 
 ``lease`` determines who may write. A backup has the same epochs as its original. A path is
 therefore resolved once, at opening, and every commit goes to that very directory or fails.
@@ -14,36 +14,275 @@ Guarantees for commits, durability and the lease:
 - Everywhere: the check and the rename are two calls. A trainer that pauses between them for longer
   than another needs to start may still add one complete step; it never replaces one.
 - Object stores and every other scheme are rejected: a rename there is not atomic.
+
+Only the trainer can evaluate its preservation policy, so it records the result next to the steps
+after each commit. The note is informational and is not fsynced: a missing or torn note, or one of a
+later version, is ignored.
 """
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deltackpt import events
 from deltackpt.errors import (
     FencedError,
     ForeignDirectory,
     OutOfSpace,
+    RestoreError,
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.format import chain, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import kept, lease
-from deltackpt.ledger.held import Held
+from deltackpt.format import chain, manifest, naming
+from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
+from deltackpt.lazy_import import LazyModule
+from deltackpt.ledger import lease
 from deltackpt.ledger.lease import DirectoryLease, Lease
-from deltackpt.reading import foreign, saves
-from deltackpt.storage import files, redaction
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import stored_saves
+from deltackpt.reading.wal_locations import WalFolder, WalLocation
+from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_path
-from deltackpt.storage.store import FileStore, StorePath
+from deltackpt.storage.store import FileStore, StorePath, store_path
+
+if TYPE_CHECKING:
+    from deltackpt import events
+else:  # Only warnings need it.
+    events = LazyModule("deltackpt.events")
+
+_MAGIC = "deltackpt.kept"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a policy kept when it was last evaluated.
+
+    Attributes:
+      policy: name of the policy's type.
+      newest: the newest step it was evaluated on.
+      steps: the steps that it keeps, ascending, without those that only their chains need.
+    """
+
+    policy: str
+    newest: int
+    steps: tuple[int, ...]
+
+
+def write_kept(root: Path, kept: Kept | None) -> None:
+    """Records what a policy keeps, replacing the previous note; None if it keeps every step.
+
+    Raises:
+      StorageError: writing or removing it failed.
+    """
+    if kept is not None:
+        DurableDir(root, fsync=False).write(root / naming.KEPT, manifest.to_bytes(kept, _MAGIC))
+        return
+    with posix.typed_errors(root / naming.KEPT, "remove"):
+        (root / naming.KEPT).unlink(missing_ok=True)
+
+
+def read_kept(root: StorePath) -> Kept | None:
+    """Returns what a policy keeps; None if there is no readable note.
+
+    Raises:
+      StorageError: the store reported an error.
+    """
+    with contextlib.suppress(RestoreError):
+        data = (root / naming.KEPT).read(naming.KEPT)
+        return manifest.from_bytes(data, Kept, name=naming.KEPT, magic=_MAGIC)
+    return None
+
+
+class WritableRoot(Steps, abc.ABC):
+    """The checkpoint directory that one trainer writes.
+
+    Attributes:
+      path: the local directory in which saves are made: the checkpoint directory, or its staging
+        directory.
+      no_shared_fs: whether each process of a job has a ``path`` that the others do not see.
+      emits_events: whether this process reports background events.
+    """
+
+    no_shared_fs = False
+    emits_events = True
+
+    def __init__(self, store_path: StorePath, item: str, path: Path, given: str | os.PathLike[str]):
+        """Stores its arguments only.
+
+        Args:
+          store_path: the folder from which committed steps are read.
+          item: name of the deltackpt item in a step.
+          path: the local directory in which saves are made.
+          given: the path or URL that the user passed.
+        """
+        super().__init__(store_path, item, given=given)
+        self.path = path
+
+    def step_dir(self, step: int) -> Path:
+        """Returns the path to which a step is renamed; it need not be read from there."""
+        return self.path / str(step)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the lease of ``path``; 0 if another process of the job holds it."""
+        return 0
+
+    @property
+    def opened_dir(self) -> Path:
+        """The directory that was opened: ``path``, or the staging directory that contains it."""
+        return self.path
+
+    def remove_remade(self, temporary: Path) -> None:
+        """Removes what a failed save created in place of a directory that was moved or removed.
+
+        TensorStore creates all parent folders of a file. A directory in use has a lease file.
+        """
+        # It no longer exists, or another process has written there.
+        with contextlib.suppress(OSError):
+            if [*lease.epochs(self.path)]:
+                return
+            DurableDir(temporary.parent).remove(temporary)
+            for folder in (self.path, *self.path.parents):
+                folder.rmdir()
+                if folder == self.opened_dir:
+                    break
+
+    @property
+    def wal_dir(self) -> Path:
+        """The directory of the WAL: where saves are made."""
+        return self.path / naming.LOG
+
+    @property
+    def log_at(self) -> WalLocation:
+        """See ``Steps``."""
+        return WalFolder(store_path(self.wal_dir), self.topics)
+
+    @abc.abstractmethod
+    def check_lease(self, *, refresh: bool = False) -> None:
+        """Checks that no other trainer has taken the lease; called before every commit.
+
+        Args:
+          refresh: whether to query a bucket; otherwise the last known state is used.
+
+        Raises:
+          FencedError: a newer trainer holds it, or another directory has replaced it.
+          StorageError: it no longer exists, or is not readable.
+        """
+
+    @abc.abstractmethod
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """Un-commits every step after ``step``, with a warning.
+
+        Args:
+          step: the step from which training resumes.
+          run: id of the run that resumes.
+
+        Returns:
+          The removed steps.
+        """
+
+    @abc.abstractmethod
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """Removes committed steps; no remaining step may need one of them.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+
+    @abc.abstractmethod
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """Deletes unneeded files in the background; a failure is raised by the next call.
+
+        Args:
+          protected: saves in flight and possible parents; ``Lineage.protected``.
+        """
+
+    @abc.abstractmethod
+    def write_kept(self, kept: Kept | None) -> None:
+        """Records which steps the trainer's policy keeps; None means every step.
+
+        Raises:
+          StorageError: writing failed.
+        """
+
+    def confirm(self) -> None:
+        """Called once every process has its manager: fences the previous holder.
+
+        If it raises, ``abandon`` returns the lease or completes this.
+
+        Raises:
+          FencedError: a newer trainer has started.
+        """
+
+    # Only for directories with tiers.
+
+    def exists(self, save_id: SaveId) -> bool:
+        """Returns whether a save is committed although its step is not in ``path``."""
+        return False
+
+    def base_of(self, save_id: SaveId) -> BaseRef | None:
+        """Returns the compacted base of a save, if it is not in ``path``."""
+        return None
+
+    def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """Called first, by all processes of a job: only saves that all of them have count.
+
+        Args:
+          gather: collects a value from each process, on every process.
+        """
+
+    def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
+        """Records, before the first save, from which save training resumes.
+
+        Args:
+          resumed_from: the save; None if training starts from scratch.
+          run: id of the run that resumes.
+
+        Raises:
+          StorageError: writing failed.
+        """
+
+    def make_room(self, nbytes: int) -> str | None:
+        """Waits until there is room for a save of the given size; called in the background.
+
+        Returns:
+          A warning, or None.
+
+        Raises:
+          FencedError: another trainer has taken over.
+        """
+
+    def stop_waiting(self) -> None:
+        """Ends waiting for room, because the manager is closed."""
+
+    def committed(self) -> None:
+        """Called in the background of a save after its step was renamed into ``path``.
+
+        Raises:
+          StorageError: it did not reach the required tier.
+        """
+
+    def wait_uploaded(self, timeout_secs: float) -> None:
+        """Waits until every save has reached the tier ``Tiers.wait_for``.
+
+        Raises:
+          WaitTimeout: the timeout expired; nothing is lost.
+          FencedError: another trainer has taken over.
+          Damaged: a save cannot reach the tier.
+        """
+
+    def poll_events(self) -> list[events.Event]:
+        """Returns the background events since the last call."""
+        return []
+
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
@@ -52,7 +291,7 @@ _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _PATTERN = frozenset("*?[")
 
 
-class Root(Held):
+class Root(WritableRoot):
     """A checkpoint directory, open for a trainer or read-only."""
 
     def __init__(self, path: Path, item: str, *, given: Path):
@@ -69,7 +308,7 @@ class Root(Held):
         cls,
         directory: str | os.PathLike[str],
         *,
-        item: str = names.EMBEDDINGS_ITEM,
+        item: str = naming.EMBEDDINGS_ITEM,
         read_only: bool = False,
         after_epoch: int | None = None,
         confirmed: bool = True,
@@ -100,7 +339,7 @@ class Root(Held):
                 f"{scheme[1]!r}, which deltackpt does not support; mount it, or save to a local "
                 "directory and run 'deltackpt copy'"
             )
-        given = files.user_path(directory)
+        given = posix.user_path(directory)
         path = Path(os.path.realpath(given))
         if read_only:
             if not path.is_dir():
@@ -125,8 +364,8 @@ class Root(Held):
                 root._lease.sign()
             except OutOfSpace:
                 # ``confirm`` removes leftovers, which may fill the file system, and tries again.
-                found = files.listing(path)
-                if names.TRASH not in found and not any(map(is_leftover, found)):
+                found = posix.listing(path)
+                if naming.TRASH not in found and not any(map(is_leftover, found)):
                     raise
             if confirmed:
                 root._confirm(root._lease)
@@ -136,7 +375,7 @@ class Root(Held):
         return root
 
     def confirm(self) -> None:
-        """See ``Held``: leftovers may be the previous holder's save in flight."""
+        """See ``WritableRoot``: leftovers may be the previous holder's save in flight."""
         if self._lease is not None and not self._lease.is_started:
             self._lease.check(wait=False)
             self._confirm(self._lease)
@@ -156,7 +395,7 @@ class Root(Held):
 
     @property
     def epoch(self) -> int:
-        """See ``Held``."""
+        """See ``WritableRoot``."""
         return 0 if self._lease is None else self._lease.epoch
 
     @property
@@ -176,7 +415,7 @@ class Root(Held):
         Raises:
           StorageError: the directory no longer exists, or is not readable.
         """
-        numbers = map(names.step_number, files.listing(self.path))
+        numbers = map(naming.step_number, posix.listing(self.path))
         return [number for number in numbers if number is not None]
 
     def newest_lease(self) -> Lease | None:
@@ -186,9 +425,9 @@ class Root(Held):
           Damaged: the lease was not signed, or is altered.
         """
         newest = max(lease.epochs(self.path), default=None)
-        return None if newest is None else lease.read_lease(self.path / names.lease_name(newest))
+        return None if newest is None else lease.read_lease(self.path / naming.lease_name(newest))
 
-    def check_lease(self, *, ask: bool = False) -> None:
+    def check_lease(self, *, refresh: bool = False) -> None:
         """Checks that the directory is still the one that was opened, and that its lease is held.
 
         Called before every commit. While a newer trainer starts, it waits for the outcome.
@@ -229,9 +468,9 @@ class Root(Held):
         if not later or self._lease is None:
             return []
         self.check_lease()
-        aside = self.path / names.ROLLED_BACK / run
+        aside = self.path / naming.ROLLED_BACK / run
         self._dir.make(aside)
-        with files.typed_errors(aside, "make a directory"):
+        with posix.typed_errors(aside, "make a directory"):
             fsync_path(aside.parent)  # Another process may have made it, and ended.
         for found in later:
             # A trainer that has lost the lease must not move its successor's steps.
@@ -240,7 +479,7 @@ class Root(Held):
         self._move_bases_aside(step, aside)
         events.warn(
             f"{self.path}: resuming from step {step}, the later steps {sorted(later)} were moved "
-            f"to {names.ROLLED_BACK}/{run}"
+            f"to {naming.ROLLED_BACK}/{run}"
         )
         return later
 
@@ -257,13 +496,13 @@ class Root(Held):
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Moves the compacted bases of later steps aside together with the steps."""
-        bases = saves.compacted_bases(self.store_path, self.item)
+        bases = stored_saves.compacted_bases(self.store_path, self.item)
         for name in bases:
-            number = names.step_number(name)
+            number = naming.step_number(name)
             if number is not None and number > step:
                 self._dir.publish(
-                    names.compacted_dir(self.step_dir(number), self.item),
-                    names.compacted_dir(aside / name, self.item),
+                    naming.compacted_dir(self.step_dir(number), self.item),
+                    naming.compacted_dir(aside / name, self.item),
                 )
 
     def remove_leftovers(self) -> None:
@@ -273,17 +512,17 @@ class Root(Held):
         """
         if self._lease is None or not self._lease.is_newest():
             return
-        for name in files.listing(self.path):
+        for name in posix.listing(self.path):
             if is_leftover(name):
                 # Never committed, so never read; removing it in place works on a full disk.
                 self._dir.remove(self.path / name)
         self.empty_trash()
-        for emptied in self._dir.entries(self.path / names.TRASH):
+        for emptied in self._dir.entries(self.path / naming.TRASH):
             self._dir.remove(emptied)
 
-    def note_kept(self, note: kept.Kept | None) -> None:
-        """See ``Held``."""
-        kept.note(self.path, note)
+    def write_kept(self, note: Kept | None) -> None:
+        """See ``WritableRoot``."""
+        write_kept(self.path, note)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """Removes committed steps by renaming them, newest first; concurrent removals are ignored.
@@ -312,7 +551,7 @@ class Root(Held):
 
     def new_trash(self) -> Path:
         """Returns a new folder to which removed steps are renamed."""
-        return self.path / names.TRASH / uuid.uuid4().hex
+        return self.path / naming.TRASH / uuid.uuid4().hex
 
     def empty_trash(self) -> None:
         """Deletes the steps that were renamed for deletion.
@@ -320,19 +559,20 @@ class Root(Held):
         The renames are fsynced before anything is deleted, so a power cut leaves each step complete
         or absent.
         """
-        removed = [
-            entry
-            for folder in self._dir.entries(self.path / names.TRASH)
-            for entry in self._dir.entries(folder)
-        ]
+        removed = self._trash()
         if removed:
-            with files.typed_errors(self.path / names.TRASH, "force to disk"):
+            with posix.typed_errors(self.path / naming.TRASH, "force to disk"):
                 for folder in {entry.parent for entry in removed}:
                     fsync_path(folder)
-                fsync_path(self.path / names.TRASH)
+                fsync_path(self.path / naming.TRASH)
                 fsync_path(self.path)
         for entry in removed:
             self._dir.remove(entry)
+
+    def _trash(self) -> list[Path]:
+        """The steps that were renamed for deletion; their folders stay until the next start."""
+        folders = self._dir.entries(self.path / naming.TRASH)
+        return [entry for folder in folders for entry in self._dir.entries(folder)]
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """Deletes unneeded files in the background; a failure is raised by the next call.
@@ -348,8 +588,9 @@ class Root(Held):
             before.result()
 
     def _collect(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        bases = self._compacted()
-        if bases:
+        # The first compaction creates it.
+        has_bases = os.path.isdir(self.path / naming.COMPACTED)
+        if has_bases and (bases := self._compacted()):
             # Computed after the bases were listed: a save with one of them as its parent is by now
             # committed or in flight, or did not begin.
             in_flight, saves = protected(), self.saves().values()
@@ -357,7 +598,7 @@ class Root(Held):
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
         # If the lease is lost, the next save reports it.
-        if self._lease is not None and self._lease.is_newest():
+        if self._trash() and self._lease is not None and self._lease.is_newest():
             self.empty_trash()
 
     def _drop_bases(
@@ -375,7 +616,7 @@ class Root(Held):
             self.check_lease()
             trash = self.new_trash()
             for name in dropped:
-                base = names.compacted_dir(self.path / name, self.item)
+                base = naming.compacted_dir(self.path / name, self.item)
                 self._dir.publish(base, trash / name)
                 self._dir.remove_empty(base.parent)  # Unless another item has a base.
 
@@ -394,14 +635,14 @@ class Root(Held):
 
 
 def _refuse_foreign(path: Path) -> None:
-    entries = {name for name in files.listing(path) if not name.startswith(".")}
+    entries = {name for name in posix.listing(path) if not name.startswith(".")}
     if _is_step_dir(path, entries):
         raise ForeignDirectory(
             f"{path}: expected a checkpoint directory, found a step; pass {path.parent} as the "
             f"directory and {path.name} as the step"
         )
-    folders = [path, *(path / name for name in entries if names.step_number(name) is None)]
-    if any((folder / names.PYTREE_METADATA).is_file() for folder in folders):
+    folders = [path, *(path / name for name in entries if naming.step_number(name) is None)]
+    if any((folder / naming.PYTREE_METADATA).is_file() for folder in folders):
         raise ForeignDirectory(
             f"{path}: expected a deltackpt checkpoint directory, found a stock Orbax checkpoint; "
             f"import it into a new directory with 'deltackpt import {path} NEW_DIRECTORY "
@@ -416,10 +657,10 @@ def _refuse_foreign(path: Path) -> None:
 
 def _refuse_other_item(path: Path, item: str) -> None:
     """Rejects a directory whose steps belong to stock Orbax or to another item."""
-    steps = [name for name in files.listing(path) if names.step_number(name) is not None]
+    steps = [name for name in posix.listing(path) if naming.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
-    if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
-        raise foreign.foreign(newest, item)
+    if steps and not (newest / item).is_dir() and stored_saves.is_checkpoint(newest):
+        raise stored_saves.foreign(newest, item)
 
 
 def is_leftover(name: str) -> bool:
@@ -432,21 +673,21 @@ def is_known(name: str) -> bool:
     return (
         name
         in (
-            names.ROLLED_BACK,
-            names.TRASH,
-            names.COMPACTED,
-            names.KEPT,
+            naming.ROLLED_BACK,
+            naming.TRASH,
+            naming.COMPACTED,
+            naming.KEPT,
             "lost+found",
-            names.STEP_METADATA,
+            naming.STEP_METADATA,
         )
-        or names.lease_epoch(name) is not None
-        or names.step_number(name) is not None
+        or naming.lease_epoch(name) is not None
+        or naming.step_number(name) is not None
         or is_leftover(name)
     )
 
 
 def _is_step_dir(path: Path, entries: Collection[str]) -> bool:
     """Returns whether a directory with the given entries is a step, not a checkpoint directory."""
-    return names.STEP_DIGESTS in entries or any(
-        (path / name / names.manifest_name(0)).exists() for name in entries if not is_known(name)
+    return naming.STEP_DIGESTS in entries or any(
+        (path / name / naming.manifest_name(0)).exists() for name in entries if not is_known(name)
     )

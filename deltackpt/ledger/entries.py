@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest, names, records
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Kind, ParentRef, RollingShare, SaveId
-from deltackpt.format.soundness import refuse_unknown
+from deltackpt.format import manifest, naming, records
+from deltackpt.format.manifest import Kind, ParentRef, SaveId, SaveInfo
+from deltackpt.format.records import refuse_unknown
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
@@ -41,8 +40,8 @@ _PREFIX = re.compile(r"(saves|bases)/(0|[1-9]\d*)\.([1-9]\d*)\.([0-9a-f]{8,32})(
 _LOG = re.compile(r"log/(0|[1-9]\d*)\.([1-9]\d*)\.[0-9a-f]{8,32}")
 
 
-class Unit(NamedTuple):
-    """What is committed atomically: a step, or the compacted base of one of its items."""
+class ObjectKey(NamedTuple):
+    """Names what is committed atomically: a step, or the compacted base of one of its items."""
 
     step: int
     item: str | None = None
@@ -52,14 +51,14 @@ class Unit(NamedTuple):
         """Its path below the checkpoint directory."""
         if self.item is None:
             return str(self.step)
-        return f"{names.COMPACTED}/{self.step}/{self.item}"
+        return f"{naming.COMPACTED}/{self.step}/{self.item}"
 
 
 #: Units with their save: a compacted base has the id of its step, and remains.
-Hidden = frozenset[tuple[Unit, SaveId]]
+Hidden = frozenset[tuple[ObjectKey, SaveId]]
 
 
-def prefix_of(unit: Unit, epoch: int, token: str) -> str:
+def prefix_of(unit: ObjectKey, epoch: int, token: str) -> str:
     """Returns the prefix of a unit's files: unique to one upload, never reused.
 
     Args:
@@ -107,7 +106,7 @@ def copied_name(name: str) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Standing:
+class CatalogEntry:
     """A committed step or compacted base.
 
     Attributes:
@@ -120,7 +119,6 @@ class Standing:
       nbytes: size of its arrays.
       stored_bytes: total size of its files.
       crc32c: CRC32C of its ``commit.msgpack``.
-      rolling: same as in ``SaveInfo``.
     """
 
     step: int
@@ -132,12 +130,11 @@ class Standing:
     nbytes: int
     stored_bytes: int
     crc32c: int
-    rolling: RollingShare | None = None
 
     @property
-    def unit(self) -> Unit:
+    def object_key(self) -> ObjectKey:
         """Its unit."""
-        return Unit(self.step, self.item)
+        return ObjectKey(self.step, self.item)
 
     @functools.cached_property
     def info(self) -> SaveInfo:
@@ -148,13 +145,12 @@ class Standing:
             parent=self.parent,
             step_dir=str(self.step),
             nbytes=self.nbytes,
-            rolling=self.rolling,
         )
 
     @classmethod
     def of(
-        cls, info: SaveInfo, unit: Unit, prefix: str, *, stored_bytes: int, crc32c: int
-    ) -> Standing:
+        cls, info: SaveInfo, unit: ObjectKey, prefix: str, *, stored_bytes: int, crc32c: int
+    ) -> CatalogEntry:
         """Returns the record of a save whose files are under a prefix."""
         return cls(
             step=unit.step,
@@ -166,12 +162,11 @@ class Standing:
             nbytes=info.nbytes,
             stored_bytes=stored_bytes,
             crc32c=crc32c,
-            rolling=info.rolling,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Claim:
+class LeaseClaim:
     """A trainer's claim of the checkpoint directory, and the save from which it resumed.
 
     Attributes:
@@ -197,7 +192,7 @@ class RolledBack:
     """
 
     run: str
-    standing: Standing
+    standing: CatalogEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,9 +232,9 @@ class Entry:
     number: int = 0
     nonce: str = ""
     previous: str = ""
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[LeaseClaim, ...] = ()
     withdrawn: int = 0
-    standings: tuple[Standing, ...] = ()
+    standings: tuple[CatalogEntry, ...] = ()
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
     rolled_back: tuple[RolledBack, ...] = ()
     logs: tuple[LogRef, ...] = ()
@@ -257,22 +252,22 @@ class State:
     entry: Entry
 
     @functools.cached_property
-    def standings(self) -> Mapping[Unit, Standing]:
+    def standings(self) -> Mapping[ObjectKey, CatalogEntry]:
         """The committed units."""
-        return {one.unit: one for one in self.entry.standings}
+        return {one.object_key: one for one in self.entry.standings}
 
     @functools.cached_property
-    def uploads(self) -> frozenset[tuple[Unit, SaveId]]:
+    def uploads(self) -> frozenset[tuple[ObjectKey, SaveId]]:
         """The committed units, each with its save."""
         return frozenset((unit, one.save_id) for unit, one in self.standings.items())
 
     @property
-    def claim(self) -> Claim | None:
+    def claim(self) -> LeaseClaim | None:
         """The newest claim; None if there was never one."""
         return self.entry.claims[-1] if self.entry.claims else None
 
     @property
-    def trainer(self) -> Claim | None:
+    def trainer(self) -> LeaseClaim | None:
         """The claim of the trainer that may be running; None if none can be.
 
         A pending claim may be withdrawn, so it does not hide an earlier trainer.
@@ -295,18 +290,18 @@ class State:
         """The epoch of the next claim, which no claim had before."""
         return max(self.epoch, self.entry.withdrawn) + 1
 
-    def is_past(self, epoch: int) -> bool:
+    def is_superseded(self, epoch: int) -> bool:
         """Returns whether no claim of an epoch can write any more."""
         return epoch != self.epoch and epoch < self.next_epoch
 
     @functools.cached_property
-    def steps(self) -> dict[int, Standing]:
+    def steps(self) -> dict[int, CatalogEntry]:
         """The committed steps, ascending."""
         found = ((unit.step, one) for unit, one in self.standings.items() if unit.item is None)
         return dict(sorted(found))
 
     @functools.cached_property
-    def bases(self) -> dict[Unit, Standing]:
+    def bases(self) -> dict[ObjectKey, CatalogEntry]:
         """The compacted bases."""
         return {unit: one for unit, one in self.standings.items() if unit.item is not None}
 
@@ -317,9 +312,9 @@ class State:
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
-    def with_unit(self, standing: Standing) -> Entry:
+    def with_committed(self, standing: CatalogEntry) -> Entry:
         """Returns the entry after the commit of a unit, which replaces an earlier upload."""
-        every = {**self.standings, standing.unit: standing}
+        every = {**self.standings, standing.object_key: standing}
         promoted = dict(self.entry.promoted)
         if standing.item is None:
             run, attempt = standing.save_id.run, standing.save_id.attempt
@@ -342,16 +337,16 @@ class State:
             logs=tuple(one for one in entry.logs if one.prefix not in prefixes),
         )
 
-    def held(self, save_id: SaveId) -> bool:
+    def was_committed(self, save_id: SaveId) -> bool:
         """Returns whether a save was ever committed here, even if it has been removed since."""
         return self.entry.promoted.get(save_id.run, -1) >= save_id.attempt
 
-    def stands(self, save_id: SaveId) -> bool:
+    def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save, or its compacted base, is committed."""
         return any(one.save_id == save_id for one in self.standings.values())
 
 
-def _order(unit: Unit) -> tuple[int, str]:
+def _order(unit: ObjectKey) -> tuple[int, str]:
     return unit.step, unit.item or ""
 
 
@@ -394,10 +389,10 @@ def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
     fields = records.fields_of(data, name=name, magic=ENTRY_MAGIC)
     if fields.get("number") != number:
         raise Damaged(name, f"the entry with number {number}", records.shown(fields.get("number")))
-    return fields.get("nonce", ""), fields.get("previous", "")
+    return str(fields.get("nonce", "")), str(fields.get("previous", ""))
 
 
-def check(name: str, standings: Iterable[Standing]) -> None:
+def check(name: str, standings: Iterable[CatalogEntry]) -> None:
     """Checks that records refer only to their own unit's locations.
 
     Raises:
@@ -408,10 +403,10 @@ def check(name: str, standings: Iterable[Standing]) -> None:
         folder, step, item = (match[1], int(match[2]), match[5]) if match else (None, None, None)
         expected = SAVES if one.item is None else BASES
         if (folder, step, item) != (expected, one.step, one.item) or (
-            one.item is not None and not names.is_item_name(one.item)
+            one.item is not None and not naming.is_item_name(one.item)
         ):
             shown = records.shown(one.prefix)
-            raise Damaged(name, f"a prefix of {one.unit.name!r}", shown)
+            raise Damaged(name, f"a prefix of {one.object_key.name!r}", shown)
         if one.save_id.step != one.step:
             raise Damaged(name, f"a save of step {one.step}", f"save id {one.save_id}")
 

@@ -48,13 +48,13 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries, lease
 from deltackpt.ledger.entries import (
-    Claim,
+    CatalogEntry,
     Entry,
+    LeaseClaim,
     LogRef,
+    ObjectKey,
     RolledBack,
-    Standing,
     State,
-    Unit,
 )
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
@@ -94,9 +94,9 @@ class Journal(JournalView):
         """
         super().__init__(root)
         self._while_waiting = while_waiting
-        self._claim: Claim | None = None
+        self._claim: LeaseClaim | None = None
         #: Holder of the claim that ``claim`` took, or tried to take.
-        self._taken: str | None = None
+        self._claimed_holder: str | None = None
         #: Prefixes of entries without a response, by entry number.
         self._sent: dict[str, int] = {}
         #: Prefixes of uploads that were abandoned here, and of units removed here.
@@ -110,12 +110,12 @@ class Journal(JournalView):
     # ---- claims
 
     @property
-    def claimed(self) -> Claim:
+    def claimed(self) -> LeaseClaim:
         """The claim under which this journal writes."""
         assert self._claim is not None
         return self._claim
 
-    def claim(self, *, after_epoch: int | None = None, pending: bool = False) -> Claim:
+    def claim(self, *, after_epoch: int | None = None, pending: bool = False) -> LeaseClaim:
         """Claims the directory: the previous holder can no longer commit.
 
         Args:
@@ -127,8 +127,8 @@ class Journal(JournalView):
           Damaged, FormatTooNew: the newest entry is not readable.
           StorageError: the store reported an error.
         """
-        taken = Lease.new(0, pending=pending)
-        holder = self._taken = taken.holder
+        lease = Lease.new(0, pending=pending)
+        holder = self._claimed_holder = lease.holder
         self._is_replaced = False
 
         def change(state: State) -> Entry | None:
@@ -139,7 +139,7 @@ class Journal(JournalView):
                     f"{self.root}: expected its claim at epoch {after_epoch}, found epoch "
                     f"{state.epoch}: a trainer started concurrently; it collects garbage itself"
                 )
-            own = Claim(lease=dataclasses.replace(taken, epoch=state.next_epoch))
+            own = LeaseClaim(lease=dataclasses.replace(lease, epoch=state.next_epoch))
             claims = (*state.entry.claims, own)[-entries.MOST_CLAIMS :]
             return dataclasses.replace(state.entry, claims=claims)
 
@@ -182,7 +182,11 @@ class Journal(JournalView):
 
         def change(state: State) -> Entry | None:
             claims = state.entry.claims
-            own = [number for number, one in enumerate(claims) if one.lease.holder == self._taken]
+            own = [
+                number
+                for number, one in enumerate(claims)
+                if one.lease.holder == self._claimed_holder
+            ]
             if not own or claims[own[0]].began:
                 return None
             before, later = claims[: own[0]], claims[own[0] + 1 :]
@@ -192,10 +196,10 @@ class Journal(JournalView):
             withdrawn = max(claims[own[0]].lease.epoch, state.entry.withdrawn)
             return dataclasses.replace(state.entry, claims=(*before, *later), withdrawn=withdrawn)
 
-        if self._taken is not None:
+        if self._claimed_holder is not None:
             self._change(change)
 
-    def resume(self, holder: str | None = None, *, wait: bool = False) -> Claim:
+    def resume(self, holder: str | None = None, *, wait: bool = False) -> LeaseClaim:
         """Continues under the newest claim.
 
         Args:
@@ -207,7 +211,7 @@ class Journal(JournalView):
           StorageError: the store reported an error.
         """
 
-        def newest() -> Claim:
+        def newest() -> LeaseClaim:
             state = self.state()
             found = state.claim
             if self._lost or found is None or holder not in (None, found.lease.holder):
@@ -281,11 +285,11 @@ class Journal(JournalView):
             copies = (entries.copy_name(entry_name(one)) for one in sorted(old))
             self.root.store.delete(map(self._key, copies))
 
-    def begin(self, goes_on: SaveId | None, stages: Iterable[str] = ()) -> None:
+    def begin_run(self, resumed_from: SaveId | None, stages: Iterable[str] = ()) -> None:
         """Records, before the first save under the claim, from which save training resumes.
 
         Args:
-          goes_on: the restored save; None if training starts from scratch.
+          resumed_from: the restored save; None if training starts from scratch.
           stages: ids of its processes' staging directories.
 
         Raises:
@@ -295,7 +299,7 @@ class Journal(JournalView):
         def change(state: State) -> Entry | None:
             claim = state.entry.claims[-1]
             began = dataclasses.replace(
-                _started(claim), began=True, goes_on=goes_on, stages=(*stages,)
+                _started(claim), began=True, goes_on=resumed_from, stages=(*stages,)
             )
             if began == claim:
                 return None
@@ -305,18 +309,20 @@ class Journal(JournalView):
 
     # ---- commits
 
-    def prefix(self, unit: Unit, token: str | None = None) -> str:
+    def prefix(self, unit: ObjectKey, token: str | None = None) -> str:
         """Returns a new prefix for the files of a unit, below the root."""
         epoch = self.claimed.lease.epoch
         return entries.prefix_of(unit, epoch, token or uuid.uuid4().hex[:12])
 
-    def commit(self, standing: Standing, *, alone: bool = False, anew: bool = False) -> Standing:
+    def commit(
+        self, standing: CatalogEntry, *, alone: bool = False, replace: bool = False
+    ) -> CatalogEntry:
         """Makes a step or a compacted base visible after its files were uploaded.
 
         Args:
           standing: its record, with a prefix of this claim.
           alone: whether a base may be committed without its step, as in a copy.
-          anew: whether it replaces an earlier upload of the same save, for example a damaged one.
+          replace: whether it replaces an earlier upload of the same save, such as a damaged one.
 
         Returns:
           The save's committed record; that of another upload if it came first.
@@ -328,12 +334,12 @@ class Journal(JournalView):
           StorageError: the store reported an error or did not answer; the next call determines
             whether the unit was committed.
         """
-        unit, save_id = standing.unit, standing.save_id
+        unit, save_id = standing.object_key, standing.save_id
 
         def change(state: State) -> Entry | None:
             there = state.standings.get(unit)
             if there is None:
-                if unit.item is None and state.held(save_id) and not anew:
+                if unit.item is None and state.was_committed(save_id) and not replace:
                     return None  # It was committed, and has been retired since.
                 self._require_parent(state, standing, alone=alone)
             elif there.save_id != save_id:
@@ -341,14 +347,14 @@ class Journal(JournalView):
                     f"{self.root}: expected no {unit.name}, or save id {save_id}, found save id "
                     f"{there.save_id}, which was not touched; roll back to an earlier step first"
                 )
-            elif not anew or there.prefix == standing.prefix:
+            elif not replace or there.prefix == standing.prefix:
                 return None
-            return state.with_unit(standing)
+            return state.with_committed(standing)
 
         state = self._change_own(change, standing.prefix)
         return state.standings.get(unit, standing)
 
-    def _require_parent(self, state: State, standing: Standing, *, alone: bool) -> None:
+    def _require_parent(self, state: State, standing: CatalogEntry, *, alone: bool) -> None:
         parent = standing.parent
         if standing.item is not None:
             of = state.steps.get(standing.step)
@@ -359,7 +365,7 @@ class Journal(JournalView):
                     "compact again"
                 )
         elif parent is not None and not (
-            state.stands(parent.save_id) or state.stands(standing.save_id)
+            state.exists(parent.save_id) or state.exists(standing.save_id)
         ):
             raise BrokenChain(
                 f"{self.root}: step {standing.step}: expected its parent {parent.step_dir} (save "
@@ -401,7 +407,7 @@ class Journal(JournalView):
         Raises:
           FencedError, StorageError: as ``commit``.
         """
-        later: list[Standing] = []
+        later: list[CatalogEntry] = []
 
         def change(state: State) -> Entry | None:
             found = [
@@ -449,7 +455,7 @@ class Journal(JournalView):
 
     # ---- sweeping
 
-    def give_up(self, prefix: str) -> None:
+    def abandon_upload(self, prefix: str) -> None:
         """Abandons an upload: ``sweep`` deletes its files once it can no longer be committed."""
         self._failed.add(prefix)
 
@@ -465,13 +471,13 @@ class Journal(JournalView):
         """
         state = self.check()
         count = 0
-        for keys in self.left_over(state).values():
+        for keys in self.find_leftovers(state).values():
             self.root.store.delete(keys)
             count += len(keys)
         self._failed = {prefix for prefix in self._failed if not self._is_over(state, prefix)}
         return count
 
-    def left_over(self, state: State) -> dict[str, list[str]]:
+    def find_leftovers(self, state: State) -> dict[str, list[str]]:
         """Returns prefixes of uploads that no entry names or ever can, with the keys below them."""
         found: dict[str, list[str]] = {}
         for folder in (entries.SAVES, entries.BASES, entries.LOGS):
@@ -490,7 +496,7 @@ class Journal(JournalView):
         epoch = entries.prefix_epoch(prefix)
         if epoch is None or prefix in state.prefixes:
             return False
-        if state.is_past(epoch):
+        if state.is_superseded(epoch):
             return True
         return prefix in self._failed and state.entry.number >= self._sent.get(prefix, 0)
 
@@ -515,11 +521,7 @@ class Journal(JournalView):
     # ---- changing the state
 
     def _change_own(self, change: Change, prefix: str | None = None) -> State:
-        """Like ``_change``, but only under the claim.
-
-        Raises:
-          FencedError: another trainer has the claim.
-        """
+        """Like ``_change``, but only under the claim."""
 
         def checked(state: State) -> Entry | None:
             self._require_claim(state)
@@ -541,19 +543,12 @@ class Journal(JournalView):
                 return found
 
     def _change(self, change: Change, prefix: str | None = None) -> State:
-        """Applies a change to the newest state.
-
-        Args:
-          change: computes the change of a state. It is called again if another entry came first, or
-            if a response was lost; it must detect from the state whether it was already applied.
-          prefix: the prefix that the change makes visible.
-
-        Returns:
-          The state after the change.
-        """
+        """Applies a change, which makes ``prefix`` visible, to the newest state; returns that."""
         with self._writing:
             fresh = self._stale
             state = self.state() if fresh else self.known
+            # ``change`` is called again if another entry came first or a response was lost, so it
+            # must detect from the state whether it was already applied.
             while True:
                 try:
                     changed = change(state)
@@ -643,7 +638,7 @@ class Journal(JournalView):
             return _Pending(str(error), {one.lease.epoch: one.lease for one in later})
         return error
 
-    def _fenced(self, newest: Claim | None, holder: str | None) -> FencedError:
+    def _fenced(self, newest: LeaseClaim | None, holder: str | None) -> FencedError:
         own = "a claim" if holder is None else f"to hold its claim (holder {holder[:8]})"
         found = "none: the journal was removed, as when the bucket is emptied"
         if self._lost:
@@ -658,9 +653,9 @@ class Journal(JournalView):
         )
 
 
-def _has_same_holder(claim: Claim, other: Claim) -> bool:
+def _has_same_holder(claim: LeaseClaim, other: LeaseClaim) -> bool:
     return claim.lease.holder == other.lease.holder
 
 
-def _started(claim: Claim) -> Claim:
+def _started(claim: LeaseClaim) -> LeaseClaim:
     return dataclasses.replace(claim, lease=dataclasses.replace(claim.lease, pending=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The write lease of a directory.
+"""The write lease of a directory, and file locks.
 
 Each epoch has a lease file, ``lease.<epoch>.msgpack``, created with ``O_EXCL``: if two trainers
 start at the same moment, one gets the epoch and the other the next. The newest epoch holds the
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import socket
 import time
@@ -35,16 +36,62 @@ import numpy as np
 
 from deltackpt.errors import (
     Damaged,
+    DeltackptError,
     FencedError,
     FormatTooNew,
     InUse,
     RestoreError,
     StorageError,
 )
-from deltackpt.format import manifest, names
-from deltackpt.storage import files
-from deltackpt.storage.posix import DirectFile, fsync_path
-from deltackpt.storage.store import Stamp
+from deltackpt.format import manifest, naming
+from deltackpt.storage import posix
+from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
+
+
+@contextlib.contextmanager
+def file_lock(
+    name: Path,
+    refusal: DeltackptError,
+    *,
+    make_folder: bool = False,
+    private: bool = False,
+) -> Iterator[None]:
+    """Holds a lock against other processes, and against other holders in this one.
+
+    A holder may remove the file and its folder as its last action.
+
+    Args:
+      name: the lock file, which is created.
+      refusal: the error to raise if the lock is held.
+      make_folder: whether to create its folder as well.
+      private: whether only this user can access the file, for any umask.
+
+    Raises:
+      StorageError: the file cannot be created.
+    """
+    with contextlib.ExitStack() as stack:
+        with posix.typed_errors(name, "be locked"):
+            while True:
+                if make_folder:
+                    DurableDir(name.parent).create()
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                    descriptor = os.open(name, flags, 0o600 if private else 0o666)
+                    stack.callback(os.close, descriptor)
+                except FileNotFoundError:
+                    if make_folder:
+                        continue  # The previous holder is exiting.
+                    raise
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise refusal from error
+                # The locked file must still be the one with that name.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), name.stat()):
+                        break
+        yield
+
 
 _MAGIC = "deltackpt.lease"
 #: How long the previous holder waits for each trainer to start or to withdraw its claim. A start
@@ -173,11 +220,11 @@ class DirectoryLease:
         self._grace = Grace(_POLL_SECS)
         #: Whether the file names the holder, and whether older names were removed.
         self.is_signed = self.is_started = False
-        with files.typed_errors(path, "be opened"):
+        with posix.typed_errors(path, "be opened"):
             descriptor = os.open(path, os.O_RDONLY)
         # While it is open, no other directory can have its inode.
         self._unpin = weakref.finalize(self, os.close, descriptor)
-        self._stamp = Stamp.of(os.fstat(descriptor))
+        self._opened = os.fstat(descriptor)
         try:
             while not self._claim(after_epoch):
                 pass  # Another trainer took the epoch.
@@ -193,7 +240,7 @@ class DirectoryLease:
                 "trainer started concurrently; it collects garbage itself"
             )
         self._own = Lease.new(newest + 1)
-        with files.typed_errors(self._name, "take the lease", full=_FULL):
+        with posix.typed_errors(self._name, "take the lease", full=_FULL):
             try:
                 self._name.touch(exist_ok=False)
             except FileExistsError:
@@ -213,7 +260,7 @@ class DirectoryLease:
 
     @property
     def _name(self) -> Path:
-        return self._path / names.lease_name(self.epoch)
+        return self._path / naming.lease_name(self.epoch)
 
     def sign(self) -> None:
         """Writes the holder into the file; a torn file reads as a trainer that is starting.
@@ -237,7 +284,7 @@ class DirectoryLease:
         with contextlib.suppress(OSError, StorageError):
             for epoch in epochs(self._path):
                 if epoch < self.epoch:
-                    (self._path / names.lease_name(epoch)).unlink(missing_ok=True)
+                    (self._path / naming.lease_name(epoch)).unlink(missing_ok=True)
 
     def withdraw(self) -> None:
         """Returns the lease to the previous holder, unless ``start`` was called; closes it.
@@ -313,7 +360,7 @@ class DirectoryLease:
     def _check_place(self) -> None:
         """Checks that the claimed directory is still at its path."""
         try:
-            is_same = self._stamp.same(Stamp.of(os.stat(self._path)))
+            is_same = os.path.samestat(self._opened, os.stat(self._path))
         except OSError as error:
             raise StorageError(
                 f"{self._path}: expected the directory where it was opened, found "
@@ -325,7 +372,7 @@ class DirectoryLease:
             raise self._fenced(f"another directory in its place, with {held}")
         # A missing link is not an error: it may be about to be recreated.
         with contextlib.suppress(OSError):
-            if not self._stamp.same(Stamp.of(os.stat(self._given))):
+            if not os.path.samestat(self._opened, os.stat(self._given)):
                 raise self._fenced(f"that the link {self._given} points to another directory now")
 
     def _holder(self, newest: int) -> str:
@@ -333,7 +380,7 @@ class DirectoryLease:
         if newest < self.epoch:
             return "its file removed, so that another trainer may hold the directory undetected"
         try:
-            return str(read_lease(self._path / names.lease_name(newest)))
+            return str(read_lease(self._path / naming.lease_name(newest)))
         except FormatTooNew:
             return f"epoch {newest} held by a trainer of a newer deltackpt"
         except RestoreError:
@@ -349,8 +396,8 @@ class DirectoryLease:
 
 def epochs(path: Path) -> Iterator[int]:
     """Returns the epochs of a directory's leases, in no order."""
-    for name in files.listing(path):
-        epoch = names.lease_epoch(name)
+    for name in posix.listing(path):
+        epoch = naming.lease_epoch(name)
         if epoch is not None:
             yield epoch
 
@@ -361,7 +408,7 @@ def read_lease(path: Path) -> Lease:
     Raises:
       Damaged: the lease was not signed, is altered, or is invalid.
     """
-    lease = manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+    lease = manifest.from_bytes(posix.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
     if not 0 <= lease.since_secs < _MOST_SECS:
         raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
     return lease
@@ -370,7 +417,7 @@ def read_lease(path: Path) -> Lease:
 def claimant(path: Path, epoch: int) -> Lease | None:
     """Returns the holder of an epoch; None if its lease is not readable."""
     with contextlib.suppress(RestoreError):
-        return read_lease(path / names.lease_name(epoch))
+        return read_lease(path / naming.lease_name(epoch))
     return None
 
 

@@ -14,13 +14,13 @@ from deltackpt.errors import (
     RestoreError,
     StorageError,
 )
-from deltackpt.format import names, records
+from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import Committed
+from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
-from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.ledger.view import JOURNAL, JournalView
 from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage import buckets
@@ -32,14 +32,14 @@ class BucketSteps(Steps):
 
     def __init__(self, journal: JournalView, item: str):
         """Reads the steps from a journal; sends no request yet."""
-        super().__init__(StorePath(Committed(journal), ""), item, given=journal.root.store.url)
+        super().__init__(StorePath(CommittedStore(journal), ""), item, given=journal.root.store.url)
         self.journal = journal
 
     @property
     def log_at(self) -> WalLocation:
         """See ``Steps``; reads the journal again."""
         state = self.journal.state()
-        return JournaledLogs(self.journal.root, lambda: state, self.topics)
+        return UploadedWals(self.journal.root, lambda: state, self.topics)
 
     def rolled_back(self) -> Iterator[SaveId]:
         """See ``Steps``."""
@@ -86,17 +86,17 @@ def open_steps(
     Raises:
       StorageError: it does not exist, or is not readable.
       ForeignDirectory: it holds nothing that deltackpt or Orbax wrote.
-      FormatTooOld: a development version wrote its copies or its journal.
+      FormatTooOld: a development version wrote its journal.
       UnsupportedRoot: the URL scheme is unknown.
       OptionError: the URL lacks a bucket, or the newest step holds other or several deltackpt
         items.
     """
     path = buckets.file_path(where)
     if path is not None:
-        opened: Steps = Root.open(path, item=item or names.EMBEDDINGS_ITEM, read_only=True)
+        opened: Steps = Root.open(path, item=item or naming.EMBEDDINGS_ITEM, read_only=True)
     else:
-        at = buckets.place(where, endpoint=endpoint).open(deadline_secs=deadline_secs)
-        opened = _in_bucket(at, item or names.EMBEDDINGS_ITEM)
+        at = buckets.locate(where, endpoint=endpoint).open(deadline_secs=deadline_secs)
+        opened = _in_bucket(at, item or naming.EMBEDDINGS_ITEM)
     opened.item = find_item(opened, item)
     return opened
 
@@ -104,7 +104,6 @@ def open_steps(
 def _in_bucket(at: StorePath, item: str) -> Steps:
     journal = JournalView(at)
     if not journal.state().entry.number:
-        refuse_old_copies(at)
         for problem in journal.problems:
             raise problem
         raise StorageError(
@@ -114,27 +113,15 @@ def _in_bucket(at: StorePath, item: str) -> Steps:
     return BucketSteps(journal, item)
 
 
-def refuse_old_copies(root: StorePath) -> None:
-    """Checks that a location without a journal holds no copies with markers.
-
-    Raises:
-      FormatTooOld: a development version copied steps to it.
-    """
-    if (root / names.COPIED).is_dir():
-        raise records.too_old(str(root), "a journal", f"copies with markers in {names.COPIED}/")
-
-
 def refuse_foreign(root: StorePath) -> None:
     """Checks that a location without a journal is empty, so that nothing is hidden or swept.
 
     Raises:
-      FormatTooOld: a development version copied steps to it.
       ForeignDirectory: it holds other objects.
     """
     found = root.names()
     if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
         return  # Left by an interrupted first start.
-    refuse_old_copies(root)
     if found:
         raise ForeignDirectory(
             f"{root}: expected an empty location or a deltackpt checkpoint directory, found "
@@ -158,7 +145,7 @@ def find_item(steps: Steps, wanted: str | None) -> str:
     """
     newest, found = _items(steps)
     if wanted is None and len(found) < 2:
-        return found[0] if found else names.EMBEDDINGS_ITEM
+        return found[0] if found else naming.EMBEDDINGS_ITEM
     if wanted is not None and (not found or wanted in found):
         return wanted
     raise OptionError(
@@ -173,7 +160,7 @@ def _items(steps: Steps) -> tuple[int | None, list[str]]:
     for step in _newest_first(newest, steps):
         at = steps.at(step)
         with contextlib.suppress(RestoreError):  # Damaged: an older step has the same items.
-            found = [one for one in at.folders() if (at / one / names.manifest_name(0)).is_file()]
+            found = [one for one in at.folders() if (at / one / naming.manifest_name(0)).is_file()]
             if found:
                 return step, found
     return newest, []

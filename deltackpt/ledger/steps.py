@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a checkpoint directory for readers: local, or a bucket with the same layout."""
+"""The steps and recovery points of a checkpoint directory, for readers.
+
+If a file of a save is damaged, the steps that need it are given up unread. An error may also come
+from the network, from permissions, or from another save's record, so the named file must differ
+from the records of its own save.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,102 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from deltackpt.errors import BrokenChain, Damaged, RestoreError
-from deltackpt.format import chain, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import Committed
-from deltackpt.ledger.damaged_saves import DamagedSave
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DamagedWal,
+    DeltackptError,
+    RestoreError,
+    StepNotFound,
+)
+from deltackpt.format import chain, naming
+from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.ledger.committed import CommittedStore
+from deltackpt.ledger.entries import COMMIT, prefix_step
 from deltackpt.ledger.lease import Lease
-from deltackpt.reading import saves
+from deltackpt.reading import inventory, stored_saves
+from deltackpt.reading.part_arrays import is_of_dense_segment
+from deltackpt.reading.wal_index import (
+    Loss,
+    RecoveryPoint,
+    ReplayPlan,
+    WalIndex,
+    WalReader,
+    coverings,
+    newest_plan,
+)
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
-from deltackpt.reading.wal_topics import WalTopics
+from deltackpt.storage import digests
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import FileStore, Stamp, StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.reading.wal_topics import WalTopics
+
+
+class DamagedSave(NamedTuple):
+    """A save with a damaged file.
+
+    Attributes:
+      step: its step.
+      compacted: whether it is the compacted base of the step.
+      every_child: whether every chain with the save reads the file. Chains read files of dense
+        leaves only if no later save replaces the leaves.
+    """
+
+    step: int
+    compacted: bool
+    every_child: bool
+
+
+def find_damaged_save(error: BaseException, root: StorePath, item: str) -> DamagedSave | None:
+    """Returns the save that an error names, if its file is missing or altered; reads that file.
+
+    Args:
+      error: the error of a read.
+      root: the folder of the steps.
+      item: name of deltackpt's item.
+    """
+    if not isinstance(error, Damaged) or isinstance(error, DamagedWal):
+        return None
+    # The name of a layer file is followed by that of a chunk, that of a chunk's file by a block.
+    name, _, within = error.object_name.partition(": ")
+    path = name.partition(", ")[0].split("/")
+    if path[-1] == COMMIT and (step := prefix_step("/".join(path[-3:-1]))) is not None:
+        path = [str(step), COMMIT]  # Where a bucket stores it.
+    inside = {item, naming.DENSE_ITEM, naming.STEP_DIGESTS, COMMIT}
+    found_at = [
+        at
+        for at in range(1, len(path))
+        if path[at] in inside and naming.step_number(path[at - 1]) is not None
+    ]
+    if not found_at:
+        return None
+    at = found_at[-1]
+    compacted = path[at] == item and path[max(0, at - 2)] == naming.COMPACTED
+    shown = f"{naming.COMPACTED}/{path[at - 1]}" if compacted else path[at - 1]
+    folder, file = root / shown, "/".join(path[at:])
+    try:
+        if not folder.is_dir():
+            return None
+        found = inventory.read_inventory(folder, item, shown=shown)
+        records = {one.object_name for one in found.damage}
+        known = {file: found.files[file]} if file in found.files else {}
+        is_record = not records.isdisjoint((error.object_name, f"{shown}/{file}"))
+        if not is_record and not digests.check_files(folder, known):
+            return None
+    except (DeltackptError, OSError):
+        return None
+    below = path[at + 1 :]
+    of_dense = (
+        path[at] in (naming.DENSE_ITEM, naming.STEP_DIGESTS) or naming.DENSE_ITEM in below[:1]
+    )
+    of_dense = of_dense or is_of_dense_segment(f"{'/'.join(below)}: {within}")
+    return DamagedSave(int(path[at - 1]), compacted, not of_dense)
 
 
 class Steps:
@@ -60,7 +146,7 @@ class Steps:
     @property
     def log_at(self) -> WalLocation:
         """Where the WAL is read."""
-        return WalFolder(self.store_path / names.LOG, self.topics)
+        return WalFolder(self.store_path / naming.LOG, self.topics)
 
     def at(self, step: int) -> StorePath:
         """Where a step is, if it is committed."""
@@ -68,7 +154,7 @@ class Steps:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, in no order; lists the directory once."""
-        numbers = map(names.step_number, self.store_path.folders())
+        numbers = map(naming.step_number, self.store_path.folders())
         return [number for number in numbers if number is not None]
 
     def newest_step(self) -> int | None:
@@ -92,28 +178,27 @@ class Steps:
                 if name not in self._known:
                     # Removed concurrently, or damaged: it remains unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = saves.read_info(self.store_path / name, self.item)
+                        self._known[name] = stored_saves.read_info(
+                            self.store_path / name, self.item
+                        )
                 found[step] = self._known.get(name)
             return found
 
     def rolled_back(self) -> Iterator[SaveId]:
         """Returns rolled-back steps that still exist."""
-        aside = self.store_path / names.ROLLED_BACK
+        aside = self.store_path / naming.ROLLED_BACK
         for folder in (aside / run for run in aside.folders()):
             for name in folder.folders():
-                if names.step_number(name) is not None:
+                if naming.step_number(name) is not None:
                     with contextlib.suppress(RestoreError, OSError):
-                        yield saves.read_info(folder / name, self.item).save_id
+                        yield stored_saves.read_info(folder / name, self.item).save_id
 
     def restorable(self) -> dict[int, SaveId]:
-        """Returns the committed steps with complete chains, with their save ids.
-
-        Other steps may exist only as parts of later steps' chains.
-        """
+        """Returns the committed steps with complete chains, with their save ids."""
         standing = {info.step_dir: info for info in self.saves().values() if info is not None}
         # Read after the steps: what a base replaces is deleted once the base exists.
         bases = self._compacted()
-        read = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
+        read = {name: base for name, base in bases.items() if _replaces(base, standing.get(name))}
         by_dir = standing | read
         found = {}
         for name, info in standing.items():
@@ -133,10 +218,10 @@ class Steps:
           step: the step that could not be restored. It is included.
         """
         infos = self.saves()
-        listed = {*saves.compacted_bases(self.store_path, self.item)}
+        listed = {*stored_saves.compacted_bases(self.store_path, self.item)}
         bases = self._compacted()
         standing = {info.step_dir: info for info in infos.values() if info is not None}
-        used = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
+        used = {name: base for name, base in bases.items() if _replaces(base, standing.get(name))}
         unreadable = {str(number) for number, info in infos.items() if info is None}
 
         def broken_at(without: Collection[DamagedSave]) -> dict[int, str]:
@@ -165,12 +250,12 @@ class Steps:
     def _compacted(self) -> dict[str, SaveInfo]:
         """Compacted bases by step name; each is read once."""
         with self._lock:
-            bases = saves.compacted_bases(self.store_path, self.item)
+            bases = stored_saves.compacted_bases(self.store_path, self.item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
             for key in bases.items():
                 if key not in self._bases:
                     with contextlib.suppress(RestoreError, OSError):
-                        found = saves.read_base(self.store_path / key[0], self.item)
+                        found = stored_saves.read_base(self.store_path / key[0], self.item)
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
@@ -187,10 +272,10 @@ class Steps:
         Raises:
           Damaged: the first file that is missing or altered.
         """
-        record = saves.read_save(step_dir, self.item).head
+        record = stored_saves.read_save(step_dir, self.item).head
         if "step" not in record.digests:
             return
-        others = f"{names.DENSE_ITEM}/"
+        others = f"{naming.DENSE_ITEM}/"
         for damage in check_step_files(
             step_dir, share, wanted=lambda name: dense or not name.startswith(others)
         ):
@@ -203,7 +288,7 @@ class Steps:
           Damaged: it is missing.
           StorageError: the store reported an error.
         """
-        return (self.at(step) / names.STEP_METADATA).read()
+        return (self.at(step) / naming.STEP_METADATA).read()
 
     @contextlib.contextmanager
     def local(self, step: int, name: str) -> Iterator[Path]:
@@ -223,7 +308,7 @@ class Steps:
         if isinstance(at.store, FileStore):
             yield Path(at)
             return
-        assert isinstance(at.store, Committed)
+        assert isinstance(at.store, CommittedStore)
         with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=self._scratch()) as folder:
             at.store.fetch(at.key, Path(folder))
             yield Path(folder)
@@ -268,7 +353,7 @@ class Steps:
         """
         return False
 
-    def check_lease(self, *, ask: bool = False) -> None:
+    def check_lease(self, *, refresh: bool = False) -> None:
         """Checks that the lease is still held; readers hold none."""
 
     def newest_lease(self) -> Lease | None:
@@ -297,6 +382,91 @@ def _broken_at(name: str, by_dir: Mapping[str, SaveInfo], unknown: Collection[st
     return broken.step_dir
 
 
-def _stands_for(base: SaveInfo, save: SaveInfo | None) -> bool:
+def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
     """Whether a compacted base belongs to a save, or to one that no longer exists."""
     return save is None or save.save_id == base.save_id
+
+
+def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
+    """Finds a committed step, or the step and WAL records for a full recovery point.
+
+    Args:
+      root: the checkpoint directory.
+      requested: a step, a recovery point, or the training step of a recovery point.
+
+    Raises:
+      StepNotFound: there is neither.
+      Damaged: there is no such step, and the log is not readable.
+    """
+    if isinstance(requested, int) and root.at(requested).stamp() is not None:
+        return requested, None
+    index, steps = WalReader(root.log_at).read(), root.restorable()
+    plan = plan_to(index, steps, requested)
+    if plan is not None:
+        return plan.step.step, plan
+    _, unreached = coverings(index, steps)
+    points = [point for point in index.points() if point not in unreached]
+    number = requested if isinstance(requested, int) else requested.step
+    raise StepNotFound(
+        f"{root}: expected step {number} or a full recovery point of that number, found neither; "
+        f"{nearest(number, steps, points)}; see steps() and recovery_points()"
+    )
+
+
+def plan_to(
+    index: WalIndex, steps: Mapping[int, SaveId], requested: int | RecoveryPoint
+) -> ReplayPlan | None:
+    """Returns how to replay to a full recovery point; None if no step leads to it.
+
+    Args:
+      index: the WAL index.
+      steps: the restorable steps, by number.
+      requested: a recovery point, or its training step.
+    """
+    at = requested.step if isinstance(requested, RecoveryPoint) else requested
+    if not any(point.full and requested in (point, point.step) for point in index.points()):
+        return None
+    return newest_plan(index, steps, at=at)
+
+
+def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) -> str:
+    """Describes the restorable steps or recovery points nearest to a training step."""
+    found = [(step, f"step {step}") for step in steps]
+    found += [(point.step, str(point)) for point in points if point.full]
+    below = max((one for one in found if one[0] <= number), default=None)
+    above = min((one for one in found if one[0] > number), default=None)
+    told = " and ".join(one[1] for one in (below, above) if one is not None)
+    return f"the nearest that can be restored: {told}" if told else "none can be restored"
+
+
+def losses_of(root: Steps, index: WalIndex, newest: int, *, above: int = -1) -> list[Loss]:
+    """Lists the lost WAL records above a step.
+
+    A trainer may change the log while it is read, so a loss counts only if a second read of the log
+    and the steps finds it again.
+
+    Args:
+      root: the checkpoint directory.
+      index: the WAL index, read before the steps were listed.
+      newest: the newest restorable step on the current branch; records up to it may have been
+        trimmed. Less than all steps if there is none.
+      above: the step.
+    """
+    return [
+        one
+        for one in index.losses(above)
+        if not one.may_be_trimmed
+        or (one.step > newest and not _is_rolled_back(root, index, one.step))
+    ]
+
+
+def in_both(found: Sequence[Loss], again: Sequence[Loss]) -> list[Loss]:
+    """Returns the losses that a second read confirms."""
+    names = {one.error.object_name for one in found}
+    return [one for one in again if one.error.object_name in names]
+
+
+def _is_rolled_back(root: Steps, index: WalIndex, step: int) -> bool:
+    """Returns whether a rollback set aside a step up to which the log was trimmed."""
+    # The rollback's run has not begun a WAL epoch yet: the log still counts as if the step existed.
+    return any(one.step >= step and index.has_step(one) for one in root.rolled_back())

@@ -16,8 +16,7 @@ import google_crc32c
 from deltackpt.errors import Damaged
 from deltackpt.ledger.committed import SEGMENT_BYTES, segment_name
 from deltackpt.ledger.entries import COMMIT
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests, Streamed
 from deltackpt.storage.store import StorePath
@@ -124,7 +123,7 @@ def send(
             start = number * SEGMENT_BYTES
             nbytes = min(SEGMENT_BYTES, expected.length - start)
             with runtime.memory.reserved(nbytes):
-                pace.take(nbytes, stopped)
+                pace.acquire(nbytes, stopped)
                 if stopped.is_set():
                     return
                 data = _read(at, start, nbytes, whole=count == 1)

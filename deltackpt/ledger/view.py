@@ -54,7 +54,7 @@ class JournalView:
         self._problems: dict[str, Damaged] = {}
         self._lost_saves: dict[int, Damaged] = {}
         #: The state and the missing entries for which lost saves were last searched.
-        self._looked: tuple[int, ...] = ()
+        self._scanned: tuple[int, ...] = ()
         #: Whether the known journal no longer exists.
         self._is_replaced = False
         self._lock = threading.Lock()
@@ -122,48 +122,38 @@ class JournalView:
                     try:
                         self._entry(state.entry.number, copy=is_copy)
                     except Damaged as error:
-                        self._tell(error, _OTHER_READ)
+                        self._record_problem(error, _OTHER_READ)
         return self.problems
 
     def _newest(self, listed: _Listed, *, is_same: bool) -> State | None:
-        """The newest state that can be read; None if the known one was removed.
-
-        Args:
-          listed: the entries and copies that exist.
-          is_same: whether a missing object is lost, since nothing came after it.
-
-        Raises:
-          Missing: an object was removed, perhaps by garbage collection.
-        """
+        """Returns the newest readable state; None if the known one was removed."""
         known = self._known.entry.number
         there = listed.entries | listed.copies
         lost = False
         for number in sorted((one for one in there if one > known), reverse=True):
+            # ``is_same``: a missing object is lost, since nothing came after it.
             found = None if number in self._lost else self._readable(number, listed, is_same)
             if found is not None:
                 state = self._adopt(found, listed)
                 if lost:
-                    self._look_for_saves(state)
+                    self._scan_for_saves(state)
                 return state
             lost = True
         # A copy alone proves nothing: it may have been written after everything else was removed.
         if known and known not in listed.entries and not lost:
             return None
         if lost:
-            self._look_for_saves(self._known)
+            self._scan_for_saves(self._known)
         return self._known
 
     def _readable(self, number: int, listed: _Listed, is_same: bool) -> Entry | None:
-        """An entry, read from its copy if it has one; None if neither can be read.
-
-        A copy belongs to an entry that was in force. If that entry was lost, a delayed write may
-        have put another one in its place. An entry without a copy is therefore listed again after
-        it was read.
-        """
+        """Returns an entry, read from its copy if it has one; None if neither can be read."""
         problem: Damaged | None = None
         if number not in listed.entries:
             at = self.root / entry_name(number)
             problem = Damaged(at.shown(), "an entry", "no such file")
+        # A copy belongs to an entry that was in force. If that was lost, a delayed write may put
+        # another in its place, so an entry without a copy is listed again after it was read.
         for is_copy in (True, False):
             if number not in (listed.copies if is_copy else listed.entries):
                 continue
@@ -176,7 +166,7 @@ class JournalView:
                 problem = problem or error
             else:
                 if problem is not None:
-                    self._tell(problem, _OTHER_READ)
+                    self._record_problem(problem, _OTHER_READ)
                 if not is_copy and number not in listed.copies:
                     again = self._listed(number - 1)
                     if again.entries - listed.entries or again.copies - listed.copies:
@@ -186,10 +176,10 @@ class JournalView:
         if not is_same:
             raise Missing(str(at))  # A copy of it may have been put since.
         problem = problem or Damaged(at.shown(), "an entry", "no such file")
-        self._lost[number] = self._tell(problem, _LOST)
+        self._lost[number] = self._record_problem(problem, _LOST)
         return None
 
-    def _tell(self, problem: Damaged, action: str) -> Damaged:
+    def _record_problem(self, problem: Damaged, action: str) -> Damaged:
         """Records a problem, and how it is handled."""
         told = Damaged(problem.object_name, problem.expected, problem.found, action)
         self._problems[told.object_name] = told
@@ -202,13 +192,11 @@ class JournalView:
         return False
 
     def _is_severed(self, known: Entry, listed: _Listed) -> bool:
-        """Whether there are newer entries, but the known journal was removed before them.
-
-        An upload that was under way when the bucket was emptied leaves such an entry.
-        """
+        """Returns whether newer entries exist, but the known journal was removed before them."""
         there = listed.entries | listed.copies
         if not known.number or not there or known.number in there:
             return False
+        # An upload that was under way when the bucket was emptied leaves such an entry.
         return max(there) < known.number + KEPT_ENTRIES and not self._follows(known)
 
     def _forget(self) -> None:
@@ -217,12 +205,12 @@ class JournalView:
             self._known, self._is_replaced = _NOTHING, True
             self._older, self._copies, self._lost = set(), set(), {}
 
-    def _look_for_saves(self, state: State) -> None:
+    def _scan_for_saves(self, state: State) -> None:
         """Records complete steps that may be committed although the entry for them is lost."""
-        looked = state.entry.number, *self._lost
-        if looked == self._looked:
+        scanned = state.entry.number, *self._lost
+        if scanned == self._scanned:
             return
-        self._looked = looked
+        self._scanned = scanned
         problem = next(reversed(self._problems.values()))
         at = self.root / entries.SAVES
         for key in at.keys():
@@ -270,12 +258,7 @@ class JournalView:
         return _Listed(*(frozenset(one for one in each if one and one > after) for each in found))
 
     def _entry(self, number: int, *, copy: bool = False) -> Entry:
-        """An entry, or its copy.
-
-        Raises:
-          Missing: it no longer exists.
-          Damaged, FormatMismatch: it is not readable.
-        """
+        """Reads an entry, or its copy."""
         at = self._at(number, copy=copy)
         return entries.entry_from(at.store.get(at.key), name=at.shown(), number=number)
 

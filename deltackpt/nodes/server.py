@@ -5,31 +5,83 @@ Each connection has a thread; their number is limited. If there are too many, th
 that has shown no token is closed, else the one longest without a request. A request without a valid
 token is answered from its head alone. Others wait for one of a few slots; their bodies are received
 directly into the store's memory, or sent from it.
+
+TensorStore's ``http`` driver has a single base URL. The node at that address therefore also serves
+the objects of the other nodes, and striped ones, through a buffer of one piece.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import http
 import ipaddress
 import logging
+import re
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import h11
 
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.ledger.upload import Pace
-from deltackpt.nodes.elsewhere import Elsewhere
-from deltackpt.nodes.shelves import Held, Shelf
-from deltackpt.nodes.tokens import Tokens
+from deltackpt.nodes.blobs import BlobStore, OpenObject
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
-from deltackpt.storage.striping import HEAD_BYTES
+from deltackpt.storage.striping import HEAD_BYTES, NodesStore
+
+#: 16 characters from an alphabet of 64 cannot be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,1024}")
+
+
+class Tokens:
+    """The valid tokens; thread-safe. Only their digests are stored."""
+
+    def __init__(self, *tokens: str):
+        """Accepts the given tokens; without any, no client."""
+        self._lock = threading.Lock()
+        self._digests: tuple[bytes, ...] = tuple(map(_digest, tokens))
+
+    def admit(self, token: str) -> None:
+        """Accepts an additional token.
+
+        Raises:
+          OptionError: it is too short, or has invalid characters.
+        """
+        digest = _digest(token)
+        with self._lock:
+            if digest not in self._digests:
+                self._digests += (digest,)
+
+    def rotate(self, token: str) -> None:
+        """Accepts only this token, and revokes all others."""
+        digest = _digest(token)
+        with self._lock:
+            self._digests = (digest,)
+
+    def is_valid(self, token: str) -> bool:
+        """Returns whether a token is valid, in constant time."""
+        shown = hashlib.sha256(token.encode(errors="backslashreplace")).digest()
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(shown, digest)
+        return found
+
+
+def _digest(token: str) -> bytes:
+    if not _TOKEN.fullmatch(token):
+        raise OptionError(
+            f"token: expected 16 to 1,024 letters, digits and ._~+/=-, found {len(token)} other "
+            "characters; generate one: python -c 'import secrets; "
+            "print(secrets.token_urlsafe(32))'"
+        )
+    return hashlib.sha256(token.encode()).digest()
+
 
 _logger = logging.getLogger(__name__)
 
@@ -128,31 +180,31 @@ class NodeServer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        blobs: BlobStore,
         *,
         bind: str,
         port: int = 0,
         tokens: Tokens,
         most_connections: int = _MOST_CONNECTIONS,
         bytes_per_sec: float | None = None,
-        elsewhere: Elsewhere | None = None,
+        cluster: ClusterObjects | None = None,
     ):
         """Starts listening.
 
         Args:
-          shelf: the objects to serve; the caller still owns it and closes it afterwards.
+          blobs: the objects to serve; the caller still owns it and closes it afterwards.
           bind: a specific address of this node to listen on, not a wildcard.
           port: a free one by default.
           tokens: the valid tokens.
           most_connections: maximum number of open connections.
           bytes_per_sec: rate limit of sending and receiving.
-          elsewhere: where to look for objects that the store lacks.
+          cluster: the objects of all nodes, for keys that the store lacks.
 
         Raises:
           OptionError: the address is a wildcard.
           StorageError: listening failed.
         """
-        self._shelf, self._tokens, self._elsewhere = shelf, tokens, elsewhere
+        self._blobs, self._tokens, self._cluster = blobs, tokens, cluster
         self._pace = Pace(bytes_per_sec)
         self._most = most_connections
         self._listener = _listener(bind, port)
@@ -230,11 +282,7 @@ class NodeServer:
         client.close()
 
     def _answered(self, client: _Client) -> bool:
-        """Answers a request; returns whether another one may follow.
-
-        Raises:
-          OSError: the client is gone, or too slow.
-        """
+        """Answers a request; returns whether another one may follow."""
         try:
             request = self._request(client)
             with self._busy(client, request):
@@ -268,12 +316,7 @@ class NodeServer:
                 self._open[client] = self._open.pop(client)  # At the end.
 
     def _request(self, client: _Client) -> _Request:
-        """Receives a request of somebody who may make it, without its body.
-
-        Raises:
-          _Refusal: the request is invalid or not allowed.
-          OSError: the client is gone, or too slow.
-        """
+        """Receives a request of somebody who may make it, without its body."""
         client.renew()
         if not client.begun:
             client.within(_IDLE_SECS if client.is_known else _HEAD_SECS)
@@ -288,7 +331,7 @@ class NodeServer:
         method, fields, nbytes = head.method, head.fields, head.nbytes
         shown = fields.get("authorization", "")
         token = shown.removeprefix(_BEARER)
-        if not shown.startswith(_BEARER) or not self._tokens.let_in(token):
+        if not shown.startswith(_BEARER) or not self._tokens.is_valid(token):
             raise _Refusal(401, ("WWW-Authenticate", "Bearer"))
         client.is_known = True
         path, _, asked = head.target.partition("?")
@@ -312,28 +355,23 @@ class NodeServer:
         return _Request(method, key, query, fields, nbytes or 0, token)
 
     def _serve_request(self, client: _Client, request: _Request) -> None:
-        """Answers a request.
-
-        Raises:
-          _Refusal, StorageError, Damaged: the request is to be rejected.
-          OSError: the client is gone, or too slow.
-        """
+        """Answers a request."""
         if request.method == "PUT":
             self._put(client, request)
             client.answer(201)
         elif request.method == "DELETE":
-            self._shelf.delete(request.key)
+            self._blobs.delete(request.key)
             client.answer(200)
         elif "list" in request.query:
             after = request.query.get("after", "")
-            found = self._shelf.keys(request.key, after=after, most=wire.PAGE)
+            found = self._blobs.keys(request.key, after=after, most=wire.PAGE)
             listing = "".join(f"{wire.target_of(key)}\n" for key in found).encode()
             client.answer(200, ("Content-Type", "text/plain"), body=listing)
         else:
             with contextlib.closing(self._find(request)) as held:
                 self._get(client, request, held)
 
-    def _get(self, client: _Client, request: _Request, held: Held) -> None:
+    def _get(self, client: _Client, request: _Request, held: OpenObject) -> None:
         try:
             span = wire.span_of(request.fields.get("range"), held.nbytes)
         except wire.Malformed as error:
@@ -351,7 +389,7 @@ class NodeServer:
             return
         while start < stop:
             end = min(start + wire.PIECE_BYTES, stop)
-            self._pace.take(end - start, self._stopped)
+            self._pace.acquire(end - start, self._stopped)
             client.within(_PIECE_SECS)
             while start < end:
                 sent = client.call(socket.SO_SNDTIMEO, held.send, client.socket, start, end - start)
@@ -359,18 +397,18 @@ class NodeServer:
                     raise OSError("the object was truncated")
                 start += sent
 
-    def _find(self, request: _Request) -> Held:
+    def _find(self, request: _Request) -> OpenObject:
         is_here = False
         try:
-            found = self._shelf.find(request.key)
-            if self._elsewhere is None or request.is_direct or found.nbytes != HEAD_BYTES:
+            found = self._blobs.find(request.key)
+            if self._cluster is None or request.is_direct or found.nbytes != HEAD_BYTES:
                 return found
             found.close()
             is_here = True
         except Missing:
-            if self._elsewhere is None or request.is_direct:
+            if self._cluster is None or request.is_direct:
                 raise
-        return self._elsewhere.find(request.key, self.address, is_here=is_here)
+        return self._cluster.find(request.key, self.address, is_here=is_here)
 
     def _put(self, client: _Client, request: _Request) -> None:
         condition = request.fields.get("if-none-match")
@@ -379,21 +417,21 @@ class NodeServer:
         absent = condition is not None
         if absent:
             with contextlib.suppress(Missing):
-                self._shelf.find(request.key).close()
+                self._blobs.find(request.key).close()
                 raise Exists(request.key)
-        incoming = self._shelf.take(request.key, request.nbytes)
+        incoming = self._blobs.receive(request.key, request.nbytes)
         try:
             if client.http.they_are_waiting_for_100_continue:
                 client.answer(100)
             while window := incoming.window():
                 piece = window[: wire.PIECE_BYTES]
-                self._pace.take(piece.nbytes, self._stopped)
+                self._pace.acquire(piece.nbytes, self._stopped)
                 client.within(_PIECE_SECS)
                 client.fill(piece)
                 client.unread -= piece.nbytes
                 incoming.filled(piece.nbytes)
             # A client whose token was revoked concurrently changes nothing.
-            if not self._tokens.let_in(request.token):
+            if not self._tokens.is_valid(request.token):
                 raise _Refusal(401)
             incoming.commit(absent=absent)
         except BaseException:
@@ -437,3 +475,56 @@ def _status_of(error: StorageError | Damaged) -> int:
             return status
     lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
     return 409 if lasts else 500
+
+
+_PIECE_BYTES = 1 << 20
+_DEADLINE_SECS = 15.0
+
+
+class ClusterObjects:
+    """The objects of all nodes of a store; thread-safe."""
+
+    def __init__(self, addresses: Sequence[str], token: str):
+        """Sends no request yet; the addresses are those of all nodes of the store."""
+        self._store = NodesStore(addresses, "", token, deadline_secs=_DEADLINE_SECS)
+
+    def find(self, key: str, own: str, *, is_here: bool) -> OpenObject:
+        """Opens an object of the store, unless the asking node ``own`` would be asked again.
+
+        Args:
+          key: key of the object.
+          own: the node that asks.
+          is_here: whether that node has something under the key: the head of a striped object.
+        """
+        if not is_here and self._store.owner(key) == own:
+            raise Missing(key)
+        return _Forwarded(self._store, key)
+
+    def close(self) -> None:
+        """Closes the connections to the other nodes."""
+        self._store.close()
+
+
+class _Forwarded:
+    """See ``OpenObject``; if the object is replaced during the answer, the answer ends early."""
+
+    def __init__(self, store: NodesStore, key: str):
+        self._store, self._key = store, key
+        self.version = store.version(key)
+        self.nbytes = store.length(key)
+        self._buffer = bytearray()
+
+    def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
+        """See ``OpenObject``."""
+        nbytes = min(nbytes, _PIECE_BYTES)
+        if not self._buffer:
+            self._buffer = bytearray(min(self.nbytes, _PIECE_BYTES))
+        piece = memoryview(self._buffer)[:nbytes]
+        self._store.read_into(self._key, start, [piece])
+        if self._store.version(self._key) != self.version:
+            raise OSError(f"{self._key}: the object was replaced while it was sent")
+        connection.sendall(piece)
+        return nbytes
+
+    def close(self) -> None:
+        """See ``OpenObject``: nothing is held."""

@@ -1,25 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: pure functions of history that return a decision and its reason. No clock, no I/O.
 
-Only ``MeasuredCosts`` has state: the figures of the events that it receives.
+Only ``MeasuredCosts`` has state: the figures of the events that it receives. The names for advice
+on intervals and regimes are imported when they are first used.
 """
 
-from deltackpt.policies.base_or_delta import (
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
+from deltackpt.policies.save_policies import (
+    CHECK_N_RUN,
+    MEASURED,
     BaseOrDelta,
+    BitWidthPolicy,
+    CodecChoice,
     Consecutive,
     Decision,
-    History,
     Intermittent,
     LeftToCompaction,
     OneShot,
-    Rolling,
+    PlannedCodec,
+    SaveHistory,
+    WhenExceeded,
     too_large,
 )
-from deltackpt.policies.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
-from deltackpt.policies.codec_choice import CodecChoice, WhenExceeded
-from deltackpt.policies.interval import Advice, advise_interval
-from deltackpt.policies.measured import MeasuredCosts
-from deltackpt.policies.regimes import Cost, RecoveryKind, Regime, RegimeAdvice, advise_regime
+
+if TYPE_CHECKING:
+    from deltackpt.policies.advice import (
+        Advice,
+        Cost,
+        MeasuredCosts,
+        RecoveryKind,
+        Regime,
+        RegimeAdvice,
+        advise_interval,
+        advise_regime,
+    )
 
 __all__ = [
     "CHECK_N_RUN",
@@ -27,22 +45,35 @@ __all__ = [
     "Advice",
     "BaseOrDelta",
     "BitWidthPolicy",
-    "Choice",
     "CodecChoice",
     "Consecutive",
     "Cost",
     "Decision",
-    "History",
     "Intermittent",
     "LeftToCompaction",
     "MeasuredCosts",
     "OneShot",
+    "PlannedCodec",
     "RecoveryKind",
     "Regime",
     "RegimeAdvice",
-    "Rolling",
+    "SaveHistory",
     "WhenExceeded",
     "advise_interval",
     "advise_regime",
     "too_large",
 ]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "Advice": ".advice",
+        "Cost": ".advice",
+        "MeasuredCosts": ".advice",
+        "RecoveryKind": ".advice",
+        "Regime": ".advice",
+        "RegimeAdvice": ".advice",
+        "advise_interval": ".advice",
+        "advise_regime": ".advice",
+    },
+)

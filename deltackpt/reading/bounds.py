@@ -14,17 +14,17 @@ from collections.abc import Collection, Iterator, Mapping
 
 from deltackpt import codecs, vocab
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
-from deltackpt.format import blocks, manifest, names, records
+from deltackpt.format import dtypes as format_dtypes
+from deltackpt.format import manifest, naming, records, row_blocks
 from deltackpt.format.manifest import KeyPath, Layout, Manifest
-from deltackpt.format.records import Unsound
-from deltackpt.format.segments import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import MOST, MOST_AXES, MOST_ZSTD_RATIO, require
-from deltackpt.format.wal_epochs import EpochHeader
+from deltackpt.format.records import MOST, MOST_AXES, MOST_ZSTD_RATIO, InvalidRecord, require
+from deltackpt.format.row_blocks import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
+from deltackpt.format.wal_format import EpochHeader
 from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
-_sound = records.Sound()
+_sound = records.ValidatedValues()
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
 _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
@@ -46,7 +46,7 @@ def check_head(head: Manifest, name: str) -> None:
         groups = head.group_by_name
         for part in head.parts:
             _check_covers(part, head, groups)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.damage(name) from error
     check_part(head, head, name)
     if not head.parts and head.kind == "base":
@@ -93,7 +93,7 @@ def check_segment(
             for encoding in segment.encodings:
                 _check_encoding(encoding, segment, tables[group.name])
         _check_arrays(segment, group)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.within(f"segment {segment.name}").damage(name) from error
 
 
@@ -112,7 +112,7 @@ def check_tables(head: Manifest | EpochHeader, name: str) -> None:
             _check_groups(head, name)
             _check_tables(head)
             _sound.add(head.groups, head.tables)
-    except Unsound as error:
+    except InvalidRecord as error:
         raise error.damage(name) from error
 
 
@@ -206,10 +206,11 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
         place = f"groups.{group.name}"
         fields = [spec.name for spec in group.fields]
         known = all(
-            field == blocks.VALUES or field.startswith(blocks.slot_field("")) for field in fields
+            field == row_blocks.VALUES or field.startswith(row_blocks.slot_field(""))
+            for field in fields
         )
         require(
-            known and blocks.VALUES in fields and len({*fields}) == len(fields),
+            known and row_blocks.VALUES in fields and len({*fields}) == len(fields),
             "the fields values and slot.<name>, each once",
             fields,
             f"{place}.fields",
@@ -227,14 +228,19 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
             require(fault is None, "a key column", f"{fault}", f"{place}.{spec.name}")
         keys = [spec.name for spec in group.fields if spec.key]
         require(len(keys) <= 1, "at most one key column", keys, f"{place}.fields")
-        require(group.width > 0, "a column or more", group.width, f"{place}.{blocks.VALUES}")
+        require(group.width > 0, "a column or more", group.width, f"{place}.{row_blocks.VALUES}")
         nbytes = group.rows * row_bytes
         require(nbytes <= MOST, f"at most {MOST} bytes", nbytes, place)
 
 
 def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
     require(not codecs.is_constant(spec.codec), "a codec with arrays", spec.codec, place)
-    require(spec.dtype in codecs.DTYPES, f"one of {sorted(codecs.DTYPES)}", spec.dtype, place)
+    require(
+        format_dtypes.is_known(spec.dtype),
+        f"one of {sorted(format_dtypes.DTYPES)}",
+        spec.dtype,
+        place,
+    )
     require(len(spec.trailing) < MOST_AXES, "fewer axes", spec.trailing, place)
     _check_codec(spec, name)
 
@@ -248,7 +254,9 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
     try:
         codecs.of_segment(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
     except OptionError as error:
-        raise Unsound(f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name) from error
+        raise InvalidRecord(
+            f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name
+        ) from error
 
 
 def _check_tables(head: Manifest | EpochHeader) -> None:
@@ -302,6 +310,9 @@ def _check_rows(segment: Segment, group: GroupEntry) -> None:
         require(end <= group.rows, expected, f"one up to {end}", "ranges")
         held = sum(stop - start for start, stop in segment.ranges)
         require(held == segment.count, f"{segment.count} rows", f"ranges of {held}", "ranges")
+        # Otherwise a few bytes could claim any number of rows.
+        stored = stored_fields(segment, group)
+        require(len(stored) == len(segment.fields), "row indices of tombstones", "ranges", "ranges")
 
 
 def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
@@ -323,16 +334,16 @@ def _check_arrays(segment: Segment, group: GroupEntry) -> None:
             entries[name], (segment.count, *array.trailing), (array.dtype.name,), array.byte_planes
         )
     if segment.ranges is None:
-        require(names.GAPS in entries, f"an array {names.GAPS}", "none in the manifest")
-        _check_array(entries[names.GAPS], (segment.count,), GAPS_DTYPES, False)
-    beside = dict(_beside(segment, group, entries))
-    for name, (shape, dtype) in beside.items():
+        require(naming.GAPS in entries, f"an array {naming.GAPS}", "none in the manifest")
+        _check_array(entries[naming.GAPS], (segment.count,), GAPS_DTYPES, False)
+    raw = dict(_raw_arrays(segment, group, entries))
+    for name, (shape, dtype) in raw.items():
         _check_array(entries[name], shape, (dtype,), False)
-    known = {*expected, *beside, *([] if segment.ranges is not None else [names.GAPS])}
+    known = {*expected, *raw, *([] if segment.ranges is not None else [naming.GAPS])}
     require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
 
 
-def _beside(
+def _raw_arrays(
     segment: Segment, group: GroupEntry, entries: Mapping[str, ArrayEntry]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
     """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""

@@ -12,9 +12,8 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     DamagedWal,
@@ -26,19 +25,27 @@ from deltackpt.errors import (
     StorageError,
     TemplateMismatch,
 )
-from deltackpt.format import chain, manifest, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Layout, ParentRef, SaveId
-from deltackpt.reading.removal import goes, gone, is_of_reading, standing
-from deltackpt.reading.saves import (
+from deltackpt.format import chain, manifest, naming
+from deltackpt.format.manifest import Layout, ParentRef, SaveId, SaveInfo
+from deltackpt.lazy_import import LazyModule
+from deltackpt.reading.stored_saves import (
     StoredSave,
     Where,
     compacted_bases,
+    detect_removal,
+    gone,
+    is_being_removed,
+    is_of_reading,
     read_compacted,
     read_save,
 )
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.store import StorePath, store_path
+
+if TYPE_CHECKING:
+    from deltackpt import events
+else:  # Only warnings need it.
+    events = LazyModule("deltackpt.events")
 
 #: How often to look up a chain again that trainers and compactors keep replacing.
 _MOST_CHAINS = 8
@@ -52,7 +59,7 @@ _T = TypeVar("_T")
 
 def read_chain(
     step_dir: Where,
-    item: str = names.EMBEDDINGS_ITEM,
+    item: str = naming.EMBEDDINGS_ITEM,
     *,
     compacted: bool = True,
     unusable: Collection[str] = (),
@@ -72,7 +79,7 @@ def read_chain(
       StepGone: the step was removed at the same time.
     """
     step_dir = store_path(step_dir)
-    with standing(step_dir):
+    with detect_removal(step_dir):
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
             try:
@@ -157,7 +164,7 @@ def _walked_with(
     damaged: list[RestoreError] = []
 
     def compacted(where: StorePath, save_id: SaveId) -> StoredSave | None:
-        if not usable(names.compacted_dir(where, item)):
+        if not usable(naming.compacted_dir(where, item)):
             return None
         try:
             return read_compacted(where, save_id, item)
@@ -179,7 +186,7 @@ def _walked_with(
         found = read_save(where, item, read=fetched)
         # Only a hint, which pays off if a store is slow: the parents' references decide.
         for parent in found.head.parents if slow_reads >= _SLOW_READS else ():
-            at = step_dir.parent / parent / item / names.manifest_name(0)
+            at = step_dir.parent / parent / item / naming.manifest_name(0)
             if at not in coming:
                 coming[at] = runtime.submit(
                     functools.partial(at.read, most_bytes=_PREFETCHED_BYTES)
@@ -245,8 +252,8 @@ def since(newest: StoredSave, held: SaveId, layout: Layout) -> list[StoredSave] 
 
 
 @contextlib.contextmanager
-def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
-    """Like ``standing``, for saves found earlier, whose parents retention may have removed.
+def detect_chain_removal(saves: Sequence[StoredSave]) -> Iterator[None]:
+    """Like ``detect_removal``, for saves found earlier, whose parents retention may have removed.
 
     A compacted base may replace what was removed: the step can be read through another chain.
     """
@@ -269,14 +276,14 @@ def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
         return bool(missing)
 
     missing: list[StoredSave] = []
-    if goes(removed, cause):
+    if is_being_removed(removed, cause):
         raise gone(missing[0].step_dir) from cause
 
 
 def _is_another(save: StoredSave) -> bool:
     """Returns whether another save is in the place of a save, as after a rollback."""
     try:
-        data = (save.item_dir / names.manifest_name(0)).read()
+        data = (save.item_dir / naming.manifest_name(0)).read()
         return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id
     except (RestoreError, OSError):
         return False

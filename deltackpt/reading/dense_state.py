@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from deltackpt.errors import Damaged
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading import stored_dense
-from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import (
-    DenseItem,
     DenseShard,
     DenseValues,
     OnBytes,
     Room,
+    StoredItem,
     new_memory,
     uncounted,
 )
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import ProcessWal, WalRecord, damage_of
 from deltackpt.storage.store import StorePath
@@ -39,7 +39,7 @@ def everything(key: str) -> bool:
 
 def after(
     before: DenseValues,
-    further: Sequence[StoredSave],
+    newer: Sequence[StoredSave],
     wanted: Wanted = everything,
     *,
     room: Room = new_memory,
@@ -49,7 +49,7 @@ def after(
 
     Args:
       before: the leaves before the first of the saves.
-      further: the saves, oldest first.
+      newer: the saves, oldest first.
       wanted: which values to read: those of ``before``, and new ones.
       room: allocates the values that change.
       on_bytes: called with the lengths of what is read.
@@ -57,10 +57,10 @@ def after(
     Raises:
       Damaged: an object is missing or altered.
     """
-    item = DenseItem(further, on_bytes=on_bytes)
+    item = StoredItem(newer, on_bytes=on_bytes)
     if item.base is not None:
         return None
-    return stored_dense.values_of(item.shards, before, further[-1].name, wanted, room)
+    return stored_dense.values_of(item.shards, before, newer[-1].name, wanted, room)
 
 
 def key_of(record: WalRecord) -> tuple[StorePath, SaveId]:

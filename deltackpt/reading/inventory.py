@@ -7,16 +7,18 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import google_crc32c
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
-from deltackpt.format import manifest, names
+from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.store import StorePath, store_path
+
+_Record = TypeVar("_Record")
 
 _CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 
@@ -42,7 +44,7 @@ class Inventory:
 
 def read_inventory(
     step_dir: StorePath | Path,
-    item: str = names.EMBEDDINGS_ITEM,
+    item: str = naming.EMBEDDINGS_ITEM,
     *,
     shown: str | None = None,
     unreadable: bool = False,
@@ -77,7 +79,7 @@ def every_digest(folder: StorePath, item: str, *, base: bool = False) -> dict[st
       Damaged: a record is missing or altered.
       StorageError: a record cannot be read.
     """
-    shown = f"{names.COMPACTED}/{folder.parent.name}/{item}" if base else None
+    shown = f"{naming.COMPACTED}/{folder.parent.name}/{item}" if base else None
     found = read_inventory(folder.parent if base else folder, item, shown=shown)
     for damage in found.damage:
         raise damage
@@ -103,12 +105,12 @@ def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
       Damaged: a record of the part is missing or altered.
       StorageError: a record cannot be read.
     """
-    own = folder / item / names.manifest_name(process)
-    step = folder / names.step_digests_name(process)
+    own = folder / item / naming.manifest_name(process)
+    step = folder / naming.step_digests_name(process)
     known = _digests_of(folder / item, manifest.from_bytes(own.read(), name=own.shown()))
     files = {f"{item}/{path}": digest for path, digest in known.items()}
     found = digests.read_digests(step)
-    rest = (path for path in found.files if not names.is_dense_node(path))
+    rest = (path for path in found.files if not naming.is_dense_node(path))
     return files | {path: found.digest(path) for path in rest}
 
 
@@ -126,7 +128,7 @@ class _Inventory:
 
     def read(self) -> Inventory:
         self._read_item()
-        compacted = self._dir.parent.name == names.COMPACTED
+        compacted = self._dir.parent.name == naming.COMPACTED
         promised = not compacted and (
             any("step" in record.digests for record in self._records) or self._has_step_digests()
         )
@@ -143,7 +145,7 @@ class _Inventory:
 
     def _has_step_digests(self) -> bool:
         try:
-            return (self._dir / names.STEP_DIGESTS).exists()
+            return (self._dir / naming.STEP_DIGESTS).exists()
         except Damaged:
             return False  # In a bucket this is unknown; the manifest's error was reported.
 
@@ -155,40 +157,40 @@ class _Inventory:
 
     def _manifest(self, process: int, crc32c: int | None) -> Manifest | None:
         """Reads what a process wrote; None if its manifest cannot be read."""
-        name = f"{self._item}/{names.manifest_name(process)}"
-        head = f"{self._item}/{names.manifest_name(0)}"
+        name = f"{self._item}/{naming.manifest_name(process)}"
+        head = f"{self._item}/{naming.manifest_name(0)}"
         record: Manifest | None = self._record(name, manifest.from_bytes, crc32c, head)
         if record is not None:
             self._records.append(record)
             if record.layer is not None:
-                path = f"{self._item}/{names.layer_name(process)}"
+                path = f"{self._item}/{naming.layer_name(process)}"
                 self._add(path, _digest_of(record.layer), name)
                 return record
-            said_by, name = name, f"{self._item}/{names.digests_name(process)}"
+            said_by, name = name, f"{self._item}/{naming.digests_name(process)}"
             known = self._digests(name, record.item_digests_crc32c, said_by)
             for path in known.files:
                 self._add(f"{self._item}/{path}", known.digest(path), name)
         return record
 
     def _read_step(self) -> None:
-        pending = [names.STEP_DIGESTS]
+        pending = [naming.STEP_DIGESTS]
         read: set[str] = set()
         while pending:
             name = pending.pop()
             read.add(name)
             known = self._digests(name)
             for path in known.files:
-                if names.step_digests_process(path) is not None and path not in read:
+                if naming.step_digests_process(path) is not None and path not in read:
                     pending.append(path)
                 self._add(path, known.digest(path), name)
 
     def _digests(self, name: str, crc32c: int | None = None, said_by: str = "") -> Digests:
-        found: Digests | None = self._record(name, digests.digests_from, crc32c, said_by)
+        found = self._record(name, digests.digests_from, crc32c, said_by)
         return found if found is not None else Digests({})
 
     def _record(
-        self, name: str, parse: Callable[..., Any], crc32c: int | None, said_by: str
-    ) -> Any:
+        self, name: str, parse: Callable[..., _Record], crc32c: int | None, said_by: str
+    ) -> _Record | None:
         """Reads and checks a record; None if it is missing, altered or another one."""
         shown = f"{self._shown}/{name}"
         try:
@@ -235,7 +237,7 @@ class _Inventory:
 def _digests_of(item_dir: StorePath, record: Manifest) -> dict[str, Digest]:
     """Digests of the files with a part's arrays, by path below the item's directory."""
     if record.layer is not None:
-        return {names.layer_name(record.process): _digest_of(record.layer)}
+        return {naming.layer_name(record.process): _digest_of(record.layer)}
     known = digests.read_item_digests(item_dir, record)
     return {path: known.digest(path) for path in known.files}
 
@@ -244,7 +246,7 @@ def _digest_of(layer: LayerRef) -> Digest:
     return Digest(layer.nbytes, layer.crc32c, layer.digest)
 
 
-def verify_step(step_dir: StorePath | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:
+def verify_step(step_dir: StorePath | Path, item: str = naming.EMBEDDINGS_ITEM) -> list[Damaged]:
     """Re-reads a whole step: its records, and every file that they name.
 
     Args:

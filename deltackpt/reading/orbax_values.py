@@ -17,23 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import names
-from deltackpt.format.dense_blocks import Key
-from deltackpt.reading.saves import StoredSave, check_dense
-from deltackpt.resources import memory, pages
+from deltackpt.format import naming
+from deltackpt.format.row_blocks import Key
+from deltackpt.reading.stored_saves import StoredSave, check_dense
+from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage import digests, ocdbt_index
-from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
-from deltackpt.storage.digests import TAIL_BYTES, Digest
+from deltackpt.storage import digests, ocdbt
+from deltackpt.storage.digests import BLOCK_BYTES, TAIL_BYTES, Digest, crc32c, joined
 from deltackpt.storage.kv_store import reachable
-from deltackpt.storage.ocdbt import ZARRAY
-from deltackpt.storage.ocdbt_index import Extent, Index
+from deltackpt.storage.ocdbt import ZARRAY, Extent, Index
 from deltackpt.storage.store import StorePath
 
 #: Folder of an item with files about its arrays.
 ARRAY_METADATAS = "array_metadatas"
 #: Files of the item that the database consists of begin so.
-_OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
+_OF_DATABASE = ("d/", naming.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
 #: What one call reads.
 _PIECE_BYTES = 8 << 20
 _READERS = 3
@@ -44,7 +42,7 @@ _LITTLE = 2
 OnFilled = Callable[[Key, int, int], None]
 
 
-def nobody(key: Key, start: int, stop: int) -> None:
+def ignore_range(key: Key, start: int, stop: int) -> None:
     """Ignores ranges of bytes."""
 
 
@@ -115,11 +113,11 @@ class OrbaxValues:
             if file and key in present:
                 found[True, key] = self._file(key)
             elif not file and (value := self._index.values.get(key)) is not None:
-                into[False, key] = memory.empty_buffer((value.nbytes,), np.dtype(np.uint8))
+                into[False, key] = host_memory.empty_buffer((value.nbytes,), np.dtype(np.uint8))
         self.fill(into)
         return found | {key: data.data for key, data in into.items()}
 
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
         """Reads values into their destination, and verifies everything that they depend on.
 
         If only descriptions of arrays are read, which are in the database's nodes, only the
@@ -134,11 +132,11 @@ class OrbaxValues:
         Raises:
           Damaged: a value is missing, or of another length; a file is missing or altered.
         """
-        placed: dict[str, list[_Wanted]] = {}
+        placed: dict[str, list[_WantedValue]] = {}
         for (file, key), out in into.items():
             value = self._file(key) if file else self._index.values.get(key)
             if isinstance(value, Extent):
-                placed.setdefault(value.file, []).append(_Wanted(value, (file, key), out))
+                placed.setdefault(value.file, []).append(_WantedValue(value, (file, key), out))
             if value is None or value.nbytes != len(out):
                 have = "none" if value is None else value.nbytes
                 raise self._damage(f"{len(out)} bytes of {key}", have)
@@ -170,7 +168,7 @@ class OrbaxValues:
         for damage in digests.check_files(self._item_dir, rest, shown=self.name):
             raise damage
 
-    def _reader(self, file: str, values: Sequence[_Wanted]) -> _FileReader | _BlockReader:
+    def _reader(self, file: str, values: Sequence[_WantedValue]) -> _FileReader | _BlockReader:
         shown = f"{self.name}/{file}"
         expected = None
         if self._expected is not None and file not in self._sound:
@@ -217,7 +215,7 @@ class OrbaxValues:
         if not any(name.startswith(_OF_DATABASE) for name in self._expected or _OF_DATABASE):
             return Index({}, {})  # If all leaves are strings or None, the item has no database.
         try:
-            return ocdbt_index.index(reachable(self._item_dir))
+            return ocdbt.index(reachable(self._item_dir))
         except (ValueError, OSError, LookupError) as error:
             raise self._damage("a database of dense leaves", str(error)) from error
 
@@ -245,7 +243,7 @@ def key_impls(array_metadatas: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-class _Wanted(NamedTuple):
+class _WantedValue(NamedTuple):
     """A value and its destination: (bytes,) uint8."""
 
     at: Extent
@@ -253,12 +251,12 @@ class _Wanted(NamedTuple):
     out: np.ndarray
 
 
-class _Piece(NamedTuple):
+class _FileSpan(NamedTuple):
     """Bytes of a file that are read at once; without a value if they are not wanted."""
 
     start: int
     stop: int
-    value: _Wanted | None
+    value: _WantedValue | None
 
 
 class _FileReader:
@@ -276,7 +274,7 @@ class _FileReader:
         at: StorePath,
         shown: str,
         expected: Digest | None,
-        values: Sequence[_Wanted],
+        values: Sequence[_WantedValue],
     ):
         """Reads nothing yet."""
         self._at = at
@@ -285,7 +283,7 @@ class _FileReader:
         self._body = 0 if expected is None else max(0, expected.length - TAIL_BYTES)
         self.pieces = [*self._pieces(values)]
 
-    def read(self, piece: _Piece, on_filled: OnFilled) -> tuple[int, bytes]:
+    def read(self, piece: _FileSpan, on_filled: OnFilled) -> tuple[int, bytes]:
         """Reads a piece; see ``OrbaxValues.fill``.
 
         Returns:
@@ -297,7 +295,7 @@ class _FileReader:
         else:
             first, last = piece.start - value.at.start, piece.stop - value.at.start
             out = value.out[first:last]
-        pages.populate(out)
+        host_memory.populate(out)
         with self._at.missing_is_damage(self._shown):
             self._at.store.read_into(self._at.key, piece.start, [out.data])
         found = 0, b""
@@ -331,7 +329,7 @@ class _FileReader:
                 f"crc32c {crc:08x}, tail {int.from_bytes(tail, 'little'):08x}",
             )
 
-    def _pieces(self, values: Sequence[_Wanted]) -> Iterator[_Piece]:
+    def _pieces(self, values: Sequence[_WantedValue]) -> Iterator[_FileSpan]:
         """Yields the whole file in order if it has a digest, else the values."""
         at = 0
         for value in sorted(values, key=lambda one: one.at.start):
@@ -346,12 +344,12 @@ class _FileReader:
         if self._expected is not None:
             yield from self._cut(at, self._expected.length, None)
 
-    def _cut(self, start: int, stop: int, value: _Wanted | None) -> Iterator[_Piece]:
+    def _cut(self, start: int, stop: int, value: _WantedValue | None) -> Iterator[_FileSpan]:
         while start < stop:
             end = min(stop, start + _PIECE_BYTES)
             if start < self._body:
                 end = min(end, self._body)
-            yield _Piece(start, end, value)
+            yield _FileSpan(start, end, value)
             start = end
 
 
@@ -365,7 +363,7 @@ class _BlockReader:
         at: StorePath,
         shown: str,
         expected: Digest,
-        values: Sequence[_Wanted],
+        values: Sequence[_WantedValue],
         nodes: Sequence[Extent],
     ):
         """Reads nothing yet."""
@@ -377,7 +375,7 @@ class _BlockReader:
         extents = [*(value.at for value in values), *nodes]
         self.pieces = [*self._pieces(extents)]
 
-    def read(self, piece: _Piece, on_filled: OnFilled) -> None:
+    def read(self, piece: _FileSpan, on_filled: OnFilled) -> None:
         """Reads a piece and verifies it; see ``OrbaxValues.fill``."""
         data = np.empty(piece.stop - piece.start, np.uint8)
         with self._at.missing_is_damage(self._shown):
@@ -405,7 +403,7 @@ class _BlockReader:
         if found != expected:
             raise Damaged(self._shown, f"{what} {expected:08x}", f"{what} {found:08x}")
 
-    def _pieces(self, extents: Sequence[Extent]) -> Iterator[_Piece]:
+    def _pieces(self, extents: Sequence[Extent]) -> Iterator[_FileSpan]:
         """Returns the blocks that contain some of the extents, without repetition."""
         length, at = self._expected.length, 0
         for extent in sorted(extents, key=lambda one: one.start):
@@ -418,7 +416,7 @@ class _BlockReader:
             stop = length if stop >= self._body else stop
             start = max(at, extent.start // BLOCK_BYTES * BLOCK_BYTES)
             for first in range(start, stop, _PIECE_BYTES):
-                yield _Piece(first, min(stop, first + _PIECE_BYTES), None)
+                yield _FileSpan(first, min(stop, first + _PIECE_BYTES), None)
             at = max(at, stop)
 
 
@@ -429,15 +427,15 @@ def of_save(save: StoredSave) -> OrbaxValues:
       Damaged, ForeignDirectory: as for ``check_dense``.
     """
     check_dense(save)
-    if names.DENSE_ITEM in save.head.digests:
+    if naming.DENSE_ITEM in save.head.digests:
         expected = functools.partial(_digests_in, save)
-        at = save.item_dir / names.DENSE_ITEM
-        return OrbaxValues(at, expected, f"{save.name}/{names.DENSE_ITEM}")
+        at = save.item_dir / naming.DENSE_ITEM
+        return OrbaxValues(at, expected, f"{save.name}/{naming.DENSE_ITEM}")
     covered = "step" in save.head.digests
     if save.compacted:  # Its manifest does not cover the step.
-        covered = (save.step_dir / names.STEP_DIGESTS).is_file()
+        covered = (save.step_dir / naming.STEP_DIGESTS).is_file()
     expected = functools.partial(_digests_of, save.step_dir) if covered else None
-    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
+    return OrbaxValues(save.step_dir / naming.DENSE_ITEM, expected)
 
 
 def _digests_of(step_dir: StorePath) -> Mapping[str, Digest]:
@@ -453,7 +451,7 @@ def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
 
 def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:
     """Those of the item, by their paths below it."""
-    prefix = f"{names.DENSE_ITEM}/"
+    prefix = f"{naming.DENSE_ITEM}/"
     return {
         name.removeprefix(prefix): digest
         for name, digest in found.items()

@@ -12,17 +12,15 @@ from typing import Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import dense_blocks, names
-from deltackpt.format.blocks import StoredRows
+from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest, SaveId
-from deltackpt.format.segments import ArrayEntry, GroupEntry, Segment
-from deltackpt.format.soundness import MOST
+from deltackpt.format.records import MOST
+from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
-from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
-from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
-from deltackpt.storage.digests import Digest
+from deltackpt.storage.digests import BLOCK_BYTES, ChunkSums, Digest
 from deltackpt.storage.store import StorePath
 
 
@@ -174,13 +172,13 @@ class ZarrArrays:
         return self._digests.get(directory.below(self._item_dir), {})
 
     def _directory(self, segment: Segment, entry: ArrayEntry) -> StorePath:
-        return names.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
+        return naming.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
 
 
 class LayerArrays:
     """A layer; see ``PartArrays``."""
 
-    def __init__(self, opened: Callable[[], Layer], *, name: str, file: str):
+    def __init__(self, opened: Callable[[], LayerReader], *, name: str, file: str):
         """Reads nothing yet.
 
         Args:
@@ -201,13 +199,13 @@ class LayerArrays:
           record: manifest of the part.
           ref: the layer, from the manifest.
         """
-        file = names.layer_name(record.process)
+        file = naming.layer_name(record.process)
         source = StoredBytes(item_dir / file)
         opened = functools.partial(_layer_of, source, record.save_id, ref)
         return cls(opened, name=source.name, file=file)
 
     @functools.cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerReader:
         """Returns the layer.
 
         Raises:
@@ -228,7 +226,7 @@ class LayerArrays:
         """See ``PartArrays``; the footer bounds each array by the length of the file."""
         self._group(segment)
         for entry in segment.arrays:
-            if entry.name != names.GAPS:
+            if entry.name != naming.GAPS:
                 self._array(segment, entry)
 
     def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
@@ -335,7 +333,7 @@ def is_of_dense_segment(object_name: str) -> bool:
     """
     inside, _, row_group = object_name.partition(": ")
     found = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
-    return any(name.startswith(dense_blocks.SEGMENTS) for name in found)
+    return any(name.startswith(row_blocks.SEGMENTS) for name in found)
 
 
 def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
@@ -350,8 +348,8 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
     return LayerArrays.of(item_dir, record, record.layer)
 
 
-def _layer_of(source: StoredBytes, save_id: SaveId, ref: LayerRef) -> Layer:
-    layer = Layer(source, ref.nbytes, digest=ref.digest)
+def _layer_of(source: StoredBytes, save_id: SaveId, ref: LayerRef) -> LayerReader:
+    layer = LayerReader(source, ref.nbytes, digest=ref.digest)
     if layer.id != save_id:
         raise Damaged(f"{source.name}: footer", f"the layer of {save_id}", f"{layer.id}")
     return layer

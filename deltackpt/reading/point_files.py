@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.format.manifest import Layout
 from deltackpt.reading.stored_dense import DenseValues
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
 #: Prefix of the dense leaves of a delta without a dense item.
-STEP = f"{names.DENSE_ITEM}/"
+STEP = f"{naming.DENSE_ITEM}/"
 #: The processes that have items, and those of each.
 _ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
 
 
-class LoggedState(NamedTuple):
+class RecordedState(NamedTuple):
     """A full recovery point without its tables.
 
     Attributes:
@@ -36,10 +36,10 @@ class LoggedState(NamedTuple):
     """
 
     dense: DenseValues
-    items: Mapping[int, Mapping[str, Any]]
+    items: Mapping[int, Mapping[str, object]]
     rows: Mapping[str, np.ndarray]
 
-    def items_for(self, process: int, count: int) -> dict[str, Any]:
+    def items_for(self, process: int, count: int) -> dict[str, object]:
         """Returns the items for a process: its own, if the number of processes has not changed.
 
         Otherwise, returns the items of process 0.
@@ -51,7 +51,7 @@ class LoggedState(NamedTuple):
         return dict(self.items[process if count == len(self.items) else 0])
 
 
-def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview]:
+def to_files(state: RecordedState, layout: Layout) -> dict[str, bytes | memoryview]:
     """Returns the files of a recovery point, by their names.
 
     Args:
@@ -77,7 +77,7 @@ def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview
     return found
 
 
-def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
+def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> RecordedState:
     """Returns the argument of ``to_files``.
 
     Args:
@@ -96,12 +96,12 @@ def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
         if len(bits) != -(-table.rows // 8):
             raise Damaged(name, f"a bit for each of {table.rows} rows", f"{len(bits)} bytes")
         rows[table.name] = np.flatnonzero(np.unpackbits(bits, count=table.rows))
-    items: dict[int, dict[str, Any]] = {int(process): {} for process in _below(files, _ITEMS)}
+    items: dict[int, dict[str, object]] = {int(process): {} for process in _below(files, _ITEMS)}
     for folder, decode in ((_BYTES, bytes), (_JSON, _of_json)):
         for key, data in _below(files, folder).items():
             process, _, name = key.partition("/")
             items[int(process)][name] = decode(data)
-    return LoggedState(dense_of(files), items, rows)
+    return RecordedState(dense_of(files), items, rows)
 
 
 def name_of(key: str, *, file: bool = False) -> str:
@@ -119,7 +119,7 @@ def dense_of(files: Mapping[str, np.ndarray], folder: str = "") -> DenseValues:
     return DenseValues(_below(files, folder + _VALUES), _below(files, folder + _FILES))
 
 
-def _of_json(data: memoryview) -> Any:
+def _of_json(data: memoryview) -> object:
     return json.loads(bytes(data))
 
 

@@ -7,37 +7,61 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from deltackpt import vocab
 from deltackpt.errors import Damaged, DamagedWal, RestoreError
-from deltackpt.format import blocks
-from deltackpt.format.blocks import Box, Rows, Span, StoredRows
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Layout
-from deltackpt.format.segments import Segment, width
+from deltackpt.format import row_blocks
+from deltackpt.format.manifest import Layout, SaveInfo
+from deltackpt.format.naming import Leaf
+from deltackpt.format.row_blocks import Box, Segment, StoredRows, width
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
 from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
-from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import Shard
-from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.stored_saves import StoredPart, StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import RecordRows, SeenRows, WalRows
 from deltackpt.resources.runtime import Runtime
 
-#: More than two cores keep busy, as some wait for the disk (cold 1.68 s, by two threads 1.80).
+#: Called with (bytes read so far, bytes to read in all), from a background thread.
+Progress = Callable[[int, int], None]
+
+
+class ProgressMeter:
+    """Counts bytes read, for the progress callback; threads may add at once."""
+
+    def __init__(self, progress: Progress | None, total: int = 0):
+        """Expects ``total`` bytes at first."""
+        self.done = 0
+        self._total = total
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def expect(self, nbytes: int) -> None:
+        """Adds to the expected bytes."""
+        self._total += nbytes
+
+    def add(self, nbytes: int) -> None:
+        """Adds to the bytes read; they may exceed those expected."""
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, max(self.done, self._total))
+
+
+#: Three threads keep two cores busy while one waits for the disk (cold: 1.68 s; two: 1.80 s).
 _THREADS = 3
 _SMALL_SAVE_BYTES = 1 << 20
 #: A row index in memory, and a flag.
 _ROW_INDEX_BYTES = 9
-#: Row indices may take as much memory, or a quarter of what is restored.
+#: Limit of row indices in memory; a quarter of the restored bytes if that is more.
 _ROW_INDICES_BYTES = 256 << 20
 
 
@@ -66,12 +90,12 @@ class RestoredTables:
     bytes_read: int
     seconds: float
     source: str = "storage"
-    placed: dict[str, dict[str, Any]] | None = None
+    placed: dict[str, dict[str, Leaf]] | None = None
     files: Mapping[str, np.ndarray] | None = None
     point: bool = False
 
     @property
-    def fields(self) -> dict[str, dict[str, Any]]:
+    def fields(self) -> dict[str, dict[str, Leaf]]:
         """Returns table name to field name to array: the placed one, else the one box in memory."""
         if self.placed is not None:
             return self.placed
@@ -91,7 +115,7 @@ def restore_tables(
 ) -> RestoredTables:
     """Reads and merges the wanted parts of a chain, from the shards that contain them.
 
-    If the chain cannot be read, another one to the same step is: ``chains.read_whole``.
+    If the chain cannot be read, ``chains.read_whole`` tries another chain to the same step.
 
     Args:
       saves: a chain of ``read_chain``.
@@ -147,7 +171,7 @@ def check_keys(restored: RestoredTables) -> None:
         for box, part in restored.buffers.get(table.name, {}).get(key.name, {}).items():
             if box.columns == (0, width(key.trailing)):
                 start = box.rows[0]
-                # A template that has grown has further rows, which the step does not have.
+                # A template that has grown has more rows, which the step does not have.
                 ids.append(vocab.ids_of(part)[: max(0, table.rows - start)])
                 rows.append(np.arange(start, start + len(ids[-1])))
         name = f"step {step}: key column of table {table.name}"
@@ -209,18 +233,20 @@ def fill(
     """
     if records:
         indices = wal_rows.all_rows(seen, indices)
-    meter, window = Meter(progress), 0 if over_parent else _window(saves)
+    meter, done = ProgressMeter(progress), 0
     try:
         with (
             contextlib.nullcontext(runtime) if runtime else Runtime(_THREADS) as runtime,
             wal_rows.verified(records),
         ):
             layers = [*layers_of(saves, targets, runtime), *records]
-            for number, part in enumerate(_parts(layers, targets, least=window)):
+            for part in _parts(layers, targets):
                 cached = _cached(indices)
                 stages = [[*one] for one in merge.plan(part, targets, cached, runtime=runtime)]
-                if window and not number:
-                    check_covered(saves, part, targets, cached)
+                if not over_parent:
+                    for parent, save, shards in zip((None, *saves)[done:], saves[done:], part):
+                        check_covered(save, shards, targets, cached, parent=parent)
+                done += len(part)
                 meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
                 merge.run(stages, runtime, meter.add)
                 # The row indices of the next part take their memory.
@@ -233,18 +259,15 @@ def fill(
 
 
 def _parts(
-    layers: Sequence[Sequence[Shard]], targets: Targets, *, least: int
+    layers: Sequence[Sequence[Shard]], targets: Targets
 ) -> Iterator[Sequence[Sequence[Shard]]]:
-    """Cuts layers into parts whose row indices fit into memory; the first has at least ``least``.
-
-    There is at least one part, which may be empty.
-    """
+    """Cuts layers into parts whose row indices fit into memory; there is at least one part."""
     target_bytes = sum(target.buffer.nbytes for target in targets.all)
     most = max(_ROW_INDICES_BYTES, target_bytes // 4) // _ROW_INDEX_BYTES
     start = rows = 0
     for number, layer in enumerate(layers):
         own = sum(_row_indices(shard, targets) for shard in layer)
-        if rows and rows + own > most and number >= least:
+        if rows and rows + own > most:
             yield layers[start:number]
             start, rows = number, 0
         rows += own
@@ -293,68 +316,63 @@ def layers_of(
     coming = [
         None
         if runtime is None or save.info.nbytes <= _SMALL_SAVE_BYTES
-        else runtime.submit(save.parts, targets.touch)
+        else runtime.submit(save.parts, functools.partial(targets.touch, save.head))
         for save in saves
     ]
     return [
-        save.parts(targets.touch) if parts is None else parts.result()
+        save.parts(functools.partial(targets.touch, save.head)) if parts is None else parts.result()
         for save, parts in zip(saves, coming, strict=True)
     ]
 
 
 def check_covered(
-    saves: Sequence[StoredSave],
-    layers: Sequence[Sequence[Shard]],
+    save: StoredSave,
+    shards: Sequence[Shard],
     targets: Targets,
     indices: RowIndices = merge.stored_rows,
+    *,
+    parent: StoredSave | None = None,
 ) -> None:
-    """Checks that a base, or all shares of a rolling one, contain each wanted row once.
+    """Checks that a save contains each wanted row exactly once, unless its parent's tables have it.
+
+    These are all rows of a base; for a delta, the rows by which tables have grown.
 
     Args:
-      saves: the chain.
-      layers: the shards of each.
+      save: the save.
+      shards: its shards.
       targets: the wanted rows.
       indices: as for ``fill``.
+      parent: the parent of a delta; None for a base.
 
     Raises:
       Damaged: a row is missing or contained twice.
     """
-    base, window = saves[0], _window(saves)
+    before = {} if parent is None else {one.name: one.rows for one in parent.head.groups}
+    new = {one.name: (before.get(one.name, 0), one.rows) for one in save.head.groups}
+    if all(start == stop for start, stop in new.values()):
+        return
     found: dict[int, int] = collections.Counter()
-    for save, parts in zip(saves[:window], layers[:window], strict=True):
-        for part, segment in ((one, segment) for one in parts for segment in one.segments):
-            held = indices(part, segment, targets)
-            if held is None:
-                continue
-            span = merge.reach(held.rows)
-            for share in _shares(save, part, segment, held.rows):
-                for field in bounds.stored_fields(segment, part.groups[segment.group]):
-                    for target in targets.over(segment.group, field, span, segment.columns):
-                        columns = target.overlap(segment.columns)
-                        assert columns is not None
-                        own = blocks.row_slice(held.rows, *blocks.common(target.rows, share))
-                        found[id(target)] += (own.stop - own.start) * (columns[1] - columns[0])
+    for shard, segment in ((one, segment) for one in shards for segment in one.segments):
+        held = indices(shard, segment, targets)
+        if held is None:
+            continue
+        span = row_blocks.common(merge.reach(held.rows), new[segment.group])
+        group = shard.groups[segment.group]
+        fields = bounds.stored_fields(segment, group) if parent is None else segment.fields
+        for field in fields:
+            for target in targets.over(segment.group, field, span, segment.columns):
+                columns = target.overlap(segment.columns)
+                assert columns is not None
+                own = row_blocks.row_slice(held.rows, *row_blocks.common(target.rows, span))
+                found[id(target)] += (own.stop - own.start) * (columns[1] - columns[0])
     for target in targets.all:
+        first, stop = row_blocks.common(target.rows, new[target.group])
         columns = target.columns or (0, 1)
-        wanted = (target.rows[1] - target.rows[0]) * (columns[1] - columns[0])
+        wanted = max(0, stop - first) * (columns[1] - columns[0])
         if found[id(target)] != wanted:
             raise Damaged(
-                base.name,
-                f"a base with {wanted} cells of {target.group}.{target.field}, rows {target.rows}",
+                save.name,
+                f"{wanted} cells of {target.group}.{target.field}, rows {(first, stop)}"
+                + (", which its parent does not have" if parent is not None else ""),
                 f"{found[id(target)]}",
             )
-
-
-def _window(saves: Sequence[StoredSave]) -> int:
-    """Returns how many saves contain all rows; a chain without a base begins with a rolling one."""
-    rolling = saves[0].head.rolling
-    return 1 if rolling is None else rolling.window
-
-
-def _shares(save: StoredSave, part: Shard, segment: Segment, held: Rows) -> tuple[Span, ...]:
-    """Returns where the rows of a segment count: everywhere for a base, else in a rolling share."""
-    rolling = save.head.rolling
-    if rolling is None:
-        return (merge.reach(held),) if save.head.kind == "base" else ()
-    rows = rolling.rows(part.groups[segment.group], save.head.tables)
-    return blocks.spans_of(rows[blocks.row_slice(rows, *merge.reach(held))])

@@ -20,22 +20,32 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.codecs import of_blocks
+from deltackpt.codecs import block_codecs
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format import blocks, names
-from deltackpt.format.blocks import Rows, StoredRows
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
+from deltackpt.format import naming, row_blocks
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
+from deltackpt.format.row_blocks import (
+    BLOCK,
+    BLOCKS,
+    PLAIN,
+    ArrayEntry,
+    BlockedValue,
+    DenseBlocks,
+    FieldSpec,
+    Key,
+    Rows,
+    Segment,
+    StoredRows,
+)
 from deltackpt.layers import merge
-from deltackpt.layers.merge import Piece, StoredField
+from deltackpt.layers.merge import Piece, SegmentField
 from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
-from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
+from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, ignore_range
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.saves import StoredSave
-from deltackpt.resources import memory
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Memory, Runtime
 from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
@@ -85,7 +95,7 @@ class DenseValues(NamedTuple):
         found = self.get(key)
         return None if found is None else found.nbytes
 
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
         """See ``Base``; a plan has checked that it has the values."""
         for key, out in into.items():
             out[:] = np.frombuffer(self.get(key) or b"", np.uint8)
@@ -123,7 +133,7 @@ def shape_of(value: BlockedValue) -> tuple[int, ...]:
 
 def new_memory(value: BlockedValue) -> np.ndarray:
     """Returns new memory for a value."""
-    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
+    return host_memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,11 +171,11 @@ class DenseShard:
           Damaged: the indices are missing or altered.
         """
         if segment.ranges is not None:
-            rows = blocks.rows_of(segment.ranges)
+            rows = row_blocks.rows_of(segment.ranges)
         else:
             self.arrays.check(segment)
             rows = self.arrays.row_indices(segment).rows
-            gaps = [entry for entry in segment.arrays if entry.name == names.GAPS]
+            gaps = [entry for entry in segment.arrays if entry.name == naming.GAPS]
             self.on_bytes(sum(self.arrays.stored_bytes(segment, entry) for entry in gaps))
         if len(rows) != segment.count:
             raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
@@ -174,7 +184,7 @@ class DenseShard:
             raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{end - 1}")
         return rows
 
-    def codec_of(self, segment: Segment) -> of_blocks.BlockCodec:
+    def codec_of(self, segment: Segment) -> block_codecs.BlockCodec:
         """Returns the codec of a segment's blocks.
 
         Raises:
@@ -183,18 +193,18 @@ class DenseShard:
         used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
         try:
             [codec] = used
-            return of_blocks.get(codec)
+            return block_codecs.get(codec)
         except (ValueError, OptionError) as error:
             raise Damaged(self.name, f"a codec of {segment.name}", f"{used}") from error
 
-    def field_of(self, segment: Segment) -> StoredField:
+    def field_of(self, segment: Segment) -> SegmentField:
         """Returns the blocks of a segment, which has the arrays of its codec.
 
         Raises:
           Damaged: it lacks an array, or its codec is unknown.
         """
         codec, entries = self.codec_of(segment), {entry.name: entry for entry in segment.arrays}
-        if not codec.takes(segment.group):
+        if not codec.accepts_dtype(segment.group):
             expected = f"a codec of {segment.group} for {segment.name}"
             raise Damaged(self.name, expected, codec.name)
         for suffix, array in codec.stored(dtype_of(segment.group)).items():
@@ -207,7 +217,7 @@ class DenseShard:
                 shown = f"{found.dtype}{list(found.shape)}"
                 raise Damaged(self.name, f"{expected} of {segment.name}", shown)
         spec = FieldSpec(name=BLOCKS, trailing=(BLOCK,), dtype=segment.group, codec=codec.name)
-        return StoredField(self, segment, spec)
+        return SegmentField(self, segment, spec)
 
     @functools.cached_property
     def plain_bytes(self) -> np.ndarray:
@@ -218,7 +228,7 @@ class DenseShard:
         """
         [segment] = [segment for segment in self.record.segments if segment.group == PLAIN]
         [entry] = segment.arrays
-        out = memory.empty_buffer((segment.count,), np.dtype(np.uint8))
+        out = host_memory.empty_buffer((segment.count,), np.dtype(np.uint8))
         self.read_into(segment, entry, 0, segment.count, out)
         return out
 
@@ -248,12 +258,12 @@ def of_step(
     """
 
     def read(saves: Sequence[StoredSave]) -> DenseValues:
-        return DenseItem(saves, item_of, room=room, on_bytes=on_bytes).read(wanted)
+        return StoredItem(saves, item_of, room=room, on_bytes=on_bytes).read(wanted)
 
     return read_whole(saves, read)
 
 
-class DenseItem:
+class StoredItem:
     """The dense item of a step, read on demand.
 
     Attributes:
@@ -370,7 +380,7 @@ class BaseItem:
         """See ``Base``."""
         return self.item.nbytes(key)
 
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
         """See ``Base``."""
         before = self.item.bytes_read
         self.item.fill(into, on_filled)
@@ -401,12 +411,8 @@ def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseSha
     Raises:
       Damaged: a manifest is missing or altered, or lists no dense leaves.
     """
-    for part in save.parts():
-        record, process = part.record.dense_blocks, part.record.process
-        if record is None or not isinstance(part.arrays, LayerArrays):
-            shown = f"{save.name}/{names.manifest_name(process)}"
-            raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
-        yield DenseShard(part.arrays, record, f"{save.name}, process {process}", on_bytes)
+    for process, layer, record in save.dense_parts():
+        yield DenseShard(layer, record, f"{save.name}, process {process}", on_bytes)
 
 
 def values_of(
@@ -628,12 +634,12 @@ class DensePlan:
             if key in self._plain if plain else self._complete[key].all():
                 del self.missing[key]
 
-    def _add_blocks(self, value: BlockedValue, field: StoredField, held: StoredRows) -> None:
+    def _add_blocks(self, value: BlockedValue, field: SegmentField, held: StoredRows) -> None:
         """Adds some blocks of a value to its chains, without those that newer saves complete."""
         key, size = (value.file, value.key), _chain_blocks(value)
         complete = self._complete[key]
         spans = [(start, start + size) for start in range(0, value.blocks, size)]
-        for number, part in enumerate(blocks.row_slices(held.rows, spans)):
+        for number, part in enumerate(row_blocks.row_slices(held.rows, spans)):
             rows = held.rows[part]
             if len(rows) and not _all_marked(complete, rows):
                 found = _StoredBlocks(field, StoredRows(rows, held.first + part.start))
@@ -655,7 +661,7 @@ class DensePlan:
 class _StoredBlocks(NamedTuple):
     """Some blocks of a value in a segment, by their numbers in the value."""
 
-    field: StoredField
+    field: SegmentField
     held: StoredRows
 
 
@@ -690,10 +696,10 @@ def blocks_by_value(
     values = values[begin : bisect.bisect_left(values, high, key=_first_of)]
     firsts = [_first_of(value) for value in values]
     spans = [(at, at + value.blocks) for at, value in zip(firsts, values, strict=True)]
-    slices = blocks.row_slices(rows, spans)
+    slices = row_blocks.row_slices(rows, spans)
     for value, first, part in zip(values, firsts, slices, strict=True):
         if part.start < part.stop:
-            yield value, StoredRows(blocks.shifted(rows[part], -first), part.start)
+            yield value, StoredRows(row_blocks.shifted(rows[part], -first), part.start)
 
 
 def _kind_of(value: BlockedValue) -> tuple[str, str, int]:
@@ -720,10 +726,10 @@ def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
     return bool(flags[np.asarray(rows)].all())
 
 
-def _check_disjoint(found: Sequence[tuple[StoredField, Rows]]) -> None:
+def _check_disjoint(found: Sequence[tuple[SegmentField, Rows]]) -> None:
     """Checks that no two segments of a group have the same block."""
     if len(found) > 1:
-        starts, _, reached = blocks.sorted_spans([rows for _, rows in found])
+        starts, _, reached = row_blocks.sorted_spans([rows for _, rows in found])
         if np.any(starts < reached[:-1]):
             field, _ = found[0]
             shown = field.layer.name_of(field.segment, field.stored[""])

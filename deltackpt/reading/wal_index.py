@@ -18,12 +18,12 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deltackpt.errors import Damaged, DamagedWal, FormatMismatch, OptionError
-from deltackpt.format import names, wal_epochs
+from deltackpt.format import naming, wal_format
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.wal_epochs import Continues, EpochHeader
+from deltackpt.format.wal_format import Continues, EpochHeader
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading import bounds
 from deltackpt.reading.wal_locations import Record, WalFolder, WalLocation
@@ -109,7 +109,7 @@ class ReplayPlan:
                 return dataclasses.replace(self, segments=segments) if all(rest.values()) else None
         return None
 
-    def items(self) -> dict[int, dict[str, Any]]:
+    def items(self) -> dict[int, dict[str, object]]:
         """Returns the additional items of the recovery point, by process and name.
 
         Raises:
@@ -300,13 +300,11 @@ class WalIndex:
 def _records_down_to(
     by_id: Mapping[SaveId, WalRecord], save_id: SaveId, step: SaveId
 ) -> tuple[tuple[WalRecord, ...], SaveId] | None:
-    """Returns the records of a process above a step, oldest first, and the parent of the first.
-
-    The parent is above the step if it is not a record of this WAL.
-    """
+    """Returns a process's records above a step, oldest first, and the parent of the first."""
     found, current = [], save_id
     while current.step > step.step:
         record = by_id.get(current)
+        # The parent is above the step if it is not a record of this WAL.
         if record is None:
             return (tuple(reversed(found)), current) if found or save_id == current else None
         found.append(record)
@@ -317,7 +315,7 @@ def _records_down_to(
     return tuple(reversed(found)), current
 
 
-def apart_folder(directory: str, run: str) -> WalFolder:
+def local_wal_folder(directory: str, run: str) -> WalFolder:
     """Returns the folder of a run's WAL in a directory that several runs share."""
     # The directory is the store itself, which is never recreated if it was moved or removed.
     return WalFolder(StorePath(FileStore(Path(directory)), run))
@@ -367,7 +365,7 @@ class WalReader:
         shown, data = record
         known, found = self._heads.get(epoch, (None, None))
         if found is None or known != data:
-            found = wal_epochs.from_bytes(data, name=shown)
+            found = wal_format.epoch_header_from(data, name=shown)
             if found.epoch != epoch:
                 raise Damaged(shown, f"WAL epoch {epoch}", f"WAL epoch {found.epoch}")
             bounds.check_tables(found, shown)
@@ -383,8 +381,8 @@ class WalReader:
         """
         if head.topic is not None and self.places.topics is not None:
             return self.places.topics.segments(self._ref(head))
-        apart = self._segments_apart(head)
-        return self.places.segments(head.epoch) if apart is None else apart
+        local = self._local_segments(head)
+        return self.places.segments(head.epoch) if local is None else local
 
     def _ref(self, head: EpochHeader) -> EpochRef:
         """Returns the reference that the records of an epoch have."""
@@ -392,15 +390,15 @@ class WalReader:
         # Its own bytes: a later version may have written fields that are unknown here.
         return EpochRef.of(head, data if known == head else None)
 
-    def _segments_apart(self, head: EpochHeader) -> StorePath | None:
+    def _local_segments(self, head: EpochHeader) -> StorePath | None:
         """Returns the directory of an epoch's segments in another directory, if it exists."""
         if head.directory is not None:
-            apart = apart_folder(head.directory, head.run)
-            for read in (apart.head, apart.copy):
+            local = local_wal_folder(head.directory, head.run)
+            for read in (local.head, local.copy):
                 with contextlib.suppress(Damaged, FormatMismatch):
                     name, data = read(head.epoch)
-                    if wal_epochs.from_bytes(data, name=name) == head:
-                        return apart.segments(head.epoch)
+                    if wal_format.epoch_header_from(data, name=name) == head:
+                        return local.segments(head.epoch)
         return None
 
     def _unseen(self, view: EpochView) -> Damaged | None:
@@ -409,9 +407,9 @@ class WalReader:
         has_records = any(log.by_id for log in view.processes.values())
         if has_records or not head.directory or not head.process_count:
             return None
-        if self._segments_apart(head) is not None:
+        if self._local_segments(head) is not None:
             return None
-        name = f"{apart_folder(head.directory, head.run)}/{names.epoch_name(head.epoch)}"
+        name = f"{local_wal_folder(head.directory, head.run)}/{naming.epoch_name(head.epoch)}"
         return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
 
     def in_topic(self, head: EpochHeader) -> Damaged | None:

@@ -1,19 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locations of a WAL: a directory next to the steps, or a staging directory.
+"""Locations of a WAL: a directory next to the steps, or a staging directory; progress in it.
 
 If several locations hold an epoch, the nearest is used: it is complete, and the others have only
 the part uploaded so far.
+
+The progress of a process is stored next to the segments and is not fsynced. A restore compares it
+with the segments, and reports durable records that are missing.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from deltackpt.errors import Damaged
-from deltackpt.format import names
-from deltackpt.reading.wal_topics import WalTopics
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import naming
 from deltackpt.storage.store import StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.reading.wal_topics import WalTopics
+
+NAME = "progress"
+_RECORD = struct.Struct("<QQ")
+NBYTES = _RECORD.size
+
+
+class Noted(NamedTuple):
+    """The newest durable record: the number of its ``append()`` call, 0 for none, and its step."""
+
+    number: int
+    step: int
+
+    def to_bytes(self) -> bytes:
+        """Returns the contents of the file."""
+        return _RECORD.pack(*self)
+
+
+def newest_durable(folder: StorePath) -> Noted:
+    """Returns the progress stored next to a process's segments; empty if it cannot be read."""
+    try:
+        return Noted(*_RECORD.unpack((folder / NAME).read(most_bytes=NBYTES)))
+    except (RestoreError, StorageError, struct.error):
+        return Noted(0, 0)
 
 
 class Record(NamedTuple):
@@ -85,30 +114,30 @@ class WalFolder(NamedTuple):
     def numbers(self) -> list[int]:
         """See ``WalLocation``: segments without a header are the newest, or have lost it."""
         # Before the heads: each is there before its log is.
-        logged = [int(name) for name in self.at.folders() if names.step_number(name) is not None]
-        found = map(names.epoch_number, self.at.names())
+        logged = [int(name) for name in self.at.folders() if naming.step_number(name) is not None]
+        found = map(naming.epoch_number, self.at.names())
         heads = [number for number in found if number is not None]
         newest = max(heads, default=-1)
         return [*heads, *(one for one in logged if one > newest and (self.at / str(one)).keys())]
 
     def logged(self) -> list[int]:
         """See ``WalLocation``."""
-        found = [name for name in self.at.folders() if names.step_number(name) is not None]
+        found = [name for name in self.at.folders() if naming.step_number(name) is not None]
         return [int(name) for name in found if (self.at / name).keys()]
 
     def has(self, epoch: int) -> bool:
         """See ``WalLocation``; does not list the directory, because a listing may be stale."""
-        head = self.at / names.epoch_name(epoch)
-        return head.is_file() or (self.segments(epoch) / names.HEAD_COPY).is_file()
+        head = self.at / naming.epoch_name(epoch)
+        return head.is_file() or (self.segments(epoch) / naming.HEAD_COPY).is_file()
 
     def head(self, epoch: int) -> Record:
         """See ``WalLocation``."""
-        place = self.at / names.epoch_name(epoch)
+        place = self.at / naming.epoch_name(epoch)
         return Record(place.shown(), place.read(place.shown()))
 
     def copy(self, epoch: int) -> Record:
         """See ``WalLocation``: the copy next to the segments."""
-        place = self.segments(epoch) / names.HEAD_COPY
+        place = self.segments(epoch) / naming.HEAD_COPY
         return Record(place.shown(), place.read(place.shown()))
 
     def segments(self, epoch: int) -> StorePath:

@@ -18,27 +18,31 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from deltackpt.errors import Damaged, DamagedWal, FormatMismatch, FormatTooOld
-from deltackpt.format import dense_blocks, names, wal_records
-from deltackpt.format.dense_blocks import DenseBlocks
+from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
+from deltackpt.format import naming, row_blocks, wal_format
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.names import SegmentPlace
-from deltackpt.format.records import Unsound
-from deltackpt.format.segments import Segment
-from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead
+from deltackpt.format.naming import SegmentId
+from deltackpt.format.records import InvalidRecord, check_segment
+from deltackpt.format.row_blocks import DenseBlocks, Encoding, Segment
+from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead
 from deltackpt.layers import footer
-from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header, RowGroup
-from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.layers.shard import segment_of
-from deltackpt.layers.write import REMOVED
+from deltackpt.layers.footer import (
+    PAGE_BYTES,
+    REMOVED,
+    EpochRef,
+    Header,
+    LayerArray,
+    RowGroup,
+)
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.wal_progress import Noted, newest_durable
-from deltackpt.resources import memory
+from deltackpt.reading.wal_locations import Noted, newest_durable
+from deltackpt.resources import host_memory
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, Missing, Stamp, StorePath
 
@@ -50,8 +54,6 @@ _MAX_WINDOW_BYTES = 1 << 20
 _SEARCHED_BYTES = 8 << 20
 #: A power cut may leave this in place of a file's last pages; a layer never ends like this.
 _ZEROS = bytes(16)
-#: What segments of a development version begin with.
-_OLD_MAGIC = b"DLOG"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,10 +71,10 @@ class WalRecord:
 
     save_id: SaveId
     parent: SaveId
-    place: SegmentPlace
+    place: SegmentId
     segment: StorePath
     head: RecordHead
-    layer: Layer
+    layer: LayerReader
 
     @property
     def name(self) -> str:
@@ -117,15 +119,15 @@ class WalRecord:
         """
         if self.head.values is None:
             return None
-        segments = self._segments(lambda group: group.name.startswith(dense_blocks.SEGMENTS))
+        segments = self._segments(lambda group: group.name.startswith(row_blocks.SEGMENTS))
         try:
             found = DenseBlocks(
-                values=wal_records.unpacked_values(self.head.values),
+                values=wal_format.unpacked_values(self.head.values),
                 segments=segments,
                 complete=self.head.against is None,
             )
-            dense_blocks.check(found, remember=True)
-        except Unsound as error:
+            row_blocks.check(found, remember=True)
+        except InvalidRecord as error:
             raise error.within("dense").damage(self.name) from error
         return found
 
@@ -140,10 +142,10 @@ class WalRecord:
         return sum(
             self.layer.bytes_of(array, 0, array.shape[0])
             for array in self.layer.manifest.arrays
-            if array.row_group.startswith(dense_blocks.SEGMENTS)
+            if array.row_group.startswith(row_blocks.SEGMENTS)
         )
 
-    def items(self) -> dict[str, Any]:
+    def items(self) -> dict[str, object]:
         """Returns its additional items by name.
 
         Raises:
@@ -157,7 +159,7 @@ class WalRecord:
             if nbytes and kinds != [(ITEM_BYTES, (nbytes,), "uint8")]:
                 shown = f"{self.name}: row group {ITEMS!r}"
                 raise Damaged(shown, f"{nbytes} bytes", f"{kinds}")
-            out = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
+            out = host_memory.empty_buffer((nbytes,), np.dtype(np.uint8))
             if nbytes:
                 self.layer.read_into(arrays[0], 0, nbytes, out)
             for item in self.head.items:
@@ -175,9 +177,56 @@ class WalRecord:
             if group.name != REMOVED:
                 try:
                     found.append(segment_of(group, self.layer.arrays(group).values()))
-                except Unsound as error:
+                except InvalidRecord as error:
                     raise error.within(f"row group {group.name}").damage(self.name) from error
         return tuple(found)
+
+
+def segment_of(group: RowGroup, stored: Iterable[LayerArray]) -> Segment:
+    """Returns the segment that was written as a row group, without statistics of its encodings.
+
+    Args:
+      group: the row group.
+      stored: its arrays.
+
+    Raises:
+      InvalidRecord: the row group is not a valid segment.
+    """
+    encodings = tuple(
+        Encoding(
+            field=field,
+            codec=codec,
+            reason="",
+            nbytes=0,
+            rows=(),
+            squared_error=(),
+            squared_norm=(),
+        )
+        for field, codec in group.codecs.items()
+    )
+    # Not the layer's chunks, which are shorter: readers take so many rows at a time.
+    entries = tuple(
+        row_blocks.array_entry(
+            array.name,
+            array.shape,
+            np.dtype(array.dtype),
+            zstd=array.compression == "zstd",
+            byte_planes=array.compression == "planes",
+        )
+        for array in stored
+    )
+    segment = Segment(
+        name=group.name,
+        group=group.group,
+        columns=group.columns or (0, 0),
+        count=group.count,
+        ranges=group.ranges,
+        fields=tuple(group.codecs),
+        arrays=entries,
+        encodings=encodings,
+    )
+    check_segment(segment)
+    return segment
 
 
 class damage_of:
@@ -211,7 +260,7 @@ class Break(NamedTuple):
       problem: what was found instead.
     """
 
-    at: SegmentPlace
+    at: SegmentId
     counts: bool
     is_torn: bool
     step: int | None
@@ -269,7 +318,7 @@ class ProcessWal:
         """
         self._store_path = store_path
         self._run, self._epoch, self._process = run, epoch, process
-        self._scans: dict[SegmentPlace, _Scan] = {}
+        self._scans: dict[SegmentId, _Scan] = {}
         self._stamp: Stamp | None = None
         #: The newest durable record according to its writer: number of the call, and step.
         self._noted = Noted(0, 0)
@@ -302,7 +351,7 @@ class ProcessWal:
                 scan.rest = self._rest(place, scan)
             found.append(
                 Break(
-                    at=SegmentPlace(place.part, scan.seq),
+                    at=SegmentId(place.part, scan.seq),
                     counts=scan.seq <= last.get(place.part, scan.seq),
                     is_torn=scan.rest.is_torn and self._may_end_in(place),
                     step=scan.rest.step,
@@ -314,7 +363,7 @@ class ProcessWal:
     def holes(self) -> list[Hole]:
         """Returns missing or altered records, oldest first; a torn end is not a hole."""
         breaks = [one for one in self.breaks if one.counts]
-        found, end, newest, digest = [], SegmentPlace(0, 0), None, 0
+        found, end, newest, digest = [], SegmentId(0, 0), None, 0
         for newest in self.records:
             within = [one.problem for one in breaks if end < one.at <= newest.place]
             problems, trimmed = within, False
@@ -359,10 +408,10 @@ class ProcessWal:
         before = [place for place in sorted(self._scans) if place.seq <= seq]
         return self._segment(before[-1]).shown(4) if before else self._store_path.shown()
 
-    def _segment(self, place: SegmentPlace) -> StorePath:
-        return self._store_path / names.segment_name(*place)
+    def _segment(self, place: SegmentId) -> StorePath:
+        return self._store_path / naming.segment_name(*place)
 
-    def _may_end_in(self, place: SegmentPlace) -> bool:
+    def _may_end_in(self, place: SegmentId) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
         later = (one for one in self._scans.items() if one[0] > place)
         return all(one.part > place.part and not scan.records for one, scan in later)
@@ -371,13 +420,13 @@ class ProcessWal:
     def segments(self) -> dict[str, tuple[WalRecord, ...]]:
         """Returns the records of each segment by its name, oldest first."""
         scans = sorted(self._scans.items())
-        return {names.segment_name(*place): (*scan.records,) for place, scan in scans}
+        return {naming.segment_name(*place): (*scan.records,) for place, scan in scans}
 
     def advance(self) -> None:
         """Scans the records written since the last call.
 
         Raises:
-          FormatTooOld, FormatTooNew: another version of deltackpt wrote a segment.
+          FormatTooNew: another version of deltackpt wrote a segment.
           StorageError: the directory cannot be read.
         """
         if isinstance(self._store_path.store, FileStore):
@@ -392,12 +441,12 @@ class ProcessWal:
         places = sorted(
             place
             for name in self._store_path.names()
-            if (place := names.segment_place(name)) is not None
+            if (place := naming.parse_segment_name(name)) is not None
         )
         for gone in self._scans.keys() - {*places}:  # It was trimmed.
             del self._scans[gone]
         for place in places:
-            self._look_through(place, self._scans.setdefault(place, _Scan(place.seq)))
+            self._scan_segment(place, self._scans.setdefault(place, _Scan(place.seq)))
 
     def _last_that_count(self) -> dict[int, int]:
         """Returns part to the last record that counts, for parts that others follow."""
@@ -409,7 +458,7 @@ class ProcessWal:
                     found[part] = min(last, found.get(part, last))
         return found
 
-    def _look_through(self, place: SegmentPlace, scan: _Scan) -> None:
+    def _scan_segment(self, place: SegmentId, scan: _Scan) -> None:
         segment = self._segment(place)
         scan.problem = None
         try:
@@ -427,12 +476,8 @@ class ProcessWal:
         except Missing:
             scan.problem = None  # It was trimmed concurrently.
 
-    def _record_at(self, window: _Window, place: SegmentPlace, scan: _Scan) -> WalRecord:
-        """Returns the next record of a segment.
-
-        Raises:
-          Damaged: it is torn, altered, of another place, or does not continue the previous one.
-        """
+    def _record_at(self, window: _Window, place: SegmentId, scan: _Scan) -> WalRecord:
+        """Returns the next record of a segment, which must continue the previous one."""
         segment, at = window.segment, scan.at
         name = _shown(segment, scan.seq)
         header = _header_at(window, at, name)
@@ -444,7 +489,7 @@ class ProcessWal:
             raise Damaged(f"{name}: header", f"a record after {scan.seq - 1}", "another one")
         if header.nbytes > window.length - at:
             raise _TornLayer(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
-        layer = Layer(window, header.nbytes, start=at, name=name)
+        layer = LayerReader(window, header.nbytes, start=at, name=name)
         manifest = layer.manifest
         if Header.of(manifest, layer.nbytes) != header:
             raise Damaged(f"{name}: header", "the header of its footer", "another one")
@@ -452,7 +497,7 @@ class ProcessWal:
         found = manifest.save_id.run, manifest.process, manifest.epoch
         if found != expected:
             raise Damaged(name, f"a record of {_owner(*expected)}", f"one of {_owner(*found)}")
-        head = wal_records.from_bytes(manifest.schema, name=name)
+        head = wal_format.record_head_from(manifest.schema, name=name)
         if scan.records and head.values == (before := scan.records[-1].head.values):
             head = dataclasses.replace(head, values=before)  # It may be long.
         layer.manifest = dataclasses.replace(manifest, schema=b"")
@@ -465,13 +510,13 @@ class ProcessWal:
         return WalRecord(
             save_id=manifest.save_id,
             parent=parent,
-            place=SegmentPlace(place.part, scan.seq),
+            place=SegmentId(place.part, scan.seq),
             segment=segment,
             head=head,
             layer=layer.at(StoredBytes(segment)),
         )
 
-    def _rest(self, place: SegmentPlace, scan: _Scan) -> _Rest:
+    def _rest(self, place: SegmentId, scan: _Scan) -> _Rest:
         """Classifies the bytes after the last whole record of a segment."""
         if isinstance(scan.problem, _TornLayer):
             return _Rest(True, None)
@@ -507,7 +552,7 @@ class ProcessWal:
                 with contextlib.suppress(Damaged, FormatMismatch):
                     header = _header_at(window, start + page, window.name)
                     if header is not None and header.sequence > scan.seq:
-                        layer = Layer(window, header.nbytes, start=start + page)
+                        layer = LayerReader(window, header.nbytes, start=start + page)
                         if layer.manifest.epoch == self._epoch:
                             yield layer.manifest.save_id.step
             start += nbytes
@@ -602,17 +647,7 @@ def _has_header(window: _Window, at: int) -> bool:
 
 
 def _header_at(window: _Window, at: int, name: str) -> Header | None:
-    """Returns the header at an offset; None if there is none.
-
-    Raises:
-      Damaged: the file ends within it.
-      FormatTooOld: a development version of deltackpt wrote the segment.
-    """
-    if at == 0 and window.bytes_at(0, min(window.length, len(_OLD_MAGIC))) == _OLD_MAGIC:
-        raise FormatTooOld(
-            f"{name}: expected a layer, found a frame of a development version of deltackpt; save "
-            "a step with that version, or restore a step: restore_latest(wal=False)"
-        )
+    """Returns the header at an offset; None if there is none."""
     if at + PAGE_BYTES > window.length:
         raise _Torn(name, f"{at + PAGE_BYTES} bytes", f"{window.length} bytes")
     return footer.header_of(window.bytes_at(at, PAGE_BYTES), name)

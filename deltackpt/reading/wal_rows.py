@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal
-from deltackpt.format.blocks import Rows, StoredRows
 from deltackpt.format.manifest import Layout
-from deltackpt.format.segments import Segment
+from deltackpt.format.row_blocks import Rows, Segment, StoredRows
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
-from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.part_arrays import LayerArrays, Shard
@@ -104,7 +103,7 @@ def rows_of(
     for segment in segments:
         bounds.check_segment(segment, groups, None, record.name)
 
-    def opened() -> Layer:
+    def opened() -> LayerReader:
         # A copy, which records what this replay has verified.
         found = record.layer.at(source)
         return found if is_file or record.nbytes > most_bytes else found.loaded()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from deltackpt.errors import Damaged, DeltackptError, FormatMismatch, FormatTooNew, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.wal_epochs import EpochHeader
+from deltackpt.format.wal_format import EpochHeader
 from deltackpt.reading.wal_index import EpochView, RecoveryPoint, WalIndex, WalReader
 from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage.store import StorePath
@@ -84,7 +84,7 @@ class WalState:
         newest = self.newest
         if self.index is None or newest is None:
             return {}
-        # Marks below the last but one step are of no use; see ``OpenEpoch.truncate``.
+        # Records below the last but one step are of no use; see ``OpenEpoch.truncate``.
         passed = sum(save_id.run == newest.run for save_id in steps.values()) >= 2
         found = {}
         for state in self.epochs:

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltackpt.errors import OptionError, RestoreError, StorageError
-from deltackpt.format import names, wal_messages
-from deltackpt.format.wal_epochs import EpochHeader, WalTopic
-from deltackpt.format.wal_messages import RecordChunk
+from deltackpt.format import naming, wal_format
+from deltackpt.format.wal_format import EpochHeader, RecordChunk, WalTopic
 from deltackpt.layers.footer import EpochRef
-from deltackpt.reading.wal_progress import NAME, NBYTES
-from deltackpt.storage import files
+from deltackpt.reading.wal_locations import NAME, NBYTES
+from deltackpt.storage import posix
 from deltackpt.storage.kafka import Config, Message, Offsets, Topic
 from deltackpt.storage.store import StorePath, store_path
 
@@ -71,7 +70,7 @@ class Partition:
     def add(self, message: Message) -> None:
         """Copies the chunk of a message if it continues what was copied."""
         self.offset = message.offset + 1
-        chunk = wal_messages.from_bytes(message.data)
+        chunk = wal_format.chunk_from(message.data)
         if chunk is None:
             return
         if EpochRef(number=chunk.epoch, crc32c=chunk.epoch_crc32c) != self._epoch:
@@ -80,7 +79,7 @@ class Partition:
         if part is None or (chunk.index == 0 and self._begins_file(part, chunk)):
             if chunk.index:
                 return  # The beginning of its record is missing.
-            path = self.folder / names.segment_name(chunk.part, chunk.seq)
+            path = self.folder / naming.segment_name(chunk.part, chunk.seq)
             part = self._parts[chunk.part] = _CopiedPart(_Next(chunk.seq, 0), path)
         if (chunk.seq, chunk.index) != part.following:
             return
@@ -218,7 +217,7 @@ def _copy_progress(source: StorePath, folder: Path) -> None:
 
 
 def _append(path: Path, start: int, data: memoryview) -> None:
-    with files.typed_errors(path, "copy a WAL from Kafka", full="free space in TMPDIR"):
+    with posix.typed_errors(path, "copy a WAL from Kafka", full="free space in TMPDIR"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while len(data):

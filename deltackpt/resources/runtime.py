@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What concurrent work shares: threads, memory up to a limit, and a write rate.
+"""What concurrent work shares: threads and their priority, memory up to a limit, a write rate.
+
+Unused budget does not accumulate: after a pause, bytes are sent at the rate, not in a burst.
 
 A manager has one ``Runtime`` for its saves; a large read opens one of its own. Whoever waits for a
 call that no thread has started runs it. Nested waits therefore need no threads, and work still ends
@@ -16,17 +18,100 @@ import concurrent.futures
 import contextlib
 import copy
 import math
+import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from deltackpt.errors import OptionError
-from deltackpt.resources import priority
-from deltackpt.resources.memory import aligned_buffer
-from deltackpt.resources.pace import Pace
+from deltackpt.resources.host_memory import aligned_buffer
+
+
+class Pace:
+    """A rate limit in bytes per second; thread-safe."""
+
+    def __init__(
+        self, bytes_per_sec: float | None = None, *, clock: Callable[[], float] = time.monotonic
+    ):
+        """Creates a limit; None means unlimited."""
+        self._rate = bytes_per_sec
+        self._clock = clock
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+        self._lifters = 0
+        #: Set while the limit is suspended; waiting threads then continue.
+        self._is_lifted = threading.Event()
+
+    def reserve(self, nbytes: int) -> float:
+        """Reserves bytes; returns in how many seconds they may be sent."""
+        if self._rate is None or self._is_lifted.is_set():
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._rate
+        return start - now
+
+    def acquire(self, nbytes: int, stopped: threading.Event | None = None) -> None:
+        """Waits until bytes may be sent; an event replaces ``lifted`` as the end of the wait."""
+        secs = self.reserve(nbytes)
+        if secs > 0:
+            (stopped or self._is_lifted).wait(secs)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Suspends the limit inside the context, because a caller is waiting for the data."""
+        with self._lock:
+            self._lifters += 1
+            self._is_lifted.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lifters -= 1
+                if not self._lifters:
+                    self._is_lifted.clear()
+                    self._free_at = 0.0
+
+
+_NICE = 10
+
+
+def lower() -> None:
+    """Lowers the calling thread's priority; on Linux, niceness is per thread."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def pin(cpus: Collection[int] | None) -> None:
+    """Restricts the calling thread and its children to some CPUs; None allows all.
+
+    CPUs that the process may no longer use are ignored; if none remains, nothing changes.
+    """
+    if cpus is not None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(threading.get_native_id(), cpus)
+
+
+def check(cpus: Collection[int] | None) -> None:
+    """Checks that this process may use some CPUs.
+
+    Raises:
+      OptionError: the process may not use one of them.
+    """
+    if cpus is None:
+        return
+    allowed = os.sched_getaffinity(0)
+    if missing := sorted(set(cpus) - allowed):
+        raise OptionError(
+            f"Background.cpus: expected CPUs that this process may use, {sorted(allowed)}, found "
+            f"{missing}; choose others, or request more from the scheduler"
+        )
+
 
 #: Concurrent fsyncs; 22 files take 14 ms instead of 108.
 FSYNCS = 8
@@ -135,7 +220,7 @@ class Memory:
         with self._changed:
             return self._lent_bytes + nbytes <= self.limit_bytes
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an uninitialized buffer; pass it to ``give_back`` after use."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._changed:
@@ -155,7 +240,7 @@ class Memory:
             self._evict()
         return out
 
-    def give_back(self, arrays: Iterable[Any]) -> None:
+    def give_back(self, arrays: Iterable[object]) -> None:
         """Keeps the buffers among some arrays for later requests; the oldest are freed if full."""
         with self._changed:
             for _, raw in (self._lent.pop(id(one)) for one in arrays if id(one) in self._lent):
@@ -214,12 +299,12 @@ class Runtime:
         Raises:
           OptionError: this process may not use one of the CPUs.
         """
-        priority.check(cpus)
+        check(cpus)
 
         def set_up() -> None:
-            priority.pin(cpus)
+            pin(cpus)
             if low_priority:
-                priority.lower()
+                lower()
 
         self.threads = threads
         self.memory = Memory(memory_bytes)
@@ -233,7 +318,7 @@ class Runtime:
         found.memory = Memory(memory_bytes)
         return found
 
-    def start(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
+    def start(self, call: Callable[..., _T], *arguments: object) -> Future[_T]:
         """Runs a call on a thread, never on the caller's.
 
         Raises:
@@ -241,7 +326,7 @@ class Runtime:
         """
         return self._pool.submit(call, *arguments)
 
-    def submit(self, call: Callable[..., _T], *arguments: Any) -> Task[_T]:
+    def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""
         task = Task(lambda: call(*arguments))
         if self._size:
@@ -275,7 +360,7 @@ class Runtime:
         helpers = min(len(requests) - 1, (threads or self.threads) - 1, self._size)
         if helpers < 1:
             return [call(item) for item in requests]
-        results: list[Any] = [None] * len(requests)
+        results: dict[int, _T] = {}
         left = collections.deque(enumerate(requests))
 
         def work() -> None:
@@ -303,7 +388,7 @@ class Runtime:
             concurrent.futures.wait([task.future for task in begun])
         for task in begun:
             task.result()
-        return results
+        return [results[number] for number in range(len(requests))]
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the threads once they are idle; calls that have not started do not start there.

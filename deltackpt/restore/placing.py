@@ -7,22 +7,20 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from deltackpt import codecs, processes
+from deltackpt import codecs, coordination
 from deltackpt.errors import TemplateMismatch
-from deltackpt.format.blocks import VALUES, Box
-from deltackpt.format.manifest import KeyPath, Layout, path_name
+from deltackpt.format.naming import Leaf
+from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.chains import read_chain
 from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables
-from deltackpt.reading.saves import StoredSave
-from deltackpt.restore import mismatch
-from deltackpt.state import contexts, ownership, paths, placement
-from deltackpt.state.stacks import MemberRows, RestoredMember, array_of
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.state import paths, placement
+from deltackpt.state.stacks import MemberRows, RestoredMember
 
 _logger = logging.getLogger(__name__)
 
@@ -40,10 +38,10 @@ class AbstractEmbeddings:
     everything is restored on the host.
     """
 
-    tables: Mapping[str, Mapping[str, Any]] | None = None
+    tables: Mapping[str, Mapping[str, Leaf]] | None = None
 
 
-@contexts.neutral()
+@placement.neutral()
 def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
     """Restores one item of a step, for the adapters of Orbax.
 
@@ -62,7 +60,7 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
     for name, fields in tables.items():
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
-            _check_width(f"table {name}, {field}", leaf)
+            check_width(f"table {name}, {field}", leaf)
     merged = restore_tables(saves, wanted=wanted_of(tables))
     check_keys(merged)
     return dataclasses.replace(merged, placed=place(merged, tables))
@@ -84,7 +82,7 @@ def abstract_of(save: StoredSave) -> AbstractEmbeddings:
     )
 
 
-def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
+def _check_leaf(name: str, field: str, wanted: Leaf, stored: Leaf | None) -> None:
     found = None if stored is None else (tuple(stored.shape), stored.dtype)
     if found != (tuple(wanted.shape), wanted.dtype):
         raise TemplateMismatch(
@@ -93,12 +91,13 @@ def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
         )
 
 
-def _check_width(what: str, leaf: Any) -> None:
+def check_width(what: str, leaf: object) -> None:
+    """Raises TemplateMismatch if JAX would truncate a leaf's dtype to 32 bits."""
     if problem := paths.narrowed(leaf):
         raise TemplateMismatch(f"{what}: {problem}")
 
 
-def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
+def wanted_of(templates: Mapping[str, Mapping[str, object]]) -> Wanted:
     """Returns what this process needs of some tables: its shards' boxes, or everything.
 
     Args:
@@ -106,7 +105,7 @@ def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
     """
     return {
         name: {
-            field: sorted(set(ownership.device_boxes(leaf).values()))
+            field: sorted(set(placement.device_boxes(leaf).values()))
             for field, leaf in fields.items()
         }
         for name, fields in templates.items()
@@ -114,8 +113,8 @@ def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
 
 
 def place(
-    merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
+    merged: RestoredTables, templates: Mapping[str, Mapping[str, Leaf]]
+) -> dict[str, dict[str, Leaf]]:
     """Places merged buffers as the template's leaves: in their shardings, or on the host.
 
     Args:
@@ -124,17 +123,17 @@ def place(
         itself, a table of a stacked array a ``RestoredMember``, which ``tables.join`` needs.
     """
     rows = {table.name: table.rows for table in merged.layout.tables}
-    placed: dict[str, dict[str, Any]] = {}
+    placed: dict[str, dict[str, Leaf]] = {}
     for name, fields in merged.buffers.items():
         for field, held in fields.items():
             template = templates[name][field]
             if template.shape[0] > rows[name]:
-                _keep_further_rows(held, template, rows[name])
+                _keep_new_rows(held, template, rows[name])
             placed.setdefault(name, {})[field] = _placed(held, template)
     return placed
 
 
-def grown(merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]) -> GrownTables:
+def grown(merged: RestoredTables, templates: Mapping[str, Mapping[str, Leaf]]) -> GrownTables:
     """Returns the tables of which the template has more rows than the step."""
     rows = {table.name: table.rows for table in merged.layout.tables}
     counts = {name: fields[VALUES].shape[0] for name, fields in templates.items()}
@@ -142,10 +141,10 @@ def grown(merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]) ->
 
 
 def report_grown(step: int, tables: GrownTables) -> None:
-    """WalReader one warning about tables with rows that a step does not have, on process 0."""
-    if not tables or processes.index():
+    """Logs one warning about tables with rows that a step does not have, on process 0."""
+    if not tables or coordination.process_index():
         return
-    listed = ", ".join(
+    described = ", ".join(
         f"{name} ({stored:,} rows in the step, {wanted:,} in the template)"
         for name, (stored, wanted) in sorted(tables.items())
     )
@@ -153,34 +152,34 @@ def report_grown(step: int, tables: GrownTables) -> None:
         "step %d: the template has more rows than the step: %s; the additional rows of each table "
         "and of its slots keep the values of the template",
         step,
-        listed,
+        described,
         extra={"process_index": 0},
     )
 
 
-def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
+def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
     if not isinstance(template, jax.Array):
         [buffer] = held.values()
         buffer[stored:] = template[stored:]
         return
     data = {shard.device: shard.data for shard in template.addressable_shards}
-    for device, box in ownership.device_boxes(template).items():
+    for device, box in placement.device_boxes(template).items():
         first = max(0, stored - box.rows[0])
         if first < box.rows[1] - box.rows[0]:
             rows = template if device is None else data[device]
             held[box][first:] = np.asarray(rows)[first:]
 
 
-def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
+def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, MemberRows)):
         [buffer] = held.values()
         return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template)
     # The buffer is not shared, and is aligned.
-    return placement.assembled(template, ownership.device_boxes(template), held, may_alias=True)
+    return placement.assembled(template, placement.device_boxes(template), held, may_alias=True)
 
 
-def same_bits(one: Any, two: Any) -> bool:
+def same_bits(one: object, two: object) -> bool:
     """Returns whether two arrays have the same bits, shape and dtype; copies both to the host."""
     one, two = np.asarray(one), np.asarray(two)
     if (one.shape, one.dtype) != (two.shape, two.dtype):
@@ -190,7 +189,7 @@ def same_bits(one: Any, two: Any) -> bool:
     return all(np.array_equal(one[part], two[part]) for part in parts)
 
 
-def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, Any]]) -> bool:
+def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
     """Returns whether merged buffers equal tables and slots bit for bit, on this process's shards.
 
     Args:
@@ -205,115 +204,12 @@ def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, Any]])
     )
 
 
-def _parts(leaf: Any) -> Iterator[tuple[Box, Any]]:
+def _parts(leaf: object) -> Iterator[tuple[Box, object]]:
     """The boxes of an array with their rows, one for each device of this process."""
     held = (
         {}
         if not isinstance(leaf, jax.Array)
         else {shard.device: shard.data for shard in leaf.addressable_shards}
     )
-    for device, box in ownership.device_boxes(leaf).items():
+    for device, box in placement.device_boxes(leaf).items():
         yield box, leaf if device is None else held[device]
-
-
-def check_template(
-    expected: Layout, fields: Mapping[str, Mapping[str, Any]], save: StoredSave
-) -> None:
-    """Checks that a step holds the tables and slots of a template.
-
-    A table may have grown: if the template's leaf is an array, its additional rows are kept.
-
-    Args:
-      expected: the template's layout.
-      fields: table name to field name to the template's leaf.
-      save: the step.
-
-    Raises:
-      TemplateMismatch: a table or slot is missing on either side, differs in shape or dtype, or has
-        a dtype that JAX would truncate to 32 bits.
-    """
-    step = save.info.save_id.step
-    for table, leaves in fields.items():
-        for field, leaf in leaves.items():
-            _check_width(f"step {step}, table {table}, {field}", leaf)
-    found, wanted = _described(save.layout), _described(expected)
-    faults: dict[str, tuple[str, str]] = {}
-    advice: str | None = None
-    # Tables before their slots, which follow from them.
-    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name[1] != VALUES, name)):
-        have, want = found.get(name), wanted.get(name)
-        if have == want:
-            continue
-        why = _advice(name, expected, save.layout)
-        if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
-            table, field = name
-            if isinstance(array_of(fields[table][field]), (jax.Array, np.ndarray)):
-                continue
-            why = (
-                "to resume with a table that has grown, pass a template of arrays, whose "
-                "additional rows are kept"
-            )
-        advice = why if not faults else advice
-        faults[_leaf_name(name, expected, save.layout)] = _shown(want), _shown(have)
-    if faults:
-        layouts = expected, save.layout
-        asked, held = ({path_name(leaf.path) for leaf in one.dense} for one in layouts)
-        taken = {path_name(path) for one in layouts for path in _table_leaves(one)}
-        for leaf in sorted((asked ^ held) - taken):
-            dense = "a dense leaf"
-            faults[leaf] = (dense, mismatch.NOTHING) if leaf in asked else (mismatch.NOTHING, dense)
-        raise mismatch.mismatch(step, faults, advice)
-
-
-def _leaf_name(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
-    """Name of a table or slot for errors: its leaf in the state."""
-    table, field = name
-    if field == VALUES:
-        return f"table {table}"
-    path = _leaf_of(name, expected) or _leaf_of(name, stored)
-    leaf = field if path is None else path_name(path)
-    return f"{leaf}, a slot of table {table}"
-
-
-def _table_leaves(layout: Layout) -> Iterator[KeyPath]:
-    for table in layout.tables:
-        yield from table.leaves.values()
-
-
-def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str | None:
-    """Advice for a table or slot that is a dense leaf on the other side; None for others."""
-    asked, held = _leaf_of(name, expected), _leaf_of(name, stored)
-    if held is not None and held in {leaf.path for leaf in expected.dense}:
-        side = "by the manager's Tables"
-    elif asked is not None and asked in {leaf.path for leaf in stored.dense}:
-        side = "in the step"
-    else:
-        return None
-    option = "select" if name[1] == VALUES else "slots"
-    tables = ", ".join(sorted(table.name for table in stored.tables))
-    return (
-        f"it is a dense leaf {side}, so the step was saved with another Tables({option}=...): "
-        f"select the same leaves as then (its tables are {tables}), or restore without a template"
-    )
-
-
-def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
-    table, field = name
-    return next((one.leaves.get(field) for one in target.tables if one.name == table), None)
-
-
-def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
-    """Describes a table or field: rows, shape of a row, dtype."""
-    groups = target.group_by_name
-    return {
-        (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
-        for table in target.tables
-        for spec in groups[table.group].fields
-    }
-
-
-def _shown(described: tuple[int, tuple[int, ...], str] | None) -> str:
-    if described is None:
-        return mismatch.NOTHING
-    rows, trailing, dtype = described
-    return f"{dtype}{[rows, *trailing]}"

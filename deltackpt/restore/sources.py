@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of merged tables for restores, other than storage.
+"""Sources of restores other than storage: merged tables, and files of a step in memory.
 
 This module does not depend on any source. The built-in one is imported by name when a restore needs
 it; pass another one to ``restore_latest(service=...)``.
+
+Orbax's handlers read dense leaves and additional items from a folder. Files from a source are
+checked against the step's digests, as in a restore from storage, and written to a memory file
+system, one item at a time and only on request.
 """
 
 from __future__ import annotations
@@ -10,12 +14,23 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format import naming
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseValues
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.storage import digests, ocdbt
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.ocdbt import Value
 
 #: Defines ``row_source(directory, item)``. Entry points would also work, but take 20 to 40 ms to
 #: list.
@@ -65,3 +80,148 @@ def find(directory: str | os.PathLike[str], item: str) -> RowSource | None:
       ServiceError: there is one, but it is unusable.
     """
     return importlib.import_module(_FINDER).row_source(directory, item)
+
+
+_MEMORY = Path("/dev/shm")
+
+
+class ItemFiles(Protocol):
+    """Items of a step that are available without storage."""
+
+    def __contains__(self, item: str) -> bool:
+        """Returns whether there is an item of that name."""
+        ...
+
+    def folder(self, item: str) -> Path:
+        """Returns a folder with the files of an item, and no others."""
+        ...
+
+
+class DenseFiles:
+    """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step.
+
+    Attributes:
+      fresh: same as in ``StoredItem``; the item's contents must not be modified.
+    """
+
+    fresh = False
+
+    def __init__(self, found: DenseValues):
+        """Writes nothing yet.
+
+        Args:
+          found: contents of the item.
+        """
+        self._found = found
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __contains__(self, item: str) -> bool:
+        return item == naming.DENSE_ITEM
+
+    @property
+    def outline(self) -> DenseValues:
+        """Same as ``StoredItem.outline``."""
+        return self.read(lambda key: key.endswith(f"/{ocdbt.ZARRAY}"))
+
+    def read(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Same as ``StoredItem.read``."""
+        found = {key: value for key, value in self._found.values.items() if wanted(key)}
+        return DenseValues(found, self._found.files)
+
+    def folder(self, item: str) -> Path:
+        """See ``ItemFiles``.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        if self._folder is None:
+            found = self._found
+            nbytes = sum(value.nbytes for value in found.values.values())
+            place = _place(2 * nbytes)
+            self._folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            folder = Path(self._folder.name, item)
+            batch = FileBatch(Path(self._folder.name), fsync=False)
+            batch.make(folder)
+            plain = {key: np.frombuffer(data, np.uint8) for key, data in found.values.items()}
+            ocdbt.write(folder, [Value(key, data) for key, data in plain.items()], batch)
+            for name, data in found.files.items():
+                path = folder / name
+                batch.make(path.parent)
+                batch.write(path, bytes(data))
+            batch.force()
+        return Path(self._folder.name, item)
+
+    def close(self) -> None:
+        """Removes the folder."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class StepFiles:
+    """The items of a step other than its tables; closed when they are no longer read."""
+
+    def __init__(
+        self, files: Mapping[str, np.ndarray], shown: str, dense: DenseFiles | None = None
+    ):
+        """Checks the digests only.
+
+        Args:
+          files: contents of each file, by POSIX path below the step.
+          shown: the step's name in errors.
+          dense: its dense leaves, if they are not files of the step.
+
+        Raises:
+          Damaged: the digests are missing or altered.
+        """
+        self._files = files
+        self._shown = shown
+        self._dense = dense
+        self._digests = digests.of_step(lambda name: self._found(name).tobytes(), shown)
+        self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}
+
+    def __contains__(self, item: str) -> bool:
+        if self._dense is not None and item in self._dense:
+            return True
+        return any(name.startswith(f"{item}/") for name in self._digests)
+
+    def folder(self, item: str) -> Path:
+        """Returns a folder with the files of an item, and no others.
+
+        Raises:
+          Damaged: a file is missing or altered.
+        """
+        if self._dense is not None and item in self._dense:
+            return self._dense.folder(item)
+        if item not in self._folders:
+            names = [name for name in self._digests if name.startswith(f"{item}/")]
+            for name in names:
+                shown = f"{self._shown}/{name}"
+                digests.check_bytes(self._found(name).data, self._digests[name], shown)
+            place = _place(sum(self._files[name].nbytes for name in names))
+            self._folders[item] = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            for name in names:
+                path = Path(self._folders[item].name, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self._files[name].data)
+        return Path(self._folders[item].name, item)
+
+    def close(self) -> None:
+        """Removes the folders."""
+        for folder in self._folders.values():
+            folder.cleanup()
+        if self._dense is not None:
+            self._dense.close()
+
+    def _found(self, name: str) -> np.ndarray:
+        if name not in self._files:
+            raise Damaged(f"{self._shown}/{name}", "a file in memory", "none")
+        return self._files[name]
+
+
+def _place(nbytes: int) -> Path | None:
+    """A memory file system with room for twice as many bytes; otherwise the default directory."""
+    try:
+        found = os.statvfs(_MEMORY)
+    except OSError:
+        return None
+    return _MEMORY if found.f_bavail * found.f_frsize > 2 * nbytes else None

@@ -1,43 +1,195 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes blocks of a dense leaf: only changed ones, with the smallest codec.
+"""Encodes blocks of dense leaves against references: only changed ones, with the smallest codec.
 
 Unchanged blocks are omitted. Each lossless block becomes a few elements with their positions, byte
 planes of the XOR with the reference, or the raw bits. The error of a lossy code is measured while
 it is encoded. A leaf over its budget is encoded with the next more precise codec, and finally
 losslessly: the save never fails for it.
+
+A reference becomes valid once its save is committed, and is kept as long as the save may be the
+parent of a delta. Leaves that do not fit keep a 128-bit hash of each 64 KiB instead. Hashes detect
+unchanged data with a 4096th of the memory, but cannot serve as a reference.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
+import xxhash
 
-from deltackpt.codecs import of_blocks
-from deltackpt.codecs.of_blocks import PIECE_BLOCKS
-from deltackpt.format.dense_blocks import BLOCK
+from deltackpt import kernels
+from deltackpt.codecs import block_codecs
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.row_blocks import BLOCK, Key
+from deltackpt.kernels import CODED, LEFT, UNCHANGED
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import encode_blocks
-from deltackpt.save.dense_references import Array
 
+#: Bytes that share a hash. A hash of 128 bits: two of any 2^50 differ but for odds of 2^-29.
+HASHED_BYTES = 64 << 10
+
+#: In host memory, or on an accelerator.
+Array = np.ndarray | jax.Array
+#: What values decode to: leaves as (blocks, 256) of their dtype, plain ones as (n,) uint8.
+Decoded = Mapping[Key, Array]
+
+
+class Hashes(NamedTuple):
+    """The hashes of a leaf whose values are not kept.
+
+    Attributes:
+      shape: shape of the blocks, (blocks, 256).
+      dtype: dtype of its elements.
+      digests: hash of each 64 KiB in order, 16 bytes each; the last may cover less.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    digests: Sequence[bytes]
+
+    @classmethod
+    def of(cls, data: np.ndarray) -> Hashes:
+        """Hashes blocks, (blocks, 256) and contiguous."""
+        flat = data.reshape(-1).view(np.uint8)
+        starts = range(0, flat.size, HASHED_BYTES)
+        digests = [xxhash.xxh3_128_digest(flat[at : at + HASHED_BYTES].data) for at in starts]
+        return cls(data.shape, data.dtype, digests)
+
+    def changed(self, data: np.ndarray) -> list[range]:
+        """Returns ranges of the blocks that may have changed since then, ascending."""
+        now = Hashes.of(data)
+        if now.shape != self.shape or now.dtype != self.dtype:
+            return [range(len(data))]
+        pairs = enumerate(zip(now.digests, self.digests, strict=True))
+        per_digest = HASHED_BYTES // (BLOCK * data.dtype.itemsize)
+        found: list[range] = []
+        for start in (number * per_digest for number, (one, other) in pairs if one != other):
+            first = found.pop().start if found and found[-1].stop == start else start
+            found.append(range(first, min(start + per_digest, len(data))))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Left:
+    """Data that a save keeps for its deltas.
+
+    Attributes:
+      data: its decoded values that fit into the memory.
+      counts: number of elements of each value (bytes, if plain), without padding.
+      hashes: hashes of the leaves that do not fit.
+    """
+
+    data: Decoded = dataclasses.field(default_factory=dict)
+    counts: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+    hashes: Mapping[Key, Hashes] = dataclasses.field(default_factory=dict)
+
+
+class References:
+    """The references of saves, and their memory; thread-safe."""
+
+    def __init__(self, most_bytes: int, runtime: Runtime, *, hashed: bool):
+        """Keeps nothing yet.
+
+        Args:
+          most_bytes: memory limit, once a save is committed.
+          runtime: threads for the copies of saves.
+          hashed: whether to hash leaves that do not fit.
+        """
+        self._most_bytes = most_bytes
+        self._hashed = hashed
+        #: Memory of the references, and of the copies of saves in flight.
+        self.runtime = runtime.part(2 * most_bytes)
+        self._lock = threading.Lock()
+        self._kept: dict[SaveId, Left] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all kept arrays, each counted once, without hashes."""
+        with self._lock:
+            return self._kept_bytes()
+
+    def copied(self, nbytes: int) -> None:
+        """Keeps memory for the next save's copies and their decoded values."""
+        # Buffers are up to a fourth larger than their contents.
+        self.runtime.memory.max_kept_bytes = nbytes * 5 // 4
+
+    def of(self, save_id: SaveId | None) -> Left:
+        """Returns a save's reference; empty if it has none."""
+        with self._lock:
+            return Left() if save_id is None else self._kept.get(save_id, Left())
+
+    def stage(self, save_id: SaveId, left: Left) -> None:
+        """Keeps the reference of a save that is not committed yet."""
+        with self._lock:
+            # The reference of a save that was restored again is replaced.
+            dropped = self._kept.get(save_id, Left())
+            self._kept[save_id] = left
+        self.release(dropped.data.values())
+
+    def committed(self, save_id: SaveId, parent: SaveId) -> None:
+        """Keeps only the parent of the next delta, now that a save is committed.
+
+        Args:
+          save_id: id of the save.
+          parent: the expected parent of the next delta. If it has no reference, the save itself is
+            kept.
+        """
+        with self._lock:
+            chosen = parent if parent in self._kept else save_id
+            dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
+            if chosen in self._kept and self._kept_bytes() > self._most_bytes:
+                dropped.append(self._kept[chosen])
+                self._kept[chosen] = self._fitting(self._kept[chosen])
+        self.release(data for left in dropped for data in left.data.values())
+
+    def failed(self, save_id: SaveId) -> None:
+        """Drops the reference that a failed save has staged. Idempotent."""
+        with self._lock:
+            dropped = self._kept.pop(save_id, Left())
+        self.release(dropped.data.values())
+
+    def release(self, copies: Iterable[Array]) -> None:
+        """Releases copies that no save keeps."""
+        with self._lock:
+            kept = {id(data) for left in self._kept.values() for data in left.data.values()}
+            self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
+
+    def _fitting(self, left: Left) -> Left:
+        """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
+        data, hashes, room = {}, dict(left.hashes), self._most_bytes
+        for key, found in left.data.items():
+            if found.nbytes <= room:
+                data[key], room = found, room - found.nbytes
+            elif self._hashed and found.ndim == 2:
+                hashes[key] = Hashes.of(np.asarray(found))
+        return Left(data, left.counts, hashes)
+
+    def _kept_bytes(self) -> int:
+        held = {
+            id(data): data.nbytes for left in self._kept.values() for data in left.data.values()
+        }
+        return sum(held.values())
+
+
+#: Leaves of at least this size are decoded in memory that is reused: filling fresh memory takes as
+#: long as encoding the leaf.
+_LENT_BYTES = 1 << 20
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
-#: Most numbers of a block that are kept with their places, by bytes of a number: with more the
-#: other lossless codecs are smaller (bf16: byte planes of the XOR have a quarter of the bytes).
+#: Maximum number of changed elements of a block that are stored with their positions, by itemsize.
+#: With more, other lossless codecs are smaller (bf16: byte planes of the XOR take a quarter).
 _MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
-#: Most of the positive numbers of a leaf without negative ones that may be lost: such leaves are
-#: second moments, by whose roots an optimizer divides, and l2 errors do not feel the small ones.
+#: Maximum share of positive elements that may become 0 in a leaf without negative ones: such leaves
+#: are second moments, by whose roots an optimizer divides, and l2 errors do not show small ones.
 _MOST_VANISHED = 0.01
-#: Bytes of numbers whose XOR gains by byte planes; wider ones lose time and gain a third.
+#: Bytes of the elements whose XOR gains by byte planes; wider ones lose time and gain a third.
 _PLANES_BYTES = 2
-#: Share of the blocks of a piece from which on all are encoded where they lie, and those that did
-#: not change are dropped then: copies of the others would cost a third of all time.
-_MOSTLY = 0.75
-#: Words of 8 bytes of a block that are looked at first.
-_FIRST_WORDS = 4
 
 
 class EncodedBlocks(NamedTuple):
@@ -86,7 +238,6 @@ def encode_leaf(
     runtime: Runtime,
     *,
     skip_unchanged: bool = True,
-    alone: range = range(0),
     only: Sequence[range] | None = None,
 ) -> LeafDelta:
     """Encodes the changed blocks of a leaf.
@@ -96,31 +247,38 @@ def encode_leaf(
       reference: (blocks, 256), the decoded values of the parent, or None.
       codec: ``lossless``, or a lossy one.
       max_error: maximum relative l2 error of the leaf; None for no limit.
-      runtime: encodes spans.
+      runtime: encodes spans. ``decoded`` of a large lossy leaf is lent from its memory: give it
+        back.
       skip_unchanged: whether to omit unchanged blocks.
-      alone: blocks that are encoded without the reference.
       only: ranges of blocks outside of which none has changed; None if that is unknown.
     """
     ranges = [range(len(leaf))] if only is None else only
-    spans = [span for one in ranges for span in _spans(one, alone)]
+    spans = [span for one in ranges for span in _spans(one)]
+    room: np.ndarray | None = None
 
     def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:
+        nonlocal room
         reason = ""
-        if codec != of_blocks.LOSSLESS and not _can(codec, leaf, reference):
+        if codec != block_codecs.LOSSLESS and not _can(codec, leaf, reference):
             reason = f"{codec}: no reference" if reference is None else f"{codec}: {leaf.dtype}"
-            codec = of_blocks.LOSSLESS
+            codec = block_codecs.LOSSLESS
         decoded = leaf
-        if codec != of_blocks.LOSSLESS:
-            decoded = np.empty_like(leaf) if only is None else leaf.copy()
+        if codec != block_codecs.LOSSLESS:
+            if room is None:
+                room = _room(leaf, runtime)
+                if only is not None:
+                    np.copyto(room, leaf)
+            decoded = room
 
         def of_span(blocks: range) -> _Span:
             part, start = slice(blocks.start, blocks.stop), blocks.start
-            before = None if reference is None or start in alone else reference[part]
-            if codec == of_blocks.LOSSLESS:
+            before = None if reference is None else reference[part]
+            if codec == block_codecs.LOSSLESS:
                 return _exact(leaf[part], before, start, skip_unchanged)
-            if before is None and of_blocks.get(codec).relative:
+            if before is None and block_codecs.get(codec).relative:
                 np.copyto(decoded[part], leaf[part])
-                found = _exact(leaf[part], None, start, skip_unchanged)
+                # Raw blocks are views; the leaf's memory may be reused before they are written.
+                found = _exact(decoded[part], None, start, skip_unchanged)
                 return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
             return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
 
@@ -133,15 +291,26 @@ def encode_leaf(
         delta = LeafDelta(pieces, decoded, codec, reason, error if pieces else 0.0)
         return delta, lambda: _vanished(leaf, decoded, codec)
 
-    return within_budget(codec, max_error, attempt)
+    found = None
+    try:
+        found = within_budget(codec, max_error, attempt)
+        return found
+    finally:
+        if room is not None and (found is None or found.decoded is not room):
+            runtime.memory.give_back([room])
 
 
-def _spans(blocks: range, alone: range) -> Iterator[range]:
+def _room(leaf: np.ndarray, runtime: Runtime) -> np.ndarray:
+    """Returns uninitialized memory for the decoded values of a leaf."""
+    if leaf.nbytes < _LENT_BYTES:
+        return np.empty_like(leaf)
+    return runtime.memory.allocate(leaf.shape, leaf.dtype)
+
+
+def _spans(blocks: range) -> Iterator[range]:
     """Cuts a range of blocks into what one thread encodes at once."""
-    cuts = {blocks.start, blocks.stop, *(at for at in (alone.start, alone.stop) if at in blocks)}
-    for first, last in itertools.pairwise(sorted(cuts)):
-        for start in range(first, last, _SPAN_BLOCKS):
-            yield range(start, min(start + _SPAN_BLOCKS, last))
+    for start in range(blocks.start, blocks.stop, _SPAN_BLOCKS):
+        yield range(start, min(start + _SPAN_BLOCKS, blocks.stop))
 
 
 def within_budget(
@@ -160,14 +329,14 @@ def within_budget(
     reason = ""
     while True:
         found, vanished = attempt(codec)
-        if max_error is None or found.codec == of_blocks.LOSSLESS:
+        if max_error is None or found.codec == block_codecs.LOSSLESS:
             break
         if found.error > max_error:
             reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
-            codec = of_blocks.wider(codec)
+            codec = block_codecs.wider(codec)
         elif (share := vanished()) > _MOST_VANISHED:
             reason = f"{codec} would make {share:.0%} of its positive values 0 or less"
-            codec = of_blocks.LOGARITHM
+            codec = block_codecs.LOGARITHM
         else:
             break
     return found._replace(reason=found.reason or reason)
@@ -175,7 +344,7 @@ def within_budget(
 
 def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
     """Returns the share of values that a linear code loses in a leaf without negative values."""
-    if not of_blocks.is_linear(codec):
+    if not block_codecs.is_linear(codec):
         return 0.0
     lost = total = 0
     for first in range(0, len(leaf), _SPAN_BLOCKS):
@@ -197,8 +366,8 @@ class _Span(NamedTuple):
 
 
 def _can(codec: str, leaf: np.ndarray, reference: np.ndarray | None) -> bool:
-    found = of_blocks.get(codec)
-    return found.takes(leaf.dtype.name) and not (found.relative and reference is None)
+    found = block_codecs.get(codec)
+    return found.accepts_dtype(leaf.dtype.name) and not (found.relative and reference is None)
 
 
 def _joined(pieces: Iterable[EncodedBlocks]) -> list[EncodedBlocks]:
@@ -218,31 +387,7 @@ def _joined(pieces: Iterable[EncodedBlocks]) -> list[EncodedBlocks]:
     ]
 
 
-def changed_blocks(now: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Returns which blocks changed, by their bits: (n,) bool."""
-    words, other = now.view(np.uint64), before.view(np.uint64)
-    # An optimizer step nearly always changes the first elements of a block.
-    changed = words[:, 0] != other[:, 0]
-    for word in range(1, _FIRST_WORDS):
-        changed |= words[:, word] != other[:, word]
-    same = np.flatnonzero(~changed)
-    if len(same) == len(now):
-        return (words != other).any(axis=1)
-    if len(same):
-        changed[same] = (words[same] != other[same]).any(axis=1)
-    return changed
-
-
 # Lossless.
-
-
-def changed_numbers(now: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many elements of each block changed, (n,) int64, and which, (n, 256)."""
-    bits = of_blocks.bits_dtype(now.dtype)
-    changed = now.view(bits) != before.view(bits)
-    # Sums of 32 truth values in each of 8 bytes, then of these: thrice as fast as a sum of bools.
-    sums = np.add.reduce(changed.view(np.uint64), axis=1)
-    return sums.view(np.uint8).reshape(len(now), 8).sum(axis=1, dtype=np.int64), changed
 
 
 def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchanged: bool) -> _Span:
@@ -251,57 +396,58 @@ def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchange
         blocks = np.arange(len(now))
         codec = "planes" if itemsize == _PLANES_BYTES else "raw"
         return _Span([_lossless(codec, now, None, blocks, start)], 0.0, 0.0)
-    counts, changed = changed_numbers(now, before)
-    few = counts <= _MOST_SPARSE[itemsize]
-    if skip_unchanged:
-        few &= counts > 0
+    bits, most = block_codecs.bits_dtype(now.dtype), _MOST_SPARSE[itemsize]
+    encode = kernels.encode_sparse if kernels.available() else _sparse
+    states, counts, at, changes = encode(
+        now.view(bits), before.view(bits), most, skip_unchanged=skip_unchanged
+    )
+    few, many = np.flatnonzero(states == CODED), np.flatnonzero(states == LEFT)
     pieces = []
-    if few.any():
-        pieces.append(_sparse(now, before, changed, counts, np.flatnonzero(few), start))
-    many = np.flatnonzero(counts > _MOST_SPARSE[itemsize])
+    if len(few):
+        pieces.append(
+            EncodedBlocks("sparse", few + start, {"count": counts, "at": at, "": changes})
+        )
     if len(many):
         codec = "xor" if itemsize == _PLANES_BYTES else "raw"
         pieces.append(_lossless(codec, now, before, many, start))
     return _Span(pieces, 0.0, 0.0)
 
 
+def _sparse(
+    now: np.ndarray, before: np.ndarray, most: int, *, skip_unchanged: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """See ``kernels.encode_sparse``."""
+    changed = now != before
+    # 8 one-byte sums of 32 bools each, then their sum: three times as fast as a sum of bools.
+    sums = np.add.reduce(changed.view(np.uint64), axis=1)
+    counts = sums.view(np.uint8).reshape(len(now), 8).sum(axis=1, dtype=np.uint16)
+    states = np.where(counts > most, LEFT, CODED).astype(np.uint8)
+    if skip_unchanged:
+        states[counts == 0] = UNCHANGED
+    # Positions among all elements: gathering whole blocks first would read them once more.
+    blocks = np.flatnonzero(states == CODED)
+    found = np.flatnonzero(_rows(changed, blocks))
+    at = (found & (BLOCK - 1)).astype(np.uint8)
+    places = blocks[found >> 8] * BLOCK + at if len(blocks) < len(now) else found
+    changes = now.reshape(-1)[places] ^ before.reshape(-1)[places]
+    return states, counts[blocks], at, changes
+
+
 def _lossless(
     codec: str, now: np.ndarray, before: np.ndarray | None, blocks: np.ndarray, start: int
 ) -> EncodedBlocks:
     chosen = _rows(now, blocks)
-    bits = of_blocks.bits_dtype(now.dtype)
+    bits = block_codecs.bits_dtype(now.dtype)
     if codec == "xor":
         assert before is not None
         chosen = np.bitwise_xor(chosen.view(bits), _rows(before, blocks).view(bits))
-    [(_, array)] = of_blocks.get(codec).stored(now.dtype).items()
+    [(_, array)] = block_codecs.get(codec).stored(now.dtype).items()
     stored = np.ascontiguousarray(chosen).view(array.dtype).reshape(len(blocks), *array.trailing)
     return EncodedBlocks(codec, blocks + start, {"": stored})
 
 
 def _rows(blocks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return blocks if len(chosen) == len(blocks) else blocks[chosen]
-
-
-def _sparse(
-    now: np.ndarray,
-    before: np.ndarray,
-    changed: np.ndarray,
-    counts: np.ndarray,
-    blocks: np.ndarray,
-    start: int,
-) -> EncodedBlocks:
-    bits = of_blocks.bits_dtype(now.dtype)
-    # Places among all numbers: gathering whole blocks first would read them all once more.
-    found = np.flatnonzero(_rows(changed, blocks))
-    at = (found & (BLOCK - 1)).astype(np.uint8)
-    places = blocks[found >> 8] * BLOCK + at if len(blocks) < len(now) else found
-    flat_now, flat_before = now.reshape(-1).view(bits), before.reshape(-1).view(bits)
-    arrays = {
-        "count": counts[blocks].astype(np.uint16),
-        "at": at,
-        "": flat_now[places] ^ flat_before[places],
-    }
-    return EncodedBlocks("sparse", blocks + start, arrays)
 
 
 # Lossy.
@@ -315,84 +461,21 @@ def _lossy(
     decoded: np.ndarray,
     skip_unchanged: bool,
 ) -> _Span:
-    """Encodes a span; ``decoded`` receives what a reader will decode."""
-    pieces: list[EncodedBlocks] = []
-    error = norm = 0.0
-    for first in range(0, len(now), PIECE_BLOCKS):
-        part = slice(first, first + PIECE_BLOCKS)
-        rows, out = now[part], decoded[part]
-        reference = None if before is None else before[part]
-        norm += encode_blocks.squares(rows)
-        numbers = np.arange(start + first, start + first + len(rows))
-        piece = _Piece(rows, reference, numbers, out)
-        changed = np.ones(len(rows), bool)
-        if reference is not None and skip_unchanged:
-            changed = changed_blocks(rows, reference)
-        if np.count_nonzero(changed) > _MOSTLY * len(rows):
-            coded, missed = _coded(codec, piece, changed)
-            if not changed.all():
-                assert reference is not None
-                out[~changed] = reference[~changed]
-        else:
-            assert reference is not None
-            np.copyto(out, reference)
-            coded, missed = _gathered(codec, piece, changed)
-        pieces += coded
-        error += missed
-    return _Span(pieces, error, norm)
-
-
-class _Piece(NamedTuple):
-    """Blocks that are encoded at once.
-
-    Attributes:
-      rows: (n, 256).
-      reference: (n, 256), or None.
-      numbers: numbers of the blocks in the leaf.
-      out: as ``rows``, gets what they decode to.
-    """
-
-    rows: np.ndarray
-    reference: np.ndarray | None
-    numbers: np.ndarray
-    out: np.ndarray
-
-
-def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[EncodedBlocks], float]:
-    """Encodes a piece; blocks that a codec cannot represent get the next more precise one.
-
-    Args:
-      codec: the codec to try first.
-      piece: ``out`` is undefined for blocks that are not wanted.
-      wanted: (n,) bool.
-
-    Returns:
-      The stored pieces, and the sum of the squares of their errors.
-    """
-    rows, reference, numbers, out = piece
-    if codec == of_blocks.LOSSLESS:
-        np.copyto(out, rows)
-        raw = _lossless("raw", rows, None, np.flatnonzero(wanted), 0)
-        return [raw._replace(blocks=numbers[wanted])], 0.0
-    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out, wanted)
-    if coded.held.all():
-        return [EncodedBlocks(codec, numbers, coded.arrays)], coded.squared_error
-    pieces = []
-    if coded.held.any():
-        arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
-        pieces.append(EncodedBlocks(codec, numbers[coded.held], arrays))
-    others, missed = _gathered(of_blocks.wider(codec), piece, wanted & ~coded.held)
-    return pieces + others, coded.squared_error + missed
-
-
-def _gathered(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[EncodedBlocks], float]:
-    """See ``_coded``, through copies, if few are wanted; the rest of ``out`` is unchanged."""
-    count = np.count_nonzero(wanted)
-    if not count:
-        return [], 0.0
-    before = None if piece.reference is None else piece.reference[wanted]
-    found = np.empty((count, BLOCK), piece.out.dtype)
-    few = _Piece(piece.rows[wanted], before, piece.numbers[wanted], found)
-    coded = _coded(codec, few, np.ones(count, bool))
-    piece.out[wanted] = found
-    return coded
+    """Encodes a span; ``decoded`` receives the values that a reader decodes."""
+    found = encode_blocks.encode(
+        block_codecs.get(codec), now, before, decoded, skip_unchanged=skip_unchanged
+    )
+    coded, left = np.flatnonzero(found.states == CODED), np.flatnonzero(found.states == LEFT)
+    pieces = [EncodedBlocks(codec, coded + start, found.arrays)] if len(coded) else []
+    error = found.squared_error
+    # Blocks that the codec cannot represent are encoded with the next more precise one.
+    if len(left) and (wider := block_codecs.wider(codec)) == block_codecs.LOSSLESS:
+        pieces.append(_lossless("raw", decoded, None, left, start))
+    elif len(left):
+        few = np.empty((len(left), BLOCK), now.dtype)
+        reference = None if before is None else before[left]
+        more = _lossy(wider, now[left], reference, 0, few, False)
+        decoded[left] = few
+        pieces += [one._replace(blocks=left[one.blocks] + start) for one in more.pieces]
+        error += more.squared_error
+    return _Span(pieces, error, found.squared_norm)

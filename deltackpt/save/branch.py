@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import (
     MOST_PARENTS,
     BaseRef,
@@ -18,13 +17,64 @@ from deltackpt.format.manifest import (
     Layout,
     Manifest,
     ParentRef,
-    RollingShare,
     SaveId,
+    SaveInfo,
 )
-from deltackpt.format.wal_epochs import Continues
-from deltackpt.policies import History
-from deltackpt.save.clocks import Clocks
+from deltackpt.format.wal_format import Continues
+from deltackpt.policies import SaveHistory
 from deltackpt.state.touch_state import UNKNOWN
+
+
+class Reading(NamedTuple):
+    """One TouchState at a save: its path, identity and clock."""
+
+    place: str
+    identity: int
+    clock: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clocks:
+    """The state of tracking at a save.
+
+    Attributes:
+      readings: one reading per TouchState; () without a TouchState.
+      windows: for each gradient accumulator (``optax.MultiSteps``), the number of updates that it
+        has made, and the number of steps gathered for the next one.
+    """
+
+    readings: tuple[Reading, ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def seen(self, reading: Reading) -> Reading | None:
+        """Returns this record's reading of a TouchState that was read later, or None.
+
+        A TouchState that has moved within the state is found by its identity. If several have the
+        same identity, the one with the lowest clock is safe for all.
+        """
+        same = [known for known in self.readings if known.identity == reading.identity]
+        here = [known for known in same if known.place == reading.place]
+        return min(here or same, key=lambda known: known.clock, default=None)
+
+    def starts_in(self, other: Clocks) -> bool:
+        """Returns whether all windows here started when ``other`` was read, or later."""
+        return len(self.windows) == len(other.windows) and all(
+            updates > before or (updates == before and not gathered)
+            for (updates, _), (before, gathered) in zip(self.windows, other.windows)
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Returns whether rows already marked may still move without being marked again."""
+        return any(gathered for _, gathered in self.windows)
+
+
+def clocks_seen(clocks: Clocks, earlier: Clocks) -> dict[str, int]:
+    """Returns TouchState path to its earlier clock; empty if one was not read."""
+    found = {reading.place: earlier.seen(reading) for reading in clocks.readings}
+    if None in found.values():
+        return {}
+    return {place: seen.clock for place, seen in found.items() if seen is not None}
 
 
 class Written(NamedTuple):
@@ -34,18 +84,16 @@ class Written(NamedTuple):
       crc32c: CRC32C of the manifest's bytes; an equal file need not be decoded again.
       nbytes: bytes of the arrays of all shards.
       compacted: the newest compacted base that process 0 knew.
-      rolling: the save's share of a rolling base.
     """
 
     crc32c: int
     nbytes: int
     compacted: BaseRef | None
-    rolling: RollingShare | None
 
     @classmethod
     def of(cls, head: Manifest, crc32c: int) -> Written:
         """Returns the record for a manifest and its bytes."""
-        return cls(crc32c, head.nbytes, head.compacted, head.rolling)
+        return cls(crc32c, head.nbytes, head.compacted)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,11 +117,11 @@ class Known:
     number: int = 0
     total_bytes: int = 0
     chain_length: int = 0
-    witness: Any = None
-    #: Table name to the numbers of rows that a restore took from a log instead: every delta that is
-    #: taken against this save contains them too, since no stamp marks them.
+    sample: Any = None
+    #: Table name to the indices of rows that a restore read from the WAL: every delta against this
+    #: save contains them, since no stamp marks them.
     replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    #: The point of a log that training was restored at, with this save below it.
+    #: The restored recovery point, which replays onto this save.
     continues: Continues | None = None
 
 
@@ -87,7 +135,7 @@ class Branch:
     #: How many saves of any branch had been begun when it was left.
     left_after: int = 0
     #: The newest save whose clocks are known and that deltas may all be taken against.
-    anchor: Known | None = None
+    delta_base: Known | None = None
     previous: Known | None = None
     in_flight: Known | None = None
     #: The newest save that was begun, committed or not.
@@ -102,23 +150,23 @@ class Branch:
     @property
     def protected(self) -> frozenset[SaveId]:
         """Returns possible parents, and the save in flight."""
-        known = (self.anchor, self.previous, self.in_flight)
+        known = (self.delta_base, self.previous, self.in_flight)
         ids = {entry.info.save_id for entry in known if entry is not None}
         if self.in_flight is not None and self.in_flight.info.parent is not None:
             ids.add(self.in_flight.info.parent.save_id)
         return frozenset(ids)
 
     @property
-    def history(self) -> History:
+    def history(self) -> SaveHistory:
         """Returns the input for the policy; needs a committed save."""
-        assert self.anchor is not None and self.previous is not None
-        return History(
+        assert self.delta_base is not None and self.previous is not None
+        return SaveHistory(
             base_bytes=self.base_bytes,
             delta_bytes=tuple(self.delta_bytes),
             chain_length=self.previous.chain_length,
             chain_bytes=self.previous.total_bytes,
-            anchor_chain_length=self.anchor.chain_length,
-            anchor_chain_bytes=self.anchor.total_bytes,
+            anchor_chain_length=self.delta_base.chain_length,
+            anchor_chain_bytes=self.delta_base.total_bytes,
         )
 
     def knows(self, clocks: Clocks) -> bool:
@@ -130,7 +178,7 @@ class Branch:
             for reading in clocks.readings
         )
 
-    def begin(
+    def start_save(
         self,
         kind: Kind,
         save_id: SaveId,
@@ -177,9 +225,9 @@ class Branch:
         known.total_bytes = known.chain_length = 0
         known.parents = ()
 
-    def go_on_from(self, restored: Known, base_bytes: int) -> None:
+    def resume_from(self, restored: Known, base_bytes: int) -> None:
         """Starts from a restored save, the parent of the next one."""
-        self.previous = self.anchor = self.begun = restored
+        self.previous = self.delta_base = self.begun = restored
         self.base_bytes = base_bytes
         self.since = [restored]
 
@@ -193,31 +241,28 @@ class Branch:
         known, self.in_flight = self.in_flight, None
         assert known is not None
         # The bytes of every process's part: all processes decide from the same figures.
-        known.info = dataclasses.replace(known.info, nbytes=head.nbytes, rolling=head.rolling)
+        known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
         known.total_bytes += head.nbytes
         self.previous = known
         if known.info.kind == "base":
-            self.anchor, self.base_bytes, self.delta_bytes = known, known.info.nbytes, []
+            self.delta_base, self.base_bytes, self.delta_bytes = known, known.info.nbytes, []
             self.since, self.base_id = [], None
-        elif head.rolling is not None and head.rolling.full:
-            # Nothing before its window is needed any more.
-            self.anchor, self.delta_bytes = known, []
         else:
             self.delta_bytes.append(known.info.nbytes)
         if compacted:
             self.since.append(known)
             if head.compacted is not None:
-                self._anchor_at(head.compacted)
+                self._set_delta_base(head.compacted)
 
-    def _anchor_at(self, base: BaseRef) -> None:
+    def _set_delta_base(self, base: BaseRef) -> None:
         """Re-bases the branch on a save that a compacted base replaces."""
         ids = [known.info.save_id for known in self.since]
         if base.save_id not in ids or self.base_id == base.save_id:
             return
         self.since = self.since[ids.index(base.save_id) :]
-        anchor, *later = self.since
-        anchor.total_bytes, anchor.chain_length = base.nbytes, 0
-        descend = {base.save_id: anchor}
+        delta_base, *later = self.since
+        delta_base.total_bytes, delta_base.chain_length = base.nbytes, 0
+        descend = {base.save_id: delta_base}
         self.delta_bytes = []
         for known in later:
             parent = None if known.info.parent is None else descend.get(known.info.parent.save_id)
@@ -226,10 +271,10 @@ class Branch:
                 known.chain_length = parent.chain_length + 1
                 descend[known.info.save_id] = known
                 self.delta_bytes.append(known.info.nbytes)
-        self.anchor, self.base_bytes, self.base_id = anchor, base.nbytes, base.save_id
+        self.delta_base, self.base_bytes, self.base_id = delta_base, base.nbytes, base.save_id
 
 
-def doubt(clocks: Clocks, parent: Known) -> str | None:
+def discontinuity(clocks: Clocks, parent: Known) -> str | None:
     """Returns why the touched rows since a save do not follow from some TouchStates, or None."""
     for reading in clocks.readings:
         where = f"the TouchState at {reading.place}" if reading.place else "the given TouchState"

@@ -25,10 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
-from deltackpt.save import extract
+from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.save import capture
+from deltackpt.state.placement import ByLayout
+from deltackpt.state.tables import Split
 from deltackpt.storage import ocdbt
 
-_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+#: Name by which Orbax finds the handler of the item.
+HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+#: A string that begins with it and a colon stands for an array without elements.
+EMPTY_ARRAY = "deltackpt:empty"
 #: Stored by TensorStore under their own names.
 _NAMED_DTYPES = frozenset(
     {
@@ -44,7 +50,38 @@ _NAMED_DTYPES = frozenset(
 _EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
 
 
-class Chunk(NamedTuple):
+_nbytes: ByLayout[int] = ByLayout()
+
+
+def nbytes(split: Split) -> int:
+    """Returns the bytes of the arrays among the dense leaves of a state; cached by layout."""
+
+    def count() -> int:
+        return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
+
+    return _nbytes.get(split.layout, None, count)
+
+
+def storable(dense: PyTree) -> PyTree:
+    """Returns dense leaves, nested dicts, in the form in which they are stored.
+
+    Orbax rejects numpy scalars, which are stored as arrays without axes, and arrays without
+    elements, which are stored as strings.
+    """
+    return jax.tree.map(as_stored, dense, is_leaf=lambda leaf: leaf is None)
+
+
+def as_stored(leaf: Leaf) -> Leaf:
+    """Returns one leaf in the form in which it is stored; see ``storable``."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and 0 in leaf.shape:
+        shape = ",".join(str(size) for size in leaf.shape)
+        return f"{EMPTY_ARRAY}:{np.dtype(leaf.dtype).name}:{shape}"
+    return leaf
+
+
+class WrittenChunk(NamedTuple):
     """A chunk that this process writes.
 
     Attributes:
@@ -80,11 +117,11 @@ class Plan:
 
     process: int
     described: dict[str, bytes]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[WrittenChunk, ...]
     files: dict[str, str]
 
 
-def covered(leaf: Any) -> str | None:
+def covered(leaf: Leaf) -> str | None:
     """Returns why this module cannot write a leaf or an empty container; None if it can."""
     kind = type(leaf)
     if kind in _EMPTY:
@@ -105,7 +142,7 @@ def covered(leaf: Any) -> str | None:
     return f"is a {kind.__name__}"
 
 
-def plan(tree: Any, process: int = 0) -> Plan:
+def plan(tree: PyTree, process: int = 0) -> Plan:
     """Plans the values that a process writes; cached by structure and shardings.
 
     Args:
@@ -128,7 +165,7 @@ def plan(tree: Any, process: int = 0) -> Plan:
     return found.plan_of(leaves)
 
 
-def described(tree: Any) -> dict[str, bytes]:
+def described(tree: PyTree) -> dict[str, bytes]:
     """Returns the ``.zarray`` keys and values of a ``covered`` tree, which define its chunks."""
     return plan(tree, process=0).described
 
@@ -160,7 +197,7 @@ class _Outline:
     files: dict[str, str]
     strings: tuple[tuple[str, int], ...]
 
-    def plan_of(self, leaves: Sequence[Any]) -> Plan:
+    def plan_of(self, leaves: Sequence[Leaf]) -> Plan:
         """Returns the plan for the leaves of one tree."""
         shards: dict[int, Any] = {}
         chunks = []
@@ -174,7 +211,7 @@ class _Outline:
                 source = shards[number][shard].data
             elif not isinstance(source, jax.Array):
                 source = np.asarray(source)
-            chunks.append(Chunk(key, source, window, on_host))
+            chunks.append(WrittenChunk(key, source, window, on_host))
         files = self.files
         if self.strings:
             texts = {name: leaves[number] for name, number in self.strings}
@@ -182,7 +219,7 @@ class _Outline:
         return Plan(self.process, self.described, tuple(chunks), files)
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: object) -> Any:
     """Returns what the outline depends on of a leaf."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.sharding
@@ -192,7 +229,7 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), np.asarray(leaf).dtype if isinstance(leaf, int) else None
 
 
-def _outline(tree: Any, process: int) -> _Outline:
+def _outline(tree: PyTree, process: int) -> _Outline:
     paths: dict[str, tuple[Any, ...]] = {}
     described: dict[str, bytes] = {}
     parts: list[_Part] = []
@@ -284,7 +321,7 @@ def _parts(
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
             key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
-            yield _Part(key, number, None, whole, extract.on_host(array))
+            yield _Part(key, number, None, whole, capture.on_host(array))
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
@@ -297,7 +334,7 @@ def _parts(
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
         key = ocdbt.chunk_key(name, index)
-        yield _Part(key, number, place, tuple(window), extract.on_host(shard.data))
+        yield _Part(key, number, place, tuple(window), capture.on_host(shard.data))
 
 
 def _covered_array(array: jax.Array) -> str | None:
@@ -332,7 +369,7 @@ def _described(array: Any, extent: tuple[int, ...]) -> bytes:
     return json.dumps(ocdbt.zarray(array.shape, extent, dtype), separators=(",", ":")).encode()
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return node is None or (type(node) in _EMPTY and not node)
 
 
@@ -363,7 +400,7 @@ def _unnameable(keys: list[tuple[str, int]]) -> str | None:
     return None
 
 
-def _value_type(leaf: Any) -> str:
+def _value_type(leaf: object) -> str:
     if type(leaf) in _EMPTY:
         return _EMPTY[type(leaf)]
     if isinstance(leaf, str):

@@ -18,27 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deltackpt.codecs import of_blocks
-from deltackpt.codecs.of_blocks import Difference
-from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
-from deltackpt.format.dense_blocks import BLOCK, blocks_of
+from deltackpt.codecs import block_codecs
+from deltackpt.codecs.block_codecs import Difference
+from deltackpt.codecs.row_codecs import BFLOAT16_FLAG, Uniform
+from deltackpt.format.row_blocks import BLOCK, blocks_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import encode, encode_blocks
-from deltackpt.save.block_codes import EncodedBlocks, LeafDelta, encode_leaf, within_budget
-from deltackpt.save.dense_references import Array
-from deltackpt.state import contexts, placement
+from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, encode_leaf, within_budget
+from deltackpt.state import placement
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
 _SMALLEST = 2.0**-100
 _SIGN = 0x7FFFFFFF
 
 
-def takes(codec: str, dtype: str) -> bool:
+def can_encode(codec: str, dtype: str) -> bool:
     """Returns whether leaves of a dtype are encoded on their device by a codec."""
     return (
-        codec != of_blocks.LOSSLESS
-        and isinstance(found := of_blocks.get(codec), Difference)
-        and (found.takes(dtype))
+        codec != block_codecs.LOSSLESS
+        and isinstance(found := block_codecs.get(codec), Difference)
+        and found.accepts_dtype(dtype)
     )
 
 
@@ -49,17 +48,17 @@ def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tu
     """
     bounds = [part.indices(size) for part, size in zip(window, source.shape, strict=True)]
     shape = tuple(stop - start for start, stop, _ in bounds)
-    with contexts.beside(source):
-        return _taken(source, tuple((start, stop) for start, stop, _ in bounds)), shape
+    with placement.on_device_of(source):
+        return _window(source, tuple((start, stop) for start, stop, _ in bounds)), shape
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _taken(source: jax.Array, window: tuple[tuple[int, int], ...]) -> jax.Array:
+def _window(source: jax.Array, window: tuple[tuple[int, int], ...]) -> jax.Array:
     flat = source[tuple(slice(*part) for part in window)].reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(blocks_of(flat.size), BLOCK)
 
 
-@contexts.neutral()
+@placement.neutral()
 def encode_leaf_there(
     leaf: jax.Array,
     reference: Array | None,
@@ -76,26 +75,28 @@ def encode_leaf_there(
     Args:
       leaf: (blocks, 256), from ``capture``.
       reference: (blocks, 256), the decoded values of the parent.
-      codec: a codec for which ``takes`` is True.
+      codec: a codec for which ``can_encode`` is True.
       max_error: maximum relative l2 error of the leaf; None for no limit.
       runtime: encodes spans on the host.
       skip_unchanged: whether to omit unchanged blocks.
     """
 
     def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:
-        if not takes(codec, leaf.dtype.name):
+        if not can_encode(codec, leaf.dtype.name):
             return on_host(codec), lambda: 0.0
         if not isinstance(reference, jax.Array):
-            return on_host(of_blocks.LOSSLESS, f"{codec}: no reference"), lambda: 0.0
+            return on_host(block_codecs.LOSSLESS, f"{codec}: no reference"), lambda: 0.0
         found, share = _encoded(codec, leaf, reference, skip_unchanged)
         return found, lambda: share
 
     def on_host(codec: str, reason: str = "") -> LeafDelta:
         before = None if reference is None else np.asarray(reference)
+        # Memory of its own: jax may alias the result, so it must not be reused.
+        own = runtime.part(leaf.nbytes)
         coded = encode_leaf(
-            np.asarray(leaf), before, codec, max_error, runtime, skip_unchanged=skip_unchanged
+            np.asarray(leaf), before, codec, max_error, own, skip_unchanged=skip_unchanged
         )
-        if coded.codec != of_blocks.LOSSLESS:
+        if coded.codec != block_codecs.LOSSLESS:
             decoded = jax.device_put(coded.decoded, leaf.sharding)
         else:
             decoded = leaf if coded.pieces or reference is None else reference
@@ -111,7 +112,7 @@ class _OnDevice(NamedTuple):
       arrays: suffix to stored array, first axis n.
       decoded: (n, 256), blocks that are not held as they are, those that did not change too.
       changed: (n,) bool.
-      held: (n,) bool.
+      representable: (n,) bool.
       squared_error: (n,) float32.
       squared_norm: (n,) float32, of the leaf.
       vanished: share of the positive numbers that are lost, 0 where there are negative ones.
@@ -120,7 +121,7 @@ class _OnDevice(NamedTuple):
     arrays: dict[str, jax.Array]
     decoded: jax.Array
     changed: jax.Array
-    held: jax.Array
+    representable: jax.Array
     squared_error: jax.Array
     squared_norm: jax.Array
     vanished: jax.Array
@@ -130,16 +131,22 @@ def _encoded(
     codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool
 ) -> tuple[LeafDelta, float]:
     """The leaf, and ``_OnDevice.vanished``."""
-    code = of_blocks.get(codec)
+    code = block_codecs.get(codec)
     assert isinstance(code, Difference)
-    with contexts.beside(leaf):
+    with placement.on_device_of(leaf):
         found = _program(code.code, leaf, reference)
-    small = (found.arrays, found.changed, found.held, found.squared_error, found.squared_norm)
+    small = (
+        found.arrays,
+        found.changed,
+        found.representable,
+        found.squared_error,
+        found.squared_norm,
+    )
     copies = jax.tree.map(placement.host_copy, small)
-    arrays, changed, held, lost, norm = jax.tree.map(np.asarray, copies)
+    arrays, changed, representable, lost, norm = jax.tree.map(np.asarray, copies)
     if not skip_unchanged:
         changed = np.ones_like(changed)
-    coded, left = np.flatnonzero(changed & held), np.flatnonzero(changed & ~held)
+    coded, left = np.flatnonzero(changed & representable), np.flatnonzero(changed & ~representable)
     stored = code.stored(np.dtype(leaf.dtype))
     pieces = []
     if len(coded):
@@ -150,7 +157,7 @@ def _encoded(
         pieces.append(EncodedBlocks(codec, coded, chosen))
     if len(left):
         rows = np.asarray(leaf[jnp.asarray(left)])
-        raw = of_blocks.get("raw").stored(rows.dtype)[""]
+        raw = block_codecs.get("raw").stored(rows.dtype)[""]
         pieces.append(EncodedBlocks("raw", left, {"": rows.view(raw.dtype)}))
     decoded = found.decoded if pieces else reference
     total = float(lost[coded].sum(dtype=np.float64))
@@ -169,15 +176,15 @@ def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
     found = encode.encode(code, values - reference)
     sums = reference + _changes(code, found.arrays)
     decoded = sums.astype(now.dtype)
-    held = found.held & _large(reference) & jnp.isfinite(decoded).all(axis=1)
+    representable = found.representable & _large(reference) & jnp.isfinite(decoded).all(axis=1)
     changed = (_bits(now) != _bits(before)).any(axis=1)
-    coded = (held & changed)[:, None]
+    coded = (representable & changed)[:, None]
     error = jnp.where(coded, decoded.astype(jnp.float32) - values, 0)
     return _OnDevice(
         arrays=dict(found.arrays),
         decoded=jnp.where(coded, decoded, now),
         changed=changed,
-        held=held,
+        representable=representable,
         squared_error=jnp.sum(jnp.square(error), axis=1),
         squared_norm=jnp.sum(jnp.square(values), axis=1),
         vanished=_vanished(now, jnp.where(coded, decoded, now)),
@@ -187,8 +194,8 @@ def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
 def _vanished(now: jax.Array, decoded: jax.Array) -> jax.Array:
     positive = now > 0
     lost = jnp.mean(positive & (decoded <= 0), dtype=jnp.float32)
-    held = jnp.mean(positive, dtype=jnp.float32)
-    return jnp.where((now < 0).any() | (held == 0), 0, lost / jnp.where(held > 0, held, 1))
+    share = jnp.mean(positive, dtype=jnp.float32)
+    return jnp.where((now < 0).any() | (share == 0), 0, lost / jnp.where(share > 0, share, 1))
 
 
 def _changes(code: Uniform, arrays: Any) -> jax.Array:

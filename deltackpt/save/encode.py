@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossy encoding of rows, jitted: on an accelerator before the copy, on the CPU in the background.
+"""Lossy encoding of rows: on an accelerator before the copy, on the CPU in the background.
 
-The arithmetic is float32, and the code of a row depends on that row alone. Rounding to the 16-bit
-parameters is done on bit patterns, because XLA may drop conversions to a shorter float and back,
-and flushes subnormal numbers.
+XLA encodes on accelerators, and on the CPU without compiled kernels; ``kernels`` computes the same
+bits. The arithmetic is float32, and the code of a row depends on that row alone. Rounding to the
+16-bit parameters is done on bit patterns, because XLA may drop conversions to a shorter float and
+back, and flushes subnormal numbers. ``_uncontracted`` keeps XLA from contracting a product and the
+sum that it is added to into one operation with one rounding.
 
-Measured with two threads on two cores, 64 columns, in GB/s of float32 input: bf16 4.7, plain codes
-of 2, 4 and 8 bits 4, of 3 bits 2.4 (its bit planes are narrow), the search 0.9 to 1.6. The search
-reads a piece some twenty times. It runs along the columns of a transposed piece, with a row in each
-SIMD lane, which is two to three times as fast as sums along each row.
+The search reads a piece some twenty times. It runs along the columns of a transposed piece, with a
+row in each SIMD lane, which is two to three times as fast as sums along each row.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,15 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deltackpt import codecs
-from deltackpt.codecs import packing, uniform
-from deltackpt.codecs.codec import Codec
-from deltackpt.codecs.uniform import Uniform
-from deltackpt.state import contexts
+from deltackpt import codecs, kernels
+from deltackpt.codecs import Codec, row_codecs
+from deltackpt.codecs.row_codecs import Uniform
+from deltackpt.state import placement
 
 #: Shorter pieces are padded to it.
 LEAST_ROWS = 64
 _UNROLLED = 4
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Encoded(NamedTuple):
@@ -38,13 +39,14 @@ class Encoded(NamedTuple):
 
     Attributes:
       arrays: codec suffix to stored array, first axis n; 16-bit floats as their bit patterns.
-      held: (n,) bool, False for rows that the codec cannot represent: their arrays are undefined.
+      representable: (n,) bool, False for rows that the codec cannot represent: their arrays are
+        undefined.
       squared_error: (n,) float32, sum of the squares of the decoding error.
-      squared_norm: (n,) float32, sum of the squares of the row; both 0 if it is not held.
+      squared_norm: (n,) float32, sum of the squares of the row; both 0 if it is not representable.
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
-    held: jax.Array | np.ndarray
+    representable: jax.Array | np.ndarray
     squared_error: jax.Array | np.ndarray
     squared_norm: jax.Array | np.ndarray
 
@@ -59,13 +61,17 @@ def encode(codec: Codec, rows: jax.Array) -> Encoded:
     return _shorter(codec, values, rows.shape)
 
 
-@contexts.neutral()
+@placement.neutral()
 def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
     """Encodes rows in host memory, (n, *trailing), n at most ``piece_rows``, on the CPU.
 
-    Lengths are rounded up to powers of two, so that few programs are compiled.
+    Without compiled kernels, XLA encodes them, and lengths are rounded up to powers of two, so that
+    few programs are compiled. The arrays and ``representable`` are the same; the sums of squares
+    may differ in their last bits, since XLA adds in another order.
     """
     count = len(rows)
+    if kernels.available():
+        return _compiled(codec, np.ascontiguousarray(rows))
     length = max(LEAST_ROWS, 1 << max(0, count - 1).bit_length())
     if length > count:
         padded = np.zeros((length, *rows.shape[1:]), rows.dtype)
@@ -76,14 +82,45 @@ def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
         return to_host(encode(codec, rows), count)
 
 
-@contexts.neutral()
+def _compiled(codec: Codec, rows: np.ndarray) -> Encoded:
+    count, width = len(rows), math.prod(rows.shape[1:])
+    arrays = {
+        suffix: np.empty((count, *array.trailing), np.uint16 if suffix else array.dtype)
+        for suffix, array in codec.stored(rows.shape[1:], rows.dtype).items()
+    }
+    figures = [np.empty(count, dtype) for dtype in (bool, np.float32, np.float32)]
+    if isinstance(codec, Uniform):
+        shrink = float(_reciprocal(codec.bins)) if codec.bins else 0.0
+        kernels.encode_uniform(
+            rows,
+            width,
+            (
+                codec.bits,
+                codec.symmetric,
+                codec.steps,
+                codec.refits,
+                shrink,
+                row_codecs.SMALLEST,
+                row_codecs.largest(rows.dtype),
+            ),
+            (arrays[""], arrays["scale"], arrays.get("offset")),
+            *figures,
+        )
+    else:
+        assert isinstance(codec, codecs.ShorterFloat)
+        limits = codec.smallest, codec.largest
+        kernels.encode_shorter(rows, width, codec.dtype, limits, arrays[""], *figures)
+    return Encoded(arrays, *figures)
+
+
+@placement.neutral()
 def to_host(encoded: Encoded, count: int) -> Encoded:
     """Returns the first ``count`` rows in host memory; waits for them."""
     return jax.tree.map(lambda array: np.asarray(array)[:count], encoded)
 
 
 def _cpu() -> Any:
-    """Keeps host memory off an accelerator, where there is a CPU backend beside it."""
+    """Returns a CPU device, which keeps host memory off an accelerator; None without one."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -95,12 +132,14 @@ def _cpu() -> Any:
 
 def _shorter(codec: codecs.ShorterFloat, values: jax.Array, shape: tuple[int, ...]) -> Encoded:
     norm = _squares(values)
-    held = _within(values, norm, codec.smallest, codec.largest)
-    values = jnp.where(held[:, None], values, 0)
+    representable = _within(values, norm, codec.smallest, codec.largest)
+    values = jnp.where(representable[:, None], values, 0)
     rounded = _rounded_brain if codec.dtype == "bfloat16" else _rounded_half
     found, patterns = rounded(values)
     error = _squares(found - values)
-    return Encoded({"": patterns.reshape(shape)}, held, error, jnp.where(held, norm, 0))
+    return Encoded(
+        {"": patterns.reshape(shape)}, representable, error, jnp.where(representable, norm, 0)
+    )
 
 
 # Uniform codes.
@@ -108,8 +147,8 @@ def _shorter(codec: codecs.ShorterFloat, values: jax.Array, shape: tuple[int, ..
 
 def _uniform(codec: Uniform, values: jax.Array, dtype: np.dtype) -> Encoded:
     norm = _squares(values)
-    held = _within(values, norm, uniform.SMALLEST, uniform.largest(dtype))
-    values = jnp.where(held[:, None], values, 0)
+    representable = _within(values, norm, row_codecs.SMALLEST, row_codecs.largest(dtype))
+    values = jnp.where(representable[:, None], values, 0)
     low, high = jnp.min(values, axis=1), jnp.max(values, axis=1)
     parameters = _parameters(codec, low, high)
     if codec.bins or codec.refits:
@@ -129,7 +168,7 @@ def _uniform(codec: Uniform, values: jax.Array, dtype: np.dtype) -> Encoded:
     }
     if not codec.symmetric:
         arrays["offset"] = parameters.offset_bits
-    return Encoded(arrays, held, _squares(missed), jnp.where(held, norm, 0))
+    return Encoded(arrays, representable, _squares(missed), jnp.where(representable, norm, 0))
 
 
 class _Parameters(NamedTuple):
@@ -142,18 +181,18 @@ class _Parameters(NamedTuple):
 
 
 def _parameters(codec: Uniform, low: jax.Array, high: jax.Array) -> _Parameters:
-    """Those that spread the codes over [low, high]."""
+    """Returns the parameters that spread the codes over [low, high]."""
     if codec.symmetric:
-        scale = jnp.maximum(-low, high) / codec.highest
+        scale = jnp.maximum(-low, high) * _reciprocal(codec.highest)
         return _stored(codec, scale, jnp.zeros_like(scale))
-    scale = (high - low) / (codec.highest - codec.lowest)
+    scale = (high - low) * _reciprocal(codec.highest - codec.lowest)
     return _stored(codec, scale, low + codec.middle * scale)
 
 
 def _stored(codec: Uniform, scale: jax.Array, offset: jax.Array) -> _Parameters:
-    """Rounded to float16, or to bfloat16 where that cannot hold them."""
+    """Returns them rounded to float16, or to bfloat16 if float16 cannot represent them."""
     reach = jnp.abs(offset) + codec.middle * scale
-    half = (reach < uniform.FLOAT16_BELOW) & ((scale >= uniform.FLOAT16_SCALE) | (scale == 0))
+    half = (reach < row_codecs.FLOAT16_BELOW) & ((scale >= row_codecs.FLOAT16_SCALE) | (scale == 0))
     half_scale, half_scale_bits = _rounded_half(scale)
     half_offset, half_offset_bits = _rounded_half(offset)
     brain_scale, brain_scale_bits = _rounded_brain(scale)
@@ -176,7 +215,7 @@ def _rounded_half(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     small = magnitude < 2.0**-14
     bits = jnp.where(small, units.astype(jnp.uint32), (pattern >> 13) - (112 << 10))
     found = jnp.where(small, units * 2.0**-24, normal)
-    negative = value < 0
+    negative = value <= -_SMALLEST_NORMAL
     bits = jnp.where(negative, bits | 0x8000, bits)
     return jnp.where(negative, -found, found), bits.astype(jnp.uint16)
 
@@ -198,7 +237,7 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 
 def _searched(codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Array) -> _Parameters:
-    """The best of: the whole range, the range that the search ends with, and each fit in turn."""
+    """Returns the best of the whole range, the range that the search finds, and each fit."""
     candidate = _parameters(codec, low, high)
     best = _Best(jnp.full_like(low, jnp.inf), candidate)
     if codec.bins:
@@ -227,11 +266,11 @@ def _shrunk(
     codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best of the ranges that the search visits, with unrounded parameters."""
-    shrink = (high - low) / codec.bins
+    shrink = _uncontracted((high - low) * _reciprocal(codec.bins))
     levels = codec.highest - codec.lowest
 
     def errors(ranges: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        scales = [(high - low) / levels for low, high in ranges]
+        scales = [(high - low) * _reciprocal(levels) for low, high in ranges]
         units = [(low, _inverse(scale)) for (low, _), scale in zip(ranges, scales, strict=True)]
 
         def add(column: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
@@ -239,7 +278,7 @@ def _shrunk(
             for (low, inverse), total in zip(units, sums, strict=True):
                 place = (column - low) * inverse
                 code = jnp.round(jnp.clip(place, 0, levels))
-                found.append(total + jnp.square(code - place))
+                found.append(total + _uncontracted(jnp.square(code - place)))
             return found
 
         sums = _over_columns(columns, [jnp.zeros_like(scale) for scale in scales], add)
@@ -264,17 +303,15 @@ def _shrunk(
 def _measured(
     codec: Uniform, columns: jax.Array, parameters: _Parameters, *, fit: bool = False
 ) -> tuple[jax.Array, _Parameters]:
-    """The l2 error over the columns (width, n), and parameters fitted to the codes if asked for.
-
-    The fit is that of least squares.
-    """
+    """Returns the l2 error over the columns (width, n), and parameters fitted by least squares."""
     scale, offset = parameters.scale, parameters.offset
     inverse = _inverse(scale)
 
     def add(column: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        place = (column - offset) * inverse
+        place = _uncontracted((column - offset) * inverse)
         code = _codes(codec, place)
-        terms = (jnp.square(code - place), code, place, code * code, code * place)
+        missed = _uncontracted(jnp.square(code - place))
+        terms = (missed, code, place, code * code, _uncontracted(code * place))
         return [total + term for total, term in zip(sums, terms)]
 
     sums = _over_columns(columns, [jnp.zeros_like(offset)] * (5 if fit else 1), add)
@@ -283,12 +320,12 @@ def _measured(
     if not fit:
         return error, parameters
     _, code, place, square, product = sums
-    width = columns.shape[0]
-    spread = square - code * code / width
-    slope = (product - code * place / width) / jnp.where(spread > 0, spread, 1)
+    share = _reciprocal(columns.shape[0])
+    spread = square - _uncontracted(code * code * share)
+    slope = (product - _uncontracted(code * place * share)) / jnp.where(spread > 0, spread, 1)
     slope = jnp.where((spread > 0) & (slope > 0), slope, 1)
-    shift = (place - slope * code) / width
-    return error, _stored(codec, scale * slope, offset + scale * shift)
+    shift = (place - _uncontracted(slope * code)) * share
+    return error, _stored(codec, scale * slope, offset + _uncontracted(scale * shift))
 
 
 def _over_columns(
@@ -306,12 +343,9 @@ def _over_columns(
 
 
 def _within(values: jax.Array, norm: jax.Array, smallest: float, largest: float) -> jax.Array:
-    """Whether the largest magnitude of each row is 0 or in [smallest, largest].
-
-    On the CPU a maximum passes over NaN, which the sum of the squares does not, and takes
-    subnormal numbers for 0. Only bit patterns tell those, and they cost more than all else, so
-    they are looked at where some row seems to be 0.
-    """
+    """Returns whether the largest magnitude of each row is 0 or in [smallest, largest]."""
+    # On the CPU a maximum ignores NaN (the norm does not) and takes subnormal numbers for 0. Only
+    # bit patterns tell those apart, at a high cost, so they are read only if a row seems to be 0.
     greatest = jnp.max(jnp.abs(values), axis=1, initial=0)
     tiny = greatest < smallest
 
@@ -327,6 +361,16 @@ def _squares(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(values), axis=1)
 
 
+def _uncontracted(product: jax.Array) -> jax.Array:
+    """Returns a product of finite numbers, which no compiler contracts with a following sum."""
+    return jnp.where(jnp.isfinite(product), product, jnp.inf)
+
+
+def _reciprocal(count: int) -> np.float32:
+    """Returns 1 / count: XLA replaces a division by a constant with this factor anyway."""
+    return np.float32(1) / np.float32(count)
+
+
 def _packed(codes: jax.Array, bits: int) -> jax.Array:
     """See ``packing``: (n, width) uint8 to (n, packed_bytes)."""
     return jnp.concatenate(list(_packed_parts(codes, bits)), axis=1)
@@ -334,11 +378,11 @@ def _packed(codes: jax.Array, bits: int) -> jax.Array:
 
 def _packed_parts(codes: jax.Array, bits: int) -> Iterator[jax.Array]:
     rows, width = codes.shape
-    for part, shift in packing.PARTS[bits]:
-        plane = packing.plane_bytes(width, part)
+    for part, shift in row_codecs.PARTS[bits]:
+        plane = row_codecs.plane_bytes(width, part)
         places = 8 // part
-        held = (codes >> shift) & ((1 << part) - 1)
-        padded = jnp.pad(held, ((0, 0), (0, places * plane - width)))
+        shifted = (codes >> shift) & ((1 << part) - 1)
+        padded = jnp.pad(shifted, ((0, 0), (0, places * plane - width)))
         # A sum over the places is four times as fast here as slices that are joined by "or".
         shifts = jnp.arange(places, dtype=jnp.uint8)[:, None] * part
         yield jnp.sum(padded.reshape(rows, places, plane) << shifts, axis=1, dtype=jnp.uint8)

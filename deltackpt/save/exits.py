@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finishes the saves of unclosed managers when the program ends, or another manager opens.
+"""Finishes the saves of unclosed managers at exit; treats SIGTERM as a preemption notice.
 
 ``atexit`` is too late: by then threads are joined and executors accept no work, and the background
-part of a save needs both. The hook that runs in time depends on the Python version:
+part of a save needs both. ``threading._register_atexit``, which ``concurrent.futures`` itself uses,
+runs in time: before the threads are joined, the last registered function first, and ours is
+registered after those of ``concurrent.futures``. It is private, and tested.
 
-- 3.11, 3.12.2 and later: ``threading._register_atexit``, which ``concurrent.futures`` itself uses.
-  Its functions run before the threads are joined, the last registered one first, and ours is
-  registered after those of ``concurrent.futures``. It is private, and tested.
-- 3.12.0 and 3.12.1 cannot start threads once the program's own code has ended
-  (https://github.com/python/cpython/issues/113964); ``sys.monitoring`` reports that moment.
+In Python 3.12.0 and 3.12.1, no thread can start at that point
+(https://github.com/python/cpython/issues/113964), so the thread of a save in flight does all of the
+save's work itself.
 
 An interrupt (Ctrl-C) at the start of the shutdown skips these functions. In that case threads still
 run at ``atexit``, which is then in time.
@@ -24,16 +24,76 @@ import concurrent.futures.thread
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from deltackpt.errors import ClosedError, DeltackptError, SaveFailed, WaitTimeout
 from deltackpt.resources.runtime import Task
+
+
+class Termination:
+    """Listens for SIGTERM from the first query on; an existing handler still runs.
+
+    Python runs handlers in the main thread, between two of its instructions. Only for
+    single-process jobs: with several processes, JAX's own handler notifies all of them and must not
+    be replaced.
+    """
+
+    def __init__(self) -> None:
+        """Does not listen yet: without a query, a SIGTERM ends the process."""
+        self._pid = os.getpid()
+        self._listening = False
+        self._closed = False
+        self._received = False
+        self._step: int | None = None
+        self._former: Any = None
+
+    def announced(self, step: int) -> bool:
+        """Returns whether a SIGTERM arrived, for the first step queried after it; starts listening.
+
+        Args:
+          step: the training step.
+        """
+        if not (self._listening or self._closed):
+            self._listen()
+        if self._received and self._step is None:
+            self._step = step
+        return self._step == step
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Only there Python lets handlers be changed; another thread may ask later.
+        self._listening = True
+        self._former = signal.getsignal(signal.SIGTERM)
+        if self._former is not None:  # None: it was not put there by Python.
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def close(self) -> None:
+        """Restores the previous handler; from another thread, forwards signals to it instead."""
+        self._closed = True
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        mine = os.getpid() == self._pid and not self._closed
+        self._received = self._received or mine
+        # A second signal is for the former handler alone, which may end the process.
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._former)
+        if callable(self._former):
+            self._former(number, frame)
+        elif not mine and self._former == signal.SIG_DFL:
+            # In a forked child, or if nothing will save: end as without us.
+            os.kill(os.getpid(), number)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -41,10 +101,10 @@ _logger = logging.getLogger(__name__)
 #: have reached the tier in its options (``settle``), close it, or abandon it at program exit
 #: (``leave``).
 Ending = Literal["commit", "settle", "close", "leave"]
-#: What Python documents for an error while it cleans up.
+#: Python documents it for an error during cleanup.
 EXIT_CODE = 120
 _STARTING_SECS = 0.001
-#: A thread that is waited for is looked at again so often.
+#: Interval at which a wait checks its thread.
 _LOOKING_SECS = 0.2
 
 _lock = threading.Lock()
@@ -53,7 +113,7 @@ _watched: list[Watch] = []
 _starting: list[Path] = []
 _has_hook = False
 _has_ended = False
-#: Whether a wait ran out, or was given up: Python would join the threads that are left.
+#: Whether a wait ran out or was interrupted: Python would join the threads that are left.
 _is_stuck = False
 
 
@@ -113,7 +173,7 @@ def starting(directory: Path) -> Iterator[None]:
 
 
 def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
-    """Prepares a directory for a new manager: settles the other managers of this process.
+    """Prepares a directory for a new manager: waits for the other managers of this process.
 
     They stay open, since the constructor of the new one may fail. If another start is in progress,
     it waits only until their saves are committed locally, because the bucket accepts uploads only
@@ -132,7 +192,7 @@ def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
 
 
 def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[DeltackptError]:
-    """Closes the managers of this process that ``take_over`` has settled.
+    """Closes the managers of this process that ``take_over`` waited for.
 
     Args:
       directory: where they write.
@@ -192,8 +252,8 @@ def uninterrupted(call: Callable[[], None]) -> None:
         raise
 
 
-def tell_lost(text: str) -> None:
-    """WalReader that a save is lost, and makes the program end with ``EXIT_CODE``."""
+def report_lost(text: str) -> None:
+    """Logs that a save is lost, and makes the program end with ``EXIT_CODE``."""
     _logger.error(text)
     if not isinstance(sys.stdout, _LastFlush):
         sys.stdout = _LastFlush(sys.stdout)  # type: ignore[assignment]
@@ -240,9 +300,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
     if not _has_hook:
         with contextlib.suppress(RuntimeError):  # The program has ended.
             threading._register_atexit(_leave)  # type: ignore[attr-defined]
-            atexit.register(_go_on_leaving)
-            if (3, 12, 0) <= sys.version_info < (3, 12, 2):
-                _call_at_end_of_program(_end_all)
+            atexit.register(_finish_leaving)
             _has_hook = True
     if _has_ended or not _has_hook:
         raise ClosedError(
@@ -258,7 +316,7 @@ def _leave() -> None:
     _end_all()
     _has_ended = True
     if _is_stuck:
-        # Python would join the threads that hang, for ever.
+        # Python would wait forever for the threads that hang.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -266,12 +324,10 @@ def _leave() -> None:
         os._exit(EXIT_CODE)
 
 
-def _go_on_leaving() -> None:
-    """Runs in ``atexit``: finishes what an interrupt broke off, so that threads are joined as well.
-
-    A thread that still runs when the interpreter exits may abort the program.
-    """
+def _finish_leaving() -> None:
+    """Finishes an interrupted shutdown in ``atexit``, so that threads are joined."""
     if not _has_ended:
+        # A thread that still runs when the interpreter exits may abort the program.
         threading._shutdown()  # type: ignore[attr-defined]
 
 
@@ -283,26 +339,24 @@ def _end_all() -> None:
         if watch is None:
             return
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # Which gives up the waiting, no save.
+            with contextlib.suppress(KeyboardInterrupt):  # It abandons the wait, not a save.
                 _await_threads()
             watch.end("the program has ended", "leave")
         except (WaitTimeout, KeyboardInterrupt) as error:
-            # Who interrupts the wait gives the save up.
+            # An interrupt of this wait abandons the save.
             _is_stuck = True
             watch.cancel()
-            tell_lost(str(error) or f"{watch.directory}: interrupted; the save in flight is lost")
+            report_lost(str(error) or f"{watch.directory}: interrupted; the save in flight is lost")
         except Exception as error:
-            tell_lost(str(error))
+            report_lost(str(error))
 
 
 def _await_threads() -> None:
-    """Waits for the threads that Python joins next: any of them may still be training.
-
-    Executor workers exit only when Python stops them, after this hook.
-    """
+    """Waits for the threads that Python joins next: any of them may still be training."""
     ours = {threading.main_thread(), threading.current_thread()}
     while True:
         pools = sys.modules.get("concurrent.futures.process")
+        # Executor workers exit only when Python stops them, after this hook.
         workers = {
             *concurrent.futures.thread._threads_queues,  # type: ignore[attr-defined]
             *getattr(pools, "_threads_wakeups", ()),
@@ -316,29 +370,6 @@ def _await_threads() -> None:
         else:
             # With a timeout: an executor registers a thread as its worker only after its start.
             thread.join(_LOOKING_SECS)
-
-
-def _call_at_end_of_program(call: Callable[[], None]) -> None:
-    """Calls back when the main thread's initial code returns or raises."""
-    main = threading.main_thread()
-    frame = sys._current_frames()[main.ident or 0]
-    while frame.f_back is not None:
-        frame = frame.f_back
-    program = frame.f_code
-    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-    tool = next((number for number in (3, 4) if monitoring.get_tool(number) is None), None)
-    if tool is None:
-        return
-
-    def ended(code: object, *_: object) -> None:
-        if code is program and threading.current_thread() is main:
-            call()
-
-    monitoring.use_tool_id(tool, __name__)
-    monitoring.register_callback(tool, monitoring.events.PY_RETURN, ended)
-    monitoring.register_callback(tool, monitoring.events.PY_UNWIND, ended)
-    monitoring.set_events(tool, monitoring.events.PY_UNWIND)
-    monitoring.set_local_events(tool, program, monitoring.events.PY_RETURN)
 
 
 def _forget() -> None:

@@ -21,27 +21,25 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import RestoreError
-from deltackpt.format import manifest, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import (
-    BaseRef,
-    Kind,
-    Layout,
-    Manifest,
-    ParentRef,
-    RollingShare,
-    SaveId,
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
+from deltackpt.format.wal_format import Continues
+from deltackpt.ledger.directory import WritableRoot
+from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
+from deltackpt.reading import stored_saves
+from deltackpt.save.branch import (
+    Branch,
+    Clocks,
+    Known,
+    Reading,
+    Written,
+    clocks_seen,
+    discontinuity,
 )
-from deltackpt.format.wal_epochs import Continues
-from deltackpt.ledger.held import Held
-from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
-from deltackpt.reading import saves
-from deltackpt.save.branch import Branch, Known, Written, doubt
-from deltackpt.save.clocks import Clocks, Reading, clocks_seen
 from deltackpt.state.touch_state import clock_exhausted
-from deltackpt.storage import files
+from deltackpt.storage import posix
 
-#: Branches that were left by a restore and can be gone back to.
+#: How many branches that restores left are kept for ``go_back``.
 _FORMER = 4
 #: Reason of a base if nothing tracks the rows.
 UNTRACKED = "base: no TouchState was given"
@@ -58,15 +56,15 @@ class Intent:
       parent: the parent of a delta.
       since: TouchState path to the clock after which rows are touched; empty for a base.
       restores: number of times that training has resumed from a restored step.
-      witness: rows sampled at the parent (``proof.Witness``), or None.
+      sample: rows sampled at the parent (``tracking_audit.Samples``), or None.
       seen: path of each TouchState to its reading at the parent.
       recent: for a base, TouchState path to its clock at the previous save, 0 if unknown. If
         tracking is wrong, errors are most likely in rows touched since then.
-      stands_still: whether no clock has advanced since the parent.
+      clocks_unchanged: whether no clock has advanced since the parent.
       parents: see ``Manifest.parents``.
-      rolling: the share of all rows that a delta of a rolling base contains.
-      replayed: for a delta, table name to the indices of additional rows, which a restore replayed
-        from the WAL; see ``Known.replayed``.
+      unmarked: for a delta, table name to rows to save although no stamp marks them, int64
+        ascending: those that a restore replayed from the WAL (``Known.replayed``), and those by
+        which the table has grown.
     """
 
     save_id: SaveId
@@ -75,13 +73,12 @@ class Intent:
     parent: ParentRef | None = None
     since: Mapping[str, int] = dataclasses.field(default_factory=dict)
     restores: int = 0
-    witness: Any = None
+    sample: Any = None
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    stands_still: bool = False
+    clocks_unchanged: bool = False
     parents: tuple[str, ...] = ()
-    rolling: RollingShare | None = None
-    replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    unmarked: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class Lineage:
@@ -91,11 +88,11 @@ class Lineage:
         self,
         policy: BaseOrDelta | None = None,
         *,
-        item: str = names.EMBEDDINGS_ITEM,
+        item: str = naming.EMBEDDINGS_ITEM,
         protected: bool = True,
         run: str | None = None,
         compacted: bool = False,
-        ledger: Held | None = None,
+        ledger: WritableRoot | None = None,
     ):
         """Starts a new run.
 
@@ -106,7 +103,7 @@ class Lineage:
             save is a base, since a stock policy would delete bases under live deltas.
           run: id of the run; several processes must have agreed on it.
           compacted: whether bases are left to compaction.
-          ledger: knows whether a save that is not at its path is committed nevertheless.
+          ledger: reports whether a save that is not at its path is committed nevertheless.
         """
         self._policy = policy or Consecutive()
         if compacted:
@@ -140,7 +137,7 @@ class Lineage:
         """Returns the id of the run: new at every start and at every restore."""
         return self._branch.run
 
-    def begin(
+    def start_save(
         self,
         step: int,
         step_dir: Path,
@@ -149,24 +146,24 @@ class Lineage:
         layout: Layout,
         force_base: bool = False,
     ) -> Intent:
-        """Decides whether the save of ``step`` is a base or a delta, and records it as in flight.
+        """Records a save as in flight, and returns the decision: a base, or a delta and its parent.
 
         Args:
           step: the training step.
           step_dir: its path once committed.
           clocks: clocks of the TouchStates that it saw.
-          layout: the tables' layout; a delta's parent must have an equal one.
+          layout: the tables' layout; a delta's parent must have it, but for rows appended since.
           force_base: save a base regardless of the policy.
         """
         with self._lock:
-            seen = self._settle()
+            seen = self._poll()
             branch = self._branch
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             before = branch.begun
-            info = branch.begin(kind, save_id, step_dir, parent, clocks, layout, self._begun)
+            info = branch.start_save(kind, save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
                 recent = {} if before is None else clocks_seen(clocks, before.clocks)
                 # Never read before: all that it ever touched is recent.
@@ -174,19 +171,15 @@ class Lineage:
                 return Intent(
                     save_id=save_id, reason=reason, restores=branch.restores, recent=recent
                 )
-            intent = _delta(info, parent, clocks, reason, branch.restores)
+            intent = _delta(info, parent, clocks, layout, reason, branch.restores)
             assert branch.in_flight is not None
-            share = None
-            if isinstance(self._policy, Rolling):
-                share = self._policy.share_after(parent.info.rolling)
-            parents = branch.in_flight.parents
-            return dataclasses.replace(intent, parents=parents, rolling=share)
+            return dataclasses.replace(intent, parents=branch.in_flight.parents)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
-        """Turns the delta that was just started into a base.
+        """Returns the intent of the delta that was just started, turned into a base.
 
         Args:
-          intent: the result of ``begin``.
+          intent: the result of ``start_save``.
           reason: why it is not a delta.
         """
         with self._lock:
@@ -198,12 +191,12 @@ class Lineage:
             recent=intent.since,
         )
 
-    def witnessed(self, save_id: SaveId, witness: Any) -> None:
+    def record_sample(self, save_id: SaveId, sample: object) -> None:
         """Keeps the rows sampled at the save in flight, for the audits of later saves."""
         with self._lock:
             known = self._branch.in_flight
             if known is not None and known.info.save_id == save_id:
-                known.witness = witness
+                known.sample = sample
 
     def distrust(self, reason: str) -> None:
         """Makes the next saves bases, until one of them is committed.
@@ -212,7 +205,7 @@ class Lineage:
           reason: why the touched rows cannot be trusted.
         """
         with self._lock:
-            self._settle()
+            self._poll()
             self._distrusted, self._distrusted_at, self._lost = reason, self._begun, None
             self.suspected = None
 
@@ -228,7 +221,7 @@ class Lineage:
     def distrusted(self) -> str | None:
         """Returns why the next save is a base; None if it need not be, or one is in flight."""
         with self._lock:
-            self._settle()
+            self._poll()
             flight = self._branch.in_flight
             if flight and flight.info.kind == "base" and flight.number > self._distrusted_at:
                 return None
@@ -237,34 +230,33 @@ class Lineage:
     def lost(self, step: int, reason: str) -> None:
         """Records that a save, and the saves on top of it, cannot be uploaded.
 
-        If a base was started since then, nothing else is needed. Of several, the oldest gives the
-        reason: processes may hear of the others at different times.
+        If a base was started since then, nothing else is needed. The oldest of several saves gives
+        the reason: processes may hear of the others at different times.
 
         Args:
           step: step of the save.
           reason: why the next save is a base.
         """
         with self._lock:
-            self._settle()
+            self._poll()
             newest = self._branch.in_flight
-            base = newest if newest and newest.info.kind == "base" else self._branch.anchor
+            base = newest if newest and newest.info.kind == "base" else self._branch.delta_base
             if base is None or base.info.save_id.step <= step:
                 if self._distrusted is None or self._lost is None or step < self._lost:
                     self._distrusted, self._lost = reason, step
                 self._distrusted_at = self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
-        """Returns the decision that ``begin`` would make now, without side effects.
+        """Returns the decision that ``start_save`` would make now, without side effects.
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
-            seen = self._settle()
+            seen = self._poll()
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             if parent is None:
                 return Decision(kind=kind, parent=None, reason=reason)
-            anchored = parent is self._branch.anchor and parent.info.rolling is None
-            which = "base" if anchored else "previous"
+            which = "base" if parent is self._branch.delta_base else "previous"
             return Decision(kind=kind, parent=which, reason=reason)
 
     @property
@@ -275,16 +267,16 @@ class Lineage:
             return None
         return branch.previous.info.save_id.step
 
-    def goes_on_with(self, layout: Layout) -> bool:
+    def parent_has(self, layout: Layout) -> bool:
         """Returns whether the possible parent of the next save has these tables."""
         previous = self._branch.previous
         return previous is not None and previous.layout == layout
 
     @property
-    def continues(self) -> Continues | None:
+    def forked_from(self) -> Continues | None:
         """Returns the restored recovery point, until a save of it is committed."""
         with self._lock:
-            self._settle()
+            self._poll()
             previous = self._branch.previous
             return None if previous is None else previous.continues
 
@@ -297,16 +289,21 @@ class Lineage:
     def newest_known(self) -> Known | None:
         """Returns the newest save, committed or in flight, or None."""
         with self._lock:
-            self._settle()
+            self._poll()
             return self._branch.in_flight or self._branch.previous
 
     @property
     def newest_committed(self) -> SaveId | None:
         """Returns the newest save that is known to be committed or was restored, or None."""
         with self._lock:
-            self._settle()
+            self._poll()
             previous = self._branch.previous
             return None if previous is None else previous.info.save_id
+
+    def poll(self) -> None:
+        """Records the save in flight as committed if it is: its files may be removed later."""
+        with self._lock:
+            self._poll()
 
     def forget(self, save_id: SaveId) -> bool:
         """Forgets a removed save if it is the newest committed one.
@@ -315,12 +312,12 @@ class Lineage:
           Whether it was the newest one; the next save is then a base.
         """
         with self._lock:
-            self._settle()
+            self._poll()
             branch = self._branch
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return False
-            if branch.anchor is branch.previous:
-                branch.anchor = None
+            if branch.delta_base is branch.previous:
+                branch.delta_base = None
             branch.previous = None
             return True
 
@@ -332,13 +329,13 @@ class Lineage:
             next.
         """
         with self._lock:
-            self._settle()
+            self._poll()
             branch = self._branch
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return save_id
-            assert branch.anchor is not None
+            assert branch.delta_base is not None
             parent = self._policy.decide(branch.history).parent
-            return branch.anchor.info.save_id if parent == "base" else save_id
+            return branch.delta_base.info.save_id if parent == "base" else save_id
 
     @property
     def policy(self) -> BaseOrDelta:
@@ -370,7 +367,7 @@ class Lineage:
     def failed(self, save_id: SaveId) -> None:
         """Forgets the save in flight, unless it was committed; the parent and its clocks stay."""
         with self._lock:
-            self._settle()
+            self._poll()
             known = self._branch.in_flight
             if known is not None and known.info.save_id == save_id:
                 self._branch.in_flight = None
@@ -385,7 +382,7 @@ class Lineage:
         clocks: Clocks,
         restores: int = 0,
         run: str | None = None,
-        witness: Any = None,
+        sample: object = None,
         parents: tuple[str, ...] = (),
         replayed: Mapping[str, np.ndarray] | None = None,
         continues: Continues | None = None,
@@ -403,14 +400,14 @@ class Lineage:
           clocks: clocks of the fresh TouchStates, at clock 0.
           restores: how often training had been restored when the step was saved.
           run: id of the new run, on which several processes must have agreed.
-          witness: sampled rows of the restored state.
+          sample: sampled rows of the restored state.
           parents: step directories of its parents, nearest first.
           replayed: table name to the indices of rows that were replayed from the WAL.
           continues: the recovery point that was replayed.
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
-            self._branch.go_on_from(
+            self._branch.resume_from(
                 Known(
                     info=target,
                     path=step_dir,
@@ -419,7 +416,7 @@ class Lineage:
                     settled=None if clocks.gathers else clocks,
                     total_bytes=sum(sizes),
                     chain_length=len(sizes) - 1,
-                    witness=witness,
+                    sample=sample,
                     parents=parents[: manifest.MOST_PARENTS],
                     replayed=replayed or {},
                     continues=continues,
@@ -446,7 +443,7 @@ class Lineage:
           Whether it returned to that branch.
         """
         with self._lock:
-            self._settle()
+            self._poll()
             if not clocks.readings or self._branch.knows(clocks):
                 return False
             for branch in reversed(self._former):
@@ -458,13 +455,13 @@ class Lineage:
 
     def _leave(self, branch: Branch) -> None:
         """Switches to another branch."""
-        self._settle()
+        self._poll()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
         if self._branch.previous is not None:
             self._former.append(self._branch)
         if len(self._former) > _FORMER:
-            # Steps that were only looked at go first.
+            # Drop branches without saves first: their steps were only inspected.
             looked_at = [former for former in self._former if not former.attempts]
             self._former.remove((looked_at or self._former)[0])
         self._branch = branch
@@ -483,13 +480,13 @@ class Lineage:
     def protected(self) -> frozenset[SaveId]:
         """Returns saves that retention must keep: possible parents, and the save in flight."""
         with self._lock:
-            self._settle()
+            self._poll()
             return self._branch.protected
 
-    def _settle(self) -> Known | None:
+    def _poll(self) -> Known | None:
         """Promotes the save in flight if it was found to be committed."""
         known = self._branch.in_flight
-        head = None if known is None else _standing(known, self._item)
+        head = None if known is None else _committed_manifest(known, self._item)
         if known is None or head is None:
             return None
         self._branch.promote(head, compacted=self._compacted)
@@ -501,54 +498,59 @@ class Lineage:
         self, clocks: Clocks, layout: Layout, force_base: bool, seen: Known | None
     ) -> tuple[Kind, Known | None, str]:
         branch = self._branch
-        anchor, previous = branch.anchor, branch.previous
+        delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
             (force_base, "base: requested by the caller"),
             (not self._protected, "base: nothing protects a chain from retention"),
             (not clocks.readings, UNTRACKED),
-            (anchor is None or previous is None, "base: no committed save to build on"),
+            (delta_base is None or previous is None, "base: no committed save to build on"),
             (exhausted, "base: the clock is exhausted"),
             (self._distrusted is not None, f"base: {self._distrusted}"),
         ):
             if applies:
                 return "base", None, reason
-        assert anchor is not None and previous is not None
-        if previous.layout != layout:
-            differ = "dense leaves" if previous.layout.has_rows_of(layout) else "tables"
-            return "base", None, f"base: the {differ} differ from the parent's"
-        for known in (previous, anchor):
-            if reason := doubt(clocks, known):
+        assert delta_base is not None and previous is not None
+        for known in (previous, delta_base):
+            if layout.new_rows_since(known.layout) is None:
+                differ = "dense leaves" if known.layout.has_rows_of(layout) else "tables"
+                return "base", None, f"base: the {differ} differ from the parent's"
+            if reason := discontinuity(clocks, known):
                 return "base", None, f"base: {reason}"
         decision = self._policy.decide(branch.history)
         if decision.kind == "base":
             return "base", None, decision.reason
-        parent = anchor if decision.parent == "base" else previous
-        if parent is not seen and not self._stands(parent):
+        parent = delta_base if decision.parent == "base" else previous
+        if parent is not seen and not self._exists(parent):
             return "base", None, f"base: the parent at {parent.info.step_dir} was removed"
         return "delta", parent, decision.reason
 
-    def _stands(self, known: Known) -> bool:
+    def _exists(self, known: Known) -> bool:
         """Returns whether a save, or a compacted base for it, exists as a parent."""
-        if _standing(known, self._item) is not None:
+        if _committed_manifest(known, self._item) is not None:
             return True
-        if self._ledger is not None and self._ledger.stands(known.info.save_id):
+        if self._ledger is not None and self._ledger.exists(known.info.save_id):
             return True
         return self._base_of(known) is not None
 
     def _base_of(self, known: Known) -> BaseRef | None:
         """Returns the readable compacted base that replaces a save, or None."""
         with contextlib.suppress(RestoreError, OSError):
-            base = saves.read_compacted(known.path, known.info.save_id, self._item)
+            base = stored_saves.read_compacted(known.path, known.info.save_id, self._item)
             if base is not None:
                 return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
         return None if self._ledger is None else self._ledger.base_of(known.info.save_id)
 
 
-def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores: int) -> Intent:
+def _delta(
+    info: SaveInfo, parent: Known, clocks: Clocks, layout: Layout, reason: str, restores: int
+) -> Intent:
     """Returns the intent of a delta."""
     assert parent.settled is not None
     seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
+    unmarked = dict(parent.replayed)
+    for table, new in (layout.new_rows_since(parent.layout) or {}).items():
+        unmarked[table] = np.concatenate([unmarked.get(table, ()), new]).astype(np.int64)
     return Intent(
         kind="delta",
         save_id=info.save_id,
@@ -556,11 +558,11 @@ def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores:
         since=clocks_seen(clocks, parent.settled),
         reason=reason,
         restores=restores,
-        witness=parent.witness,
+        sample=parent.sample,
         seen={now.place: then for now, then in seen_at.items() if then is not None},
-        replayed=parent.replayed,
-        stands_still=info.save_id.step > parent.info.save_id.step
-        and not parent.replayed
+        unmarked=unmarked,
+        clocks_unchanged=info.save_id.step > parent.info.save_id.step
+        and not unmarked
         and all(then and now.clock == then.clock for now, then in seen_at.items()),
     )
 
@@ -570,7 +572,7 @@ def new_run() -> str:
     return uuid.uuid4().hex
 
 
-def _standing(known: Known, item: str) -> Written | None:
+def _committed_manifest(known: Known, item: str) -> Written | None:
     """Returns the contents of the manifest at the path of a save, if it is that save's."""
     try:
         name, data = _manifest_bytes(known.path, item, 0)
@@ -586,5 +588,5 @@ def _standing(known: Known, item: str) -> Written | None:
 
 
 def _manifest_bytes(step_dir: Path, item: str, process: int) -> tuple[str, bytes]:
-    path = step_dir / item / names.manifest_name(process)
-    return f"{step_dir.name}/{item}/{path.name}", files.read_bytes(path)
+    path = step_dir / item / naming.manifest_name(process)
+    return f"{step_dir.name}/{item}/{path.name}", posix.read_bytes(path)

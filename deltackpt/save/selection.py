@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that this process reads from the training state for a save, and writes in a base.
+"""Which rows of which arrays this process reads for a save: all, or the touched ones.
+
+The division of the rows depends on the layout, the shardings of the stamps and the process. Each
+save adds the arrays.
 
 Fields with the same local rows and columns share a segment, so the row indices of a segment are
 stored once.
@@ -7,20 +10,590 @@ stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import google_crc32c
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from deltackpt.format import blocks
-from deltackpt.format.blocks import Ranges, Span
-from deltackpt.format.manifest import Layout, RollingShare
-from deltackpt.format.segments import GroupEntry
+from deltackpt import coordination, kernels
+from deltackpt.errors import TableSelectionError, TrackingError
+from deltackpt.format import manifest, row_blocks
+from deltackpt.format.manifest import Cover, Layout, TableEntry
+from deltackpt.format.naming import Leaf
+from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Span, width
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import division
-from deltackpt.save.division import Owned, StampsByTable, Where
-from deltackpt.save.extract import FieldSource, SegmentSource
-from deltackpt.save.touched_rows import Stamps
+from deltackpt.save import capture
+from deltackpt.save.capture import FieldShard, FieldSource, SegmentSource
+from deltackpt.state import placement
+from deltackpt.state.placement import ByLayout
+
+#: Columns of the fields that are as wide as the table, and the virtual rows.
+Where = tuple[Span, tuple[Span, ...]]
+#: Stamps of so many rows are looked at at once, tables of fewer rows together.
+_BATCH_STAMPS, _SMALL_ROWS = 1 << 18, 1 << 14
+
+#: Spans of rows of one array of stamps, ascending, each with the shard that holds them.
+StampShards = tuple[tuple[Span, int], ...]
+#: Table name to the place of each TouchState that has stamps of it, to these, (rows,).
+StampsByTable = Mapping[str, Mapping[str, Any]]
+#: Table name to field name to array, (rows, *trailing).
+Leaves = Mapping[str, Mapping[str, Any]]
+
+
+class _Shard(NamedTuple):
+    """Consecutive virtual rows: a shard of a table's array."""
+
+    table: str
+    start: int
+    stop: int
+    shard: int
+    skip: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FieldPlan:
+    """One field of one group as this process holds it: a FieldSource without its arrays."""
+
+    name: str
+    columns: Span
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    on_host: bool
+    shards: tuple[_Shard, ...]
+
+    def source(self, leaves: Leaves) -> FieldSource:
+        """Returns the source that a save reads, with the arrays of its state."""
+        name = self.name
+        shards = [
+            FieldShard(start, stop, placement.shard_data(leaves[table][name], shard), skip)
+            for table, start, stop, shard, skip in self.shards
+        ]
+        return FieldSource(
+            self.columns, self.trailing, self.dtype, shards, self.on_host, self._bounds
+        )
+
+    @functools.cached_property
+    def _bounds(self) -> np.ndarray:
+        return capture.bounds_of(self.shards)
+
+
+class StampBatch(NamedTuple):
+    """Tables whose stamps are read together.
+
+    Attributes:
+      tables: each with its spans that this process reads, ascending.
+      end_to_end: the shards of the stamps in order, each with the name of its table, if the tables
+        are small, adjacent, read whole, and have all their stamps in one TouchState and in the host
+        memory of this process; else None.
+    """
+
+    tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
+    end_to_end: tuple[tuple[str, int], ...] | None
+
+
+class Division:
+    """The rows that this process reads from states of one layout, and writes in a base.
+
+    Attributes:
+      layout: tables and groups.
+      stamp_shards: table name to TouchState path to the location of its stamps.
+      fields: group name to location to the fields at that location, by name.
+      held: group name to the virtual rows that it reads.
+      members: group name to the group's tables in the order of their offsets.
+      offsets: group name to these offsets, (tables,) int64.
+      batches: group name to the tables to read, in batches.
+      owned: the rows that it writes in a base.
+    """
+
+    def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
+        """Call ``of`` instead, which caches divisions.
+
+        Raises:
+          TableSelectionError: a slot is split by columns, and not as wide as its table.
+          TrackingError: stamps are on other processes than their rows.
+        """
+        self.layout = layout
+        self.stamp_shards: Mapping[str, Mapping[str, StampShards]] = {
+            table: {place: stamp_shards_of(array) for place, array in held.items()}
+            for table, held in stamps.items()
+        }
+        self.members = {
+            group.name: tuple(manifest.tables_of_group(group, layout.tables))
+            for group in layout.groups
+        }
+        self.offsets = {
+            group: np.array([table.offset for table in members])
+            for group, members in self.members.items()
+        }
+        turns = {table.name: turn for turn, table in enumerate(layout.tables)}
+        known = {table: next(iter(held.values()), None) for table, held in stamps.items()}
+        self.fields: dict[str, dict[Where, dict[str, FieldPlan]]] = {}
+        for group in layout.groups:
+            plans = [
+                plan
+                for spec in group.fields
+                for plan in _field_plans(spec, self.members[group.name], leaves, known, turns)
+            ]
+            self.fields[group.name] = _by_rows(group, plans)
+        self.held = {
+            group: row_blocks.joined(span for _, spans in by_rows for span in spans)
+            for group, by_rows in self.fields.items()
+        }
+        self.batches = {
+            group: tuple(_batches(_spans_by_table(members, self.held[group]), stamps))
+            for group, members in self.members.items()
+        }
+        self.owned = Owned(self)
+
+
+def _spans_by_table(
+    members: Sequence[TableEntry], held: tuple[Span, ...]
+) -> Iterator[tuple[TableEntry, tuple[Span, ...]]]:
+    """Yields the tables that have some of the virtual spans, each with its own spans."""
+    rows = row_blocks.rows_of(held)
+    for table in members:
+        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(part):
+            assert not isinstance(part, np.ndarray)
+            spans = row_blocks.spans_of(part)
+            yield table, tuple((a - table.offset, b - table.offset) for a, b in spans)
+
+
+def _batches(
+    tables: Iterable[tuple[TableEntry, tuple[Span, ...]]], stamps: StampsByTable
+) -> Iterator[StampBatch]:
+    """Returns tables of a group in batches that are worth a thread, or fit into a cache."""
+    batch: list[tuple[TableEntry, tuple[Span, ...]]] = []
+    rows = 0
+    for table, spans in tables:
+        batch.append((table, spans))
+        rows += table.rows
+        if rows >= _BATCH_STAMPS:
+            yield _batch(batch, rows, stamps)
+            batch, rows = [], 0
+    if batch:
+        yield _batch(batch, rows, stamps)
+
+
+def _batch(
+    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]], rows: int, stamps: StampsByTable
+) -> StampBatch:
+    whole = all(spans == ((0, table.rows),) for table, spans in tables)
+    ends = [table.offset + table.rows for table, _ in tables]
+    adjacent = ends[:-1] == [table.offset for table, _ in tables[1:]]
+    held = [stamps[table.name] for table, _ in tables] if stamps else []
+    together = len({place for places in held for place in places}) == 1 and all(
+        capture.on_host(array) and _covers(stamp_shards_of(array), array.shape[0])
+        for places in held
+        for array in places.values()
+    )
+    small = rows < len(tables) * _SMALL_ROWS
+    if not (whole and adjacent and together and small):
+        return StampBatch(tuple(tables), None)
+    shards = (
+        (table.name, shard)
+        for table, _ in tables
+        for array in stamps[table.name].values()
+        for _, shard in stamp_shards_of(array)
+    )
+    return StampBatch(tuple(tables), tuple(shards))
+
+
+def _covers(shards: StampShards, rows: int) -> bool:
+    """Whether shards hold all rows, each once."""
+    ends = [0, *(stop for (_, stop), _ in shards)]
+    return [start for (start, _), _ in shards] == ends[:-1] and ends[-1] == rows
+
+
+def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
+    """Returns the division of a state.
+
+    Args:
+      layout: tables and groups, from ``tables.split`` of the same state as the leaves.
+      leaves: its tables and slots.
+      stamps: stamps of every table, for a delta; may be empty for a base.
+
+    Raises:
+      TableSelectionError, TrackingError: as for ``Division``.
+    """
+    return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
+
+
+def forget() -> None:
+    """Clears the cache."""
+    _divisions.clear()
+
+
+_divisions: ByLayout[Division] = ByLayout()
+
+
+def stamp_shards_of(stamps: Any) -> StampShards:
+    """Returns the distinct shards of stamps on this process, by their rows."""
+    if not isinstance(stamps, jax.Array):
+        return (((0, stamps.shape[0]), placement.ITSELF),)
+    found = {box.rows: shard for box, shard in placement.shard_boxes(stamps).items()}
+    return tuple(sorted(found.items()))
+
+
+def _kinds(stamps: StampsByTable) -> tuple[object, ...]:
+    """Returns what a division depends on beside the layout."""
+    kinds = [
+        (table, place, getattr(array, "sharding", None))
+        for table, held in stamps.items()
+        for place, array in held.items()
+    ]
+    return coordination.process_index(), coordination.process_count(), *kinds
+
+
+def _field_plans(
+    spec: FieldSpec,
+    members: Sequence[TableEntry],
+    leaves: Leaves,
+    stamps: Mapping[str, object],
+    turns: Mapping[str, int],
+) -> list[FieldPlan]:
+    """Returns what this process writes of one field: a plan for each column range that it has."""
+    by_columns: dict[Span, list[_Shard]] = {}
+    for table in members:
+        leaf = leaves[table.name][spec.name]
+        shares = placement.shares(leaf, stamps.get(table.name), turn=turns[table.name])
+        for share in shares:
+            start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
+            shard = _Shard(table.name, start, stop, share.shard, share.skip)
+            by_columns.setdefault(share.box.columns, []).append(shard)
+    found = []
+    for columns, shards in sorted(by_columns.items()):
+        first = leaves[shards[0].table][spec.name]
+        data = placement.shard_data(first, shards[0].shard)
+        found.append(
+            FieldPlan(
+                name=spec.name,
+                columns=columns,
+                trailing=tuple(data.shape[1:]),
+                dtype=np.dtype(data.dtype),
+                on_host=all(capture.on_host(leaves[shard.table][spec.name]) for shard in shards),
+                shards=tuple(sorted(shards, key=lambda shard: shard.start)),
+            )
+        )
+    return found
+
+
+def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[str, FieldPlan]]:
+    """Returns the fields of a group, by the columns and rows that this process writes."""
+    specs = {spec.name: spec for spec in group.fields}
+    found: dict[Where, dict[str, FieldPlan]] = {}
+    narrow = []
+    for plan in plans:
+        spec = specs[plan.name]
+        spans = row_blocks.joined((shard.start, shard.stop) for shard in plan.shards)
+        if group.columns(spec) is not None:
+            found.setdefault((plan.columns, spans), {})[plan.name] = plan
+        elif plan.columns == (0, width(spec.trailing)):
+            narrow.append((spans, plan))
+        else:
+            raise TableSelectionError(
+                f"group {group.name}, field {spec.name}: expected a slot of width "
+                f"{group.width} like its table, or one that is not split by columns, found its "
+                f"columns {plan.columns} of shape {spec.trailing}; shard the slot by rows"
+            )
+    for spans, plan in narrow:
+        # It has no columns, so it can join any segment of the same rows.
+        where = next((where for where in found if where[1] == spans), ((0, group.width), spans))
+        found.setdefault(where, {})[plan.name] = plan
+    return found
+
+
+class Owned:
+    """The rows that this process writes in a base, for the manifests of several processes."""
+
+    def __init__(self, division: Division):
+        """Keeps positions and widths; no array."""
+        self._division = division
+
+    @functools.cached_property
+    def cells(self) -> dict[str, int]:
+        """Returns group to its number of cells, over its fields, if it writes any."""
+        found = {
+            group: sum(
+                sum(stop - start for start, stop in spans) * math.prod(plan.trailing[:1])
+                for (_, spans), plans in by_rows.items()
+                for plan in plans.values()
+            )
+            for group, by_rows in self._division.fields.items()
+        }
+        return {group: cells for group, cells in found.items() if cells}
+
+    def cover(self, group: GroupEntry) -> Cover:
+        """Returns the cover of its rows in one group."""
+        wheres = list(self._division.fields[group.name])
+        rows = row_blocks.rows_of(itertools.chain.from_iterable(spans for _, spans in wheres))
+        tables = self._division.layout.tables
+        return manifest.cover(group, tables, rows, [columns for columns, _ in wheres])
+
+
+#: More stamps are scanned by another thread.
+_INLINE_STAMPS = 1 << 20
+#: Distinct shards of one array of stamps, by the rows that they hold.
+_Shards = Sequence[tuple[Span, Any]]
+
+
+class _StampScan(NamedTuple):
+    """What is to be looked at of one array of stamps: spans of a table, virtual ones of a group."""
+
+    stamps: Any
+    shards: _Shards
+    since: int
+    offset: int
+    spans: Sequence[Span]
+
+
+class Stamps:
+    """The stamps of this process's rows, by group; threads find the touched rows."""
+
+    def __init__(self, division: Division, stamps: StampsByTable, runtime: Runtime):
+        """Takes the stamps; reads none.
+
+        Args:
+          division: which rows this process reads.
+          stamps: stamps of every table.
+          runtime: whose threads read them.
+        """
+        self._division = division
+        self._layout = division.layout
+        self._stamps = stamps
+        self._runtime = runtime
+        self._scans: dict[str, list[Callable[[], np.ndarray]]] = {}
+        self._rows: dict[str, np.ndarray] = {}
+        self._spans = division.held
+
+    @functools.cached_property
+    def places(self) -> tuple[str, ...]:
+        """Returns the paths of the TouchStates."""
+        return tuple({place: None for held in self._stamps.values() for place in held})
+
+    def scan(self, since: Mapping[str, int]) -> None:
+        """Starts to find the touched rows.
+
+        Args:
+          since: TouchState path to the clock after which rows are touched.
+        """
+        self._rows = {}
+        for group in self._layout.groups:
+            scans = self._scans[group.name] = []
+            for tables in self._division.batches[group.name]:
+                scans.append(self._scan_tables(tables, since))
+
+    def _scan_tables(
+        self, tables: StampBatch, since: Mapping[str, int]
+    ) -> Callable[[], np.ndarray]:
+        """Returns a function for the touched rows of tables; threads find those of many rows."""
+        if tables.end_to_end is not None:
+            [place] = self.places
+            stamps = [
+                placement.shard_data(self._stamps[table][place], shard)
+                for table, shard in tables.end_to_end
+            ]
+            start = tables.tables[0][0].offset
+            # A thread would only wait for its turn to run Python.
+            return functools.partial(_scan_array, stamps, since[place], start)
+        stamp_scans = []
+        for table, spans in tables.tables:
+            stamp_scans.append([])
+            for place, stamps in self._stamps[table.name].items():
+                shards = self._shards_of(table.name, place)
+                stamp_scans[-1].append(
+                    _StampScan(stamps, shards, since[place], table.offset, spans)
+                )
+        stamps = sum(stop - start for _, spans in tables.tables for start, stop in spans)
+        if stamps <= _INLINE_STAMPS:
+            return functools.partial(_scan_all, stamp_scans)
+        return self._runtime.submit(_scan_all, stamp_scans).result
+
+    def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        """Returns the touched rows within spans, virtual, int64 ascending; call ``scan`` first.
+
+        A row is touched if any TouchState marks it.
+
+        Raises:
+          TrackingError: stamps of the rows are on other processes.
+        """
+        if group not in self._rows:
+            parts = [scan() for scan in self._scans[group]]
+            self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        rows = self._rows[group]
+        if spans == self._spans[group]:
+            return rows
+        parts = [rows[row_blocks.row_slice(rows, *span)] for span in spans]
+        return np.concatenate(parts) if parts else rows[:0]
+
+    def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns TouchState path to the stamps, int32, of a few virtual rows.
+
+        A stamp is -1 if the TouchState lacks it, or if it is not on this process.
+        """
+        return self.dispatch_at(group, rows)()
+
+    def dispatch_at(
+        self, group: GroupEntry, rows: np.ndarray
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """Starts to read ``at``; returns a function that waits for the result."""
+        members, starts = self._division.members[group.name], self._division.offsets[group.name]
+        numbers = np.searchsorted(starts, rows, "right") - 1
+        one = len(rows) > 0 and numbers[0] == numbers[-1]
+        parts = []
+        for number in numbers[:1] if one else row_blocks.distinct(numbers):
+            table = members[number]
+            for place in self._stamps.get(table.name, {}):
+                for (first, last), shard in self._shards_of(table.name, place):
+                    part = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
+                    if part.start < part.stop:
+                        local = rows[part] - (table.offset + first)
+                        parts.append((place, part, capture.dispatch_rows(shard, local)))
+
+        def landed() -> dict[str, np.ndarray]:
+            found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
+            for place, part, taken in parts:
+                found[place][part] = np.asarray(taken)[: part.stop - part.start]
+            return found
+
+        return landed
+
+    def shared(self, since: Mapping[str, int]) -> dict[str, int]:
+        """Returns the CRC32C of the touched rows, for stamps that other processes hold too.
+
+        Each process updates replicated stamps on its own. If they differed, the processes would
+        write their rows by different stamps.
+
+        Args:
+          since: TouchState path to the clock after which rows are touched.
+
+        Returns:
+          (table, rows, path) to a checksum that must be equal on all processes.
+        """
+        found = {}
+        for table in self._layout.tables:
+            for place, stamps in self._stamps.get(table.name, {}).items():
+                elsewhere = placement.shared_rows(stamps)
+                for span, shard in self._shards_of(table.name, place):
+                    if span in elsewhere:
+                        scans = self._runtime.submit(
+                            _crc32c_of_touched, stamps, [(span, shard)], since[place], span
+                        )
+                        found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = scans
+        return {key: scans.result() for key, scans in found.items()}
+
+    def _shards_of(self, table: str, place: str) -> _Shards:
+        stamps = self._stamps[table][place]
+        return [
+            (span, placement.shard_data(stamps, shard))
+            for span, shard in self._division.stamp_shards[table][place]
+        ]
+
+
+def _scan_all(tables: Sequence[Sequence[_StampScan]]) -> np.ndarray:
+    """The touched rows of some tables, in their order; each may have several arrays of stamps."""
+    return np.concatenate(
+        [_union([_touched_rows(*span) for span in stamp_scans]) for stamp_scans in tables]
+    )
+
+
+def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.ndarray:
+    """Returns the touched rows of stamps that lie end to end from a virtual row on, on the host."""
+    # A call of numpy for each table would take longer than looking at a small one.
+    return kernels.scan(np.concatenate(list(map(np.asarray, stamps))), since_clock, start)
+
+
+def touched_rows(
+    stamps: object, since_clock: int, offset: int, spans: Sequence[Span]
+) -> np.ndarray:
+    """Returns virtual indices, int64 ascending, of the rows stamped after ``since_clock``.
+
+    Args:
+      stamps: the stamps of a table, (rows,).
+      since_clock: the clock.
+      offset: the virtual index of the table's first row.
+      spans: rows of the table to read, ascending.
+
+    Raises:
+      TrackingError: this process does not hold the stamps of these rows.
+    """
+    shards = [
+        (span, placement.shard_data(stamps, shard)) for span, shard in stamp_shards_of(stamps)
+    ]
+    return _touched_rows(stamps, shards, since_clock, offset, spans)
+
+
+def _touched_rows(
+    stamps: Any,
+    shards: Sequence[tuple[Span, Any]],
+    since_clock: int,
+    offset: int,
+    spans: Sequence[Span],
+) -> np.ndarray:
+    if len(spans) == len(shards) == 1 and spans[0] == shards[0][0]:
+        (start, stop), shard = shards[0]
+        return _touched_in(shard, since_clock, 0, stop - start, start + offset)
+    found = [np.empty(0, np.int64)]
+    for start, stop in spans:
+        for (first, last), shard in shards:
+            low, high = max(start, first), min(stop, last)
+            if low == start < high:
+                span = low - first, high - first
+                found.append(_touched_in(shard, since_clock, *span, first + offset))
+                start = high
+        if start < stop:
+            raise TrackingError(
+                f"stamps of shape {stamps.shape}: expected those of rows {start} to {stop} on this "
+                f"process, found the sharding {getattr(stamps, 'sharding', None)}; pass the stamps "
+                "the sharding of their table's rows: touched.init(tables)"
+            )
+    return np.concatenate(found)
+
+
+def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: int) -> np.ndarray:
+    """Rows of ``[start, stop)`` of a shard stamped after the clock; row 0 counts as ``first``."""
+    if capture.on_host(stamps):
+        return kernels.scan(np.asarray(stamps)[start:stop], since_clock, first + start)
+    with placement.neutral(), placement.on_device_of(stamps):
+        count = int(_count_touched(stamps, since_clock))
+        rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]
+    return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
+
+
+def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the ascending union of several ascending arrays."""
+    return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+
+
+def _crc32c_of_touched(
+    stamps: object, shards: Sequence[tuple[Span, object]], since_clock: int, span: Span
+) -> int:
+    """A checksum of the rows of a span that were touched, and of when."""
+    rows = _touched_rows(stamps, shards, since_clock, 0, [span])
+    [(_, shard)] = shards
+    when = np.empty(0, np.int32)
+    if len(rows):
+        when = np.asarray(capture.dispatch_rows(shard, rows - span[0]))[: len(rows)]
+    crc = google_crc32c.value(rows.astype("<i8").tobytes())
+    return google_crc32c.extend(crc, (when - np.int32(since_clock)).astype("<i4").tobytes())
+
+
+@jax.jit
+def _count_touched(stamps: jax.Array, since_clock: int) -> jax.Array:
+    return jnp.sum(stamps > since_clock, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _touched(stamps: jax.Array, since_clock: int, *, size: int) -> jax.Array:
+    return jnp.nonzero(stamps > since_clock, size=size)[0].astype(jnp.int32)
+
 
 #: What gives the touched rows of a group within some spans, virtual, int64 ascending.
 TouchedRows = Callable[[str, tuple[Span, ...]], np.ndarray]
@@ -35,7 +608,7 @@ class Sources:
     def __init__(
         self,
         layout: Layout,
-        leaves: Mapping[str, Mapping[str, Any]],
+        leaves: Mapping[str, Mapping[str, Leaf]],
         stamps: StampsByTable,
         runtime: Runtime,
     ):
@@ -52,7 +625,7 @@ class Sources:
           TrackingError: stamps are on other processes than their rows.
         """
         self.layout = layout
-        self._division = division.of(layout, leaves, stamps)
+        self._division = of(layout, leaves, stamps)
         self._found = {
             group: {
                 where: {name: plan.source(leaves) for name, plan in plans.items()}
@@ -81,7 +654,6 @@ class Sources:
         self,
         *,
         whole: bool,
-        rolling: RollingShare | None = None,
         touched: TouchedRows | None = None,
         always: bool = True,
     ) -> list[SegmentSource]:
@@ -89,8 +661,7 @@ class Sources:
 
         Args:
           whole: whether to read all rows, instead of the touched ones and the ``always`` fields.
-          rolling: for a delta, the share of all rows that it also contains.
-          touched: returns the touched rows; by default the result of ``Stamps.look``.
+          touched: returns the touched rows; by default the result of ``Stamps.scan``.
           always: whether to read ``always`` fields.
         """
         segments, touched_rows = [], touched or self.stamps.touched
@@ -101,31 +672,11 @@ class Sources:
             for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
                 if not chosen:
                     continue
-                taken = blocks.rows_of(spans) if is_whole else touched_rows(group.name, spans)
-                if isinstance(taken, np.ndarray) and rolling is not None:
-                    share = rolling.rows(group, self.layout.tables)
-                    rolled, taken = _within(blocks.rows_of(spans), share), _without(taken, share)
-                    if len(rolled):
-                        segments.append(SegmentSource(group.name, columns, rolled, chosen, "base"))
+                taken = row_blocks.rows_of(spans) if is_whole else touched_rows(group.name, spans)
                 if len(taken):
-                    kind = "base" if whole else "delta"
-                    key = None if group.key is None else group.key.name
-                    segments.append(SegmentSource(group.name, columns, taken, chosen, kind, key))
+                    key = None if whole or group.key is None else group.key.name
+                    segments.append(SegmentSource(group.name, columns, taken, chosen, key))
         return segments
-
-
-def _within(rows: range | Ranges, share: range | Ranges) -> range | Ranges:
-    """The rows that are in both."""
-    parts = [rows[blocks.row_slice(rows, *span)] for span in blocks.spans_of(share)]
-    return blocks.rows_of(span for part in parts for span in blocks.spans_of(part))
-
-
-def _without(rows: np.ndarray, share: range | Ranges) -> np.ndarray:
-    """The rows, ascending, that are not in a share."""
-    parts = [blocks.row_slice(rows, *span) for span in blocks.spans_of(share)]
-    starts = [0, *(part.stop for part in parts)]
-    stops = [*(part.start for part in parts), len(rows)]
-    return np.concatenate([rows[start:stop] for start, stop in zip(starts, stops, strict=True)])
 
 
 def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
@@ -169,5 +720,5 @@ def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np
 
 def within(rows: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
     """Returns the rows that are within spans, ascending."""
-    parts = [rows[blocks.row_slice(rows, *span)] for span in spans]
+    parts = [rows[row_blocks.row_slice(rows, *span)] for span in spans]
     return np.concatenate(parts) if parts else rows[:0]

@@ -7,29 +7,29 @@ Names are imported on first use; they need the ``ray`` extra.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltackpt.errors import MissingExtra
 
 if TYPE_CHECKING:
     from deltackpt.service import jax_trainer
-    from deltackpt.service.client import (
+    from deltackpt.service.lifecycle import start, stop
+    from deltackpt.service.protocol import ServiceOptions
+    from deltackpt.service.restore_service import (
         ReplicaStatus,
         RestoreService,
         ServiceStatus,
         connect,
         find,
     )
-    from deltackpt.service.lifecycle import start, stop
-    from deltackpt.service.options import ServiceOptions
 
 _NAMES = {
-    "ReplicaStatus": "client",
-    "RestoreService": "client",
-    "ServiceOptions": "options",
-    "ServiceStatus": "client",
-    "connect": "client",
-    "find": "client",
+    "ReplicaStatus": "restore_service",
+    "RestoreService": "restore_service",
+    "ServiceOptions": "protocol",
+    "ServiceStatus": "restore_service",
+    "connect": "restore_service",
+    "find": "restore_service",
     "start": "lifecycle",
     "stop": "lifecycle",
 }
@@ -66,7 +66,7 @@ def require_ray(what: str = "the restore service") -> None:
         ) from error
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'deltackpt.service' has no attribute {name!r}")
     require_ray(f"deltackpt.service.{name}")

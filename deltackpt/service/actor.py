@@ -16,10 +16,8 @@ import ray
 
 from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
 from deltackpt.format.manifest import SaveId
-from deltackpt.service import names, protocol
-from deltackpt.service.names import Replica
-from deltackpt.service.options import ServiceOptions
-from deltackpt.service.protocol import Description, Pinned
+from deltackpt.service import protocol
+from deltackpt.service.protocol import Description, Pinned, Replica, ServiceOptions
 from deltackpt.standby.follower import Follower
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ class RestoreActor:
     def describe(self) -> bytes:
         """Returns a packed ``Description``."""
         follower, error = self._follower, self._error
-        holding = None if follower is None else follower.holding
+        holding = None if follower is None else follower.loaded
         newest = None
         if follower is not None:
             try:
@@ -63,7 +61,7 @@ class RestoreActor:
         return protocol.packed(
             Description(
                 directory=self._directory,
-                node=names.node_id(),
+                node=protocol.node_id(),
                 pid=os.getpid(),
                 health=self._health if error is None else f"{type(error).__name__}: {error}",
                 code=getattr(error, "code", "") if error is not None else "",
@@ -95,9 +93,9 @@ class RestoreActor:
         try:
             pin, holding = follower.pin(wanted, timeout_secs, asked)
         except ServiceUnavailable as error:
-            held = follower.holding
+            held = follower.loaded
             found = None if held is None else held.save.save_id
-            soon = held is not None and held.comes_to(wanted, asked) and self._error is None
+            soon = held is not None and held.may_reach(wanted, asked) and self._error is None
             return protocol.packed(Pinned(refused=str(error), soon=soon, held=found))
         files, above = holding.files, holding.point
         return protocol.packed(
@@ -106,11 +104,11 @@ class RestoreActor:
                 held=wanted,
                 epoch=0 if above is None else above.epoch,
                 point=None if above is None else above.save_id,
-                place=follower.place,
+                address=follower.address,
                 sequence=holding.sequence,
                 chain=holding.chain,
                 files=() if files is None else files.index,
-                files_place=None if files is None else files.memory.place,
+                files_address=None if files is None else files.memory.address,
             )
         )
 

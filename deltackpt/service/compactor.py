@@ -19,13 +19,13 @@ import ray.exceptions
 from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
+from deltackpt.maintenance import compact
+from deltackpt.maintenance.compact import Compacted, CompactionPlan, MergedPart
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.resources.runtime import Runtime
-from deltackpt.service.options import ServiceOptions
+from deltackpt.service.protocol import ServiceOptions
 from deltackpt.storage import buckets
-from deltackpt.upkeep import compact
-from deltackpt.upkeep.compact import Compacted, Folded, Plan
 
 _logger = logging.getLogger(__name__)
 
@@ -54,15 +54,15 @@ class Compactor:
         self._directory, self._shards, self._options = directory, shards, options
         self._after = options.compact_after
         self._root: Steps | None = None
-        self._looked: int | None = None
-        self._says = "looks"
+        self._examined_step: int | None = None
+        self._status = "looks"
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deltackpt-compact", daemon=True)
         self._thread.start()
 
     def describe(self) -> str:
         """Describes the current, last or failed compaction."""
-        return self._says
+        return self._status
 
     def stop(self) -> None:
         """Stops polling; the actor is killed afterwards and its current compaction is abandoned."""
@@ -73,32 +73,32 @@ class Compactor:
         rest = least = _RARER * self._options.rest_secs(self._directory)
         while not self._stopping.wait(rest):
             try:
-                self._look()
+                self._poll()
                 rest = least
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                if text != self._says:
+                if text != self._status:
                     _logger.warning("compaction of %s: %s", self._directory, text, exc_info=True)
-                self._says = text
+                self._status = text
                 rest = min(_MOST_REST_SECS, 2 * rest)
                 if isinstance(error, (AlreadyCompacting, ServiceUnavailable)):
                     # Not an error of the step: poll again.
-                    self._looked = None
+                    self._examined_step = None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Merges the newest step's chain if it is long enough; examines each step once."""
         if self._root is None:
             self._root = open_steps(
                 self._directory, item=self._options.item, endpoint=self._options.endpoint
             )
         newest = self._root.newest_step()
-        if newest is None or newest == self._looked:
+        if newest is None or newest == self._examined_step:
             return
-        self._looked = newest
+        self._examined_step = newest
         read = chains.read_chain(self._root.at(newest), self._options.item)
         deltas = sum(save.info.kind == "delta" for save in read)
         if deltas >= self._after:
-            self._says = f"folds step {newest}"
+            self._status = f"merges step {newest}"
             done = compact.compact(
                 self._directory,
                 item=self._options.item,
@@ -106,13 +106,13 @@ class Compactor:
                 workers=self._shards,
                 memory_bytes=self._options.compact_memory_bytes,
                 # Files fetched from a bucket are on this node only.
-                fold_all=None if buckets.is_url(self._directory) else _by_tasks,
+                merge_parts=None if buckets.is_url(self._directory) else _by_tasks,
                 endpoint=self._options.endpoint,
             )
-            self._says = _told(done)
+            self._status = _summary(done)
 
 
-def _told(done: Compacted | None) -> str:
+def _summary(done: Compacted | None) -> str:
     if done is None:
         return "looks"
     return (
@@ -122,16 +122,16 @@ def _told(done: Compacted | None) -> str:
 
 
 def _by_tasks(
-    plan: Plan, workers: int, memory_bytes: int, progress: Progress | None
-) -> list[Folded]:
-    """Merges the parts of a plan in Ray tasks; see ``compact.FoldAll``."""
+    plan: CompactionPlan, workers: int, memory_bytes: int, progress: Progress | None
+) -> list[MergedPart]:
+    """Merges the parts of a plan in Ray tasks; see ``compact.MergeParts``."""
     del progress  # No progress is reported.
-    task: Any = ray.remote(_fold_quietly).options(
+    task: Any = ray.remote(_merge_quietly).options(
         num_cpus=0, scheduling_strategy="SPREAD", max_retries=3
     )
     waiting = list(range(len(plan.parts)))
-    running: dict[Any, int] = {}
-    found: dict[int, Folded] = {}
+    running: dict[ray.ObjectRef[MergedPart], int] = {}
+    found: dict[int, MergedPart] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -158,8 +158,8 @@ def _by_tasks(
     return [found[number] for number in range(len(plan.parts))]
 
 
-def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
+def _merge_quietly(plan: CompactionPlan, number: int, memory_bytes: int) -> MergedPart:
     """Merges a part in a low-priority thread, since the Ray process runs other tasks later."""
     with Runtime(size=1, low_priority=True) as runtime:
-        fold = functools.partial(compact.fold, plan, number, memory_bytes=memory_bytes)
-        return runtime.start(fold).result()
+        merge = functools.partial(compact.merge_part, plan, number, memory_bytes=memory_bytes)
+        return runtime.start(merge).result()

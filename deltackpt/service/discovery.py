@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookup of Ray services: a directory's hot standby for restores, peer agents for staging.
 
-``restore.sources`` and ``tiers.opening`` import this module by name.
+``restore.sources`` and ``tiers.open_root`` import this module by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from deltackpt import service
 from deltackpt.options import Copies, Erasure
 from deltackpt.restore.sources import RowSource
-from deltackpt.tiers.keepers import Keepers
+from deltackpt.tiers.peers import PeerGroup
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:
@@ -22,13 +22,13 @@ def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None
     """
     if sys.modules.get("ray") is None:
         return None
-    from deltackpt.service import client
+    from deltackpt.service import restore_service
 
-    return client.find(directory, item)
+    return restore_service.find(directory, item)
 
 
 def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> None:
-    """Checks that enough nodes have peer agents of a directory; see ``service.keepers``.
+    """Checks that enough nodes have peer agents of a directory; see ``service.peer_agents``.
 
     Raises:
       MissingExtra: ray is not installed.
@@ -36,26 +36,26 @@ def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure
       OptionError: there are too few nodes.
     """
     service.require_ray("Tiers.peers")
-    from deltackpt.service import keepers as found
+    from deltackpt.service import peer_agents
 
-    found.require_nodes(root, item, how)
+    peer_agents.require_nodes(root, item, how)
 
 
-def keepers(
+def peer_group(
     root: str | os.PathLike[str],
     item: str,
     how: Copies | Erasure,
     holder: str,
     *,
-    earlier: Keepers | None = None,
-) -> Keepers:
-    """Returns a directory's peers on all nodes of the cluster; see ``service.keepers.keepers``.
+    earlier: PeerGroup | None = None,
+) -> PeerGroup:
+    """Returns the peers of a directory on all nodes; see ``service.peer_agents.peer_group``.
 
     Raises:
       MissingExtra: ray is not installed.
       ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
     """
     service.require_ray("Tiers.peers")
-    from deltackpt.service import keepers as found
+    from deltackpt.service import peer_agents
 
-    return found.keepers(root, item, how, holder, earlier=earlier)
+    return peer_agents.peer_group(root, item, how, holder, earlier=earlier)

@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
@@ -86,7 +85,7 @@ class Session:
         if isinstance(event, (SaveEvent, RestoreEvent)):
             self._intact = Reference(directory=self._directory, step=event.step)
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
+    def report(self, metrics: Mapping[str, object]) -> None:
         """Reports metrics to Ray Train, and each newly committed step once.
 
         The first report after a commit carries a checkpoint that refers to the step, and the metric
@@ -168,8 +167,8 @@ def reference(checkpoint: ray.train.Checkpoint) -> Reference:
 
 
 def trainer(
-    train: Callable[[dict[str, Any]], Any],
-    config: Mapping[str, Any],
+    train: Callable[[dict[str, object]], object],
+    config: Mapping[str, object],
     *,
     scaling: ray.train.ScalingConfig,
     run: ray.train.RunConfig,
@@ -210,6 +209,7 @@ def trainer(
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts a scalar of any array library to a Python number."""
-    return value.item() if hasattr(value, "item") else value
+    item = getattr(value, "item", None)
+    return value if item is None else item()

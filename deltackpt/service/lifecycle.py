@@ -12,14 +12,13 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable
-from deltackpt.format import names as file_names
+from deltackpt.format import naming
 from deltackpt.ledger.directory import Root
-from deltackpt.service import names
+from deltackpt.service import protocol
 from deltackpt.service.actor import CONCURRENCY, RestoreActor
-from deltackpt.service.client import RestoreService
 from deltackpt.service.compactor import Compactor
-from deltackpt.service.names import Replica
-from deltackpt.service.options import ServiceOptions
+from deltackpt.service.protocol import Replica, ServiceOptions
+from deltackpt.service.restore_service import RestoreService
 from deltackpt.storage import buckets
 
 _START_SECS = 30.0
@@ -51,16 +50,16 @@ def start(
     """
     options = options or ServiceOptions()
     nodes = living_nodes()
-    root = names.root_name(directory)
+    root = protocol.root_name(directory)
     if buckets.is_url(root):
         # The directory may still be empty.
-        buckets.place(root, endpoint=options.endpoint).open()
+        buckets.locate(root, endpoint=options.endpoint).open()
     elif os.path.isdir(root):
         Root.open(root, item=options.item, read_only=True).close()
     else:
         os.makedirs(root)
-    key = names.key(root, options.item)
-    running = {replica.shards for replica in names.replicas(key)}
+    key = protocol.key(root, options.item)
+    running = {replica.shards for replica in protocol.replicas(key)}
     count = options.shards or (running.pop() if len(running) == 1 else len(nodes))
     if running - {count}:
         raise ServiceMismatch(
@@ -79,7 +78,7 @@ def start(
         for index in range(options.replicas):
             replica = Replica(key, shard, count, index)
             handle = actor.options(
-                **_standing(
+                **_actor_options(
                     replica.name, nodes[(shard + index) % len(nodes)], options.memory_bytes
                 ),
                 max_concurrency=4,
@@ -88,7 +87,7 @@ def start(
     if options.compact_after is not None:
         compactor: Any = ray.remote(Compactor)
         handle = compactor.options(
-            **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
+            **_actor_options(protocol.compactor_name(key), nodes[-1]), max_concurrency=2
         ).remote(root, count, options)
         created.append(handle.describe.remote())
     # Ray drops a detached actor if its driver exits before the actor was created.
@@ -96,7 +95,7 @@ def start(
     return RestoreService(root, options.item)
 
 
-def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM) -> int:
+def stop(directory: str | os.PathLike[str], item: str = naming.EMBEDDINGS_ITEM) -> int:
     """Stops the service of a directory; steps and compacted bases are kept.
 
     Returns:
@@ -106,13 +105,13 @@ def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_IT
       ServiceUnavailable: this process is not connected to Ray.
     """
     living_nodes()
-    key = names.key(directory, item)
-    wanted = [replica.name for replica in names.replicas(key)]
-    wanted += [name for name in names.listed() if name == names.compactor_name(key)]
+    key = protocol.key(directory, item)
+    wanted = [replica.name for replica in protocol.replicas(key)]
+    wanted += [name for name in protocol.listed() if name == protocol.compactor_name(key)]
     actors = []
     for name in wanted:
         with contextlib.suppress(ValueError):  # The actor has already exited.
-            actors.append(ray.get_actor(name, namespace=names.NAMESPACE))
+            actors.append(ray.get_actor(name, namespace=protocol.NAMESPACE))
     with contextlib.suppress(ray.exceptions.RayError):
         ray.wait(
             [actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=_STOP_SECS
@@ -140,11 +139,11 @@ def living_nodes() -> list[str]:
     return [node["NodeID"] for node in alive]
 
 
-def _standing(name: str, node: str, memory_bytes: int | None = None) -> dict[str, Any]:
+def _actor_options(name: str, node: str, memory_bytes: int | None = None) -> dict[str, object]:
     """Options of a detached actor that prefers a node."""
     return {
         "name": name,
-        "namespace": names.NAMESPACE,
+        "namespace": protocol.NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
         "max_restarts": -1,

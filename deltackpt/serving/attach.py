@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that another process of this machine follows.
+"""Attaches to the rows that a follower in another process of this machine keeps.
 
 The follower writes the newest version's description into a small shared memory of its own, whose
 address is in a file. A reader locks the memory of the rows like a thread of the follower does.
@@ -21,9 +21,9 @@ from deltackpt.errors import Damaged, FormatMismatch, OptionError, ServiceUnavai
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.rows import Rows, RowsPlace
-from deltackpt.serving.version import Shown, Versions
-from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
+from deltackpt.serving.rows import Rows, RowsAddress
+from deltackpt.serving.version import PublishedState, Versions
+from deltackpt.standby.shared_memory import MemoryAddress, MemoryReader, SharedMemory
 from deltackpt.storage import posix
 
 _MAGIC = "deltackpt.serving"
@@ -34,18 +34,18 @@ _RETRY_SECS = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Described:
+class VersionDescription:
     """The newest version, for other processes.
 
     Attributes:
-      save_id: as for ``Shown``.
+      save_id: as for ``PublishedState``.
       point: save id of the recovery point, if any.
       epoch: its WAL epoch.
       full: whether it has dense leaves.
-      unix_secs: as for ``Shown``.
-      number: as for ``Shown``.
-      sequence: as for ``Shown``.
-      place: the rows.
+      unix_secs: as for ``PublishedState``.
+      number: as for ``PublishedState``.
+      sequence: as for ``PublishedState``.
+      address: the rows.
     """
 
     save_id: SaveId
@@ -55,7 +55,7 @@ class Described:
     unix_secs: float
     number: int
     sequence: int
-    place: RowsPlace
+    address: RowsAddress
 
 
 class SharedVersion:
@@ -68,16 +68,16 @@ class SharedVersion:
     def publish(self, path: Path) -> None:
         """Writes the address of the description to a file, atomically."""
         temporary = posix.temporary_beside(path)
-        temporary.write_bytes(manifest.to_bytes(self._memory.place, _MAGIC))
+        temporary.write_bytes(manifest.to_bytes(self._memory.address, _MAGIC))
         temporary.replace(path)
 
-    def write(self, shown: Shown) -> None:
+    def write(self, shown: PublishedState) -> None:
         """Describes a version instead of the one before."""
         rows = shown.rows
         assert rows is not None and isinstance(rows.memory, SharedMemory)
         point = shown.point
         data = manifest.to_bytes(
-            Described(
+            VersionDescription(
                 save_id=shown.save_id,
                 point=None if point is None else point.save_id,
                 epoch=0 if point is None else point.epoch,
@@ -85,7 +85,7 @@ class SharedVersion:
                 unix_secs=shown.unix_secs,
                 number=shown.number,
                 sequence=shown.sequence,
-                place=RowsPlace(memory=rows.memory.place, tables=dict(rows.tables)),
+                address=RowsAddress(memory=rows.memory.address, tables=dict(rows.tables)),
             ),
             _MAGIC,
         )
@@ -127,16 +127,16 @@ class Attached(Versions):
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._described: MemoryReader | None = None
-        self._rows: tuple[RowsPlace, Rows] | None = None
+        self._rows: tuple[RowsAddress, Rows] | None = None
         #: The description's sequence number, and what it describes.
-        self._known: tuple[int, Shown] | None = None
+        self._known: tuple[int, PublishedState] | None = None
         self._reading = threading.Lock()
 
-    def _current(self, end: float) -> Shown:
+    def _current(self, end: float) -> PublishedState:
         with self._reading:
             return self._newest(end)
 
-    def _newest(self, end: float) -> Shown:
+    def _newest(self, end: float) -> PublishedState:
         with self._unavailable():
             stat = os.stat(self._path)
             if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
@@ -162,7 +162,7 @@ class Attached(Versions):
                 )
             time.sleep(_RETRY_SECS)
 
-    def _read(self, described: MemoryReader, sequence: int) -> Shown | None:
+    def _read(self, described: MemoryReader, sequence: int) -> PublishedState | None:
         """Returns the described version; None if it changes meanwhile."""
         length = int(described.array(0, (1,), _LENGTH)[0])
         length = min(length, _MOST_BYTES - _LENGTH.itemsize)
@@ -170,17 +170,17 @@ class Attached(Versions):
         if described.sequence != sequence:
             return None
         with self._unavailable():
-            found: Described = manifest.from_bytes(
-                data, Described, name=str(self._path), magic=_MAGIC
+            found: VersionDescription = manifest.from_bytes(
+                data, VersionDescription, name=str(self._path), magic=_MAGIC
             )
-            if self._rows is None or self._rows[0] != found.place:
-                memory = MemoryReader(found.place.memory, follow=True)
-                self._rows = found.place, Rows(memory, found.place.tables)
+            if self._rows is None or self._rows[0] != found.address:
+                memory = MemoryReader(found.address.memory, follow=True)
+                self._rows = found.address, Rows(memory, found.address.tables)
             rows = self._rows[1]
         point = None
         if found.point is not None:
             point = RecoveryPoint(found.epoch, found.point, found.full, found.unix_secs)
-        return Shown(
+        return PublishedState(
             found.save_id, point, found.unix_secs, found.number, None, rows, found.sequence
         )
 

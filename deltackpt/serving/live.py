@@ -1,43 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest intact tables and dense leaves of a run, kept in the memory of this process."""
+"""The newest intact tables and dense leaves of a run, in this process's memory or on devices."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import threading
 import time
+import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
+    MissingExtra,
     OptionError,
     ServiceUnavailable,
     WaitTimeout,
     without_frames,
 )
-from deltackpt.format.manifest import path_name
+from deltackpt.format.manifest import nested_at, path_name
+from deltackpt.format.naming import PyTree
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.reading.wal_topics import WalTopics
-from deltackpt.serving import device
 from deltackpt.serving.attach import SharedVersion
-from deltackpt.serving.changes import NO_ROWS, Changes
-from deltackpt.serving.device import DeviceRows
-from deltackpt.serving.holder import LeafHolder
-from deltackpt.serving.states import StateHolder, TableChoice
+from deltackpt.serving.leaf_replica import LeafReplica
+from deltackpt.serving.row_changes import NO_ROWS, Changes
 from deltackpt.serving.status import FollowerStatus, StatusServer, TableStatus
-from deltackpt.serving.version import Position, Shown, Version, Versions
+from deltackpt.serving.version import Position, PublishedState, Version, Versions
+from deltackpt.serving.version_replica import TableChoice, VersionReplica
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.follower import RowHolder
+from deltackpt.standby.follower import RowReplica
 from deltackpt.standby.wal import FollowedWal
-from deltackpt.state import nesting
+
+if TYPE_CHECKING:
+    import jax
+
+
+def jax_module() -> types.ModuleType:
+    """Imports jax, which the other modules of this package do not need.
+
+    Raises:
+      MissingExtra: it is not installed.
+    """
+    try:
+        return importlib.import_module("jax")
+    except ImportError as error:
+        raise MissingExtra(
+            "serving: expected jax, found that it cannot be imported; install jax, or look up rows "
+            "with version()"
+        ) from error
+
+
+def neutral() -> contextlib.AbstractContextManager[None]:
+    """Returns ``state.placement.neutral()``, which imports jax."""
+    return importlib.import_module("deltackpt.state.placement").neutral()
+
+
+class DeviceRows:
+    """All held rows of one table as one ``jax.Array``.
+
+    Attributes:
+      number: number of the version in the array; None before the first.
+      array: the array; an earlier one is donated.
+    """
+
+    def __init__(self, sharding: object):
+        """Transfers nothing yet.
+
+        Args:
+          sharding: a sharding or device; None for the default device.
+        """
+        self.number: int | None = None
+        self.array: jax.Array | None = None
+        self._sharding = sharding
+        self._scatter: Callable[..., jax.Array] | None = None
+
+    def put(self, number: int, rows: np.ndarray) -> jax.Array:
+        """Transfers all rows; returns the array when they were read."""
+        jax = jax_module()
+        with neutral():
+            # The rows change in place, so the array must not alias them.
+            array = jax.block_until_ready(jax.device_put(rows, self._sharding, may_alias=False))
+            self.array, self.number = array, number
+            self._scatter = jax.jit(_set_rows, donate_argnums=0, out_shardings=array.sharding)
+        return array
+
+    def change(self, number: int, at: np.ndarray, values: np.ndarray) -> jax.Array:
+        """Replaces some rows; returns the array. ``put`` comes first.
+
+        Args:
+          number: number of the version that the array then has.
+          at: (n,) their positions, each at most once.
+          values: (n, *row shape) their values.
+        """
+        # Sizes are powers of two, so that few programs are compiled; the rest is out of bounds.
+        size = 1 << (max(1, len(at)) - 1).bit_length()
+        array, scatter = self.array, self._scatter
+        assert array is not None and scatter is not None
+        padded = np.full(size, len(array), np.int32)
+        padded[: len(at)] = at
+        new_rows = np.zeros((size, *values.shape[1:]), values.dtype)
+        new_rows[: len(at)] = values
+        with neutral():
+            # Donated: it is lost if this fails.
+            self.array, self.number = None, None
+            self.array, self.number = scatter(array, padded, new_rows), number
+        return self.array
+
+
+def _set_rows(array: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+    return array.at[at].set(values, mode="drop", unique_indices=False)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +159,7 @@ class DeviceTable(NamedTuple):
 
     step: int
     point: RecoveryPoint | None
-    array: Any
+    array: jax.Array
 
 
 class DeviceWeights(NamedTuple):
@@ -90,7 +173,7 @@ class DeviceWeights(NamedTuple):
 
     step: int
     point: RecoveryPoint | None
-    tree: Any
+    tree: PyTree
 
 
 def follow(
@@ -149,7 +232,7 @@ def follow(
     followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
     choice, rows = TableChoice(chosen, of_slots), None
     if chosen:
-        rows = RowHolder(
+        rows = RowReplica(
             followed,
             item=opened.item,
             shard=shard,
@@ -159,8 +242,8 @@ def follow(
             reader_secs=hold_secs,
             memory_bytes=memory_bytes,
         )
-    of_leaves = LeafHolder(opened.item, patterns) if patterns else None
-    holder = StateHolder(opened, followed, of_leaves, rows, choice)
+    of_leaves = LeafReplica(opened.item, patterns) if patterns else None
+    holder = VersionReplica(opened, followed, of_leaves, rows, choice)
     candidates = Candidates(opened, followed if wal else None)
     return Live(str(directory), holder, candidates, poll_secs, opened.topics)
 
@@ -179,7 +262,7 @@ class Live(Versions):
     def __init__(
         self,
         directory: str,
-        holder: StateHolder,
+        holder: VersionReplica,
         candidates: Candidates,
         poll_secs: float | None,
         topics: WalTopics | None,
@@ -190,12 +273,12 @@ class Live(Versions):
         self._directory, self._holder, self._candidates = directory, holder, candidates
         self._topics = topics
         self._newest: int | None = None
-        self._shown: Shown | None = None
+        self._shown: PublishedState | None = None
         self._shared: SharedVersion | None = None
         self._server: StatusServer | None = None
         self._consumers: weakref.WeakSet[Changes] = weakref.WeakSet()
-        self._on_device: dict[str, tuple[Any, Any]] = {}
-        self._tables_on_device: dict[tuple[str, Any], DeviceRows] = {}
+        self._on_device: dict[str, tuple[object, jax.Array]] = {}
+        self._tables_on_device: dict[tuple[str, object], DeviceRows] = {}
         self._advancing, self._placing = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -233,13 +316,13 @@ class Live(Versions):
             if self._closing.is_set():
                 raise ClosedError("serving: expected an open Live, found it closed; call follow()")
             try:
-                self._candidates.give(self._holder)
+                self._candidates.load_newest(self._holder)
             except DeltackptError as error:
-                self._tell(without_frames(error))
+                self._set_problem(without_frames(error))
                 raise
             finally:
                 changed = self._show()
-            self._tell(self._candidates.problem)
+            self._set_problem(self._candidates.problem)
             self._newest = self._candidates.newest_step()
             return changed
 
@@ -314,7 +397,7 @@ class Live(Versions):
         if batch_rows < 1:
             raise OptionError(f"changes: expected at least 1 row per batch, found {batch_rows}")
 
-        def opened() -> contextlib.AbstractContextManager[Shown | None]:
+        def opened() -> contextlib.AbstractContextManager[PublishedState | None]:
             return contextlib.nullcontext() if self._shown is None else self._opened(_OPEN_SECS)
 
         found = Changes(
@@ -331,7 +414,7 @@ class Live(Versions):
             self._consumers.add(found)
         return found
 
-    def on_device(self, table: str, sharding: Any = None) -> DeviceTable:
+    def on_device(self, table: str, sharding: object = None) -> DeviceTable:
         """Returns the held rows of a table as a ``jax.Array`` of the newest version.
 
         The first call transfers all rows; later ones transfer only changed rows, and scatter them
@@ -355,18 +438,18 @@ class Live(Versions):
             changed = None if placed.number is None else self._holder.changes.since(placed.number)
             array = shown.rows.array(name)
             if changed is None:
-                placed.put(shown.number, array)
+                placed_array = placed.put(shown.number, array)
                 if not shown.is_current():
                     del self._tables_on_device[name, sharding]
                 shown.check_current()
             else:
-                at = changed.get(name, NO_ROWS) - shown.rows.tables[name].held[0]
+                at = changed.get(name, NO_ROWS) - shown.rows.tables[name].row_span[0]
                 values = array[at]
                 shown.check_current()
-                placed.change(shown.number, at, values)
-            return DeviceTable(shown.step, shown.point, placed.array)
+                placed_array = placed.change(shown.number, at, values)
+            return DeviceTable(shown.step, shown.point, placed_array)
 
-    def dense_on_device(self, shardings: Any | Mapping[str, Any] = None) -> DeviceWeights:
+    def dense_on_device(self, shardings: object | Mapping[str, object] = None) -> DeviceWeights:
         """Returns the dense leaves as ``jax.Array``s; transfers only leaves that changed.
 
         Typed PRNG keys stay typed. The arrays are cached for the next call: do not donate
@@ -381,10 +464,10 @@ class Live(Versions):
           OptionError: no dense leaves are followed.
           MissingExtra: jax cannot be imported.
         """
-        jax = device.jax_module()
+        jax = jax_module()
         dense = Version(self._current(), self._lookups).dense
-        with self._placing, device.neutral():
-            placed: dict[str, tuple[Any, Any]] = {}
+        with self._placing, neutral():
+            placed: dict[str, tuple[object, jax.Array]] = {}
             for path in dense:
                 sharding = shardings.get(path) if isinstance(shardings, Mapping) else shardings
                 content = dense.content(path), dense.prng_impls.get(path), sharding
@@ -396,7 +479,7 @@ class Live(Versions):
                     known = content, jax.device_put(value, sharding)
                 placed[path] = known
             self._on_device = placed
-        tree = nesting.nested_at((path, placed[path_name(path)][1]) for path in dense.paths)
+        tree = nested_at((path, placed[path_name(path)][1]) for path in dense.paths)
         return DeviceWeights(dense.step, dense.point, tree)
 
     def share(self, path: str | os.PathLike[str]) -> None:
@@ -440,7 +523,7 @@ class Live(Versions):
             unix_secs=time.time(),
             tables={
                 name: TableStatus(
-                    rows=table.held[1] - table.held[0],
+                    rows=table.row_span[1] - table.row_span[0],
                     nbytes=table.nbytes,
                     looked_up=counts.get(name, 0),
                     changed=changed.get(name, 0),
@@ -499,7 +582,7 @@ class Live(Versions):
             self._changed.notify_all()
         return True
 
-    def _current(self, end: float = 0.0) -> Shown:
+    def _current(self, end: float = 0.0) -> PublishedState:
         shown = self._shown
         if shown is None:
             problem = self.problem or "wait_ready() waits for the first"
@@ -519,7 +602,7 @@ class Live(Versions):
                 self._changed.wait(left)
         return True
 
-    def _tell(self, problem: DeltackptError | None) -> None:
+    def _set_problem(self, problem: DeltackptError | None) -> None:
         if problem is not None and str(problem) != str(self.problem):
             _logger.warning("a newer version cannot be read: %s", problem)
         with self._changed:

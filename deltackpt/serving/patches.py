@@ -24,11 +24,11 @@ from typing import Any, Literal
 import numpy as np
 
 from deltackpt.errors import Damaged, OptionError, PatchMismatch
-from deltackpt.format import dtypes, safetensors
-from deltackpt.format.safetensors import Tensor
-from deltackpt.serving.changes import ChangeBatch
+from deltackpt.format import dtypes
+from deltackpt.format.dtypes import SafetensorsTensor
+from deltackpt.serving.row_changes import ChangeBatch
 from deltackpt.storage import posix
-from deltackpt.storage.crc import crc32c
+from deltackpt.storage.digests import crc32c
 
 _FORMAT = "deltackpt.patch.1"
 _SKIP = 255
@@ -143,7 +143,7 @@ def write(patch: Patch, path: str | os.PathLike[str]) -> int:
       OSError: the file cannot be written.
     """
     stored: dict[str, np.ndarray] = {}
-    described: dict[str, Any] = {}
+    described: dict[str, object] = {}
     for name, one in patch.tensors.items():
         values = np.ascontiguousarray(one.values)
         if one.unit == "whole":
@@ -170,9 +170,9 @@ def write(patch: Patch, path: str | os.PathLike[str]) -> int:
     stored = {name: _storable(part) for name, part in stored.items()}
     # Wide types first, so that each tensor is aligned.
     names = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
-    listed = {name: Tensor(stored[name].dtype, stored[name].shape) for name in names}
+    listed = {name: SafetensorsTensor(stored[name].dtype, stored[name].shape) for name in names}
     with temporary.open("wb") as file:
-        file.write(safetensors.header(listed, metadata))
+        file.write(dtypes.safetensors_header(listed, metadata))
         for name in names:
             file.write(_bytes(stored[name]).data)
     size = temporary.stat().st_size
@@ -188,7 +188,7 @@ def read(path: str | os.PathLike[str]) -> Patch:
       OSError: the file cannot be read.
     """
     shown = str(path)
-    metadata, stored = safetensors.parsed(Path(path).read_bytes(), shown)
+    metadata, stored = dtypes.parsed_safetensors_header(Path(path).read_bytes(), shown)
     checksum = metadata.pop("crc32c", None)
     if metadata.get("format") != _FORMAT or checksum != str(_checksum(metadata)):
         raise Damaged(shown, f"metadata of {_FORMAT} with a valid checksum", "others")
@@ -314,6 +314,6 @@ def _checksum(metadata: Mapping[str, str]) -> int:
 
 def _storable(array: np.ndarray) -> np.ndarray:
     """Returns an array of a dtype that the format has; others are stored as their bytes."""
-    if array.dtype.name in safetensors.NAMES:
+    if array.dtype.name in dtypes.NAMES:
         return array
     return _bytes(array).reshape(*array.shape, array.itemsize)

@@ -5,24 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltackpt import codecs
+from deltackpt import codecs, vocab
 from deltackpt.errors import OptionError
-from deltackpt.format import globs
-from deltackpt.format.blocks import Span
-from deltackpt.standby.follower import HeldTables
-from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
-from deltackpt.standby.shards import FieldChoice
+from deltackpt.format import naming
+from deltackpt.format.row_blocks import KEY_SLOT, Span
+from deltackpt.standby.follower import ReplicaTables
+from deltackpt.standby.loaded_state import FieldChoice
+from deltackpt.standby.shared_memory import MemoryAddress, MemoryReader, SharedMemory
 
 VALUES = "values"
 _SLOT = "slot."
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldField:
+class ServedField:
     """Rows of the values or of one slot of a table.
 
     Attributes:
@@ -37,34 +38,34 @@ class HeldField:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldTable:
+class ServedTable:
     """One table in memory.
 
     Attributes:
       rows: number of rows of the whole table.
-      held: the held row indices, half-open.
+      row_span: the held row indices, half-open.
       fields: ``values``, or ``slot.<name>``, to its rows.
     """
 
     rows: int
-    held: Span
-    fields: dict[str, HeldField]
+    row_span: Span
+    fields: dict[str, ServedField]
 
     @property
     def nbytes(self) -> int:
         """Size of the held rows in bytes."""
-        return (self.held[1] - self.held[0]) * sum(
+        return (self.row_span[1] - self.row_span[0]) * sum(
             math.prod(field.trailing) * codecs.dtype_of(field.dtype).itemsize
             for field in self.fields.values()
         )
 
 
-def held_tables(tables: HeldTables, choice: FieldChoice) -> dict[str, HeldTable]:
+def served_tables(tables: ReplicaTables, choice: FieldChoice) -> dict[str, ServedTable]:
     """Returns the chosen tables, by name; those without rows in the shard, too."""
-    groups, found = tables.layout.group_by_name, dict[str, HeldTable]()
+    groups, found = tables.layout.group_by_name, dict[str, ServedTable]()
     regions = {(region.table.name, region.field): region for region in tables.regions}
     for table in tables.layout.tables:
-        held, fields = (0, 0), dict[str, HeldField]()
+        held, fields = (0, 0), dict[str, ServedField]()
         for spec in groups[table.group].fields:
             if not choice(table, spec.name):
                 continue
@@ -72,14 +73,14 @@ def held_tables(tables: HeldTables, choice: FieldChoice) -> dict[str, HeldTable]
             if (region := regions.get((table.name, spec.name))) is not None:
                 offset = region.offset
                 held = region.rows[0] - table.offset, region.rows[1] - table.offset
-            fields[spec.name] = HeldField(offset, spec.trailing, spec.dtype)
+            fields[spec.name] = ServedField(offset, spec.trailing, spec.dtype)
         if fields:
-            found[table.name] = HeldTable(table.rows, held, fields)
+            found[table.name] = ServedTable(table.rows, held, fields)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsPlace:
+class RowsAddress:
     """What another process needs to look up rows.
 
     Attributes:
@@ -88,7 +89,7 @@ class RowsPlace:
     """
 
     memory: MemoryAddress
-    tables: dict[str, HeldTable]
+    tables: dict[str, ServedTable]
 
 
 class Rows:
@@ -99,16 +100,21 @@ class Rows:
       tables: the tables in it, by name.
     """
 
-    def __init__(self, memory: SharedMemory | MemoryReader, tables: Mapping[str, HeldTable]):
+    def __init__(self, memory: SharedMemory | MemoryReader, tables: Mapping[str, ServedTable]):
         """Reads nothing yet."""
         self.memory, self.tables = memory, tables
         self._arrays = {
             (name, field): memory.array(
-                at.offset, (table.held[1] - table.held[0], *at.trailing), codecs.dtype_of(at.dtype)
+                at.offset,
+                (table.row_span[1] - table.row_span[0], *at.trailing),
+                codecs.dtype_of(at.dtype),
             )
             for name, table in tables.items()
             for field, at in table.fields.items()
         }
+        #: Table name to its indexed key column, and the sequence number of the memory at that time.
+        self._keys: dict[str, tuple[int, vocab.RowKeys]] = {}
+        self._lock = threading.Lock()
 
     def name_of(self, table: str) -> str:
         """Returns the full name of a table.
@@ -118,11 +124,11 @@ class Rows:
         """
         if table in self.tables:
             return table
-        name = globs.meant(table, self.tables, OptionError)
+        name = naming.meant(table, self.tables, OptionError)
         if name not in self.tables:
             raise OptionError(
                 f"table {table!r}: expected a followed table, found none; "
-                f"choose one of\n{globs.listed(self.tables)}"
+                f"choose one of\n{naming.listed(self.tables)}"
             )
         return name
 
@@ -150,7 +156,7 @@ class Rows:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Copies some rows; see ``Version.lookup``."""
         name = self.name_of(table)
-        first, stop = self.tables[name].held
+        first, stop = self.tables[name].row_span
         array = self.array(name, slot)
         wanted = np.asarray(rows)
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
@@ -166,10 +172,31 @@ class Rows:
         values[found] = array[wanted[found] - first]
         return values, found
 
+    def rows_of(self, table: str, ids: np.ndarray | Sequence[int], sequence: int) -> np.ndarray:
+        """Returns the rows of ids; see ``Version.rows_of``.
+
+        Args:
+          table: full name of the table.
+          ids: the ids.
+          sequence: the current sequence number of the memory.
+        """
+        column, first = self.array(table, KEY_SLOT), self.tables[table].row_span[0]
+        if not len(column):
+            return np.full(np.shape(ids), -1)
+        with self._lock:
+            read_at, keys = self._keys.get(table, (None, None))
+            if keys is None:
+                keys = vocab.RowKeys.index(column)
+            elif read_at != sequence:
+                keys.follow(column)
+            self._keys[table] = sequence, keys
+            rows = keys.find(ids)
+        return np.where(rows < 0, rows, rows + first)
+
 
 def is_meant(pattern: str, table: str) -> bool:
     """Returns whether a glob matches the name of a table, or the end of it after a slash."""
-    return globs.matches(pattern, table) or globs.matches(f"**/{pattern}", table)
+    return naming.matches(pattern, table) or naming.matches(f"**/{pattern}", table)
 
 
 def choose(patterns: Sequence[str], tables: Mapping[str, object]) -> list[str]:
@@ -182,6 +209,6 @@ def choose(patterns: Sequence[str], tables: Mapping[str, object]) -> list[str]:
         if not any(is_meant(pattern, name) for name in tables):
             raise OptionError(
                 f"tables: expected {pattern!r} to match a table, found none; the tables are\n"
-                f"{globs.listed(tables)}"
+                f"{naming.listed(tables)}"
             )
     return [name for name in tables if any(is_meant(one, name) for one in patterns)]

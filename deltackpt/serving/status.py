@@ -8,7 +8,10 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 _STOP_SECS = 5.0
 
@@ -92,7 +95,7 @@ class StatusServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """Requests are not logged."""
 
         self._server = http.server.ThreadingHTTPServer((host, port), Handler)
@@ -133,7 +136,7 @@ class _Collector:
     def __init__(self, status: FollowerStatus):
         self._status = status
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = self._status

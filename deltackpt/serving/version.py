@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A version: the rows and dense leaves of one step or recovery point, open for a while."""
+"""A version: the rows and dense leaves of one step or recovery point, until it is released."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import numpy as np
 from deltackpt.errors import ClosedError, OptionError, ServiceUnavailable, VersionExpired
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.dense import ServedLeaves
 from deltackpt.serving.rows import Rows
+from deltackpt.serving.served_dense import ServedLeaves
 
 #: Pause before a reader that met a change looks again.
 _RETRY_SECS = 1e-4
@@ -86,7 +86,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shown:
+class PublishedState:
     """The newest state for readers.
 
     Attributes:
@@ -159,7 +159,7 @@ class Version:
     All lookups return rows of the same step or recovery point.
     """
 
-    def __init__(self, shown: Shown, counts: LookupCounts):
+    def __init__(self, shown: PublishedState, counts: LookupCounts):
         """Internal: call ``Live.version`` or ``Attached.version``."""
         self._shown, self._counts = shown, counts
         self._open = True
@@ -210,7 +210,7 @@ class Version:
     def tables(self) -> dict[str, range]:
         """The followed tables: name to the row indices that this shard holds."""
         rows = self._shown.rows
-        return {} if rows is None else {n: range(*one.held) for n, one in rows.tables.items()}
+        return {} if rows is None else {n: range(*one.row_span) for n, one in rows.tables.items()}
 
     def lookup(
         self, table: str, rows: np.ndarray | Sequence[int], *, slot: str | None = None
@@ -237,6 +237,31 @@ class Version:
         self._counts.add(name, len(found))
         return values, found
 
+    def rows_of(self, table: str, ids: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Returns the row indices of ids, for ``lookup``.
+
+        The first call on a table indexes its key column. The first call on each later version
+        compares the column with the indexed one, and indexes the rows that differ.
+
+        Args:
+          table: name of the table, or the end of exactly one name. Its key column must be followed:
+            ``follow(slots=["key"])``.
+          ids: integers of any shape; not -1.
+
+        Returns:
+          int64 row indices, of the shape of the ids; -1 for an id without a row in this shard.
+
+        Raises:
+          OptionError: the table or its key column is not followed, the ids are not integers, or
+            one is -1.
+          DamagedKeys: an id has two rows.
+          VersionExpired, ClosedError: as for ``lookup``.
+        """
+        name, source = self._name_of(table)
+        rows = source.rows_of(name, ids, self._shown.sequence)
+        self._shown.check_current()
+        return rows
+
     def _name_of(self, table: str) -> tuple[str, Rows]:
         if not self._open:
             raise ClosedError(
@@ -261,15 +286,8 @@ class Versions(abc.ABC):
         self._lookups = LookupCounts()
 
     @abc.abstractmethod
-    def _current(self, end: float) -> Shown:
-        """Returns the newest state.
-
-        Args:
-          end: when to give up if it is being written, on the monotonic clock.
-
-        Raises:
-          ServiceUnavailable: there is none.
-        """
+    def _current(self, end: float) -> PublishedState:
+        """Returns the newest state; waits until ``end`` (monotonic) if it is being written."""
 
     @contextlib.contextmanager
     def version(self, *, timeout_secs: float = 30.0) -> Iterator[Version]:
@@ -296,7 +314,7 @@ class Versions(abc.ABC):
                 version._open = False
 
     @contextlib.contextmanager
-    def _opened(self, timeout_secs: float) -> Iterator[Shown]:
+    def _opened(self, timeout_secs: float) -> Iterator[PublishedState]:
         """Keeps the newest state from being changed."""
         end = time.monotonic() + timeout_secs
         while True:

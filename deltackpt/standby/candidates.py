@@ -12,7 +12,7 @@ from typing import Protocol
 
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StepGone, without_frames
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import removal
+from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import Stamp, StorePath
@@ -24,14 +24,14 @@ _REFUSED_SECS = 30.0
 _Stamp = tuple[str, Stamp]
 
 
-class Holder(Protocol):
+class StateReplica(Protocol):
     """Holds one step or recovery point at a time."""
 
     def is_at(self, plan: ReplayPlan | None) -> bool:
         """Returns whether a plan's recovery point is held; without a plan, whether the step is."""
         ...
 
-    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
+    def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """Loads a step, or a recovery point above it.
 
         If the step must be loaded first, the call may load only the step; then call it again.
@@ -62,7 +62,7 @@ class Candidates:
         #: The error of a newer state than the held one, or None.
         self.problem: DeltackptError | None = None
 
-    def give(self, holder: Holder) -> bool | None:
+    def load_newest(self, holder: StateReplica) -> bool | None:
         """Loads the newest intact state.
 
         Args:
@@ -77,13 +77,13 @@ class Candidates:
         """
         wal = self._wal
         if wal is not None:
-            wal.look()
+            wal.poll()
         failure: RestoreError | None = None
         steps = {*self._root.steps()}
         self._refused = {
             stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
         }
-        taken = False
+        is_changed = False
         while steps:
             plan = None if wal is None else wal.plan(steps)
             step = max(steps) if plan is None else plan.step.step
@@ -100,8 +100,8 @@ class Candidates:
                 continue
             try:
                 if stamp != self._seen or not holder.is_at(plan):
-                    with removal.standing(step_dir):
-                        taken = holder.take(step_dir, plan) or taken
+                    with stored_saves.detect_removal(step_dir):
+                        is_changed = holder.load_state(step_dir, plan) or is_changed
             except StepGone as error:
                 failure = failure or without_frames(error)
                 steps.remove(step)
@@ -119,7 +119,7 @@ class Candidates:
             if holder.is_at(plan):  # Otherwise the step had to be loaded first.
                 above = step if plan is None else plan.point.step
                 self.problem = failure or (None if wal is None else wal.problem(above))
-                return taken
+                return is_changed
         if failure is not None:
             raise failure
         self.problem = None

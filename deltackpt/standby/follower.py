@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps some rows of the newest committed state merged in memory. No Ray.
 
-``RowHolder`` holds the rows of one step or recovery point; ``Follower`` gives it the newest one.
+``RowReplica`` holds the rows of one step or recovery point; ``Follower`` gives it the newest one.
 
 It loads a base and its deltas, then applies each new delta as it commits. If there is a WAL, it
 also applies the records above the newest step, up to the newest recovery point. A save or record is
 read, verified and decoded before the memory changes, so a damaged save changes nothing. A new base
 of the same tables is compared with the held rows, and only different rows are changed.
 
-A reader on the same machine keeps its mapping (``standby.memory``); the next change is then made to
-a copy, once per such restore. The follower also holds the step's other files
-(``standby.files``), so a complete step can be restored from memory.
+A reader on the same machine keeps its mapping (``standby.shared_memory``); the next change is then
+made to a copy, once per such restore. The follower also holds the step's other files
+(``standby.cached_files``), so a complete step can be restored from memory.
 
 Source of the idea of a service that is fed by deltas: "Continuous checkpointing of deep learning
 recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
@@ -33,30 +33,25 @@ from deltackpt.errors import (
     ServiceUnavailable,
     TooLittleMemory,
 )
-from deltackpt.format import blocks
-from deltackpt.format.blocks import RowBlock, Rows
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format import row_blocks
+from deltackpt.format.manifest import Layout, SaveId, SaveInfo
+from deltackpt.format.row_blocks import RowBlock, Rows
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, reader, removal, saves, wal_rows
+from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.part_arrays import Shard
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
-from deltackpt.resources.memory import available_bytes
-from deltackpt.standby import files as held_files
-from deltackpt.standby import shards
-from deltackpt.standby.beside import Beside
+from deltackpt.resources.host_memory import available_bytes
+from deltackpt.standby import cached_files, loaded_state
+from deltackpt.standby.cached_files import CachedFiles
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.files import HeldFiles
-from deltackpt.standby.gate import Gate
-from deltackpt.standby.holding import Goal, Holding
-from deltackpt.standby.memory import MemoryAddress, SharedMemory
-from deltackpt.standby.publish import Publish
-from deltackpt.standby.shards import FieldChoice, Region, everything
+from deltackpt.standby.loaded_state import FieldChoice, Goal, LoadedState, Region, everything
+from deltackpt.standby.publish import Publish, StateFiles
+from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import StorePath
 
@@ -65,7 +60,7 @@ _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeldTables:
+class ReplicaTables:
     """Memory for the rows of a layout.
 
     Attributes:
@@ -86,10 +81,10 @@ class HeldTables:
         return max(_LEAST_STAGING_BYTES, int(self.memory.nbytes * _STAGING_SHARE))
 
 
-class RowHolder:
+class RowReplica:
     """Holds one shard's rows of a step, or of a recovery point above it.
 
-    One thread calls ``take``; any thread may call the other methods.
+    One thread calls ``load_state``; any thread may call the other methods.
     """
 
     def __init__(
@@ -123,17 +118,17 @@ class RowHolder:
         self._memory_bytes = memory_bytes
         self._dense: KnownStates = {}
         self._gate = Gate()
-        self._tables: HeldTables | None = None
-        self._holding: Holding | None = None
+        self._tables: ReplicaTables | None = None
+        self._loaded: LoadedState | None = None
         self._health = "starting"
 
     @property
-    def holding(self) -> Holding | None:
+    def loaded(self) -> LoadedState | None:
         """The held state; None before the first load and during a load."""
-        return self._holding
+        return self._loaded
 
     @property
-    def tables(self) -> HeldTables | None:
+    def tables(self) -> ReplicaTables | None:
         """The memory of the held rows."""
         return self._tables
 
@@ -149,15 +144,15 @@ class RowHolder:
         return 0 if tables is None else tables.memory.nbytes
 
     @property
-    def place(self) -> MemoryAddress | None:
+    def address(self) -> MemoryAddress | None:
         """Address of the memory for processes on the same machine."""
         tables = self._tables
-        return None if tables is None else tables.memory.place
+        return None if tables is None else tables.memory.address
 
     def pin(
         self, save_id: SaveId, timeout_secs: float, point: RecoveryPoint | None = None
-    ) -> tuple[int, Holding]:
-        """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
+    ) -> tuple[int, LoadedState]:
+        """Keeps a state for ``shared_memory.PIN_SECS``, or until ``unpin``.
 
         Memory that a reader on this machine has mapped is not changed.
 
@@ -165,7 +160,7 @@ class RowHolder:
           save_id: id of the step's save.
           timeout_secs: maximum wait in seconds.
           point: recovery point above the step, if one is wanted. An earlier state onto which all
-            records up to the point can be replayed may be kept instead; ``Holding.point``
+            records up to the point can be replayed may be kept instead; ``LoadedState.point``
             identifies it.
 
         Raises:
@@ -173,10 +168,10 @@ class RowHolder:
             state.
         """
         pin = self._gate.pin(timeout_secs)
-        holding = self._holding
+        holding = self._loaded
         if pin is not None and holding is not None and holding.serves(save_id, point):
             assert self._tables is not None
-            self._tables.memory.hand_over()
+            self._tables.memory.allow_mapping()
             return pin, holding
         if pin is not None:
             self._gate.unpin(pin)
@@ -225,7 +220,7 @@ class RowHolder:
         Raises:
           ServiceUnavailable: the pin has expired, or the file does not exist.
         """
-        holding = self._holding if self._gate.renew(pin) else None
+        holding = self._loaded if self._gate.renew(pin) else None
         if holding is not None and holding.files is not None:
             for file in holding.files.index:
                 if file.name == name:
@@ -238,43 +233,43 @@ class RowHolder:
         )
 
     def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``candidates.Holder``."""
-        held = self._holding
+        """See ``candidates.StateReplica``."""
+        held = self._loaded
         if held is None or plan is None:
             return held is not None and held.point is None
         return held.is_at(plan.step, plan.point)
 
-    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
-        """See ``candidates.Holder``.
+    def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
+        """See ``candidates.StateReplica``.
 
         If the step must be loaded into new memory, the call does only that.
         """
-        newest = saves.read_save(step_dir, self._item)
+        newest = stored_saves.read_save(step_dir, self._item)
         if plan is not None and plan.step != newest.info.save_id:
-            raise removal.gone(step_dir)
+            raise stored_saves.gone(step_dir)
         full = None if plan is None else self._wal.full(plan)
         goal = Goal(save=newest, plan=plan, full=full)
-        held = self._holding
+        held = self._loaded
         if held is not None and held.is_at(goal.save_id, goal.point):
             return False
-        further = None
+        newer = None
         if held is not None:
-            further = self._further(goal, held.save.save_id, held.point, held.layout)
-        if held is not None and further is not None:
+            newer = self._updates_since(goal, held.save.save_id, held.point, held.layout)
+        if held is not None and newer is not None:
             try:
-                if self._apply(further[0], held.chain, further[1], goal):
+                if self._apply(newer[0], held.chain, newer[1], goal):
                     return True
             except DamagedWal:
                 raise
             except RestoreError as error:
-                chains.raise_if_removed(further[0], error)
+                chains.raise_if_removed(newer[0], error)
                 base = chains.read_chain(step_dir, self._item)[0]
-                if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
+                if self._loaded is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
                 # A base that replaces the damaged part was compacted concurrently, or nothing is
                 # held.
         chain = chains.read_chain(step_dir, self._item)
-        chains.read_whole(chain, lambda found: self._take_chain(found, goal))
+        chains.read_whole(chain, lambda found: self._load_chain(found, goal))
         return True
 
     def changed_between(
@@ -301,19 +296,19 @@ class RowHolder:
         Raises:
           RestoreError, StorageError: a save or record in between is not readable.
         """
-        tables, newest = self._tables, saves.read_save(step_dir, self._item)
+        tables, newest = self._tables, stored_saves.read_save(step_dir, self._item)
         plan = None if point is None else self._wal.plan_to(point, save_id)
         replaced = newest.info.save_id != save_id or (plan is None) != (point is None)
         if tables is None or newest.layout != tables.layout or replaced:
             return None
         goal = Goal(save=newest, plan=plan, full=None)
-        found = self._further(goal, before, before_point, tables.layout)
+        found = self._updates_since(goal, before, before_point, tables.layout)
         if found is None:
             return None
-        further, rest = found
+        newer, rest = found
         records = [] if rest is None else wal_rows.layers_of(rest, tables.layout)
         changed = ChangedRows()
-        for of_save in (*reader.layers_of(further, tables.targets), *records):
+        for of_save in (*reader.layers_of(newer, tables.targets), *records):
             for layer in of_save:
                 for segment in layer.segments:
                     stored = merge.stored_rows(layer, segment, tables.targets)
@@ -321,53 +316,42 @@ class RowHolder:
                         changed.add(segment.group, stored.rows)
         return changed.by_table(tables.regions)
 
-    def _further(
+    def _updates_since(
         self, goal: Goal, held: SaveId, point: RecoveryPoint | None, layout: Layout
     ) -> tuple[list[StoredSave], ReplayPlan | None] | None:
-        """The saves and records to apply to a state; None if it must be reloaded.
-
-        Args:
-          goal: the state to reach.
-          held: id of the state's save.
-          point: the recovery point above that, if any.
-          layout: the state's tables and dense leaves.
-        """
-        further = chains.since(goal.save, held, layout)
-        if further is None or point is None:
-            return None if further is None else (further, goal.plan)
+        """Returns the saves and records to apply to the held state; None if it must be reloaded."""
+        newer = chains.since(goal.save, held, layout)
+        if newer is None or point is None:
+            return None if newer is None else (newer, goal.plan)
         rest = None if goal.plan is None else goal.plan.after(point)
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
-            return further, goal.plan if further else rest
-        if further and self._wal.leads_to(goal.save_id, point):
-            return further, goal.plan
+            return newer, goal.plan if newer else rest
+        if newer and self._wal.leads_to(goal.save_id, point):
+            return newer, goal.plan
         return None
 
-    def _take_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
-        held = self._holding
+    def _load_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
+        held = self._loaded
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.plan, goal)
         else:
             self._load(chain, goal.save)
 
     def _load(self, chain: Sequence[StoredSave], newest: StoredSave) -> None:
-        """Loads a complete chain; the held state is kept until then if there is room.
-
-        Args:
-          chain: the saves, base first; a compacted base may replace the last.
-          newest: the step itself, which has the other files.
-        """
+        """Loads a complete chain, base first; ``newest`` is the step that has the other files."""
         goal = Goal(save=newest, plan=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
-        with self._beside(goal) as beside:
+        with self._state_files(goal) as state_files:
             tables = self._tables
             if tables is not None and tables.layout == goal.save.layout:
                 lossless = _are_lossless(reader.layers_of(chain, tables.targets))
                 with self._changing(tables) as publish:
                     reader.fill(chain, publish.targets)
-                    publish(infos, goal, beside, lossless=lossless)
+                    publish(infos, goal, state_files, lossless=lossless)
                 return
+            # The held state is kept until the new one is loaded, if there is room.
             tables = self._new_tables(goal.save.layout, previous=self.nbytes)
             try:
                 reader.fill(chain, tables.targets)
@@ -376,39 +360,30 @@ class RowHolder:
                 tables.memory.close()
                 raise
             with self._changing(tables) as publish:
-                publish(infos, goal, beside, lossless=lossless)
+                publish(infos, goal, state_files, lossless=lossless)
 
     def _apply(
         self,
-        further: Sequence[StoredSave],
+        newer: Sequence[StoredSave],
         before: tuple[SaveInfo, ...],
         plan: ReplayPlan | None,
         goal: Goal,
     ) -> bool:
-        """Applies saves of the same tables, and records, to the held state.
-
-        Args:
-          further: the saves, oldest first.
-          before: the part of the held chain that they extend; empty if the first is a base.
-          plan: records to apply after the saves: those of the goal, or the rest of them.
-          goal: the resulting state.
-
-        Returns:
-          Whether it was applied. False, with nothing changed, if rows of records would remain with
-          other bits than in the saves.
-        """
-        tables, held = self._tables, self._holding
+        """Applies saves and then records to the held state; False if that would change bits."""
+        # False changes nothing: rows of records would remain with other bits than in the saves.
+        # The saves extend ``before``, a part of the held chain; it is empty if the first is a base.
+        tables, held = self._tables, self._loaded
         assert tables is not None
-        of_saves = reader.layers_of(further, tables.targets)
+        of_saves = reader.layers_of(newer, tables.targets)
         if not before:
-            reader.check_covered(further, of_saves, tables.targets)
+            reader.check_covered(newer[0], of_saves[0], tables.targets)
         records = [] if plan is None else wal_rows.layers_of(plan, tables.layout)
         seen, new_rows = SeenRows(tables.layout), SeenRows(tables.layout)
         lossless = _are_lossless([*of_saves, *records]) and (
             not before or (held is not None and held.lossless)
         )
         # The WAL may contain rows that were not touched, whose bits a lossy codec changes.
-        to_go = None if lossless or not (before and further) else held and held.replayed
+        to_go = None if lossless or not (before and newer) else held and held.replayed
 
         def rows(seen: SeenRows) -> Iterator[list[RowBlock]]:
             """Yields the new rows in the order to apply them; at the end, all are verified."""
@@ -428,7 +403,7 @@ class RowHolder:
         staged_bytes = 0
         changed = None if self._with_files else ChangedRows()
         with contextlib.ExitStack() as stack:
-            beside = stack.enter_context(self._beside(goal, further if before else ()))
+            state_files = stack.enter_context(self._state_files(goal, newer if before else ()))
             publish = None
             for number, found in enumerate(rows(seen)):
                 if changed is not None:
@@ -445,7 +420,7 @@ class RowHolder:
                         pass
                     if to_go is not None and not new_rows.covers(to_go, tables.targets):
                         return False
-                    publish = stack.enter_context(self._changing(tables, beside.files))
+                    publish = stack.enter_context(self._changing(tables, state_files.files))
                 _merge(staged, publish.targets)
                 staged, staged_bytes = [], 0
             if publish is None and to_go is not None:
@@ -453,55 +428,49 @@ class RowHolder:
                     return False
             if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen.update(held.replayed)
-            beside.complete(seen, tables.layout)
+            state_files.complete(seen, tables.layout)
             by_table = None if changed is None else changed.by_table(tables.regions)
-            publish = publish or stack.enter_context(self._changing(tables, beside.files))
+            publish = publish or stack.enter_context(self._changing(tables, state_files.files))
             _merge(staged, publish.targets)
-            chain = (*before, *(save.info for save in further))
-            publish(chain, goal, beside, seen, lossless=lossless, changed=by_table)
+            chain = (*before, *(save.info for save in newer))
+            publish(chain, goal, state_files, seen, lossless=lossless, changed=by_table)
         return True
 
     @contextlib.contextmanager
-    def _beside(self, goal: Goal, further: Sequence[StoredSave] = ()) -> Iterator[Beside]:
-        """Files other than tables; those held in the end are kept, the others released.
-
-        Args:
-          goal: the state to hold.
-          further: the saves that lead from the held state to its step, if any.
-        """
-        held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
+    def _state_files(self, goal: Goal, newer: Sequence[StoredSave] = ()) -> Iterator[StateFiles]:
+        """Reads files other than tables; keeps those held in the end, and releases the others."""
+        held, most_bytes = self._loaded, self._file_budget(goal.save.layout)
         files = None
         if not self._with_files:
             goal = dataclasses.replace(goal, full=None)
-        elif held is not None and held.is_beside(goal):
+        elif held is not None and held.shares_files_with(goal):
             files = held.files
         elif goal.full is None:
             before = None if held is None or held.files_of is not None else held.files
-            files = held_files.read(goal.save, most_bytes, before, further)
-        beside = Beside(goal, files, most_bytes, self._dense)
+            files = cached_files.read(goal.save, most_bytes, before, newer)
+        state_files = StateFiles(goal, files, most_bytes, self._dense)
         try:
-            yield beside
+            yield state_files
         finally:
-            held = self._holding
-            if beside.files is not None and (held is None or held.files is not beside.files):
-                beside.files.close()
+            held = self._loaded
+            if state_files.files is not None and (
+                held is None or held.files is not state_files.files
+            ):
+                state_files.files.close()
 
-    def _bytes_beside(self, layout: Layout) -> int:
+    def _file_budget(self, layout: Layout) -> int:
         """Memory available for everything except rows."""
-        regions = shards.regions(layout, self._shard, self._shards, self._choice)
+        regions = loaded_state.regions(layout, self._shard, self._shards, self._choice)
         if self._memory_bytes is None:
-            wanted = 0 if self._tables is not None else _needed(shards.nbytes(regions))
+            wanted = 0 if self._tables is not None else _needed(loaded_state.nbytes(regions))
             return available_bytes() - wanted
-        return self._memory_bytes - _needed(shards.nbytes(regions))
+        return self._memory_bytes - _needed(loaded_state.nbytes(regions))
 
     @contextlib.contextmanager
-    def _changing(self, tables: HeldTables, kept: HeldFiles | None = None) -> Iterator[Publish]:
-        """Context in which the memory may change; what it publishes at the end is held afterwards.
-
-        Args:
-          tables: the tables whose memory changes.
-          kept: currently held files to keep.
-        """
+    def _changing(
+        self, tables: ReplicaTables, kept: CachedFiles | None = None
+    ) -> Iterator[Publish]:
+        """Lets the memory change in the context; what this publishes at the end is held."""
         with self._gate.writing():
             if not tables.memory.begin_write():
                 # The old memory belongs to its reader now.
@@ -509,7 +478,7 @@ class RowHolder:
                 copy.memory.copy_from(tables.memory)
                 tables = copy
             previous, self._tables = self._tables, tables
-            self._end_holding(kept)
+            self._end_loaded(kept)
             publish = Publish(tables.targets)
             try:
                 yield publish
@@ -518,27 +487,23 @@ class RowHolder:
                     # Only now: rows may still be compared with it.
                     previous.memory.close()
             tables.memory.end_write()
-            self._holding = publish.holding(tables.memory.sequence)
+            self._loaded = publish.loaded(tables.memory.sequence)
 
-    def _end_holding(self, kept: HeldFiles | None = None) -> None:
-        held = None if self._holding is None else self._holding.files
+    def _end_loaded(self, kept: CachedFiles | None = None) -> None:
+        held = None if self._loaded is None else self._loaded.files
         if held is not None and held is not kept:
             held.close()
-        self._holding = None
+        self._loaded = None
 
-    def _new_tables(self, layout: Layout, previous: int) -> HeldTables:
-        """Memory for other tables; if it does not fit next to the old one, that is released first.
-
-        Args:
-          layout: the tables.
-          previous: bytes of the old memory that this process owns.
-        """
-        regions = shards.regions(layout, self._shard, self._shards, self._choice)
-        wanted = shards.nbytes(regions)
+    def _new_tables(self, layout: Layout, previous: int) -> ReplicaTables:
+        """Allocates memory for other tables; releases the old one first if both do not fit."""
+        regions = loaded_state.regions(layout, self._shard, self._shards, self._choice)
+        wanted = loaded_state.nbytes(regions)
+        # ``previous``: bytes of the old memory that this process owns.
         limit = available_bytes() if self._memory_bytes is None else self._memory_bytes - previous
         needed = _needed(wanted)
         if limit < needed <= limit + previous:
-            self._let_go()
+            self._release_memory()
             limit += previous
         if needed > limit:
             raise TooLittleMemory(
@@ -561,18 +526,18 @@ class RowHolder:
             )
             for region in regions
         ]
-        return HeldTables(layout, memory, regions, Targets(targets, layout))
+        return ReplicaTables(layout, memory, regions, Targets(targets))
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         """Releases the memory; nothing is held afterwards."""
         with self._gate.writing():
-            self._end_holding()
+            self._end_loaded()
             previous, self._tables = self._tables, None
             if previous is not None:
                 previous.memory.close()
 
 
-class Follower(RowHolder):
+class Follower(RowReplica):
     """Holds one shard's rows of a directory's newest intact step or recovery point.
 
     One thread calls ``advance``; any thread may call the other methods.
@@ -594,9 +559,9 @@ class Follower(RowHolder):
         Args:
           directory: path or bucket URL of the checkpoint directory.
           item: name of the deltackpt item in a step.
-          shard: as for ``RowHolder``.
-          shards: as for ``RowHolder``.
-          memory_bytes: as for ``RowHolder``.
+          shard: as for ``RowReplica``.
+          shards: as for ``RowReplica``.
+          memory_bytes: as for ``RowReplica``.
           endpoint: address of the bucket's server, if it is not the provider's default.
           soft: whether to apply WAL records without dense leaves as well; a recovery point with
             dense leaves is then soon superseded.
@@ -620,13 +585,13 @@ class Follower(RowHolder):
           TooLittleMemory: the rows do not fit.
           StorageError: the directory is not readable.
         """
-        taken = self._candidates.give(self)
+        is_changed = self._candidates.load_newest(self)
         problem = self._candidates.problem
-        if taken is None:
+        if is_changed is None:
             self._health = "waiting for a first step"
         else:
             self._health = "follows" if problem is None else f"follows; {problem}"
-        return bool(taken)
+        return bool(is_changed)
 
     def newest_step(self) -> int | None:
         """Newest committed step on disk, or None."""
@@ -647,7 +612,7 @@ class ChangedRows:
 
     def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
         """Returns the name of each table with regions to its rows in the set, int64, ascending."""
-        rows = {group: blocks.union_of(parts) for group, parts in self._rows.items()}
+        rows = {group: row_blocks.union_of(parts) for group, parts in self._rows.items()}
         none = np.empty(0, np.int64)
         found: dict[str, np.ndarray] = {}
         for region in regions:
@@ -679,7 +644,7 @@ def _different(block: RowBlock, targets: Iterable[Target]) -> list[RowBlock]:
     """Returns the rows of a block whose bits differ from the held ones."""
     found, [(field, values)] = [], block.fields.items()
     for target in targets:
-        chosen, columns = blocks.row_slice(block.rows, *target.rows), block.columns
+        chosen, columns = row_blocks.row_slice(block.rows, *target.rows), block.columns
         if chosen.start == chosen.stop:
             continue
         rows, new = block.rows[chosen], values[chosen]
@@ -688,7 +653,7 @@ def _different(block: RowBlock, targets: Iterable[Target]) -> list[RowBlock]:
         if len(old) != len(rows):
             old = old[np.asarray(rows) - first]
         if target.columns is not None:
-            low, high = columns = blocks.common(target.columns, block.columns)
+            low, high = columns = row_blocks.common(target.columns, block.columns)
             new = new[:, low - block.columns[0] : high - block.columns[0]]
             old = old[:, low - target.columns[0] : high - target.columns[0]]
         differ = np.flatnonzero((_bits(new) != _bits(old)).any(axis=1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes the new state after a change of memory."""
+"""Publishes a state after its memory was changed: its tables and its other files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,56 @@ from collections.abc import Mapping
 import numpy as np
 
 from deltackpt.errors import RestoreError
-from deltackpt.format import names
-from deltackpt.format.chain import SaveInfo
+from deltackpt.format import naming
+from deltackpt.format.manifest import Layout, SaveInfo
 from deltackpt.layers.targets import Targets
-from deltackpt.reading.saves import StoredSave
+from deltackpt.reading import dense_state, point_files
+from deltackpt.reading.dense_state import KnownStates
+from deltackpt.reading.point_files import RecordedState
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_rows import SeenRows
-from deltackpt.standby.beside import Beside
-from deltackpt.standby.holding import Goal, Holding
+from deltackpt.standby import cached_files
+from deltackpt.standby.cached_files import CachedFiles
+from deltackpt.standby.loaded_state import Goal, LoadedState
 from deltackpt.storage.store import FileStore
+
+
+class StateFiles:
+    """The other files of a state.
+
+    The files of a recovery point are complete once its rows are known.
+    """
+
+    def __init__(self, goal: Goal, found: CachedFiles | None, most_bytes: int, known: KnownStates):
+        """Reads the dense leaves and items of a recovery point that is not held.
+
+        Args:
+          goal: the state.
+          found: its files, if held; or those of its step.
+          most_bytes: maximum total size.
+          known: dense leaves that were read before; see ``dense_state.at_point``.
+
+        Raises:
+          DamagedWal: files of a recovery point are missing or altered.
+        """
+        self.files = found
+        self._most_bytes = most_bytes
+        self._logged = None
+        if found is None and goal.full is not None:
+            dense = dense_state.at_point(goal.full, known)
+            self._logged = dense, goal.full.items()
+
+    def complete(self, rows: SeenRows, layout: Layout) -> None:
+        """Stores the files of a recovery point.
+
+        Args:
+          rows: rows of all WAL records from the step to the point.
+          layout: its tables.
+        """
+        if self._logged is not None:
+            dense, items = self._logged
+            state = RecordedState(dense, items, rows.by_table())
+            self.files = cached_files.store(point_files.to_files(state, layout), self._most_bytes)
 
 
 class Publish:
@@ -33,13 +75,13 @@ class Publish:
           targets: the memory that changes.
         """
         self.targets = targets
-        self._found: Holding | None = None
+        self._found: LoadedState | None = None
 
     def __call__(
         self,
         chain: tuple[SaveInfo, ...],
         goal: Goal,
-        beside: Beside,
+        state_files: StateFiles,
         replayed: SeenRows | None = None,
         *,
         lossless: bool,
@@ -50,18 +92,18 @@ class Publish:
         Args:
           chain: the saves that it was merged from, base first.
           goal: the state that was to be held.
-          beside: its files.
+          state_files: its files.
           replayed: rows of the applied records.
-          lossless: see ``Holding``.
-          changed: see ``Holding``.
+          lossless: see ``LoadedState``.
+          changed: see ``LoadedState``.
         """
-        self._found = Holding(
+        self._found = LoadedState(
             chain=chain,
             layout=goal.save.layout,
             sequence=0,
             lag_secs=0.0,
             point=goal.point,
-            files=beside.files,
+            files=state_files.files,
             files_of=goal.files_of,
             replayed=None if goal.plan is None else replayed,
             lossless=lossless,
@@ -69,7 +111,7 @@ class Publish:
             unix_secs=committed_secs(goal.save) if goal.point is None else goal.point.unix_secs,
         )
 
-    def holding(self, sequence: int) -> Holding:
+    def loaded(self, sequence: int) -> LoadedState:
         """Returns the new state, in memory with the given sequence number."""
         assert self._found is not None
         lag_secs = max(0.0, time.time() - self._found.unix_secs)
@@ -86,6 +128,6 @@ def committed_secs(save: StoredSave) -> float:
             # The rename that committed the step.
             return os.stat(save.step_dir).st_ctime
         # When it was made; it was uploaded later.
-        told = json.loads((save.step_dir / names.STEP_METADATA).read())
+        told = json.loads((save.step_dir / naming.STEP_METADATA).read())
         return told["commit_timestamp_nsecs"] / 1e9
     return 0.0

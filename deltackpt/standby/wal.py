@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StorageError, without_frames
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.points import in_both, losses_of
-from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.ledger.steps import Steps, in_both, losses_of
+from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import (
     Loss,
     RecoveryPoint,
@@ -53,7 +52,7 @@ class FollowedWal:
         #: Errors of records, and when to read them again, on the monotonic clock.
         self._refused: dict[SaveId, tuple[float, RestoreError]] = {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reads the newly written records; if that fails, all records are ignored."""
         now = time.monotonic()
         self._refused = {record: told for record, told in self._refused.items() if now < told[0]}
@@ -144,7 +143,7 @@ class _SaveIds(Mapping[int, SaveId | None]):
         if stamp is not None and (known is None or known[0] != stamp):
             known = None
             with contextlib.suppress(RestoreError, StorageError):
-                known = stamp, saves.read_info(at, self._item).save_id
+                known = stamp, stored_saves.read_info(at, self._item).save_id
             if known is not None:
                 self._known[step] = known
         return None if stamp is None or known is None else known[1]

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups tables: tables with equal fields, codecs and row sharding form one virtual table.
 
-Names and offsets are derived from the tables' names, so every process finds the same groups.
+Names and offsets are derived from the tables' names, so every process finds the same groups. A
+table with a key column has a group to itself, so that it can grow without moving other tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError, TableSelectionError
-from deltackpt.format import blocks
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import TableEntry
-from deltackpt.format.segments import FieldSpec, GroupEntry
+from deltackpt.format.naming import Leaf
+from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.state import paths
 from deltackpt.state.paths import Flat
@@ -26,6 +28,8 @@ from deltackpt.state.paths import Flat
 #: without a match). A codec's name or a policy applies to the rows of deltas.
 _OneOption = str | BitWidthPolicy | CodecChoice
 CodecOption = _OneOption | Mapping[str, _OneOption]
+#: Fields, codecs and shardings of the tables of a group; the name of a table that has one alone.
+_GroupKey = tuple[tuple[FieldSpec, ...], tuple[CodecChoice, ...], tuple[object, ...], str | None]
 
 
 @dataclasses.dataclass
@@ -69,7 +73,7 @@ def group_tables(
     names = [table.name for table in found]
     values_of = _choices("codec", codec, names)
     slots_of = _choices("slot_codec", slot_codec, names)
-    rows_of: dict[Any, int] = {}
+    rows_of: dict[_GroupKey, int] = {}
     placed = []
     for table in found:
         for field, (i, _) in table.fields.items():
@@ -82,14 +86,14 @@ def group_tables(
         choices = tuple(
             CodecChoice()
             if spec.key
-            else (values_of if spec.name == blocks.VALUES else slots_of)[table.name]
+            else (values_of if spec.name == row_blocks.VALUES else slots_of)[table.name]
             for spec in specs
         )
         for spec, choice in zip(specs, choices, strict=True):
             _check_fit(table.name, spec, choice)
         shardings = tuple(_row_sharding(flat.leaves[table.fields[spec.name][0]]) for spec in specs)
-        key = (specs, choices, shardings)
-        rows = flat.leaves[table.fields[blocks.VALUES][0]].shape[0]
+        key = (specs, choices, shardings, None if table.key is None else table.name)
+        rows = flat.leaves[table.fields[row_blocks.VALUES][0]].shape[0]
         placed.append((table, key, rows_of.get(key, 0), rows))
         rows_of[key] = rows_of.get(key, 0) + rows
     name_of = {key: f"g{number}" for number, key in enumerate(rows_of)}
@@ -113,8 +117,8 @@ def group_tables(
     return Grouped(groups, entries, chosen)
 
 
-def _values_first(item: tuple[str, Any]) -> tuple[bool, str]:
-    return item[0] != blocks.VALUES, item[0]
+def _values_first(item: tuple[str, object]) -> tuple[bool, str]:
+    return item[0] != row_blocks.VALUES, item[0]
 
 
 def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, CodecChoice]:
@@ -167,7 +171,7 @@ def _check_fit(table: str, spec: FieldSpec, choice: CodecChoice) -> None:
             raise OptionError(f"table {table}, {spec.name}: {error}") from error
 
 
-def _field_spec(field: str, leaf: Any, always: bool, *, key: bool) -> FieldSpec:
+def _field_spec(field: str, leaf: Leaf, always: bool, *, key: bool) -> FieldSpec:
     return FieldSpec(
         name=field,
         trailing=tuple(int(size) for size in leaf.shape[1:]),
@@ -177,7 +181,7 @@ def _field_spec(field: str, leaf: Any, always: bool, *, key: bool) -> FieldSpec:
     )
 
 
-def _row_sharding(leaf: Any) -> str:
+def _row_sharding(leaf: object) -> str:
     """Returns a leaf's sharding as a string; empty if every device holds all of it."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:

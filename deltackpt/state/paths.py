@@ -20,12 +20,12 @@ from jax import tree_util
 from jax.core import Tracer
 
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch
-from deltackpt.format.globs import listed, matches
 from deltackpt.format.manifest import KeyEntry, KeyPath, path_name
+from deltackpt.format.naming import Leaf, PyTree, listed, matches
 
 #: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
-Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Any], bool]
+Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Leaf], bool]
 
 #: Tables of a manager without handlers: leaves that match and have this many rows, if any do.
 DEFAULT_SELECT = ("**/embedding", "**/embeddings")
@@ -36,12 +36,12 @@ DEFAULT_MIN_ROWS = 4096
 class Flat:
     """The leaves of a tree, their canonical paths, and the paths inside nnx Variables."""
 
-    leaves: list[Any]
+    leaves: list[Leaf]
     paths: list[KeyPath]
     in_variable: list[bool]
 
 
-def is_empty(node: Any) -> bool:
+def is_empty(node: object) -> bool:
     """Returns whether a node is None or an empty container, including ``MaskedNode``."""
     return node is None or (isinstance(node, (tuple, list, dict)) and not node)
 
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, stop: Callable[[object], bool]) -> tuple[list[Leaf], object]:
     """Returns leaves and treedef, fast; ``stop`` selects nodes that are treated as leaves."""
     # Asked of every node: a call within the call would double what it costs.
     return tree_util.tree_flatten(
@@ -62,12 +62,12 @@ def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
     )
 
 
-def flatten_with_paths(tree: Any, stop: Callable[[Any], bool]) -> Flat:
+def flatten_with_paths(tree: PyTree, stop: Callable[[object], bool]) -> Flat:
     """Returns leaves in ``flatten``'s order with their canonical paths."""
     pairs, _ = tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_empty(node) or stop(node)
     )
-    variables = _variable_paths(tree, stop)
+    variables = _variable_paths(tree)
     paths, inside = [], []
     for raw, _ in pairs:
         steps: list[KeyEntry] = []
@@ -82,13 +82,13 @@ def flatten_with_paths(tree: Any, stop: Callable[[Any], bool]) -> Flat:
     return Flat([leaf for _, leaf in pairs], paths, inside)
 
 
-def nodes(tree: Any, wanted: Callable[[Any], bool]) -> list[KeyPath]:
+def nodes(tree: PyTree, wanted: Callable[[object], bool]) -> list[KeyPath]:
     """Returns canonical paths of the outermost nodes for which ``wanted`` is true."""
     flat = flatten_with_paths(tree, wanted)
     return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if wanted(leaf)]
 
 
-def _variable_paths(tree: Any, stop: Callable[[Any], bool]) -> set[tuple[Any, ...]]:
+def _variable_paths(tree: PyTree) -> set[tree_util.KeyPath]:
     """Returns raw paths of the nnx Variables in a tree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # no Variable can exist where flax.nnx was never imported
@@ -118,7 +118,7 @@ def _entry(key: Any) -> KeyEntry:
     return ("attr", str(key))
 
 
-def check_select(select: Any) -> None:
+def check_select(select: object) -> None:
     """Checks that ``select`` has one of the forms of ``Select``.
 
     Raises:
@@ -136,7 +136,7 @@ def check_select(select: Any) -> None:
     )
 
 
-def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> list[int]:
+def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[object]) -> list[int]:
     """Returns positions of the leaves that ``select`` selects, ascending.
 
     Raises:
@@ -168,12 +168,12 @@ def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> l
     return sorted(found)
 
 
-def _has_rows(leaf: Any, least: int) -> bool:
+def _has_rows(leaf: object, least: int) -> bool:
     shape = getattr(leaf, "shape", ())
     return len(shape) > 1 and shape[0] >= least
 
 
-def table_fault(leaf: Any) -> str | None:
+def table_fault(leaf: object) -> str | None:
     """Returns why a leaf cannot be a table: shape (rows, ...), a plain dtype; None if it can."""
     if leaf is ...:
         return "is a placeholder; to read only some tables call read(step, tables)"
@@ -193,7 +193,7 @@ def table_fault(leaf: Any) -> str | None:
     return None
 
 
-def check_template(template: Any) -> None:
+def check_template(template: PyTree) -> None:
     """Checks that a template was not created inside a jitted function, which cannot place arrays.
 
     Raises:
@@ -212,7 +212,7 @@ def check_template(template: Any) -> None:
         )
 
 
-def narrowed(leaf: Any) -> str | None:
+def narrowed(leaf: Leaf) -> str | None:
     """Describes a template's leaf whose 64-bit values jax would truncate to 32 bits.
 
     Args:

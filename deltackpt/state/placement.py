@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of arrays: devices, memory kind, layout, and whether they are committed.
+"""Placement of arrays on devices, and of their rows on processes.
+
+The current mesh, transfer guards, NaN checks and similar settings change what JAX does in a thread,
+or in all threads if they are set for the process. They are meant for the user's computations.
+``jax_enable_x64`` and the default device stay as they are, since restored arrays depend on them.
+
+A field's sharding splits its table into boxes of rows and columns. If several devices hold a box,
+it is divided among them by rows. Every process computes the same division from the shardings alone,
+so they need not communicate. It looks only at its own shards, so the work per process does not grow
+with the number of processes (except for one cached map of devices per sharding).
+
+Only processes that hold the stamps of a box can determine which of its rows are touched. A device
+writes rows only if its process also holds their stamps.
 
 JAX moves an *uncommitted* array, which was not placed explicitly, to the devices of a computation.
 It rejects computations whose arguments are committed to different devices. An array that replaces
@@ -10,38 +22,157 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import functools
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental.layout import Format
+from jax.sharding import Sharding
 
-from deltackpt.errors import DeltackptError, TemplateMismatch
-from deltackpt.state import contexts, paths
+from deltackpt import coordination
+from deltackpt.coordination import Device
+from deltackpt.errors import DeltackptError, TemplateMismatch, TrackingError
+from deltackpt.format.manifest import Layout
+from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.format.row_blocks import Box, Span
+from deltackpt.state import paths
+
+_config: Any = jax.config
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+#: Name in ``jax.config``, the values that change nothing, and what sets the first for a thread.
+_NEUTRAL: tuple[
+    tuple[str, tuple[object, ...], Callable[..., contextlib.AbstractContextManager[object]]], ...
+] = (
+    ("jax_numpy_rank_promotion", ("allow",), jax.numpy_rank_promotion),
+    ("jax_numpy_dtype_promotion", ("standard",), jax.numpy_dtype_promotion),
+    ("jax_debug_nans", (False,), jax.debug_nans),
+    ("jax_debug_infs", (False,), jax.debug_infs),
+    ("jax_debug_key_reuse", (False,), jax.debug_key_reuse),
+    ("jax_disable_jit", (False,), jax.disable_jit),
+    ("jax_check_tracer_leaks", (False,), jax.check_tracer_leaks),
+    ("jax_no_tracing", (False,), jax.no_tracing),
+    ("jax_transfer_guard_host_to_device", ("allow", None), jax.transfer_guard_host_to_device),
+    ("jax_transfer_guard_device_to_host", ("allow", None), jax.transfer_guard_device_to_host),
+    ("jax_transfer_guard_device_to_device", ("allow", None), jax.transfer_guard_device_to_device),
+)
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Leaves the contexts of the caller.
+
+    Inside a trace the mesh stays, since it belongs to the traced program.
+    """
+    set_now = [
+        (context, values[0])
+        for name, values, context in _NEUTRAL
+        if getattr(_config, name) not in values
+    ]
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    if not (set_now or has_mesh):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for context, value in set_now:
+            stack.enter_context(context(value))
+        if has_mesh:
+            with contextlib.suppress(ValueError):
+                stack.enter_context(jax.set_mesh(None))
+        yield
+
+
+def carried(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wraps a call for another thread, with this thread's settings for new arrays."""
+    x64, device = _config.jax_enable_x64, _config.jax_default_device
+
+    @functools.wraps(call)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with neutral(), jax.enable_x64(x64), jax.default_device(device):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def on_device_of(array: object) -> contextlib.AbstractContextManager[object]:
+    """Runs programs on the device of an uncommitted array instead of the default device."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.committed:
+        return contextlib.nullcontext()
+    [device] = array.sharding.device_set
+    return jax.default_device(device)
+
+
+#: A training run has one layout or two.
+_MOST = 8
+
+
+class ByLayout(Generic[_T]):
+    """Caches results by layout and other inputs; evicts the oldest. Thread-safe.
+
+    A layout is compared by identity: ``tables.split`` returns the same object for states of equal
+    structure, shapes, dtypes and shardings, and comparing two of a thousand tables would cost more
+    than this cache saves. It must not contain arrays.
+    """
+
+    def __init__(self) -> None:
+        """Creates an empty cache."""
+        self._lock = threading.Lock()
+        # With the layout, whose identity no other has while it is kept.
+        self._known: dict[tuple[int, Hashable], tuple[Layout, _T]] = {}
+
+    def get(self, layout: Layout, rest: Hashable, make: Callable[[], _T]) -> _T:
+        """Returns the result for a layout, computing it if it is not cached.
+
+        Args:
+          layout: the state's layout.
+          rest: all other inputs of the result.
+          make: computes it; errors are not cached.
+        """
+        key = id(layout), rest
+        with self._lock:
+            known = self._known.get(key)  # Hashing a thousand shardings takes a millisecond.
+        if known is not None:
+            return known[1]
+        made = make()
+        with self._lock:
+            self._known[key] = layout, made
+            while len(self._known) > _MOST:
+                del self._known[next(iter(self._known))]
+        return made
+
+    def clear(self) -> None:
+        """Empties the cache."""
+        with self._lock:
+            self._known.clear()
+
 
 _Box = TypeVar("_Box")
 #: Memory kinds that device programs cannot gather rows from.
 HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
-def sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+def sharding_of(leaf: object) -> Sharding | None:
     """Returns the sharding that a leaf must have; None for uncommitted arrays and host leaves."""
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and not leaf.committed:
         return None
     return getattr(leaf, "sharding", None)
 
 
-def on_host(array: Any) -> bool:
+def on_host(array: object) -> bool:
     """Returns whether an array is in host memory, even if devices cannot compute there."""
     if not isinstance(array, jax.Array):
         return True
     return all(device.platform == "cpu" for device in array.devices()) or in_host_memory(array)
 
 
-def in_host_memory(array: Any) -> bool:
+def in_host_memory(array: object) -> bool:
     """Returns whether a device's array is in host memory.
 
     Device programs cannot gather rows there.
@@ -49,7 +180,7 @@ def in_host_memory(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.sharding.memory_kind in HOST_MEMORY
 
 
-def resolved(template: Any, error: type[DeltackptError] = TemplateMismatch) -> Any:
+def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -> PyTree:
     """Returns a template whose abstract leaves name existing devices, or no device.
 
     A ``jax.ShapeDtypeStruct`` cannot express that an array is uncommitted. If it names the default
@@ -108,14 +239,13 @@ def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.Shap
     return _with_sharding(leaf, sharding)
 
 
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
     layout = leaf.format.layout
-    if layout is not None and sharding is not None:
-        sharding = Format(layout, sharding)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    placed = sharding if layout is None or sharding is None else Format(layout, sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=leaf.weak_type)
 
 
-def _described(template: Any, faults: Mapping[int, _NoMesh], mesh: jax.sharding.Mesh) -> str:
+def _described(template: PyTree, faults: Mapping[int, _NoMesh], mesh: jax.sharding.Mesh) -> str:
     keyed = jax.tree.leaves_with_path(template)
     lines = [f"{jax.tree_util.keystr(keyed[i][0])}: over {fault}" for i, fault in faults.items()]
     found = "no current mesh" if mesh.empty else f"the current mesh {dict(mesh.shape)}"
@@ -126,16 +256,15 @@ def _described(template: Any, faults: Mapping[int, _NoMesh], mesh: jax.sharding.
     )
 
 
-def _default_device() -> Any:
+def _default_device() -> Device:
     """Returns the device that JAX creates arrays on."""
-    config: Any = jax.config
-    device = config.jax_default_device
+    device = _config.jax_default_device
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return jax.local_devices()[0] if device is None else device
 
 
-def put(value: np.ndarray, leaf: Any, *, may_alias: bool = False) -> jax.Array:
+def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Array:
     """Creates a ``jax.Array`` from a whole numpy array, placed like a leaf.
 
     Args:
@@ -156,7 +285,7 @@ def put(value: np.ndarray, leaf: Any, *, may_alias: bool = False) -> jax.Array:
 
 
 def assembled(
-    leaf: Any, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray], *, may_alias: bool
+    leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray], *, may_alias: bool
 ) -> jax.Array:
     """Creates a ``jax.Array`` from parts in host memory, placed like a leaf.
 
@@ -188,7 +317,7 @@ def assembled(
     )
 
 
-def like(array: jax.Array, leaf: Any) -> jax.Array:
+def like(array: jax.Array, leaf: object) -> jax.Array:
     """Moves an array to the placement of a leaf, if that is uncommitted or has a layout.
 
     If the leaf has a sharding, the array must already have it.
@@ -204,14 +333,14 @@ def like(array: jax.Array, leaf: Any) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
 
 
-def _lies_like(array: jax.Array, leaf: Any) -> bool:
+def _lies_like(array: jax.Array, leaf: object) -> bool:
     """Returns whether an array is uncommitted, and on the device of a leaf if that is an array."""
     if array.committed:
         return False
     return not isinstance(leaf, jax.Array) or array.sharding.device_set == leaf.sharding.device_set
 
 
-def _uncommitted_like(leaf: Any) -> contextlib.AbstractContextManager[Any]:
+def _uncommitted_like(leaf: object) -> contextlib.AbstractContextManager[object]:
     """Makes arrays on the device of an uncommitted leaf; on the default device for other leaves."""
     if not isinstance(leaf, jax.Array):
         return contextlib.nullcontext()
@@ -219,7 +348,7 @@ def _uncommitted_like(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.default_device(device)
 
 
-def _laid_out(array: Any, leaf: Any) -> jax.Array:
+def _laid_out(array: Leaf, leaf: Leaf) -> jax.Array:
     """Gives an array the device layout of a leaf, if the leaf has one."""
     if array.ndim < 2 or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return array
@@ -229,7 +358,7 @@ def _laid_out(array: Any, leaf: Any) -> jax.Array:
     return jax.device_put(array, Format(wanted, array.sharding))
 
 
-@contexts.neutral()
+@neutral()
 def host_copy(array: jax.Array) -> jax.Array:
     """Starts to copy an array to the host; ``np.asarray`` of the result waits for the copy.
 
@@ -244,3 +373,280 @@ def host_copy(array: jax.Array) -> jax.Array:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
     array.copy_to_host_async()
     return array
+
+
+#: A device writes at least so much of a box, where the box has it: slivers of a small table would
+#: cost a restore one request each.
+_LEAST_BYTES = 4096
+_REMEMBERED = 1 << 16
+
+#: Row part and column part of a table, by number.
+_Cell = tuple[int, int]
+
+
+#: In place of the number of a shard: the array itself is it.
+ITSELF = -1
+
+
+class OwnedShare(NamedTuple):
+    """Rows that this process writes.
+
+    Attributes:
+      box: box of the table that contains the rows.
+      shard: index of the array's addressable shard that holds them, or ``ITSELF``.
+      skip: number of rows of the shard before these rows.
+    """
+
+    box: Box
+    shard: int
+    skip: int
+
+
+class _Owned(NamedTuple):
+    """A box, the device that writes it, and how many rows of its shard precede it."""
+
+    box: Box
+    device: Device
+    skip: int
+
+
+def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[OwnedShare]:
+    """Returns the rows of one field of a table that this process writes; equal for equal arrays.
+
+    Args:
+      leaf: (rows, *trailing), a ``jax.Array`` with any sharding. A numpy array is assumed to be
+        equal on every process.
+      stamps: the table's stamps, (rows,); None if touched rows are not needed.
+      turn: index of the table, used to spread small tables over the devices.
+
+    Raises:
+      TrackingError: no process holds both some rows and their stamps.
+    """
+    row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
+    if not isinstance(leaf, jax.Array):
+        rows, columns = leaf.shape[0], (0, _width(leaf.shape))
+        owners = _owners(tuple(range(coordination.process_count())), rows * row_bytes, turn)
+        for number, owner in enumerate(owners):
+            span = _part((0, rows), number, len(owners))
+            if owner == coordination.process_index() and span[0] < span[1]:
+                yield OwnedShare(Box(span, columns), ITSELF, span[0])
+        return
+    known = stamps.sharding if isinstance(stamps, jax.Array) else None
+    shard_of = _shard_numbers(leaf)
+    here = coordination.process_index()
+    for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
+        yield OwnedShare(owned.box, shard_of[owned.device], owned.skip)
+
+
+def shard_boxes(array: jax.Array) -> dict[Box, int]:
+    """Returns the distinct boxes of this process, each with the index of a shard that holds it."""
+    shard_of = _shard_numbers(array)
+    return {box: shard_of[device] for device, box in boxes(array.sharding, array.shape).items()}
+
+
+def _shard_numbers(array: jax.Array) -> dict[Device, int]:
+    if len(array.sharding.device_set) == 1:
+        return dict.fromkeys(array.sharding.device_set, ITSELF)
+    return {shard.device: number for number, shard in enumerate(array.addressable_shards)}
+
+
+def shard_data(array: Leaf, shard: int) -> Leaf:
+    """Returns one shard of an array: see ``OwnedShare.shard``."""
+    return array if shard == ITSELF else array.addressable_shards[shard].data
+
+
+def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
+    """Returns the box of each device of this process.
+
+    Args:
+      sharding: the field's sharding.
+      shape: the field's shape, (rows, *trailing).
+    """
+    # Declared as optional, but each device of a process has an index.
+    indices: Mapping[Device, Any] = sharding.addressable_devices_indices_map(shape)
+    return {
+        device: _box(index, shape)
+        for device, index in indices.items()
+        if coordination.process_of(device) == coordination.process_index()
+    }
+
+
+def device_boxes(leaf: Leaf) -> dict[Any, Box]:
+    """Returns the box of each device of this process, for a leaf that is to be placed.
+
+    Args:
+      leaf: (rows, *trailing), abstract or not. The key of the only box is None if no device must
+        hold it.
+    """
+    sharding = sharding_of(leaf)
+    if sharding is None:
+        return {None: whole(leaf.shape)}
+    return boxes(sharding, leaf.shape)
+
+
+def shared_rows(stamps: Leaf) -> frozenset[Span]:
+    """Returns rows of the stamps that this and other processes hold, by shard.
+
+    Args:
+      stamps: (rows,); a numpy array is assumed to be the same on every process.
+    """
+    if not isinstance(stamps, jax.Array):
+        return frozenset({(0, stamps.shape[0])} if coordination.process_count() > 1 else ())
+    return _shared_rows(stamps.sharding, stamps.shape, coordination.process_index())
+
+
+@functools.lru_cache(_REMEMBERED)
+def _shared_rows(sharding: Sharding, shape: tuple[int, ...], here: int) -> frozenset[Span]:
+    grid = _grid(sharding, _parts(sharding, shape))
+    found = set()
+    for device, box in boxes(sharding, shape).items():
+        holders = {coordination.process_of(other) for other in grid.holders[grid.cell_of[device]]}
+        if holders - {here}:
+            found.add(box.rows)
+    return frozenset(found)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """Returns the box of a whole field of some shape, (rows, *trailing)."""
+    return Box((0, shape[0]), (0, _width(shape)))
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    padded = (*index, slice(None), slice(None))
+    first, last, _ = padded[0].indices(shape[0])
+    left, right, _ = padded[1].indices(_width(shape))
+    return Box((first, last), (left, right))
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) > 1 else 1
+
+
+@functools.lru_cache(_REMEMBERED)
+def _owned(
+    sharding: Sharding,
+    stamps: Sharding | None,
+    shape: tuple[int, ...],
+    row_bytes: int,
+    turn: int,
+    here: int,
+) -> tuple[_Owned, ...]:
+    """Returns what process ``here``, this one, writes of a field."""
+    parts = _parts(sharding, shape)
+    grid = _grid(sharding, parts)
+    local = {}
+    for device, box in boxes(sharding, shape).items():
+        local.setdefault(box, device)
+    found: list[_Owned] = []
+    for box, holder in sorted(local.items(), key=lambda item: item[0]):
+        cell = grid.cell_of[holder]
+        for rows, knowing in _known(stamps, shape[0], box.rows):
+            holders = grid.holders[cell]
+            if knowing is not None:
+                holders = tuple(d for d in holders if coordination.process_of(d) in knowing)
+                if not holders:
+                    raise TrackingError(
+                        f"rows {rows} of an array of shape {shape}: expected their stamps on a "
+                        f"process that holds them, found sharding {sharding} and stamps of "
+                        f"sharding {stamps}; shard tables, slots and stamps over the same devices"
+                    )
+            nbytes = (rows[1] - rows[0]) * row_bytes // parts[1]
+            owners = _owners(holders, nbytes, turn + sum(cell))
+            for number, owner in enumerate(owners):
+                part = _part(rows, number, len(owners))
+                if coordination.process_of(owner) == here and part[0] < part[1]:
+                    skip = part[0] - box.rows[0]
+                    _append(found, _Owned(Box(part, box.columns), owner, skip))
+    return tuple(found)
+
+
+def _append(found: list[_Owned], more: _Owned) -> None:
+    """Appends, or extends the last one if ``more`` continues it."""
+    if found:
+        last = found[-1]
+        together = (last.device, last.box.columns) == (more.device, more.box.columns)
+        if together and last.box.rows[1] == more.box.rows[0]:
+            rows = (last.box.rows[0], more.box.rows[1])
+            found[-1] = last._replace(box=Box(rows, last.box.columns))
+            return
+    found.append(more)
+
+
+def _known(
+    stamps: Sharding | None, rows: int, span: Span
+) -> Iterator[tuple[Span, frozenset[int] | None]]:
+    """Splits a span at the boundaries of the stamps' shards; yields each piece's processes."""
+    # None: it does not matter which processes hold the stamps.
+    if stamps is None:
+        yield span, None
+        return
+    (count, _) = parts = _parts(stamps, (rows,))
+    grid = _grid(stamps, parts)
+    for number in range(count):
+        piece = _part((0, rows), number, count)
+        common = max(span[0], piece[0]), min(span[1], piece[1])
+        if common[0] < common[1]:
+            yield common, frozenset(map(coordination.process_of, grid.holders[number, 0]))
+
+
+def _owners(holders: tuple[_T, ...], nbytes: int, turn: int) -> tuple[_T, ...]:
+    """Returns the holders that write a part each, spread evenly over them."""
+    count = min(len(holders), max(1, nbytes // _LEAST_BYTES))
+    first = turn % len(holders)
+    turned = holders[first:] + holders[:first]
+    return tuple(turned[number * len(holders) // count] for number in range(count))
+
+
+def _part(span: Span, number: int, count: int) -> Span:
+    """Returns one of ``count`` nearly equal parts of a span."""
+    length = span[1] - span[0]
+    return span[0] + length * number // count, span[0] + length * (number + 1) // count
+
+
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> _Cell:
+    """Returns into how many parts a sharding splits rows and columns."""
+    shard = sharding.shard_shape(shape)
+    if shard[2:] != shape[2:]:
+        raise TrackingError(
+            f"array of shape {shape}: expected a sharding of its first two axes, found "
+            f"{sharding}; shard tables and slots by rows and columns only"
+        )
+    counts = [max(1, -(-size // max(1, part))) for size, part in zip(shape[:2], shard[:2])]
+    return counts[0], counts[1] if len(counts) > 1 else 1
+
+
+class _Grid(NamedTuple):
+    """Which devices hold which part, in an order that is the same on every process."""
+
+    holders: dict[_Cell, tuple[Device, ...]]
+    cell_of: dict[Device, _Cell]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _grid(sharding: Sharding, parts: _Cell) -> _Grid:
+    holders: dict[_Cell, list[Device]] = {}
+    cell_of = {}
+    # The parts as an array with one element each, so that cells do not depend on the rows.
+    for device, index in _indices(sharding, parts).items():
+        box = _box(index, parts)
+        cell_of[device] = cell = (box.rows[0], box.columns[0])
+        holders.setdefault(cell, []).append(device)
+    return _Grid({cell: _ordered(devices) for cell, devices in holders.items()}, cell_of)
+
+
+def _ordered(devices: list[Device]) -> tuple[Device, ...]:
+    """Orders by process and index; one CPU device per process, as they share memory."""
+    found = sorted(devices, key=lambda device: (coordination.process_of(device), device.id))
+    if any(device.platform != "cpu" for device in found):
+        return tuple(found)
+    return tuple({coordination.process_of(device): device for device in reversed(found)}.values())[
+        ::-1
+    ]
+
+
+def _indices(sharding: Sharding, parts: _Cell) -> Mapping[Device, tuple[slice, ...]]:
+    try:
+        return sharding.devices_indices_map(parts)
+    except ValueError:  # A sharding of one axis.
+        found = sharding.devices_indices_map(parts[:1])
+        return {device: (*index, slice(None)) for device, index in found.items()}

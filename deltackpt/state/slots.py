@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the slots of each table in an optimizer state.
+"""Finds the slots of each table in an optimizer state, and moving averages of tables.
 
 This works like optax's own tree mapping (``optax.tree_utils.tree_map_params``), but needs only the
 optimizer state. A part of it with the structure of a params tree has one leaf per parameter, and
@@ -10,12 +10,16 @@ paths: table ``emb`` does not get the slots of ``tower/emb``.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from deltackpt.errors import TableSelectionError
-from deltackpt.format.manifest import path_name
+from deltackpt.format import naming
+from deltackpt.format.manifest import KeyPath, path_name
+from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.state import paths
 from deltackpt.state.paths import Flat
 
@@ -45,7 +49,7 @@ class Slot:
     always: bool
 
 
-def optimizer_leaves(tree: Any, flat: Flat) -> list[bool | None]:
+def optimizer_leaves(tree: PyTree, flat: Flat) -> list[bool | None]:
     """Returns for each leaf: None outside optimizer states, else whether the state is still typed.
 
     An optimizer state is a node with the key ``opt_state``, an optax state, or a tuple of such
@@ -76,11 +80,11 @@ def is_always(slot: Slot, always: str | Sequence[str]) -> bool:
     )
 
 
-def _is_named_tuple(node: Any) -> bool:
+def _is_named_tuple(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(type(node), "_fields")
 
 
-def _is_optax_state(node: Any) -> bool:
+def _is_optax_state(node: object) -> bool:
     if _is_named_tuple(node):  # an empty one is not a hint: plain dicts may contain a MaskedNode
         return bool(node) and type(node).__module__.split(".")[0] in ("optax", "deltackpt")
     if type(node) is not tuple or not node:
@@ -183,11 +187,7 @@ def _preferred(
 def _pairs(
     tree: Node | int, node: Node | int, flat: Flat, exact: Sequence[bool]
 ) -> list[tuple[int, int]] | None:
-    """Returns (parameter, leaf) positions if ``node`` has the structure of ``tree``, else None.
-
-    An untyped state has no ``MaskedNode``: masked parameters, and those not given to the
-    optimizer (nnx batch statistics), are missing. So ``node`` may then lack some of ``tree``.
-    """
+    """Returns (parameter, leaf) positions if ``node`` has the structure of ``tree``, else None."""
     if isinstance(node, int):
         leaf = flat.leaves[node]
         if isinstance(tree, int):
@@ -195,6 +195,8 @@ def _pairs(
                 return []
             return [(tree, node)] if _fits(flat.leaves[tree], leaf) else None
         return [] if _is_masked(leaf) else None
+    # An untyped state has no ``MaskedNode``: masked parameters, and those not given to the
+    # optimizer (nnx batch statistics), are missing. So ``node`` may then lack some of ``tree``.
     if isinstance(tree, int) or not node.keys() <= tree.keys():
         return None
     whole = node.keys() == tree.keys()
@@ -209,12 +211,12 @@ def _pairs(
     return pairs
 
 
-def _is_masked(leaf: Any) -> bool:
+def _is_masked(leaf: object) -> bool:
     optax = sys.modules.get("optax")
     return leaf is None or (optax is not None and isinstance(leaf, optax.MaskedNode))
 
 
-def _fits(param: Any, leaf: Any) -> bool:
+def _fits(param: object, leaf: object) -> bool:
     """Returns whether a leaf can be an optimizer's statistic of a parameter, by shape."""
     shape, own = getattr(leaf, "shape", None), getattr(param, "shape", None)
     if shape is None or own is None:
@@ -222,3 +224,84 @@ def _fits(param: Any, leaf: Any) -> bool:
     if tuple(shape) in (tuple(own), (), (1,)):
         return True
     return any(tuple(shape) == (*own[:axis], *own[axis + 1 :]) for axis in range(len(own)))
+
+
+_NAMED_SO = re.compile(r"(?:^|[/_.])(?:ema|ewma|swa|polyak|avg|average[ds]?|averaging)(?:[/_.]|$)")
+
+
+class Average(NamedTuple):
+    """A leaf that looks like an average of a table.
+
+    Attributes:
+      leaf: position of the leaf in the state.
+      name: its '/'-joined path.
+      table: path of the table.
+      chosen: whether it is a table itself.
+    """
+
+    leaf: int
+    name: str
+    table: str
+    chosen: bool
+
+
+def averages_of(
+    paths: Sequence[KeyPath],
+    leaves: Sequence[object],
+    chosen: Collection[int],
+    outside: Collection[int],
+) -> tuple[Average, ...]:
+    """Finds leaves with a table's shape and with its path except for the first component.
+
+    Leaves that are tables themselves are included only if their names are typical of averages.
+
+    Args:
+      paths: paths of the state's leaves.
+      leaves: the leaves.
+      chosen: positions of the tables.
+      outside: positions of dense leaves outside optimizer states.
+    """
+    return tuple(_found(paths, leaves, chosen, outside))
+
+
+def _found(
+    paths: Sequence[KeyPath],
+    leaves: Sequence[Leaf],
+    chosen: Collection[int],
+    outside: Collection[int],
+) -> Iterator[Average]:
+    names = {i: path_name(paths[i]) for i in (*chosen, *outside)}
+    originals = [i for i in chosen if not _NAMED_SO.search(names[i])]
+    by_tail = {(_tail(paths[i]), tuple(leaves[i].shape)): names[i] for i in originals}
+    for i in names.keys() - originals:
+        table = by_tail.get((_tail(paths[i]), tuple(getattr(leaves[i], "shape", ()))))
+        if table is not None:
+            yield Average(i, names[i], table, i in chosen)
+
+
+def _tail(path: KeyPath) -> tuple[str, ...]:
+    steps = [str(step) for _, step in path]
+    return tuple(steps[1:] or steps)
+
+
+def warning(found: Sequence[Average], leaves: Sequence[object]) -> str:
+    """Returns the text of the warning about averages."""
+    nbytes = sum(bytes_of(leaves[one.leaf]) for one in found)
+    lines = naming.listed(f"{one.name}, of table {one.table}" for one in found)
+    dense = [one.name for one in found if not one.chosen]
+    advice = (
+        "update such an average only in the rows of each batch "
+        "(ema.at[ids].set(decay * ema[ids] + (1 - decay) * table[ids]))"
+    )
+    if dense:
+        advice += f", and choose it as a table too: Tables(select=[..., {dense[0]!r}])"
+    return (
+        f"each save stores {nbytes / 1e6:.1f} MB whole, or nearly so, since the state seems to "
+        f"contain averages (EMA) or copies of tables:\n{lines}\nAn average over all rows changes "
+        f"every row at every step; {advice}"
+    )
+
+
+def bytes_of(leaf: Leaf) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

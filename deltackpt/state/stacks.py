@@ -12,19 +12,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
-from deltackpt import processes
+from deltackpt import coordination
+from deltackpt.coordination import Device
 from deltackpt.errors import OptionError, TableSelectionError
-from deltackpt.format import blocks
-from deltackpt.format.blocks import VALUES
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import path_name
-from deltackpt.state import contexts, ownership, paths, placement
+from deltackpt.format.naming import Leaf
+from deltackpt.format.row_blocks import VALUES
+from deltackpt.state import paths, placement
 from deltackpt.state.groups import TableFields
 from deltackpt.state.paths import Flat
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: A shard of a member has a multiple of so many rows, and a row of so many elements.
 _ALIGNED = 8
@@ -127,7 +132,7 @@ class StackedTable:
     def _numbers(self) -> dict[str, int]:
         return {member.name: number for number, member in enumerate(self.members)}
 
-    def physical_rows(self, member: str, ids: Any) -> np.ndarray:
+    def physical_rows(self, member: str, ids: object) -> np.ndarray:
         """Returns the rows of the stacked array that hold some ids: int64, in the shape of ``ids``.
 
         Args:
@@ -160,7 +165,7 @@ class StackedTable:
                 int(self.physical_rows(member, first)), first, -(-(rows - first) // self.shards)
             )
 
-    def ids(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+    def ids(self, rows: object) -> tuple[np.ndarray, np.ndarray]:
         """Returns which member and id each row of the stacked array holds.
 
         Args:
@@ -192,7 +197,7 @@ class MemberRows:
       shape, dtype: of the table.
     """
 
-    def __init__(self, array: Any, stack: StackedTable, member: StackMember):
+    def __init__(self, array: Leaf, stack: StackedTable, member: StackMember):
         """Reads no element."""
         self.array, self.stack, self.member = array, stack, member
         trailing = tuple(array.shape[1:])
@@ -213,7 +218,7 @@ class MemberRows:
         self.copy(start, stop, out)
         return out
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         rows = self[:]
         return rows if dtype is None else rows.astype(dtype)
 
@@ -222,7 +227,7 @@ class MemberRows:
         """Returns whether the stacked array is in host memory."""
         return placement.on_host(self.array)
 
-    def held(self) -> MemberRows | jax.Array:
+    def detached(self) -> MemberRows | jax.Array:
         """Returns the rows in a form that outlives a donation of the stacked array.
 
         They are views if the array is in host memory, and a copy of the table if it is on devices.
@@ -273,7 +278,7 @@ class MemberRows:
     def on_device(self, ids: np.ndarray) -> jax.Array:
         """Starts to gather the rows of some ids on the devices of the stacked array."""
         rows = self.stack.physical_rows(self.member.name, ids).astype(np.int32)
-        with contexts.beside(self.array):
+        with placement.on_device_of(self.array):
             return _gathered(self.array, rows, width=self.member.width if self.columns else None)
 
     def _host_views(self) -> tuple[tuple[int, np.ndarray], ...]:
@@ -281,8 +286,8 @@ class MemberRows:
         if not isinstance(self.array, jax.Array):
             return ((0, self.array),)
         found = {
-            box.rows[0]: np.asarray(ownership.shard_data(self.array, shard))
-            for box, shard in ownership.shard_boxes(self.array).items()
+            box.rows[0]: np.asarray(placement.shard_data(self.array, shard))
+            for box, shard in placement.shard_boxes(self.array).items()
         }
         return tuple(found.items())
 
@@ -316,12 +321,12 @@ class RestoredMember:
         return self.rows.dtype
 
 
-def array_of(leaf: Any) -> Any:
+def array_of(leaf: object) -> Leaf:
     """Returns the array that holds a field of a table: the stacked one, or the leaf itself."""
     return leaf.array if isinstance(leaf, MemberRows) else leaf
 
 
-def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
+def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
     """Returns a stacked array like its template, with the rows of all its members.
 
     Padding is as in the template if that is an array, otherwise zero. If no member was restored,
@@ -333,7 +338,7 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
     target = restored[0].target
     leaf, stack = target.array, target.stack
     known = _known(leaf)
-    boxes = ownership.device_boxes(leaf)
+    boxes = placement.device_boxes(leaf)
     held = {}
     for device, box in boxes.items():
         if box in held:
@@ -342,7 +347,7 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
         held[box] = np.array(known[device]) if known else np.zeros(shape, target.dtype)
         for part in restored:
             for run in stack.runs(part.target.member.name):
-                low, high = blocks.common(box.rows, (run.row, run.row + run.count))
+                low, high = row_blocks.common(box.rows, (run.row, run.row + run.count))
                 if low < high:
                     ids = part.rows[run.id + (low - run.row) * stack.shards :: stack.shards]
                     rows = slice(low - box.rows[0], high - box.rows[0])
@@ -352,7 +357,7 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
     return placement.assembled(leaf, boxes, held, may_alias=True)
 
 
-def _known(leaf: Any) -> Mapping[Any, Any]:
+def _known(leaf: object) -> Mapping[Device | None, jax.Array | np.ndarray]:
     """The content of a template by device, None for the whole; empty if it has none."""
     if isinstance(leaf, np.ndarray):
         return {None: leaf}
@@ -370,7 +375,7 @@ class StackedView(NamedTuple):
     stack: StackedTable
     member: StackMember
 
-    def of(self, leaves: Sequence[Any]) -> MemberRows:
+    def of(self, leaves: Sequence[object]) -> MemberRows:
         """Returns the table in a state's leaves."""
         return MemberRows(leaves[self.leaf], self.stack, self.member)
 
@@ -432,7 +437,7 @@ def expanded(
     return tables, Flat(leaves, all_paths, in_variable), tuple(views)
 
 
-def _check_stacked(name: str, leaf: Any, stack: StackedTable) -> None:
+def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:
     shape = tuple(leaf.shape)
     if len(shape) > 2 or shape[:1] != stack.shape[:1]:
         raise TableSelectionError(_misshapen(name, leaf, stack))
@@ -449,15 +454,15 @@ def _check_stacked(name: str, leaf: Any, stack: StackedTable) -> None:
             f"stacks: {name}: expected whole rows on each device, found sharding {sharding}; shard "
             "it by rows"
         )
-    if not sharding.is_fully_addressable or processes.count() > 1:
+    if not sharding.is_fully_addressable or coordination.process_count() > 1:
         raise TableSelectionError(
             f"stacks: {name}: expected one process that addresses all its shards, found "
-            f"{processes.count()} processes and sharding {sharding}; with several processes, save "
-            "the arrays as they are, and restore them on the same topology"
+            f"{coordination.process_count()} processes and sharding {sharding}; with several "
+            "processes, save the arrays as they are, and restore them on the same topology"
         )
 
 
-def _misshapen(name: str, leaf: Any, stack: StackedTable) -> str:
+def _misshapen(name: str, leaf: Leaf, stack: StackedTable) -> str:
     return (
         f"stacks: {name}: expected shape {list(stack.shape)} for {stack.shards} shards, found "
         f"{list(leaf.shape)}; give the number of SparseCores of this topology, and the rows and "
@@ -465,7 +470,7 @@ def _misshapen(name: str, leaf: Any, stack: StackedTable) -> str:
     )
 
 
-def by_leaf(fields: Mapping[str, Any]) -> dict[str, list[RestoredMember | MemberRows]]:
+def by_leaf(fields: Mapping[str, object]) -> dict[str, list[RestoredMember | MemberRows]]:
     """Returns the path name of each stacked leaf to its members.
 
     Args:

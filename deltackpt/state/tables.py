@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a state into tables, slots and dense leaves, and groups tables.
+"""The choice of tables, and the split of a state into tables, slots and dense leaves.
 
 ``split`` splits a state into tables with slots, dense leaves and the TouchState; ``join`` puts them
 together. Its results are cached by the structure of the state, since the training thread splits at
@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import logging
 import math
+import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 from jax import tree_util
@@ -23,26 +23,95 @@ from jax.core import Tracer
 
 from deltackpt import events, vocab
 from deltackpt.errors import (
+    OptionError,
     TableSelectionError,
     TemplateMismatch,
     TrackingError,
     UnsupportedLeaf,
 )
-from deltackpt.format import blocks
-from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, path_name
+from deltackpt.format import row_blocks
+from deltackpt.format.manifest import DenseEntry, KeyPath, Layout, dense_at, nested, path_name
+from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.policies import CodecChoice
-from deltackpt.state import averages, paths, slots, stacks, touch_state
-from deltackpt.state.averages import Average
-from deltackpt.state.choice import Tables
-from deltackpt.state.groups import TableFields, group_tables
-from deltackpt.state.nesting import dense_at, nested
+from deltackpt.state import paths, slots, stacks, touch_state
+from deltackpt.state.groups import CodecOption, TableFields, group_tables
 from deltackpt.state.paths import Flat, Select
+from deltackpt.state.slots import Average
+from deltackpt.state.stacks import StackedTable
 from deltackpt.state.touch_state import Marks, TouchSite, TouchState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """Selects the tables of a state. Create one and reuse it: it caches the layouts that it finds.
+
+    Attributes:
+      select: paths of the tables in the state; optimizer states are never searched. ``*`` matches
+        within one path component, ``**`` across components. ``()`` declares a state without tables.
+        Every array that matches becomes a table whose first axis is the rows, even a bias, so
+        ``"**"`` selects the whole model. A scalar, a PRNG key or a Python number that matches
+        raises ``TableSelectionError``.
+      slots: None finds slots by optax's tree mapping. An empty mapping declares that there are
+        none: optimizer states are then saved whole, with a warning if they are large. Otherwise,
+        table path pattern to slot name to the slot's path, in which ``{table}`` is replaced by the
+        table's path and ``{name}`` by its last component; tables that no pattern matches keep the
+        slots that are found.
+      key: path of the key column of each table, in which ``{table}`` and ``{name}`` are replaced as
+        for ``slots``; a mapping from table path pattern to such a path if only some tables have
+        one. It holds the id of each row, -1 for a row without one: (rows,) int32, int64 or uint64,
+        or (rows, 2) int32 or uint32 for 64-bit ids without ``jax_enable_x64``. It is saved with its
+        row as slot ``key``, uncompressed. A restore checks that ids are unique. Mark the rows whose
+        ids change. A delta stores only the row index of a row without an id, if all its values and
+        slots are 0. See ``deltackpt.vocab``.
+      always: names of slots whose rows all move at every step; each save writes them whole. A
+        pattern matches the whole name or its last component. Adafactor's are known.
+      codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
+        ``BitWidthPolicy`` that chooses one, or a ``CodecChoice``; for all tables or by table path
+        pattern (the first match applies; ``raw`` without a match). A lossy codec is used only if
+        you name it.
+      slot_codec: the same for the tables' slots.
+      stacks: table path pattern to the layout of arrays in which jax-tpu-embedding stacked tables.
+        Such an array and its slots are saved as one table for each member, of logical rows, whose
+        paths are below that of the array.
+
+    Examples:
+      >>> import deltackpt
+      >>> import jax.numpy as jnp
+      >>> from deltackpt.handlers import split
+      >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
+      >>> parts = split(state, Tables(select="params/emb"))
+      >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
+      (['params/emb'], ['w'])
+    """
+
+    select: Select
+    slots: Mapping[str, Mapping[str, Select]] | None = None
+    key: str | Mapping[str, Select] | None = None
+    always: Sequence[str] = ()
+    codec: CodecOption = "raw"
+    slot_codec: CodecOption = "raw"
+    stacks: Mapping[str, StackedTable] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        paths.check_select(self.select)
+        for option in (self.codec, self.slot_codec):
+            for given in option.values() if isinstance(option, Mapping) else [option]:
+                CodecChoice.of(given)
+        for pattern, stack in self.stacks.items():
+            if not isinstance(stack, StackedTable):
+                raise OptionError(
+                    f"stacks: expected a StackedTable for {pattern!r}, found {stack!r}"
+                )
+        if self.slots is not None and not isinstance(self.slots, Mapping):
+            raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
+        if self.key is not None and not isinstance(self.key, (str, Mapping)):
+            raise OptionError(f"key: expected a path, a mapping or None, found {self.key!r}")
+
 
 _logger = logging.getLogger(__name__)
 
 #: Why a dense leaf cannot be stored under its key, None where it can.
-DenseFault = Callable[[Any, Sequence[str]], str | None]
+DenseFault = Callable[[Leaf, Sequence[str]], str | None]
 #: Layouts that one Tables remembers; a training run has one or two.
 _REMEMBERED = 16
 #: Fewer bytes of slots in the dense part of each save cost nothing worth a warning.
@@ -64,11 +133,11 @@ class Split:
     """
 
     layout: Layout
-    fields: dict[str, dict[str, Any]]
-    dense: dict[str, Any]
+    fields: dict[str, dict[str, Leaf]]
+    dense: dict[str, PyTree]
     marks: tuple[Marks, ...]
     codecs: dict[str, dict[str, CodecChoice]]
-    windows: tuple[tuple[Any, Any], ...] = ()
+    windows: tuple[tuple[Leaf, Leaf], ...] = ()
 
     @property
     def touched(self) -> TouchState | None:
@@ -85,7 +154,8 @@ class _Plan:
     dense_slots: tuple[int, ...]
     averages: tuple[Average, ...]
     codecs: dict[str, dict[str, CodecChoice]]
-    fields: dict[str, dict[str, int]]
+    #: Name of a table, names of its fields, and what gets these from the leaves.
+    fields: tuple[tuple[str, tuple[str, ...], Callable[[Sequence[Leaf]], tuple[Leaf, ...]]], ...]
     #: Their positions follow those of the leaves.
     views: tuple[stacks.StackedView, ...]
     dense: tuple[tuple[tuple[str, ...], int], ...]
@@ -93,18 +163,18 @@ class _Plan:
     windows: tuple[tuple[int, int], ...]
 
 
-_plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[Tables, dict[Hashable, _Plan]] = weakref.WeakKeyDictionary()
 #: The one that was asked for last, with its key: its shardings are those of the next state, too,
 #: where one jitted step has made both, and are quickly compared with themselves.
-_newest: weakref.WeakKeyDictionary[Tables, tuple[Any, _Plan]] = weakref.WeakKeyDictionary()
+_newest: weakref.WeakKeyDictionary[Tables, tuple[Hashable, _Plan]] = weakref.WeakKeyDictionary()
 #: Those whose dense leaves can be stored, with the numbers of those whose value decides.
 _storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictionary()
 #: Choices of tables with a warning about slots that each save stores whole.
 _warned: weakref.WeakSet[Tables] = weakref.WeakSet()
-_told_averages: weakref.WeakSet[Tables] = weakref.WeakSet()
+_logged_averages: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
-def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) -> Split:
+def split(state: PyTree, tables: Tables, *, dense_fault: DenseFault | None = None) -> Split:
     """Splits a state into tables with slots, dense leaves and the TouchState.
 
     Args:
@@ -128,15 +198,12 @@ def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) 
     plan = _plan_of(state, tables, leaves, treedef)
     if dense_fault is not None:
         _check_storable(plan, leaves, dense_fault)
-        _tell_dense_slots(plan, leaves, tables)
-        _tell_averages(plan, leaves, tables)
+        _log_dense_slots(plan, leaves, tables)
+        _log_averages(plan, leaves, tables)
         _report_default(plan, tables)
     held = [*leaves, *(view.of(leaves) for view in plan.views)] if plan.views else leaves
-    fields = {
-        name: {field: held[i] for field, i in positions.items()}
-        for name, positions in plan.fields.items()
-    }
-    dense: dict[str, Any] = {}
+    fields = {name: dict(zip(names, of(held))) for name, names, of in plan.fields}
+    dense: dict[str, PyTree] = {}
     for key, i in plan.dense:
         node = dense
         for step in key[:-1]:
@@ -148,12 +215,12 @@ def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) 
 
 
 def join(
-    template: Any,
+    template: PyTree,
     layout: Layout,
-    fields: Mapping[str, Mapping[str, Any]],
-    dense: Mapping[str, Any],
+    fields: Mapping[str, Mapping[str, object]],
+    dense: Mapping[str, object],
     touched: TouchState | None,
-) -> Any:
+) -> PyTree:
     """Puts the parts of a state together.
 
     Args:
@@ -182,7 +249,7 @@ def join(
     by_name |= {name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name).items()}
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     _, treedef = paths.flatten(template, touch_state.is_touch_state)
-    leaves: list[Any] = list(flat.leaves)
+    leaves = list(flat.leaves)
     tracked = set()
     for place in touch_state.sites(flat):
         _put_touched(place, leaves, touched)
@@ -207,7 +274,7 @@ def join(
     return tree_util.tree_unflatten(treedef, leaves)
 
 
-def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Plan:
+def _plan_of(state: PyTree, tables: Tables, leaves: list[Leaf], treedef: object) -> _Plan:
     known = _plans.setdefault(tables, {})
     key = (treedef, tuple(map(_signature, leaves)))
     try:
@@ -227,7 +294,7 @@ def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Pl
     return plan
 
 
-def _signature(leaf: Any) -> Any:
+def _signature(leaf: Leaf) -> Hashable:
     try:
         # An abstract leaf of a template may look like the array that can be saved.
         return type(leaf), leaf.shape, leaf.dtype, leaf.sharding
@@ -246,7 +313,7 @@ def check_touched(touched: TouchState | None) -> None:
     _check_readable({"touched": touched}, jax.tree.leaves(touched))
 
 
-def _check_readable(state: Any, leaves: list[Any]) -> None:
+def _check_readable(state: PyTree, leaves: list[Leaf]) -> None:
     """Checks, before a save begins, that its state has values."""
     if not any(_any_unreadable(kind, leaves) for kind in {*map(type, leaves)}):
         return
@@ -263,10 +330,10 @@ def _check_readable(state: Any, leaves: list[Any]) -> None:
     )
 
 
-def _any_unreadable(kind: type, leaves: list[Any]) -> bool:
+def _any_unreadable(kind: type, leaves: list[Leaf]) -> bool:
     """Returns whether a leaf of a type has no values; checking each leaf takes 5 % of a save."""
     if issubclass(kind, (Tracer, TouchState)):
-        check: Callable[[Any], Any] = _unreadable
+        check: Callable[[Leaf], object] = _unreadable
     elif (found := getattr(kind, "is_deleted", None)) is not None:
         check = found
     else:
@@ -274,7 +341,7 @@ def _any_unreadable(kind: type, leaves: list[Any]) -> bool:
     return any(map(check, [leaf for leaf in leaves if type(leaf) is kind]))
 
 
-def _unreadable(leaf: Any) -> str | None:
+def _unreadable(leaf: object) -> str | None:
     """Returns why a leaf has no values; None if it has."""
     if isinstance(leaf, TouchState):
         return next(filter(None, map(_unreadable, jax.tree.leaves(leaf))), None)
@@ -284,7 +351,7 @@ def _unreadable(leaf: Any) -> str | None:
     return "was deleted" if is_deleted is not None and is_deleted() else None
 
 
-def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> None:
+def _check_storable(plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault) -> None:
     numbers = _storable.get(plan)
     faults = []
     for number in range(len(plan.dense)) if numbers is None else numbers:
@@ -304,7 +371,7 @@ def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> 
         _storable[plan] = [number for number, leaf in values if not hasattr(leaf, "dtype")]
 
 
-def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
+def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
     """Warns, once for each choice of tables, of slots that each save stores whole."""
     nbytes = sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in plan.dense_slots)
     if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
@@ -319,16 +386,16 @@ def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
     )
 
 
-def _tell_averages(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
+def _log_averages(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
     """Warns about averages of tables, once for each choice of tables."""
-    nbytes = sum(averages.bytes_of(leaves[one.leaf]) for one in plan.averages)
-    if nbytes >= _DENSE_SLOT_BYTES and tables not in _told_averages:
-        _told_averages.add(tables)
-        events.warn(averages.warning(plan.averages, leaves))
+    nbytes = sum(slots.bytes_of(leaves[one.leaf]) for one in plan.averages)
+    if nbytes >= _DENSE_SLOT_BYTES and tables not in _logged_averages:
+        _logged_averages.add(tables)
+        events.warn(slots.warning(plan.averages, leaves))
 
 
 def _report_default(plan: _Plan, tables: Tables) -> None:
-    """WalReader the tables that the default pattern selects, once; warns if it selects none."""
+    """Logs the tables that the default pattern selects, once; warns if it selects none."""
     if tables.select is not paths.DEFAULT_SELECT or tables in _warned:
         return
     _warned.add(tables)
@@ -345,7 +412,7 @@ def _report_default(plan: _Plan, tables: Tables) -> None:
     )
 
 
-def _find_plan(state: Any, tables: Tables) -> _Plan:
+def _find_plan(state: PyTree, tables: Tables) -> _Plan:
     flat = paths.flatten_with_paths(state, touch_state.is_touch_state)
     places = tuple(touch_state.sites(flat))
     tracked = {i for place in places for i in place.positions}
@@ -358,25 +425,36 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     layout = Layout(
         grouped.groups,
         grouped.tables,
-        tuple(DenseLeaf(path=flat.paths[i], key=_dense_key(flat.paths[i])) for i in dense),
+        tuple(DenseEntry(path=flat.paths[i], key=_dense_key(flat.paths[i])) for i in dense),
         tuple(place.path for place in places),
     )
-    fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in members}
+    fields = tuple(
+        (table.name, tuple(table.fields), _getter([i for i, _ in table.fields.values()]))
+        for table in members
+    )
     # A plan outlives the state: it keeps the position of the TouchState, not its arrays.
     kept = tuple(place._replace(touched=TouchState(None, {}, None)) for place in places)  # pyright: ignore[reportArgumentType]
     keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
     dense_slots = _dense_slots(flat, tables, found, taken, optimizer)
     windows = _windows(flat)
-    chosen = {table.fields[blocks.VALUES][0] for table in found}
+    chosen = {table.fields[row_blocks.VALUES][0] for table in found}
     outside = [i for i in dense if optimizer[i] is None]
-    likely = averages.averages_of(flat.paths, flat.leaves, chosen, outside)
+    likely = slots.averages_of(flat.paths, flat.leaves, chosen, outside)
     return _Plan(layout, dense_slots, likely, grouped.choices, fields, views, keys, kept, windows)
+
+
+def _getter(positions: Sequence[int]) -> Callable[[Sequence[Leaf]], tuple[Leaf, ...]]:
+    """Returns what gets the leaves at some positions; for one, ``itemgetter`` has no tuple."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    [only] = positions
+    return lambda leaves: (leaves[only],)
 
 
 def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:
     """Returns positions of the counters of each ``optax.MultiSteps``: updates, steps."""
     at = {path: i for i, path in enumerate(flat.paths)}
-    names: dict[KeyPath, dict[Any, int]] = {}
+    names: dict[KeyPath, dict[str | int, int]] = {}
     for path, i in at.items():
         if path and path[-1][1] in ("gradient_step", "mini_step"):
             names.setdefault(path[:-1], {})[path[-1][1]] = i
@@ -398,7 +476,7 @@ def _dense_slots(
     """Returns positions of leaves that are slots of tables by structure, and were not declared."""
     if tables.slots is None:
         return ()
-    chosen = [table.fields[blocks.VALUES][0] for table in found]
+    chosen = [table.fields[row_blocks.VALUES][0] for table in found]
     with contextlib.suppress(TableSelectionError):  # It is ambiguous whose they are.
         all_slots = slots.find_slots(flat, chosen, optimizer)
         return tuple(sorted({slot.leaf for slot in all_slots} - taken))
@@ -430,14 +508,14 @@ def _choose(
             f"select: these leaves cannot be tables:\n{paths.listed(faults)}\n"
             "a table is a numeric array whose first axis is the rows"
         )
-    found = {i: TableFields(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
+    found = {i: TableFields(names[i], {row_blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
     if tables.slots is None or tables.slots:
         searched = [i for i in chosen if i not in explicit]
         for slot in slots.find_slots(flat, searched, optimizer):
             if slot.leaf not in tracked:
                 always = slots.is_always(slot, tables.always)
-                found[slot.table].fields[blocks.slot_field(slot.name)] = (slot.leaf, always)
+                found[slot.table].fields[row_blocks.slot_field(slot.name)] = (slot.leaf, always)
     _add_keys(tables, found, flat, names, usable)
     _check_always(tables.always, found)
     _check_taken_once(found, names)
@@ -481,7 +559,7 @@ def _explicit_slots(
                     )
                 candidate = slots.Slot(i, leaf, slot, False)
                 always = slots.is_always(candidate, tables.always)
-                found[i].fields[blocks.slot_field(slot)] = (leaf, always)
+                found[i].fields[row_blocks.slot_field(slot)] = (leaf, always)
     return concerned
 
 
@@ -491,17 +569,17 @@ def _add_keys(
     """Gives tables the key columns that the user declared."""
     if tables.key is None:
         return
-    field = blocks.slot_field(blocks.KEY_SLOT)
+    field = row_blocks.slot_field(row_blocks.KEY_SLOT)
     declared = {"**": tables.key} if isinstance(tables.key, str) else tables.key
     for pattern, select in declared.items():
         for i in _matching("key", pattern, found):
             table = found[i]
             if field in table.fields:
                 raise TableSelectionError(
-                    f"key: expected one key column and no slot {blocks.KEY_SLOT!r} of table "
+                    f"key: expected one key column and no slot {row_blocks.KEY_SLOT!r} of table "
                     f"{table.name}, found two; name one of them"
                 )
-            leaf = _declared_leaf(table.name, blocks.KEY_SLOT, select, flat, names, usable)
+            leaf = _declared_leaf(table.name, row_blocks.KEY_SLOT, select, flat, names, usable)
             rows, column = flat.leaves[i].shape[0], flat.leaves[leaf]
             fault = paths.table_fault(column) or vocab.column_fault(column.shape, column.dtype)
             if fault or column.shape[0] != rows:
@@ -544,10 +622,10 @@ def _declared_leaf(
 
 def _check_always(always: Sequence[str], found: dict[int, TableFields]) -> None:
     names = {
-        field.removeprefix(blocks.slot_field(""))
+        field.removeprefix(row_blocks.slot_field(""))
         for table in found.values()
         for field in table.fields
-        if field != blocks.VALUES
+        if field != row_blocks.VALUES
     }
     for pattern in [always] if isinstance(always, str) else always:
         if not any(slots.is_always(slots.Slot(0, 0, name, False), pattern) for name in names):
@@ -580,7 +658,7 @@ def _dense_key(path: KeyPath) -> tuple[str, ...]:
     )
 
 
-def _plain_empty(leaf: Any) -> Any:
+def _plain_empty(leaf: object) -> object:
     """Replaces an empty container that Orbax would not know by one of a plain type, or None."""
     if not paths.is_empty(leaf) or leaf is None:
         return leaf
@@ -589,12 +667,12 @@ def _plain_empty(leaf: Any) -> Any:
     return None if hasattr(type(leaf), "_fields") else []
 
 
-def _touched_at(site: TouchSite, leaves: list[Any]) -> TouchState:
+def _touched_at(site: TouchSite, leaves: list[Leaf]) -> TouchState:
     found = [leaves[i] for i in site.positions]
     return touch_state.of_leaves(found, site.names) if site.names else touch_state.plain(found[0])
 
 
-def _put_touched(site: TouchSite, leaves: list[Any], touched: TouchState | None) -> None:
+def _put_touched(site: TouchSite, leaves: list[Leaf], touched: TouchState | None) -> None:
     """Puts ``touched``, else a fresh TouchState, where the template has one."""
     wanted = site.touched.stamps
     given = touched if touched is not None else touch_state.fresh(site.touched)

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TouchState (one int32 stamp per row, a clock and an identity), and how to find it in a state.
+"""TouchStates: one int32 stamp per row, a clock and an identity; those in a state.
 
 ``mark`` advances the clock and stamps rows with it. A save records the clock that it saw; the rows
 touched since then are those with a greater stamp. Nothing is ever cleared, so a failed save loses
 no row. A clock does not identify its TouchState: the clock of a re-created one soon passes the
-clock of the last save. The identity distinguishes them. The tracking audit (``save.proof``) detects
-other cases, such as a reverted copy.
+clock of the last save. The identity distinguishes them. The tracking audit
+(``save.tracking_audit``) detects other cases, such as a reverted copy.
 """
 
 from __future__ import annotations
 
+import collections
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from deltackpt.errors import TrackingError
-from deltackpt.format.manifest import KeyPath
-from deltackpt.resources import memory, pages
-from deltackpt.state import contexts, paths, placement
+from deltackpt.format import naming
+from deltackpt.format.manifest import KeyPath, Layout
+from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.resources import host_memory
+from deltackpt.state import paths, placement
 from deltackpt.state.paths import Flat
+from deltackpt.state.placement import ByLayout
 
 #: The clock stops here; a save that sees it takes a base.
 CLOCK_MAX = int(np.iinfo(np.int32).max)
@@ -91,7 +96,7 @@ def next_identity(identity: int) -> int:
     return 1 + identity % CLOCK_MAX
 
 
-@contexts.neutral()
+@placement.neutral()
 def clock_exhausted(clock: int | jax.Array) -> bool:
     """Returns whether the clock has stopped, so that stamps no longer distinguish rows.
 
@@ -101,7 +106,7 @@ def clock_exhausted(clock: int | jax.Array) -> bool:
     return int(clock) >= CLOCK_MAX
 
 
-@contexts.neutral()
+@placement.neutral()
 def fresh(state: TouchState, identity: int = UNKNOWN, *, traced: bool | None = None) -> TouchState:
     """Returns a TouchState like ``state`` (abstract or not) in which no row is touched.
 
@@ -113,15 +118,15 @@ def fresh(state: TouchState, identity: int = UNKNOWN, *, traced: bool | None = N
     if traced is None:
         traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
 
-    def new(leaf: Any, value: int) -> jax.Array:
+    def new(leaf: Leaf, value: int) -> jax.Array:
         return filled(leaf.shape, leaf, value, traced=traced)
 
     values = TouchState(0, dict.fromkeys(state.stamps, 0), identity)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(new, state, values)
 
 
-@contexts.neutral()
-def find(state: Any) -> TouchState | None:
+@placement.neutral()
+def find(state: PyTree) -> TouchState | None:
     """Finds the TouchState anywhere inside a train state, optimizer state, nnx state or module.
 
     Args:
@@ -138,7 +143,7 @@ def find(state: Any) -> TouchState | None:
     return combine([site.touched for site in sites(flat)])
 
 
-def is_touch_state(node: Any) -> bool:
+def is_touch_state(node: object) -> bool:
     """Returns whether a node is a TouchState."""
     return isinstance(node, TouchState)
 
@@ -174,7 +179,7 @@ def sites(flat: Flat) -> list[TouchSite]:
     return found
 
 
-def of_leaves(leaves: Sequence[Any], names: Iterable[str]) -> TouchState:
+def of_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
     """Returns a TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
     clock, *stamps, identity = leaves
     return TouchState(clock, dict(zip(names, stamps, strict=True)), identity)
@@ -207,23 +212,145 @@ def combine(states: Iterable[TouchState]) -> TouchState | None:
     return TouchState(first.clock, stamps, first.identity)
 
 
-def _same_clock(one: Any, other: Any) -> bool:
+def _same_clock(
+    one: jax.Array | jax.ShapeDtypeStruct, other: jax.Array | jax.ShapeDtypeStruct
+) -> bool:
     if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
         return True
     return int(one) == int(other)
 
 
-def filled(shape: tuple[int, ...], leaf: Any, value: int, *, traced: bool) -> jax.Array:
+def filled(shape: tuple[int, ...], leaf: object, value: int, *, traced: bool) -> jax.Array:
     """Returns an int32 array with a leaf's placement; outside jit it compiles nothing."""
     sharding = placement.sharding_of(leaf)
     if traced:
         return jnp.full(shape, value, jnp.int32, device=sharding)
     if sharding is None or len(sharding.device_set) == 1:
         # The CPU backend may keep it without a copy, for one device: see ``state.placement``.
-        array = memory.empty_buffer(shape, np.dtype(np.int32))
-        pages.populate(array)
+        array = host_memory.empty_buffer(shape, np.dtype(np.int32))
+        host_memory.populate(array)
         array.fill(value)
         return placement.put(array, leaf, may_alias=True)
     # Each process creates only its own shards.
     shard = np.full(sharding.shard_shape(shape), value, np.int32)
     return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)
+
+
+@placement.neutral()
+def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
+    """Advances the clock and stamps the rows for which a (rows,) bool mask is True.
+
+    Costs O(rows); ``mark`` is cheaper if the ids are known.
+
+    Raises:
+      TrackingError: a name has no stamps.
+    """
+    clock = next_clock(state)
+    stamps = dict(state.stamps)
+    for name, mask in rows.items():
+        key = key_of("mark_rows", name, stamps)
+        stamps[key] = jnp.where(mask, clock, stamps[key])
+    return TouchState(clock, stamps, state.identity)
+
+
+def next_clock(state: TouchState) -> jax.Array:
+    """Returns the clock of the next mark."""
+    return jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
+
+
+def key_of(action: str, name: str, stamps: Mapping[str, jax.Array]) -> str:
+    """Returns the stamps' key for a name: the name itself, or the one path that ends with it."""
+    key = naming.meant(name, stamps, TrackingError)
+    if key not in stamps:
+        raise TrackingError(f"{action}: no table {name!r}; the tables are\n{paths.listed(stamps)}")
+    return key
+
+
+def with_more_rows(array: jax.Array, rows: int) -> jax.Array:
+    """Returns an array extended to ``rows`` rows with zeros."""
+    if array.shape[0] == rows:
+        return array
+    added = [(0, rows - array.shape[0], 0), *[(0, 0, 0)] * (array.ndim - 1)]
+    return lax.pad(array, jnp.zeros((), array.dtype), added)
+
+
+#: Table name to the key of its stamps, by layout and by the stamps' names and lengths.
+_matched: ByLayout[dict[str, str]] = ByLayout()
+
+
+def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Finds the stamps of each table: table name to key in ``touched.stamps``.
+
+    A key names the table with the same path; otherwise the only table whose path ends with the key,
+    because ``track`` only sees paths within the params.
+
+    Raises:
+      TrackingError: a table has no stamps, two tables share some, or the row counts differ.
+    """
+    found = matched(touched, layout)
+    for table in layout.tables:
+        if table.name not in found:
+            raise _without_stamps(table.name, touched.stamps)
+    return found
+
+
+def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, jax.Array]]:
+    """Returns the stamps of each table: table name to path to stamps, (rows,) int32.
+
+    Args:
+      marks: the TouchStates of a save; a table may have stamps in any of them.
+      layout: the tables.
+
+    Raises:
+      TrackingError: a table has no stamps in any, or as for ``match_touched``.
+    """
+    found: dict[str, dict[str, jax.Array]] = {table.name: {} for table in layout.tables}
+    for place, touched in marks:
+        for table, key in matched(touched, layout).items():
+            found[table][place] = touched.stamps[key]
+    if bare := [table for table, stamps in found.items() if not stamps]:
+        known = {key for _, touched in marks for key in touched.stamps}
+        raise _without_stamps(bare[0], known)
+    return found
+
+
+def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
+    return TrackingError(
+        f"table {table}: expected stamps of it in the TouchState, found only those of\n"
+        f"{paths.listed(known)}\ninitialize it with every table"
+    )
+
+
+def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Returns table name to the key of its stamps, for tables that have stamps.
+
+    Raises:
+      TrackingError: two tables share stamps, or the row counts differ.
+    """
+    lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
+    return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
+
+
+def _find_matched(lengths: Mapping[str, int], layout: Layout) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for table in layout.tables:
+        steps = table.name.split("/")
+        ends = ("/".join(steps[i:]) for i in range(len(steps)))
+        key = next((end for end in ends if end in lengths), None)
+        if key is None:
+            continue
+        found[table.name] = key
+        rows = lengths[key]
+        if rows != table.rows:
+            raise TrackingError(
+                f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
+                "initialize the TouchState again with the tables as they are"
+            )
+    for key, count in collections.Counter(found.values()).items():
+        if count > 1:
+            sharing = [name for name, other in found.items() if other == key]
+            raise TrackingError(
+                f"stamps {key!r} fit more than one table:\n{paths.listed(sharing)}\n"
+                "name the stamps by the tables' whole paths"
+            )
+    return found

@@ -11,23 +11,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format.segments import ArrayEntry
-from deltackpt.resources.memory import ALIGNMENT
-from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
+from deltackpt.format.row_blocks import ArrayEntry
+from deltackpt.lazy_import import LazyModule
+from deltackpt.storage.digests import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.store import Missing, StorePath, store_path
 
-#: Uncompressed bytes per chunk: ten times faster than one giant value, and few enough files.
-CHUNK_BYTES = 16 << 20
+if TYPE_CHECKING:
+    import tensorstore as ts
+else:
+    ts = LazyModule("tensorstore")
+
 #: System errors that mean a missing or inaccessible chunk, so that an older step may work. Running
 #: out of descriptors or memory is not one of them.
 _UNOPENED = (
@@ -39,44 +40,6 @@ _ZSTD_LEVEL = 3
 _PLANES_ZSTD_LEVEL = 1
 #: By dtype kind, in Zarr v3 JSON.
 _FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
-
-
-def array_entry(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    *,
-    zstd: bool = False,
-    byte_planes: bool = False,
-    chunk_rows: int | None = None,
-) -> ArrayEntry:
-    """Describes an array to be stored; chunks hold whole rows of about ``CHUNK_BYTES``.
-
-    Args:
-      name: name of the array in its segment.
-      shape: its shape; only the first axis is split.
-      dtype: a core dtype of Zarr v3.
-      zstd: whether to compress chunks.
-      byte_planes: whether to compress chunks with their last axis first.
-      chunk_rows: rows per chunk; chosen automatically by default.
-    """
-    if chunk_rows is None:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        # Equal chunks: a shorter last one would still be stored at full length.
-        chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
-        if chunk_rows < shape[0]:
-            # Contiguous rows are written without a copy.
-            even_rows = ALIGNMENT // math.gcd(ALIGNMENT, nbytes // shape[0])
-            if even_rows <= chunk_rows // 16:
-                chunk_rows = -(-chunk_rows // even_rows) * even_rows
-    return ArrayEntry(
-        name=name,
-        shape=shape,
-        dtype=dtype.name,
-        chunk_rows=chunk_rows,
-        zstd=zstd,
-        byte_planes=byte_planes,
-    )
 
 
 def zstd_level(entry: ArrayEntry) -> int:
@@ -283,7 +246,7 @@ def unsynced() -> Any:
     return ts.Context({"file_io_sync": False})
 
 
-def spec_of(kvstore: Mapping[str, Any], entry: ArrayEntry) -> dict[str, Any]:
+def spec_of(kvstore: Mapping[str, object], entry: ArrayEntry) -> dict[str, Any]:
     """Returns the spec of an array for TensorStore's Zarr v3 driver."""
     return {
         "driver": "zarr3",

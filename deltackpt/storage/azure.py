@@ -37,8 +37,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 #: obstore's error for an untrusted server certificate.
 _UNTRUSTED = "InvalidCertificate"
-#: Azure's code for a missing container; a missing blob has another one.
-_NO_CONTAINER = "ContainerNotFound"
 
 
 class AzureStore:
@@ -107,14 +105,14 @@ class AzureStore:
         except ValueError as error:
             raise Refused(
                 f"{url}: expected a container and a path that Azure's client accepts, found: "
-                f"{_told(error)}; leave empty parts, dots and control characters out of it"
-            ) from OSError(_told(error))
+                f"{_message(error)}; leave empty parts, dots and control characters out of it"
+            ) from OSError(_message(error))
         except obstore.exceptions.BaseError as error:
             raise Refused(
                 f"{url}: expected an Azure account and its credentials in the environment, "
-                f"found: {_told(error)}; set AZURE_STORAGE_ACCOUNT_NAME, and "
+                f"found: {_message(error)}; set AZURE_STORAGE_ACCOUNT_NAME, and "
                 "AZURE_STORAGE_ACCOUNT_KEY or another credential that obstore knows"
-            ) from OSError(_told(error))
+            ) from OSError(_message(error))
 
     @property
     def url(self) -> str:
@@ -224,22 +222,22 @@ class AzureStore:
             raise Exists(
                 f"{self._url}/{key}: expected nothing there, found an object; check which program "
                 "wrote it"
-            ) from OSError(_told(error))
+            ) from OSError(_message(error))
         except FileNotFoundError as error:
             if missing is not None:
-                raise Missing(f"{self._url}/{missing}") from OSError(_told(error))
-            raise self._failed(Refused, action, _told(error)) from OSError(_told(error))
+                raise Missing(f"{self._url}/{missing}") from OSError(_message(error))
+            raise self._failed(Refused, action, _message(error)) from OSError(_message(error))
         except (OSError, ValueError, self._api.exceptions.BaseError) as error:
             if isinstance(error, StorageError):
                 raise
             if _UNTRUSTED in str(error):
-                raise untrusted(self._url, action) from OSError(_told(error))
-            raise self._failed(_kind(error), action, _told(error)) from OSError(_told(error))
+                raise untrusted(self._url, action) from OSError(_message(error))
+            raise self._failed(_kind(error), action, _message(error)) from OSError(_message(error))
 
-    def _failed(self, kind: type[StorageError], action: str, told: str) -> StorageError:
-        if kind is Unanswered and not _STATUS.search(told):
+    def _failed(self, kind: type[StorageError], action: str, message: str) -> StorageError:
+        if kind is Unanswered and not _STATUS.search(message):
             return unanswered(self._url, action, self._deadline_secs)
-        return refusal(kind, self._url, action, told)
+        return refusal(kind, self._url, action, message)
 
 
 def _kind(error: Exception) -> type[StorageError]:
@@ -250,7 +248,7 @@ def _kind(error: Exception) -> type[StorageError]:
     return Unanswered if type(error).__name__ == "GenericError" else Refused
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The kind of a failure with the response's codes: the rest may contain secrets."""
     status, code = _STATUS.search(str(error)), _CODE.search(str(error))
     found = "NotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__

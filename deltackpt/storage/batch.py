@@ -12,16 +12,16 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from deltackpt.errors import StorageError
-from deltackpt.resources.runtime import FSYNCS, READS, Runtime
-from deltackpt.storage import digests, files
-from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, BlockSums, crc32c
-from deltackpt.storage.digests import Digest
+from deltackpt.resources.runtime import FSYNCS, READS, Runtime, Task
+from deltackpt.storage import digests, posix
+from deltackpt.storage.digests import BLOCK_BYTES, CRC_BYTES, BlockSums, Digest, crc32c
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
 
 #: Bytes per write; a multiple of every alignment in use.
@@ -30,6 +30,7 @@ _PIECE_BYTES = 4 << 20
 _DIRECT_BYTES = 128 << 10
 #: Files of at least this size have block checksums, so that a part of one can be verified.
 _BLOCKS_BYTES = 1 << 20
+_T = TypeVar("_T")
 
 
 class FileBatch:
@@ -67,6 +68,9 @@ class FileBatch:
         #: Files that others wrote and closed.
         self._closed: dict[Path, None] = {}
         self._directories: dict[Path, None] = {}
+        #: Started calls, of which some may have ended, and lent buffers by their ``id``.
+        self._tasks: list[Task[None]] = []
+        self._buffers: dict[int, np.ndarray] = {}
 
     def make(self, directory: Path) -> None:
         """Creates a directory and its missing parents below ``top``.
@@ -75,7 +79,7 @@ class FileBatch:
           StorageError: the file system reported an error.
         """
         missing = []
-        with self._lock, files.typed_errors(directory, "make a directory"):
+        with self._lock, posix.typed_errors(directory, "make a directory"):
             while directory != self.top and directory not in self._directories:
                 missing.append(directory)
                 directory = directory.parent
@@ -101,6 +105,32 @@ class FileBatch:
             with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
                 file.append(np.frombuffer(data, np.uint8))
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
+
+    def map(self, call: Callable[[_T], object], items: Iterable[_T]) -> None:
+        """Calls a function with each item, on this thread and idle ones; it may write files.
+
+        Raises:
+          Exception: the first error of a call, after all calls have ended.
+        """
+        self._runtime.map(call, items)
+
+    def start(self, call: Callable[..., None], *arguments: object) -> Task[None]:
+        """Starts a call that writes files, on another thread; ``close`` waits for it."""
+        task = self._runtime.submit(call, *arguments)
+        self._tasks.append(task)
+        return task
+
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns aligned, uninitialized memory, valid until ``give_back`` or ``close``."""
+        memory = self._runtime.memory.allocate(shape, dtype)
+        self._buffers[id(memory)] = memory
+        return memory
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Returns memory from ``buffer``, which others may then use."""
+        # A reference would keep memory that the pool frees.
+        self._buffers.pop(id(buffer), None)
+        self._runtime.memory.give_back([buffer])
 
     def below(self, directory: Path, *, relative_to: Path) -> dict[str, Digest]:
         """Returns digests of files written below a directory, by POSIX path below another."""
@@ -155,7 +185,7 @@ class FileBatch:
           StorageError: writing failed, or the name exists.
         """
         memory, shape = self._runtime.memory, (_PIECE_BYTES,)
-        buffer = memory.take(shape, np.dtype(np.uint8)) if direct else None
+        buffer = memory.allocate(shape, np.dtype(np.uint8)) if direct else None
         try:
             file = DirectFile(path, buffer=buffer, pace=self.pace)
             try:
@@ -202,7 +232,7 @@ class FileBatch:
                 self._closed[path] = None
         return sum(digest.length for digest in found)
 
-    def take(self, file: DirectFile, digest: Digest) -> None:
+    def adopt_open(self, file: DirectFile, digest: Digest) -> None:
         """Takes over a new file that was written and is still open; ``force`` fsyncs it.
 
         Raises:
@@ -226,7 +256,7 @@ class FileBatch:
                         _close_quietly([file])
             for name in [name for name in self.digests if name.startswith(prefix)]:
                 del self.digests[name]
-        with files.typed_errors(directory, "be removed"):
+        with posix.typed_errors(directory, "be removed"):
             with DurableDir(self.top).opened(directory.parent) as folder:
                 shutil.rmtree(directory.name, dir_fd=folder)
 
@@ -249,7 +279,11 @@ class FileBatch:
             _close_quietly(opened.values())
 
     def close(self) -> None:
-        """Abandons the files that were not fsynced."""
+        """Waits for the started calls, and abandons the files that were not fsynced."""
+        for task in self._tasks:
+            task.wait()
+        buffers, self._buffers = self._buffers, {}
+        self._runtime.memory.give_back(buffers.values())
         opened, self._open = self._open, {}
         _close_quietly(opened.values())
 
@@ -285,7 +319,7 @@ def _sync(item: DirectFile | Path) -> None:
     if isinstance(item, DirectFile):
         item.sync()
     else:
-        with files.typed_errors(item, "force to disk"):
+        with posix.typed_errors(item, "force to disk"):
             fsync_path(item)
 
 

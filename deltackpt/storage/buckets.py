@@ -20,12 +20,9 @@ from typing import Any
 
 from deltackpt.errors import OptionError, StorageError, UnsupportedRoot
 from deltackpt.storage import redaction
-from deltackpt.storage.azure import AzureStore
-from deltackpt.storage.files import user_path
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.nodes import addresses_of
+from deltackpt.storage.posix import user_path
 from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Store, StorePath
-from deltackpt.storage.striping import NodesStore
 
 #: One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(/?)")
@@ -49,7 +46,7 @@ _AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BucketLocation:
     """The location of a bucket, and how to access it.
 
     Attributes:
@@ -67,8 +64,11 @@ class Place:
           StorageError: opening failed.
           MissingExtra: the client package of the service is not installed.
         """
+        # The client of a service is imported when it is needed.
         folder = str(self.spec.get("path", ""))
         if self.spec["driver"] == "azure":
+            from deltackpt.storage.azure import AzureStore
+
             store: Store = AzureStore(
                 str(self.spec["bucket"]),
                 folder.rstrip("/"),
@@ -79,6 +79,8 @@ class Place:
             )
             return StorePath(store, "")
         if self.spec["driver"] == _NODES:
+            from deltackpt.storage.striping import NodesStore
+
             token = nodes_token()
             if not token:
                 raise Refused(
@@ -129,13 +131,13 @@ def file_path(where: str | os.PathLike[str]) -> Path | None:
     if host not in ("", "localhost"):
         found_host = "another host" if "@" in text else f"the host {host!r}"
         raise OptionError(
-            f"{redaction.shown(text)}: expected file:/// and an absolute path, found {found_host}; "
-            "write three slashes, or pass the path alone"
+            f"{redaction.shown(text)}: expected file:/// and an absolute path, found "
+            f"{found_host}; write three slashes, or pass the path alone"
         )
     return Path("/", urllib.parse.unquote(path))
 
 
-def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Place:
+def locate(where: str | os.PathLike[str], *, endpoint: str | None = None) -> BucketLocation:
     """Parses a URL, or a kvstore spec as JSON.
 
     Args:
@@ -175,10 +177,10 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     url = f"{scheme}://{bucket}/{path}".rstrip("/")
     folder = f"{path}/" if path else ""
     spec = {"driver": _DRIVERS[scheme], "bucket": bucket, "path": folder}
-    return Place(url, _with_endpoint(spec, endpoint))
+    return BucketLocation(url, _with_endpoint(spec, endpoint))
 
 
-def _of_nodes(text: str, named: str, endpoint: str | None) -> Place:
+def _of_nodes(text: str, named: str, endpoint: str | None) -> BucketLocation:
     if endpoint is not None:
         raise OptionError(
             "endpoint: expected none with a nodes:// URL, which names its servers, found one; "
@@ -186,17 +188,19 @@ def _of_nodes(text: str, named: str, endpoint: str | None) -> Place:
         )
     if "?" in named:
         raise OptionError(
-            f"{redaction.shown(text)}: expected node addresses and a path, found a query; set the "
-            f"token in {_NODES_TOKEN}"
+            f"{redaction.shown(text)}: expected node addresses and a path, found a query; set "
+            f"the token in {_NODES_TOKEN}"
         )
+    from deltackpt.storage.node_client import addresses_of
+
     named, _, path = named.partition("/")
     addresses, path = addresses_of(named, shown=redaction.shown(text)), path.strip("/")
     url = f"{_NODES}://{','.join(addresses)}/{path}".rstrip("/")
     folder = f"{path}/" if path else ""
-    return Place(url, {"driver": _NODES, "addresses": addresses, "path": folder})
+    return BucketLocation(url, {"driver": _NODES, "addresses": addresses, "path": folder})
 
 
-def _by_spec(text: str, endpoint: str | None) -> Place:
+def _by_spec(text: str, endpoint: str | None) -> BucketLocation:
     shown = redaction.shown(text)
     try:
         spec, problem = json.loads(text), ""
@@ -220,7 +224,7 @@ def _by_spec(text: str, endpoint: str | None) -> Place:
     spec = {**spec, "path": f"{path}/" if path else ""}
     if endpoint is not None:
         spec = _with_endpoint(spec, endpoint)
-    return Place(json.dumps(spec, sort_keys=True), spec)
+    return BucketLocation(json.dumps(spec, sort_keys=True), spec)
 
 
 def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of files.
+"""Checksums of memory and of chunks, and digests of files.
 
 Array chunks and manifests have their own checksums. Digests cover files that do not, mainly Orbax's
 dense files, whose flipped bits would otherwise restore silently. They also list the files that must
@@ -13,6 +13,7 @@ and the last four as they are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -23,16 +24,155 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format import manifest, names, records
+from deltackpt.format import manifest, naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.format.soundness import MOST
+from deltackpt.format.records import MOST
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.crc import BLOCK_BYTES, BlockSums, crc32c
-from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath, store_path
 
+#: Reading some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
+BLOCK_BYTES = 128 << 10
+#: The checksum that follows a chunk's bytes.
+CRC_BYTES = 4
+_PIECE_BYTES = 4 << 20
+#: Bit-reversed, like the checksums.
+_POLYNOMIAL = 0x82F63B78
+_BITS = 32
+
+
+class ChunkSums(NamedTuple):
+    """Checksums of a chunk.
+
+    Attributes:
+      crc32c: CRC32C of all its bytes, stored after them.
+      blocks: CRC32C of each ``BLOCK_BYTES`` of it, uint32 little-endian; empty if unknown.
+    """
+
+    crc32c: int
+    blocks: bytes = b""
+
+
+class BlockSums:
+    """The CRC32Cs of a run of bytes and of each block of it, as the bytes arrive."""
+
+    def __init__(self, block_bytes: int) -> None:
+        """Starts empty."""
+        self._block_bytes, self._blocks = block_bytes, list[int]()
+        #: Number of bytes.
+        self.nbytes = 0
+
+    def add(self, data: np.ndarray) -> None:
+        """Adds the next bytes; uint8, (n,)."""
+        while len(data):
+            used = self.nbytes % self._block_bytes
+            piece = data[: self._block_bytes - used]
+            begun = self._blocks.pop() if used else 0
+            self._blocks.append(crc32c(piece, begun))
+            self.nbytes += len(piece)
+            data = data[len(piece) :]
+
+    @property
+    def crc32c(self) -> int:
+        """Returns the CRC32C of all bytes."""
+        found, left = 0, self.nbytes
+        for block in self._blocks:
+            found = joined(found, block, min(left, self._block_bytes))
+            left -= self._block_bytes
+        return found
+
+    @property
+    def blocks(self) -> bytes:
+        """Returns the CRC32Cs of the blocks, as in ``ChunkSums``."""
+        return np.array(self._blocks, "<u4").tobytes()
+
+
+def crc32c(data: np.ndarray, crc: int = 0) -> int:
+    """Returns the CRC32C of an array's bytes, continuing ``crc``, without a copy (31 GB/s).
+
+    It holds the GIL, so long arrays are processed in pieces.
+    """
+    view = data.reshape(-1).view(np.uint8)
+    view.flags.writeable = False
+    for start in range(0, len(view), _PIECE_BYTES):
+        piece = view[start : start + _PIECE_BYTES]
+        crc = google_crc32c.extend(crc, piece)  # pyright: ignore[reportArgumentType]
+    return crc
+
+
+def joined(first: int, second: int, nbytes: int) -> int:
+    """Returns the CRC32C of two consecutive runs of bytes from their CRC32Cs, without reading them.
+
+    The first CRC is advanced over as many zero bytes as the second run has, which is a linear map
+    over GF(2) (M. Adler's ``crc32_combine``). Measured: 15 us, and 0.3 us for a block.
+
+    Args:
+      first: CRC32C of the first run.
+      second: CRC32C of the second run.
+      nbytes: length of the second run.
+    """
+    if nbytes == BLOCK_BYTES:
+        return joiner(nbytes)(first, second)
+    return _carried(first, nbytes) ^ second
+
+
+@functools.lru_cache(maxsize=64)
+def joiner(nbytes: int) -> Callable[[int, int], int]:
+    """Returns ``joined`` for a frequent length: it takes 0.5 ms to build, and 0.3 us to call."""
+    low, lower, upper, high = (
+        _spanned([_carried(1 << bit, nbytes) for bit in range(first, first + 8)])
+        for first in range(0, _BITS, 8)
+    )
+
+    def join(first: int, second: int) -> int:
+        shifted = low[first & 255] ^ lower[first >> 8 & 255]
+        return shifted ^ upper[first >> 16 & 255] ^ high[first >> 24] ^ second
+
+    return join
+
+
+def _spanned(columns: list[int]) -> list[int]:
+    """Returns the sums over GF(2) of all subsets of eight columns."""
+    found = [0]
+    for column in columns:
+        found += [one ^ column for one in found]
+    return found
+
+
+def _carried(crc: int, nbytes: int) -> int:
+    """Advances a CRC over a number of zero bytes."""
+    for power, is_set in enumerate(reversed(f"{nbytes:b}")):
+        if is_set == "1":
+            crc = _applied(_over_zeros(power), crc)
+    return crc
+
+
+@functools.cache
+def _over_zeros(power: int) -> tuple[int, ...]:
+    """How each bit of a CRC advances over ``2 ** power`` zero bytes."""
+    if power == 0:
+        one_bit = (_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1)))
+        two_bits = _twice(one_bit)
+        return _twice(_twice(two_bits))
+    return _twice(_over_zeros(power - 1))
+
+
+def _twice(columns: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(_applied(columns, column) for column in columns)
+
+
+def _applied(columns: tuple[int, ...], vector: int) -> int:
+    found = 0
+    for column in columns:
+        if not vector:
+            break
+        if vector & 1:
+            found ^= column
+        vector >>= 1
+    return found
+
+
 _MAGIC = "deltackpt.digests"
-#: Paths whose components are names according to ``soundness.is_name``.
+#: Paths whose components are names according to ``records.is_name``.
 _INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
 TAIL_BYTES = 4
@@ -51,7 +191,7 @@ class Digest(NamedTuple):
       crc32c: CRC32C of all bytes but the last four.
       tail: the last four bytes (fewer in a shorter file) as a little-endian number; of a chunk
         this is the chunk's own CRC32C.
-      blocks: CRC32Cs of the blocks of all bytes but the last four; see ``crc.ChunkSums``. Empty
+      blocks: CRC32Cs of the blocks of all bytes but the last four; see ``ChunkSums``. Empty
         except for uncompressed chunks, and for long files that a save wrote itself.
     """
 
@@ -90,23 +230,19 @@ class Digests:
 
 
 def digest_tree(
-    directory: Path,
-    *,
-    below: Path | None = None,
-    skip: Callable[[str], bool] = lambda name: False,
+    directory: Path, *, skip: Callable[[str], bool] = lambda name: False
 ) -> dict[str, Digest]:
     """Returns digests of all files below a directory, read back mostly from the page cache.
 
     Args:
       directory: the base of their paths.
-      below: the subdirectory to scan; None for all.
       skip: returns whether to skip a file or folder, by POSIX path below ``directory``.
 
     Raises:
       StorageError: reading a file failed.
     """
     wanted = []
-    for folder, folders, found in os.walk(below or directory):
+    for folder, folders, found in os.walk(directory):
         inside = Path(folder).relative_to(directory)
         folders[:] = [name for name in folders if not skip((inside / name).as_posix())]
         names = ((inside / name).as_posix() for name in found)
@@ -168,13 +304,6 @@ def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
             raise Damaged(name, f"a possible digest of {records.shown(path)}", digest)
 
 
-def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
-    """Writes digests to a file; returns the CRC32C of its bytes."""
-    data = digests_bytes(digests)
-    DurableDir(path.parent, fsync=fsync).write(path, data)
-    return google_crc32c.value(data)
-
-
 def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:
     """Reads digests.
 
@@ -195,7 +324,7 @@ def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digest
 
 def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
     """Reads the digests of a process's part, verified by its manifest."""
-    path = item_dir / names.digests_name(record.process)
+    path = item_dir / naming.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
@@ -266,15 +395,15 @@ def check_step_files(
 
     def chosen(digests: Digests) -> Digests:
         def is_chosen(name: str) -> bool:
-            return wanted(name) or names.step_digests_process(name) is not None
+            return wanted(name) or naming.step_digests_process(name) is not None
 
         return Digests({name: of for name, of in digests.files.items() if is_chosen(name)})
 
     try:
-        digests = read_digests(step_dir / names.STEP_DIGESTS)
+        digests = read_digests(step_dir / naming.STEP_DIGESTS)
         damage = check(step_dir, chosen(digests), share=share)
         for name in digests.files:
-            process = names.step_digests_process(name)
+            process = naming.step_digests_process(name)
             if process is not None and process % count == number:
                 damage += check(step_dir, chosen(read_digests(step_dir / name)))
     except Damaged as error:
@@ -300,9 +429,9 @@ def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
         known = digests_from(data, name=f"{shown}/{name}")
         return {path: known.digest(path) for path in known.files}
 
-    found = digests_of(names.STEP_DIGESTS)
+    found = digests_of(naming.STEP_DIGESTS)
     for name, digest in [*found.items()]:
-        if names.step_digests_process(name) is not None:
+        if naming.step_digests_process(name) is not None:
             found |= digests_of(name, digest)
     return found
 
@@ -357,7 +486,7 @@ def digest_bytes(data: Any, *, blocks: bool = False) -> Digest:
     return Digest(len(data), sums.crc32c, number, sums.blocks if blocks else b"")
 
 
-def check_bytes(data: Any, wanted: Digest, shown: str) -> None:
+def check_bytes(data: object, wanted: Digest, shown: str) -> None:
     """Checks the bytes of a file in memory.
 
     Args:

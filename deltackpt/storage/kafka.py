@@ -2,7 +2,7 @@
 """A topic of Kafka, through confluent-kafka: the extra ``deltackpt[kafka]``.
 
 Producers are idempotent and wait for all in-sync replicas. A message may still be stored twice, or
-late after a failure; ``format.wal_messages`` handles that. librdkafka reports a wrong password or
+late after a failure; ``format.wal_format`` handles that. librdkafka reports a wrong password or
 certificate to a callback only: to its callers, it looks like a timeout.
 
 The user's configuration may have secrets, so it is in no error, log or ``repr``.
@@ -60,7 +60,7 @@ _IN_FLIGHT = ("max.in.flight", "max.in.flight.requests.per.connection")
 _SECRET = ("password", "secret", "token", "jaas", "key.pem", "oauthbearer.config")
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, object]) -> None:
     """Checks that a configuration keeps what a WAL relies on.
 
     Raises:
@@ -333,7 +333,8 @@ class Producer:
         if self._failed:
             raise StorageError(
                 f"{self._name}, partition {self._partition}: expected every in-sync replica to "
-                f"store a message, found: {self._failed}{self._client.told()}; check the brokers"
+                f"store a message, found: {self._failed}"
+                f"{self._client.reported_errors()}; check the brokers"
             )
 
     def _delivered(self, error: Any, message: Any) -> None:
@@ -404,7 +405,7 @@ class _KafkaClient:
             if time.monotonic() >= deadline:
                 raise StorageError(
                     f"{self._name}: expected an answer within {timeout_secs:g} s, found none"
-                    f"{self.told()}; check bootstrap.servers and the brokers"
+                    f"{self.reported_errors()}; check bootstrap.servers and the brokers"
                 )
 
     def topic_options(self, topic: str) -> dict[str, str]:
@@ -461,7 +462,7 @@ class _KafkaClient:
                 elif time.monotonic() - since > REQUEST_SECS:
                     raise StorageError(
                         f"{self._name}: expected messages within {REQUEST_SECS:g} s, found none"
-                        f"{self.told()}; check the brokers"
+                        f"{self.reported_errors()}; check the brokers"
                     )
                 for message in found:
                     yield from self._received(message, left)
@@ -527,7 +528,7 @@ class _KafkaClient:
             "permissions of this user"
         )
 
-    def told(self) -> str:
+    def reported_errors(self) -> str:
         """Returns the errors that the library reported, for a message."""
         return "".join(f" ({one})" for one in sorted(self.failures))
 
@@ -569,11 +570,7 @@ class _QuietLog:
 
 
 def _library() -> Any:
-    """Returns confluent_kafka with its administration.
-
-    Raises:
-      MissingExtra: it is not installed.
-    """
+    """Returns confluent_kafka with its administration."""
     try:
         import confluent_kafka
         import confluent_kafka.admin

@@ -14,11 +14,10 @@ import contextlib
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deltackpt.errors import Damaged, StorageError
+from deltackpt.lazy_import import LazyModule
 from deltackpt.storage.store import (
     DEADLINE_SECS,
     Exists,
@@ -32,6 +31,11 @@ from deltackpt.storage.store import (
     unanswered,
     untrusted,
 )
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+else:
+    ts = LazyModule("tensorstore")
 
 #: The generation of a missing object, for a write only if absent.
 _ABSENT = b"\x02"
@@ -217,7 +221,7 @@ class KvStore:
         spec = self._store.spec().to_json()
         return {**spec, "path": f"{spec.get('path', '')}{folder}/" if folder else spec["path"]}
 
-    def _read(self, key: str, **how: Any) -> Any:
+    def _read(self, key: str, **how: object) -> Any:
         with self._refusals(f"read {key}"):
             for _ in range(_READ_TRIES):
                 found = self._done(self._store.read(key, **how))
@@ -255,9 +259,9 @@ class KvStore:
             found = str(error).partition(" [")[0].splitlines()
             code = _CODE.match(found[0]) if found else None
             kind = _KINDS.get(code[1], Unanswered) if code is not None else Refused
-            told = found[0] if found else type(error).__name__
-            if _UNTRUSTED in told:
-                raise untrusted(self._url, action) from OSError(told)
-            if any(cut in told for cut in _CUT_HEADS):
+            message = found[0] if found else type(error).__name__
+            if _UNTRUSTED in message:
+                raise untrusted(self._url, action) from OSError(message)
+            if any(cut in message for cut in _CUT_HEADS):
                 kind = Unanswered
-            raise refusal(kind, self._url, action, told) from OSError(told)
+            raise refusal(kind, self._url, action, message) from OSError(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OCDBT databases in Orbax's layout, each written by one transaction.
+"""OCDBT databases in Orbax's layout: written in one transaction, read without TensorStore.
 
 A single process writes the item's database. With several, each writes ``ocdbt.process_K`` below the
 item, and process 0 then copies references to all values into the item's own database, atomically.
@@ -10,6 +10,10 @@ arrays' descriptions imply before the merge is committed.
 TensorStore builds the database in memory, with large values as references to the copied leaves. The
 batch of the step then writes its files: 5 MB cost 5 ms of CPU in this way, and 14 ms if TensorStore
 writes them, most of it for fresh pages of the page cache.
+
+TensorStore returns values with two copies. OCDBT stores values longer than 1 KiB uncompressed in a
+file. A reader that knows the location reads the bytes directly into their destination, and can
+compare the file with a digest.
 """
 
 from __future__ import annotations
@@ -18,16 +22,93 @@ import contextlib
 import itertools
 import json
 import math
+import urllib.parse
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from deltackpt.errors import Damaged, Disagreement, StorageError
-from deltackpt.format.names import DENSE_NODES
+from deltackpt.format.naming import DENSE_NODES
+from deltackpt.lazy_import import LazyModule
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.kv_store import Reachable
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+else:
+    ts = LazyModule("tensorstore")
+
+_MANIFEST_NAME = "manifest.ocdbt"
+
+
+class Extent(NamedTuple):
+    """A run of bytes in a file.
+
+    Attributes:
+      file: path below the database's folder.
+      start: first byte in the file.
+      nbytes: length in bytes.
+    """
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Index(NamedTuple):
+    """The last version of a database.
+
+    Attributes:
+      values: location of each value by key, or the value itself: short ones are stored in nodes.
+      nodes: extents of the tree's nodes, by file; empty for the manifest, which is needed whole.
+    """
+
+    values: Mapping[str, Extent | memoryview]
+    nodes: Mapping[str, tuple[Extent, ...]]
+
+
+def index(folder: Reachable) -> Index:
+    """Reads the nodes of a database.
+
+    Args:
+      folder: folder of the database.
+
+    Raises:
+      ValueError, OSError: it is not a database, is damaged, or is not readable.
+    """
+    base: Any = ts.KvStore.open(folder.spec, context=folder.context).result()
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    values: dict[str, Extent | memoryview] = {}
+    nodes: dict[str, tuple[Extent, ...]] = {_MANIFEST_NAME: ()}
+    level: list[tuple[bytes, str]] = [(b"", root["location"])] if "location" in root else []
+    while level:
+        for at in (_extent(location) for _, location in level):
+            nodes[at.file] = (*nodes.get(at.file, ()), at)
+        asked = [(prefix, ts.ocdbt.dump(base, location)) for prefix, location in level]
+        level = []
+        for prefix, answer in asked:
+            node = answer.result()
+            for entry in node["entries"]:
+                if node["height"]:
+                    level.append((prefix + entry["subtree_common_prefix"], entry["location"]))
+                    continue
+                key = (prefix + entry["key"]).decode()
+                short = entry.get("inline_value")
+                if short is not None:
+                    values[key] = memoryview(short)
+                else:
+                    values[key] = _extent(entry["indirect_value"])
+    return Index(values, nodes)
+
+
+def _extent(location: str) -> Extent:
+    """A location as TensorStore words it: ``KIND:FOLDER:FILE:START:LENGTH``, names escaped."""
+    _, folder, file, start, nbytes = location.split(":")
+    path = urllib.parse.unquote(folder) + urllib.parse.unquote(file)
+    return Extent(path, int(start), int(nbytes))
+
 
 #: What describes an array, below its name.
 ZARRAY = ".zarray"
@@ -141,7 +222,7 @@ def check_keys(name: str, keys: Set[str], values: Mapping[str, bytes | memoryvie
 
 
 def write(
-    directory: Path, values: Collection[Value], batch: FileBatch, *, nodes_apart: bool = False
+    directory: Path, values: Collection[Value], batch: FileBatch, *, separate_nodes: bool = False
 ) -> None:
     """Writes the values of this process in one transaction.
 
@@ -149,15 +230,15 @@ def write(
       directory: directory of the item; with several processes, ``process_directory``.
       values: the values to write; if there are none, no file is created.
       batch: writes the files.
-      nodes_apart: whether to store nodes and values in separate files, so that nodes can be merged
-        alone.
+      separate_nodes: whether to store nodes and values in separate files, so that nodes can be
+        merged alone.
 
     Raises:
       StorageError: the store reported an error.
     """
     context = ts.Context()
     with _refusals(directory):
-        how = {"btree_node_data_prefix": DENSE_NODES} if nodes_apart else {}
+        how = {"btree_node_data_prefix": DENSE_NODES} if separate_nodes else {}
         store = _open({"driver": "memory"}, context, **how)
         writes = []
         with ts.Transaction(atomic=True) as transaction:
@@ -238,16 +319,14 @@ def read(item: Path) -> dict[str, bytes]:
 
 
 def _reference(within: ts.KvStore, key: str, data: np.ndarray) -> ts.WriteFutures:
-    """Writes one chunk through the zarr driver, which does not copy it.
-
-    The driver sees the chunk as an array of bytes with that one chunk: the description is assumed,
-    neither read nor written, and the bytes are the same.
-    """
+    """Writes one chunk through the zarr driver, which does not copy it."""
     name, _, index = key.rpartition("/")
     at = tuple(map(int, index.split(".")))
     flat = data.reshape(-1).view(np.uint8)
     shape = tuple(n + 1 for n in at[:-1]) + ((at[-1] + 1) * flat.size,)
     chunks = (1,) * (len(at) - 1) + (flat.size,)
+    # The driver sees the chunk as an array of bytes with that one chunk: the description is
+    # assumed, neither read nor written, and the bytes are the same.
     store = ts.open(
         {
             "driver": "zarr",
@@ -272,11 +351,9 @@ def _check(item: Path, expected: Collection[str], found: Collection[str]) -> Non
 
 
 def _context() -> ts.Context:
-    """A context of its own for a call, so that nothing cached outlives it.
-
-    Databases between which is copied share one: TensorStore takes their files for different
-    drivers' otherwise.
-    """
+    """Returns a context for one call, so that nothing cached outlives it."""
+    # Databases between which is copied share one. Otherwise TensorStore takes their files for those
+    # of different drivers.
     return ts.Context({"file_io_sync": False})
 
 
@@ -286,7 +363,7 @@ def _files(directory: Path) -> dict[str, Any]:
     return {"driver": "file", "path": f"{directory}/", "file_io_locking": locking}
 
 
-def _open(base: dict[str, Any], context: ts.Context, **how: Any) -> ts.KvStore:
+def _open(base: dict[str, Any], context: ts.Context, **how: object) -> ts.KvStore:
     spec = {
         "driver": "ocdbt",
         "base": base,

@@ -18,17 +18,16 @@ import google_crc32c
 import numpy as np
 
 from deltackpt import __about__
-from deltackpt.format import blocks, manifest, names
+from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, LayerRef, Manifest, Part
-from deltackpt.format.segments import ArrayEntry, Encoding, GroupEntry, Segment
+from deltackpt.format.row_blocks import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import digests
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
-from deltackpt.storage.writer import ArrayWriter
 
 
 class RowsWriter(Protocol):
-    """Writes the rows of one array, piece by piece; see ``ArrayWriter``."""
+    """Writes the rows of one array, piece by piece, as Zarr chunks or in a layer."""
 
     def write(self, rows: np.ndarray) -> None:
         """Writes the next rows."""
@@ -43,7 +42,7 @@ class RowsWriter(Protocol):
         ...
 
 
-class Place(Protocol):
+class SegmentSink(Protocol):
     """The destination of one segment's arrays: files, or a layer."""
 
     @property
@@ -58,34 +57,6 @@ class Place(Protocol):
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
         """Writes row indices, int64 ascending."""
         ...
-
-
-class ArrayPlace(NamedTuple):
-    """The destination of one segment's arrays in a step.
-
-    Attributes:
-      item_dir: directory of the item, in a temporary directory.
-      process: index of the writing process.
-      segment: name of the segment.
-      batch: fsyncs their files, and keeps their digests.
-    """
-
-    item_dir: Path
-    process: int
-    segment: str
-    batch: FileBatch
-
-    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ArrayWriter:
-        """See ``Place``."""
-        return ArrayWriter(self.directory(entry.name), entry, self.batch, held=held)
-
-    def write_rows(self, rows: np.ndarray) -> StoredArrays:
-        """See ``Place``; a base has ranges only."""
-        raise AssertionError(f"row indices of {self.segment}, which is in a base")
-
-    def directory(self, array: str) -> Path:
-        """Returns the directory of one array."""
-        return names.array_dir(self.item_dir, self.process, self.segment, array)
 
 
 class StoredArrays(NamedTuple):
@@ -139,7 +110,7 @@ class WrittenPart(NamedTuple):
 
 
 def write_array(
-    place: Place, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    place: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
     """Writes one array from its pieces, in order.
 
@@ -155,7 +126,7 @@ def write_array(
     return StoredArrays((entry,), writer.finish())
 
 
-def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
+def write_rows(place: SegmentSink, rows: row_blocks.Rows) -> StoredArrays:
     """Writes the row indices of a segment, if ranges do not describe them."""
     return place.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
 
@@ -197,11 +168,11 @@ def stored_field(
 
 
 def stored_segment(
-    place: Place,
+    place: SegmentSink,
     group: str,
-    columns: blocks.Span,
-    rows: blocks.Rows,
-    row_numbers: StoredArrays,
+    columns: row_blocks.Span,
+    rows: row_blocks.Rows,
+    row_indices: StoredArrays,
     fields: Sequence[StoredField],
 ) -> Segment:
     """Returns the record of a segment whose arrays were written.
@@ -211,29 +182,29 @@ def stored_segment(
       group: group of the segment's rows.
       columns: see ``Segment``.
       rows: virtual row indices.
-      row_numbers: the result of ``write_rows``.
+      row_indices: the result of ``write_rows``.
       fields: records of the fields, in order.
     """
-    found = StoredArrays.joined([row_numbers, *(field.arrays for field in fields)])
+    found = StoredArrays.joined([row_indices, *(field.arrays for field in fields)])
     return Segment(
         name=place.segment,
         group=group,
         columns=columns,
         count=len(rows),
-        ranges=None if isinstance(rows, np.ndarray) else blocks.spans_of(rows),
+        ranges=None if isinstance(rows, np.ndarray) else row_blocks.spans_of(rows),
         fields=tuple(field.encoding.field for field in fields),
         arrays=found.entries,
         encodings=tuple(field.encoding for field in fields),
     )
 
 
-def table_bounds(group: GroupEntry, layout: manifest.Layout, rows: blocks.Rows) -> np.ndarray:
+def table_bounds(group: GroupEntry, layout: manifest.Layout, rows: row_blocks.Rows) -> np.ndarray:
     """Returns the position in some virtual rows at which each table's rows begin, and the end."""
-    tables = manifest.members(group, layout.tables)
+    tables = manifest.tables_of_group(group, layout.tables)
     if isinstance(rows, np.ndarray):
         starts = np.searchsorted(rows, [table.offset for table in tables]).tolist()
     else:
-        starts = [blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
+        starts = [row_blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
     return np.array([*starts, len(rows)])
 
 
@@ -246,7 +217,7 @@ def finish(
     layer: LayerRef | None = None,
     share: Share | None = None,
     index: Callable[[Manifest], tuple[Part, ...]] | None = None,
-    beside: Mapping[str, Digest] | None = None,
+    other_digests: Mapping[str, Digest] | None = None,
 ) -> WrittenPart:
     """Writes the digests of a part, then its manifest; the caller then fsyncs ``batch``.
 
@@ -259,17 +230,17 @@ def finish(
       share: this process's shard; None if one process writes the whole save.
       index: for process 0: waits for the parts of the other processes and returns the index of
         all parts. If it is None, the index is written later.
-      beside: digests of other files in the item's directory, which the part's digests include.
+      other_digests: digests of other files in the item's directory, to include in the part's.
 
     Raises:
       StorageError: the store reported an error.
     """
     process = head.process
     if layer is None:
-        part_digests = batch.below(names.part_dir(item_dir, process), relative_to=item_dir)
-        part_digests |= beside or {}
+        part_digests = batch.below(naming.part_dir(item_dir, process), relative_to=item_dir)
+        part_digests |= other_digests or {}
         data = digests.digests_bytes(Digests.of(part_digests))
-        batch.write(item_dir / names.digests_name(process), data)
+        batch.write(item_dir / naming.digests_name(process), data)
         record = complete(head, segments, share, item_digests_crc32c=google_crc32c.value(data))
         nbytes = len(data) + sum(digest.length for digest in part_digests.values())
     else:
@@ -281,7 +252,7 @@ def finish(
         batch.force()  # While the others write.
         record = dataclasses.replace(record, parts=index(record), shared_stamps={})
     manifest_bytes = manifest.to_bytes(record)
-    batch.write(item_dir / names.manifest_name(process), manifest_bytes, at_once=process > 0)
+    batch.write(item_dir / naming.manifest_name(process), manifest_bytes, at_once=process > 0)
     nbytes += len(manifest_bytes)
     return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
 
@@ -325,9 +296,7 @@ def _features(
         coded = (*coded, manifest.PARTS)
     if head.dense_blocks is not None:
         coded = (*coded, manifest.DENSE_BLOCKS)
-    if layer is not None:
-        coded = (*coded, manifest.LAYERS)
-    return coded if head.rolling is None else (*coded, manifest.ROLLING)
+    return coded if layer is None else (*coded, manifest.LAYERS)
 
 
 def part_of(record: Manifest, crc32c: int) -> Part:

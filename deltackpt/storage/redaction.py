@@ -40,7 +40,7 @@ def shown(where: str | os.PathLike[str]) -> str:
     return found[0] + _USER.sub(f"{_HIDDEN}@", rest)
 
 
-def secret_in(spec: Any) -> str | None:
+def secret_in(spec: object) -> str | None:
     """Returns the first key of a kvstore spec that holds credentials, or None."""
     return next(_secret_keys(spec, ""), None)
 
@@ -78,7 +78,7 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _redacted(value: Any, key: str = "") -> Any:
+def _redacted(value: object, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: _redacted(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
@@ -88,7 +88,7 @@ def _redacted(value: Any, key: str = "") -> Any:
     return _HIDDEN if _is_secret(key, value) else value
 
 
-def _secret_keys(value: Any, key: str) -> Iterator[str]:
+def _secret_keys(value: object, key: str) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _secret_keys(inner, name)
@@ -100,9 +100,8 @@ def _secret_keys(value: Any, key: str) -> Iterator[str]:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Whether a text of a spec may hold credentials: by its key, or as a URL with more than a host.
-
-    Any header may hold credentials, so headers are not checked one by one.
-    """
+    """Returns whether a text of a spec may hold credentials."""
+    # Any header may hold credentials, so headers are not checked one by one. A URL may if it has
+    # more than a host.
     is_named = key == "headers" or _SECRET_KEY.search(key) is not None
     return is_named or (_URL.match(value) is not None and shown(value) != value)

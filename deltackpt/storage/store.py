@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.records import MOST_BYTES
-from deltackpt.storage import files
+from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 
 #: Timeout of a bucket request, unless another is set: 64 MiB take a second.
@@ -195,12 +195,12 @@ class StorePath(NamedTuple):
         return store_path(Path(self).parent)
 
     def below(self, folder: StorePath) -> str:
-        """Returns the store_path's key relative to a folder above it."""
+        """Returns the path relative to a folder above it."""
         return str(self).removeprefix(f"{folder}/")
 
     def shown(self, components: int = 3) -> str:
         """Returns the last components of its location, which suffice to find it."""
-        return files.object_name(str(self), components)
+        return posix.object_name(str(self), components)
 
     def read(self, shown: str | None = None, *, most_bytes: int | None = MOST_BYTES) -> bytes:
         """Reads a whole object.
@@ -233,12 +233,12 @@ class StorePath(NamedTuple):
             return self.store.length(self.key)
 
     @contextlib.contextmanager
-    def missing_is_damage(self, shown: str, expected: str = "a file") -> Iterator[None]:
+    def missing_is_damage(self, shown: str) -> Iterator[None]:
         """Raises ``Damaged`` for a missing object, with the given name."""
         try:
             yield
         except Missing as error:
-            raise Damaged(shown, expected, error.found) from error
+            raise Damaged(shown, "a file", error.found) from error
 
     def is_file(self) -> bool:
         """Returns whether an object exists at this location."""
@@ -318,10 +318,10 @@ def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
     )
 
 
-def refusal(kind: type[StorageError], url: str, action: str, told: str) -> StorageError:
+def refusal(kind: type[StorageError], url: str, action: str, message: str) -> StorageError:
     """Returns the error for an unexpected answer of a service."""
     return kind(
-        f"{url}: expected to {action}, found: {told}; check the URL, the endpoint and the "
+        f"{url}: expected to {action}, found: {message}; check the URL, the endpoint and the "
         "credentials, then try again"
     )
 
@@ -461,7 +461,7 @@ class FileStore:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise files.unreadable(self._name(key), error, action) from error
+            raise posix.unreadable(self._name(key), error, action) from error
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -470,7 +470,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def store_path(where: StorePath | str | os.PathLike[str]) -> StorePath:
-    """Returns the store_path for a path: a name in the store of its directory."""
+    """Returns the ``StorePath`` of a path: a name in the store of its directory."""
     if isinstance(where, StorePath):
         return where
     path = Path(where)

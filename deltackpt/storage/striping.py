@@ -10,26 +10,20 @@ atomically, as in any store. Piece 3 of ``a/b`` is ``a/b~/ID-000003``, where eac
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import secrets
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import google_crc32c
 
 from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.nodes import Node, check_range
-from deltackpt.storage.placement import ranked
-from deltackpt.storage.store import (
-    DEADLINE_SECS,
-    Exists,
-    Missing,
-    Stamp,
-    stamp_of_objects,
-)
+from deltackpt.storage.node_client import Node, check_range
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Stamp, stamp_of_objects
 
 #: Sizes of pieces. Each node should get four of an object, so that requests overlap.
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
@@ -61,7 +55,7 @@ class _Head(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes | memoryview, shown: str) -> _Head | None:
-        """Parses an object; returns None if it is no head.
+        """Parses an object; returns None if it is not a head.
 
         Raises:
           Damaged: it is a head with a wrong checksum.
@@ -346,3 +340,30 @@ def _object_key(key: str) -> str:
     """The key of the object that a node's key belongs to."""
     found = _PIECE_KEY.fullmatch(key)
     return found[1] if found else key
+
+
+# Rendezvous hashing: each node's score is a hash of the key and its name; the nodes with the
+# greatest scores hold the key. When a node joins or leaves, only its own keys move.
+
+
+def ranked(key: str, nodes: Sequence[str], *, racks: Mapping[str, str] | None = None) -> list[str]:
+    """Returns all nodes in order of preference for a key; the same for every caller.
+
+    Args:
+      key: the key.
+      nodes: their names, in any order.
+      racks: failure domains of nodes, if known: each domain appears once in the order before any
+        appears twice.
+    """
+    drawn = sorted(nodes, key=lambda node: _drawn(key, node), reverse=True)
+    before: dict[str, int] = {}
+    rounds = []
+    for node in drawn:
+        rack = (racks or {}).get(node, node)
+        rounds.append(before.get(rack, 0))
+        before[rack] = rounds[-1] + 1
+    return [drawn[i] for i in sorted(range(len(drawn)), key=rounds.__getitem__)]
+
+
+def _drawn(key: str, node: str) -> bytes:
+    return hashlib.blake2b(f"{node}\n{key}".encode(), digest_size=16).digest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 between nodes: h11 parses and writes heads, bodies bypass it.
+"""HTTP/1.1 between nodes: h11 parses and writes the headers; bodies bypass h11.
 
 A body is transferred between the socket and the caller's buffers, 1 MiB per system call: 60 MB cost
 20 ms of CPU time on both sides together, mostly for the kernel's copying. h11 would copy each byte
@@ -236,7 +236,7 @@ class Connection:
             if sent:
                 left[0] = left[0][sent:]
 
-    def call(self, way: int, system_call: Callable[..., Any], *args: Any) -> Any:
+    def call(self, way: int, system_call: Callable[..., object], *args: object) -> Any:
         """Makes one system call, which ends at the deadline.
 
         Args:

@@ -9,6 +9,7 @@ makes them in Python. Writes to descriptors and fsyncs are seen because the func
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno as errnos
 import functools
@@ -370,7 +371,13 @@ def _descriptor_call(function: str, descriptor: Any, *arguments: Any) -> Any:
     return real(descriptor, *arguments)
 
 
-def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+def _open(
+    path: str | bytes | os.PathLike[str],
+    flags: int,
+    mode: int = 0o777,
+    *,
+    dir_fd: int | None = None,
+) -> int:
     if dir_fd is not None:
         name = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))
         failed, _ = _entered("open" if flags & _WRITING else "read", name)
@@ -379,8 +386,9 @@ def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     return _functions["open"](path, flags, mode, dir_fd=dir_fd)
 
 
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _disks or event not in _EVENTS:
+def _audit(event: str, arguments: tuple[Any, ...], disks: list[Disk] = _disks) -> None:
+    # A default, since the module's names are gone before the last events of the interpreter.
+    if not disks or event not in _EVENTS:
         return
     name, at, folder = _EVENTS[event]
     if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITING):
@@ -402,3 +410,4 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def _watch_names() -> None:
     """Installs the audit hook, which cannot be removed and serves every ``Disk``."""
     sys.addaudithook(_audit)
+    atexit.register(_disks.clear)

@@ -23,10 +23,9 @@ from deltackpt.errors import (
     FencedError,
     TargetDiffers,
 )
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import entries, journal, lease, view
-from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswered
@@ -182,7 +181,7 @@ class Observed:
       damaged: number of objects that were removed or damaged.
     """
 
-    committed: list[tuple[str, Standing]] = dataclasses.field(default_factory=list)
+    committed: list[tuple[str, CatalogEntry]] = dataclasses.field(default_factory=list)
     claimed: list[int] = dataclasses.field(default_factory=list)
     withdrawn: set[int] = dataclasses.field(default_factory=set)
     rolled_back: set[str] = dataclasses.field(default_factory=set)
@@ -321,7 +320,7 @@ class JournalModel:
                 pass
         raise _Stopped
 
-    def upload(self, unit: Unit, ledger: Journal) -> str:
+    def upload(self, unit: ObjectKey, ledger: Journal) -> str:
         """Puts the files of a unit; a retry uses another prefix."""
 
         def put() -> str:
@@ -331,7 +330,7 @@ class JournalModel:
                     at = self.root / prefix / name
                     at.store.put(at.key, prefix.encode())
             except Unanswered:
-                ledger.give_up(prefix)
+                ledger.abandon_upload(prefix)
                 raise
             return prefix
 
@@ -360,8 +359,8 @@ class JournalModel:
         parent = newest[0].info if newest else None
         attempt = 0
         try:
-            goes_on = parent.save_id if parent else None
-            self.retried(lambda: ledger.begin(goes_on))
+            resumed_from = parent.save_id if parent else None
+            self.retried(lambda: ledger.begin_run(resumed_from))
             if parent is not None:
                 after = parent.save_id.step
                 later = {one.prefix for one in ledger.known.entry.standings if one.step > after}
@@ -380,7 +379,7 @@ class JournalModel:
                     step_dir=str(step),
                     nbytes=10,
                 )
-                self.save(ledger, info, Unit(step))
+                self.save(ledger, info, ObjectKey(step))
                 parent = info
                 if self.drawn.random() < 0.5:
                     self.retried(ledger.copy_newest)
@@ -391,28 +390,28 @@ class JournalModel:
         except (FencedError, BrokenChain):
             pass
 
-    def save(self, ledger: Journal, info: SaveInfo, unit: Unit) -> None:
+    def save(self, ledger: Journal, info: SaveInfo, unit: ObjectKey) -> None:
         """Uploads and commits; sometimes uploads again before the outcome is known."""
         for _ in range(4):
             prefix = self.upload(unit, ledger)
-            standing = Standing.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+            standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
             is_lost = ledger in self._lost
             try:
                 stands = ledger.commit(standing)
             except Unanswered:
                 if self.drawn.random() < 0.5:
-                    ledger.give_up(prefix)
+                    ledger.abandon_upload(prefix)
                     if self.drawn.random() < 0.5:
                         self.retried(ledger.sweep)
                     continue
                 stands = self.retried(lambda standing=standing: ledger.commit(standing))
             except BrokenChain:
-                ledger.give_up(prefix)
+                ledger.abandon_upload(prefix)
                 raise
             assert not is_lost, f"{prefix} was committed in a root that was emptied"
             self.observed.committed.append((prefix, stands))
             if stands.prefix != prefix:
-                ledger.give_up(prefix)
+                ledger.abandon_upload(prefix)
             return
         raise _Stopped
 
@@ -421,11 +420,13 @@ class JournalModel:
         state = self.retried(ledger.state)
         steps = [*state.steps.values()]
         first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
-        old = {one.unit for one in steps[:first]}
+        old = {one.object_key for one in steps[:first]}
         try:
             ledger.retire(
                 lambda state: (
-                    one.prefix for unit, one in state.standings.items() if Unit(unit.step) in old
+                    one.prefix
+                    for unit, one in state.standings.items()
+                    if ObjectKey(unit.step) in old
                 )
             )
         except Unanswered:
@@ -442,7 +443,7 @@ class JournalModel:
                 if not steps:
                     continue
                 of = self.drawn.choice(steps)
-                unit = Unit(of.step, "embeddings")
+                unit = ObjectKey(of.step, "embeddings")
                 info = dataclasses.replace(of.info, kind="base", parent=None)
                 self.save(ledger, info, unit)
             except (FencedError, BrokenChain, TargetDiffers):
@@ -463,7 +464,7 @@ class JournalModel:
             assert not again, f"{again} were rolled back before"
             for one in state.standings.values():
                 if one.parent is not None:
-                    assert state.stands(one.parent.save_id) or any(
+                    assert state.exists(one.parent.save_id) or any(
                         base.save_id == one.save_id for base in state.bases.values()
                     ), one
                 try:

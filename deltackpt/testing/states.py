@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from deltackpt import touched
-from deltackpt.state.choice import Tables
+from deltackpt.format.naming import PyTree
+from deltackpt.state.groups import CodecOption
+from deltackpt.state.tables import Tables
 
 ROWS = {"users": 700, "items": 300, "tiny": 5}
 WIDTH = {"users": 8, "items": 8, "tiny": 4}
@@ -19,12 +19,12 @@ SELECT = "tables/*"
 SLOTS = {f"tables/{name}": {"accumulator": f"slots/{name}"} for name in ROWS}
 
 
-def tables(codec: Any = "raw") -> Tables:
+def tables(codec: CodecOption = "raw") -> Tables:
     """Returns the handler of the tables and slots of ``initial``."""
     return Tables(select=SELECT, slots=SLOTS, codec=codec)
 
 
-def initial(seed: int = 0) -> dict[str, Any]:
+def initial(seed: int = 0) -> dict[str, PyTree]:
     """Returns three tables of two widths, row-wise slots, and dense leaves of several kinds."""
     rng = np.random.default_rng(seed)
     return {
@@ -39,14 +39,20 @@ def initial(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def new_touched(state: dict[str, Any]) -> touched.TouchState:
+def new_touched(state: dict[str, PyTree]) -> touched.TouchState:
     """Returns a TouchState for all tables, under their full names."""
     return touched.init({f"tables/{name}": leaf for name, leaf in state["tables"].items()})
 
 
+def start() -> tuple[dict[str, PyTree], touched.TouchState]:
+    """Returns ``initial()`` and its TouchState."""
+    state = initial()
+    return state, new_touched(state)
+
+
 def move(
-    state: dict[str, Any], seed: int, *, rows: int = 20
-) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    state: dict[str, PyTree], seed: int, *, rows: int = 20
+) -> tuple[dict[str, PyTree], dict[str, jax.Array]]:
     """Makes one step: it changes some rows with their slots, and all dense leaves.
 
     Args:
@@ -89,14 +95,14 @@ def like(array: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def train(
-    state: dict[str, Any], touch_state: touched.TouchState, seed: int, *, rows: int = 20
-) -> tuple[dict[str, Any], touched.TouchState]:
+    state: dict[str, PyTree], touch_state: touched.TouchState, seed: int, *, rows: int = 20
+) -> tuple[dict[str, PyTree], touched.TouchState]:
     """Makes one step and marks its rows."""
     moved, ids = move(state, seed, rows=rows)
     return moved, touched.mark(touch_state, ids)
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found: object, expected: object) -> None:
     """Asserts that two states have the same structure, dtypes, shapes and bits."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, left), right in zip(

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.storage.store import store_path
 
 
@@ -69,7 +69,7 @@ def stored_chunks(
 
 
 def _chunks_of_layer(path: Path, array: str, segment: str) -> list[StoredChunk]:
-    layer = Layer(StoredBytes(store_path(path)), path.stat().st_size)
+    layer = LayerReader(StoredBytes(store_path(path)), path.stat().st_size)
     found = []
     for one in layer.manifest.arrays:
         if _matches(one.row_group, segment) and _matches(one.name, array):

@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deltackpt.events import EventHandler
+from deltackpt.format.naming import PyTree
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Appended, Restored, Saved
-from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Tables
+from deltackpt.state.touch_state import TouchState
 from deltackpt.testing import states
 
 
@@ -43,10 +46,10 @@ class TrainingRun:
         *,
         options: ManagerOptions | None = None,
         tables: Tables | None = None,
-        state: Any = None,
-        touched: Any = None,
-        move: Callable[[Any, Any, int], tuple[Any, Any]] = states.train,
-        event_handlers: Sequence[Any] = (),
+        state: PyTree = None,
+        touched: TouchState | None = None,
+        move: Callable[[PyTree, TouchState, int], tuple[PyTree, TouchState]] = states.train,
+        event_handlers: Sequence[EventHandler] = (),
     ):
         """Starts a run at step 0.
 
@@ -61,10 +64,10 @@ class TrainingRun:
           event_handlers: of every manager.
         """
         self.root = root
-        self.state: Any = states.initial() if state is None else state
+        self.state: PyTree = states.initial() if state is None else state
         self.touched: Any = states.new_touched(self.state) if touched is None else touched
         self.step = 0
-        self.states: dict[int, Any] = {0: self.state}
+        self.states: dict[int, PyTree] = {0: self.state}
         self.manager: Any = None
         self._options = options
         self._tables = tables or states.tables()
@@ -96,14 +99,14 @@ class TrainingRun:
         self.manager.save(0, self.state, touched=self.touched)
         self.manager.wait_until_finished()
 
-    def save(self, *, wait: bool = True, **arguments: Any) -> Saved:
+    def save(self, *, wait: bool = True, **arguments: object) -> Saved:
         """Trains one step and saves it; ``arguments`` are those of ``CheckpointManager.save``."""
         saved = self.manager.save(self.train(), self.state, touched=self.touched, **arguments)
         if wait:
             self.manager.wait_until_finished()
         return saved
 
-    def append(self, **arguments: Any) -> Appended:
+    def append(self, **arguments: object) -> Appended:
         """Trains one step and appends it to the write-ahead log."""
         return self.manager.append(self.train(), self.state, touched=self.touched, **arguments)
 

@@ -31,17 +31,16 @@ from deltackpt.errors import (
     StepNotFound,
     TargetDiffers,
 )
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import Unit
+from deltackpt.ledger.entries import ObjectKey
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
-from deltackpt.tiers.bucket import Bucket
-from deltackpt.tiers.directory import Directory
-from deltackpt.tiers.places import Place, digests_bytes, gone
+from deltackpt.tiers.copy_locations import Bucket, Directory, digests_bytes, gone
 
+Location = Directory | Bucket
 #: Concurrent files: enough to hide the latency of a bucket.
 WORKERS = 8
 
@@ -73,7 +72,7 @@ def copy(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    item: str = names.EMBEDDINGS_ITEM,
+    item: str = naming.EMBEDDINGS_ITEM,
     steps: Collection[int] | None = None,
     all_steps: bool = False,
     recheck: bool = False,
@@ -120,7 +119,7 @@ def copy(
             )
         if not steps:
             _require_not_ahead(here, there)
-        run = _Run(here, there, workers, recheck, progress)
+        run = _CopyRun(here, there, workers, recheck, progress)
         _copy_chains(run, here, there, wanted)
     return Copied(
         steps=tuple(wanted),
@@ -133,13 +132,11 @@ def copy(
     )
 
 
-def _require_not_ahead(source: Place, target: Place) -> None:
-    """Checks that the source's newest step will also be the target's newest, as in any copy.
-
-    After a rollback at the source, the target may hold later steps from which a restart would
-    resume.
-    """
+def _require_not_ahead(source: Location, target: Location) -> None:
+    """Checks that the source's newest step will also be the target's newest, as in any copy."""
     standing = source.steps()
+    # After a rollback at the source, the target may hold later steps, from which a restart would
+    # resume.
     later = [step for step in sorted(target.steps()) if step > max(standing)]
     if later:
         raise TargetDiffers(
@@ -149,9 +146,9 @@ def _require_not_ahead(source: Place, target: Place) -> None:
         )
 
 
-def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) -> None:
+def _copy_chains(run: _CopyRun, source: Location, target: Location, steps: Sequence[int]) -> None:
     """Copies steps with their dependencies, bypassing damaged compacted bases."""
-    unusable: set[Unit] = set()
+    unusable: set[ObjectKey] = set()
     units = _units(source, steps, unusable)
     while True:
         try:
@@ -180,36 +177,29 @@ def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) 
         ) from error
 
 
-class _Run:
+@dataclasses.dataclass
+class _CopyRun:
     """One run of copying units."""
 
-    def __init__(
-        self,
-        source: Place,
-        target: Place,
-        workers: int,
-        recheck: bool,
-        progress: Progress | None,
-    ):
-        self.copied: list[str] = []
-        self.found: list[str] = []
-        self.file_count = 0
-        self.bytes_written = 0
-        self.bytes_found = 0
-        #: The source unit that was found damaged.
-        self.damaged: Unit | None = None
-        self._source = source
-        self._target = target
-        self._workers = workers
-        self._recheck = recheck
-        self._progress = progress
-        self._total = 0
-        self._lock = threading.Lock()
+    _source: Location
+    _target: Location
+    _workers: int
+    _recheck: bool
+    _progress: Progress | None
+    copied: list[str] = dataclasses.field(default_factory=list)
+    found: list[str] = dataclasses.field(default_factory=list)
+    file_count: int = 0
+    bytes_written: int = 0
+    bytes_found: int = 0
+    #: The source unit that was found damaged.
+    damaged: ObjectKey | None = None
+    _total: int = 0
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def copy(self, units: Mapping[Unit, SaveId]) -> None:
+    def copy(self, units: Mapping[ObjectKey, SaveId]) -> None:
         """Copies units, each of which must still be the given save; completed ones remain."""
         done = {*self.copied, *self.found}
-        expected: dict[Unit, dict[str, Digest]] = {}
+        expected: dict[ObjectKey, dict[str, Digest]] = {}
         for unit, save_id in units.items():
             if unit.name not in done:
                 with self._reading(unit, save_id):
@@ -225,16 +215,22 @@ class _Run:
                 info = self._source.info(unit)
             if info is None:
                 raise gone(self._source, unit)
-            with self._target.writing(unit, info, digests) as write:
-                with self._reading(unit, units[unit]):
-                    write(self._source.store_path(unit), self._workers, self._done)
+            self._target.add(
+                unit,
+                info,
+                self._source.store_path(unit),
+                digests,
+                reading=self._reading(unit, units[unit]),
+                workers=self._workers,
+                on_bytes=self._done,
+            )
             self.file_count += len(digests)
             self.copied.append(unit.name)
 
     @contextlib.contextmanager
-    def _reading(self, unit: Unit, save_id: SaveId) -> Iterator[None]:
+    def _reading(self, unit: ObjectKey, save_id: SaveId) -> Iterator[None]:
         try:
-            with _standing(self._source, unit, save_id):
+            with _check_unchanged(self._source, unit, save_id):
                 yield
         except Damaged:
             self.damaged = unit
@@ -249,8 +245,8 @@ class _Run:
 
 
 def _place(
-    where: str | os.PathLike[str], endpoint: str | None, item: str = names.EMBEDDINGS_ITEM
-) -> Directory | Bucket:
+    where: str | os.PathLike[str], endpoint: str | None, item: str = naming.EMBEDDINGS_ITEM
+) -> Location:
     """Resolves a path, a URL or a spec."""
     path = buckets.file_path(where)
     if path is not None:
@@ -258,7 +254,7 @@ def _place(
     return Bucket(where, endpoint, item)
 
 
-def _wanted(source: Place, steps: Collection[int] | None, all_steps: bool) -> list[int]:
+def _wanted(source: Location, steps: Collection[int] | None, all_steps: bool) -> list[int]:
     """The steps to copy."""
     standing = sorted(source.steps())
     if not standing:
@@ -275,9 +271,11 @@ def _wanted(source: Place, steps: Collection[int] | None, all_steps: bool) -> li
     return wanted
 
 
-def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> dict[Unit, SaveId]:
+def _units(
+    source: Location, steps: Sequence[int], unusable: Collection[ObjectKey]
+) -> dict[ObjectKey, SaveId]:
     """The units that restoring the steps needs, with their saves, in copy order."""
-    found: dict[Unit, SaveId] = {}
+    found: dict[ObjectKey, SaveId] = {}
     for step in steps:
         found.update(_chain_units(source, step, unusable))
     # A save depends only on earlier steps, and on the base that replaces it.
@@ -285,33 +283,29 @@ def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> d
     return {unit: found[unit] for unit in order}
 
 
-def _chain_units(source: Place, step: int, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
+def _chain_units(
+    source: Location, step: int, unusable: Collection[ObjectKey]
+) -> dict[ObjectKey, SaveId]:
     """The units of one chain, and the step itself, which its compacted base does not replace."""
-    own = source.info(Unit(step))
+    own = source.info(ObjectKey(step))
     if own is None:
-        raise gone(source, Unit(step))
-    with _standing(source, Unit(step), own.save_id):
+        raise gone(source, ObjectKey(step))
+    with _check_unchanged(source, ObjectKey(step), own.save_id):
         saves = chains.read_chain(
-            source.store_path(Unit(step)),
+            source.store_path(ObjectKey(step)),
             source.item,
             unusable=[str(unit.step) for unit in unusable],
         )
-    units = {Unit(step): own.save_id}
+    units = {ObjectKey(step): own.save_id}
     for save in saves:
-        unit = Unit(int(save.info.step_dir), source.item if save.compacted else None)
+        unit = ObjectKey(int(save.info.step_dir), source.item if save.compacted else None)
         units[unit] = save.info.save_id
     return units
 
 
 @contextlib.contextmanager
-def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
-    """Checks after a copy that a source unit is still the same save.
-
-    Otherwise the bytes that were read may belong to another save.
-
-    Raises:
-      StepGone: it is not, whichever error occurred.
-    """
+def _check_unchanged(source: Location, unit: ObjectKey, save_id: SaveId) -> Iterator[None]:
+    """Checks after a copy that a source unit is still the same save: StepGone if it is not."""
     cause: RestoreError | None = None
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the saves of a staging directory to one tier: the loop that all tiers share.
+"""Replicates the saves of a staging directory to one tier: the loop that all tiers share.
 
 The replicator process runs one cursor per tier, each in a thread of its own, so an outage of one
 tier does not delay the other. A cursor sleeps until the trainer wakes it.
@@ -15,14 +15,14 @@ import random
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from deltackpt.errors import DeltackptError, RestoreError, StorageError
-from deltackpt.format import names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.reading import saves
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveInfo
+from deltackpt.reading import stored_saves
 from deltackpt.storage.store import Stamp, StorePath, store_path
-from deltackpt.tiers.stage import Progress, Stage, Tier, key_of
+from deltackpt.tiers.staging import StagingDir, TierName, TierProgress, key_of
 
 _logger = logging.getLogger(__name__)
 
@@ -108,12 +108,12 @@ class Cursor(abc.ABC):
       trainer: wakes the cursor.
     """
 
-    tier: ClassVar[Tier]
+    tier: ClassVar[TierName]
 
-    def __init__(self, stage: Stage, progress: Progress | None = None):
+    def __init__(self, stage: StagingDir, progress: TierProgress | None = None):
         """Reads and writes nothing yet."""
         self.stage = stage
-        self.progress = progress or Progress(holder="")
+        self.progress = progress or TierProgress(holder="")
         self.trainer = Trainer()
         self._infos: dict[tuple[int, Stamp], SaveInfo | None] = {}
         #: Identifies the folder of each damaged save, by key.
@@ -146,10 +146,6 @@ class Cursor(abc.ABC):
 
         Returns:
           Whether there may be more to do at once.
-
-        Raises:
-          StorageError: the tier reported an error or did not answer; retry.
-          RestoreError: the staging directory is not readable.
         """
 
     @abc.abstractmethod
@@ -161,11 +157,7 @@ class Cursor(abc.ABC):
         return IDLE_SECS
 
     def is_retried(self, error: Exception) -> bool:
-        """Reports a failed step; returns whether to try again.
-
-        Raises:
-          Exception: the error, if retrying is useless.
-        """
+        """Reports a failed step; returns whether to try again, or raises a lasting error."""
         self.report_failure(error)
         return True
 
@@ -173,13 +165,13 @@ class Cursor(abc.ABC):
         """Returns the staged saves, oldest first; each manifest is read once."""
         at, found = store_path(self.stage.steps), dict[tuple[int, Stamp], SaveInfo | None]()
         for name in at.folders():
-            step = names.step_number(name)
+            step = naming.step_number(name)
             stamp = None if step is None else (at / name).stamp()
             if step is None or stamp is None:
                 continue
             info = self._infos.get((step, stamp))
             try:
-                info = info or saves.read_info(at / name, item)
+                info = info or stored_saves.read_info(at / name, item)
             except RestoreError:
                 if not (at / name).is_dir():
                     continue  # It was removed concurrently.
@@ -192,11 +184,7 @@ class Cursor(abc.ABC):
         return sorted(staged, key=lambda one: one.step)
 
     def forget_replaced(self, found: Sequence[StagedSave]) -> None:
-        """Forgets damaged saves if another copy of one was staged: others may have depended on it.
-
-        Args:
-          found: the staged saves.
-        """
+        """Forgets damaged saves if another copy of one was staged, since others may need it."""
         there = {one.key: one.identity for one in found}
         known = {key: one for key, one in self._damaged_at.items() if key in self.progress.damaged}
         if any(there.get(key, one) != one for key, one in known.items()):
@@ -213,23 +201,19 @@ class Cursor(abc.ABC):
     def report_unreadable(self, save: StagedSave, item: str) -> None:
         """Reports a save that cannot be identified, if it is still there."""
         try:
-            saves.read_info(save.at, item)
+            stored_saves.read_info(save.at, item)
         except RestoreError as error:
             if save.key not in self.progress.damaged and save.at.is_dir():
                 self.report_damaged(save, f"step {save.step}: {error}")
 
-    def report(self, **changes: Any) -> None:
-        """Reports changes of the progress to the trainer, if any.
-
-        Raises:
-          StorageError: writing failed.
-        """
+    def report(self, **changes: object) -> None:
+        """Reports changes of the progress to the trainer, if any."""
         progress = dataclasses.replace(self.progress, **changes)
         if progress != self.progress:
             self.stage.report(progress, self.tier)
             self.progress = progress
 
-    def report_failure(self, error: Exception, **changes: Any) -> None:
+    def report_failure(self, error: Exception, **changes: object) -> None:
         """Reports what blocks the tier; the first report of a kind sets the time."""
         is_typed = isinstance(error, DeltackptError)
         if self.progress.problem is None:

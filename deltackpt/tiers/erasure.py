@@ -11,12 +11,14 @@ library-specific headers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import MissingExtra, OptionError
+from deltackpt.tiers.bundles import BundleRef
 
 STRIPE_BYTES = 1 << 20
 #: Piece sizes are multiples of this, for vector instructions.
@@ -27,29 +29,30 @@ _HEADER_BYTES = 80
 _MOST_FRAGMENTS = 32
 
 
-class Code(Protocol):
-    """How the parity pieces of one stripe are computed from its k data pieces.
+class Code:
+    """How parity pieces are computed: here, as copies of the one data piece, if there are any.
 
     Attributes:
       k: number of data pieces.
       m: number of parity pieces.
     """
 
-    k: int
-    m: int
+    def __init__(self, k: int, m: int):
+        self.k, self.m = k, m
 
-    def further(self, stripe: memoryview) -> list[memoryview]:
+    def parity(self, stripe: memoryview) -> list[memoryview]:
         """Returns the m parity pieces of a stripe, given its k pieces end to end."""
-        ...
+        return [stripe] * self.m
 
     def restore(self, found: Mapping[int, memoryview], lost: Mapping[int, memoryview]) -> None:
         """Restores lost data pieces from any k other pieces.
 
         Args:
           found: at least k pieces by number; numbers from k on are parity pieces.
-          lost: output buffers of the missing data pieces by number, all below k.
+          lost: output buffers of the missing data pieces by number.
         """
-        ...
+        for out in lost.values():
+            out[:] = next(iter(found.values()))
 
 
 def is_code(k: int, m: int) -> bool:
@@ -58,45 +61,21 @@ def is_code(k: int, m: int) -> bool:
 
 
 def code_of(k: int, m: int) -> Code:
-    """Returns the code with k data pieces and m parity pieces.
-
-    Raises:
-      OptionError: the code does not exist.
-      MissingExtra: the code needs pyeclib, which is not installed.
-    """
+    """Returns the code with k data and m parity pieces; MissingExtra if it needs pyeclib."""
     if not is_code(k, m):
         raise OptionError(
             f"Erasure: expected k of at least 1 and k + m of at most {_MOST_FRAGMENTS}, found "
             f"k={k} and m={m}"
         )
     if k == 1 or m == 0:
-        return Repeated(k, m)
-    return Xor(k) if m == 1 else ReedSolomon(k, m)
+        return Code(k, m)
+    return Xor(k, m) if m == 1 else ReedSolomon(k, m)
 
 
-class Repeated:
-    """Repetition: the bytes themselves in each fragment; without parity, split into pieces."""
-
-    def __init__(self, k: int, m: int):
-        self.k, self.m = k, m
-
-    def further(self, stripe: memoryview) -> list[memoryview]:
-        """See ``Code``."""
-        return [stripe] * self.m
-
-    def restore(self, found: Mapping[int, memoryview], lost: Mapping[int, memoryview]) -> None:
-        """See ``Code``."""
-        for out in lost.values():
-            out[:] = next(iter(found.values()))
-
-
-class Xor:
+class Xor(Code):
     """One parity piece, the XOR of all others; measured at 8 GB/s per core."""
 
-    def __init__(self, k: int):
-        self.k, self.m = k, 1
-
-    def further(self, stripe: memoryview) -> list[memoryview]:
+    def parity(self, stripe: memoryview) -> list[memoryview]:
         """See ``Code``."""
         total = np.empty(len(stripe) // self.k, np.uint8)
         _add([stripe[at : at + len(total)] for at in range(0, len(stripe), len(total))], total)
@@ -116,15 +95,11 @@ def _add(pieces: Sequence[memoryview], into: np.ndarray) -> None:
         np.bitwise_xor(total, other, out=total)
 
 
-class ReedSolomon:
+class ReedSolomon(Code):
     """Several parity pieces, computed by ISA-L; for one thread."""
 
     def __init__(self, k: int, m: int):
-        """Loads the library.
-
-        Raises:
-          MissingExtra: the library is not installed.
-        """
+        """Loads the library, or raises MissingExtra."""
         try:
             from pyeclib import ec_iface  # pyright: ignore[reportMissingImports]
 
@@ -139,10 +114,10 @@ class ReedSolomon:
         # reuses memory instead of mapping it again (mallopt(3), M_MMAP_THRESHOLD): measured on a
         # busy machine, 3.2 GB/s against 1.0, and 1.8 against 0.3 with lost fragments.
         bytes(16 * STRIPE_BYTES)
-        self.k, self.m = k, m
+        super().__init__(k, m)
         self._headers: dict[int, list[bytes]] = {}
 
-    def further(self, stripe: memoryview) -> list[memoryview]:
+    def parity(self, stripe: memoryview) -> list[memoryview]:
         """See ``Code``."""
         coded = self._driver.encode(np.frombuffer(stripe, np.uint8))
         nbytes = _HEADER_BYTES + len(stripe) // self.k
@@ -158,10 +133,7 @@ class ReedSolomon:
             out[:] = whole[number * nbytes : (number + 1) * nbytes]
 
     def _headers_of(self, nbytes: int) -> list[bytes]:
-        """Headers that liberasurecode requires for pieces of a length.
-
-        They do not depend on the data.
-        """
+        """Headers that liberasurecode requires; they depend only on the length of the pieces."""
         if nbytes not in self._headers:
             coded = self._driver.encode(bytes(self.k * nbytes))
             self._headers[nbytes] = [bytes(one[:_HEADER_BYTES]) for one in coded]
@@ -188,15 +160,12 @@ def piece(k: int, stripe: memoryview, number: int) -> memoryview:
 
 
 def fragments(code: Code, padded: memoryview) -> list[list[memoryview]]:
-    """Returns the k + m fragments of padded bytes, each as a list of pieces.
-
-    The first k are views of the bytes, without copies.
-    """
+    """Returns the k + m fragments of padded bytes as lists of pieces; the first k are views."""
     found: list[list[memoryview]] = [[] for _ in range(code.k + code.m)]
     for stripe in stripes(code.k, padded):
         for number in range(code.k):
             found[number].append(piece(code.k, stripe, number))
-        for number, further in enumerate(code.further(stripe), code.k):
+        for number, further in enumerate(code.parity(stripe), code.k):
             found[number].append(further)
     return found
 
@@ -219,3 +188,101 @@ def restore(
         there |= {number: one[start : start + nbytes] for number, one in further.items()}
         code.restore(there, {i: piece(code.k, stripe, i) for i in lost})
         start += nbytes
+
+
+#: Bytes of a bundle per segment; bounds the memory used on either side.
+SEGMENT_BYTES = 16 << 20
+_KEY = re.compile(
+    r"([^/]+)/([^/]+)/(\d{1,15})\.(\d{1,10})/(\d{1,3})\.(\d{1,3})\.(\d{1,9})\.(\d{1,3})\.(\d{1,10})"
+)
+
+
+class Fragment(NamedTuple):
+    """The contents of a fragment's key.
+
+    Attributes:
+      ref: reference of the bundle.
+      k: data fragments of its code.
+      m: parity fragments of its code.
+      segment: segment number in the bundle.
+      number: number of the fragment; the first k are pieces of the segment itself.
+      crc32c: CRC32C of its bytes.
+    """
+
+    ref: BundleRef
+    k: int
+    m: int
+    segment: int
+    number: int
+    crc32c: int
+
+    def key(self, root: str) -> str:
+        """The key under which a peer agent stores it."""
+        ref = f"{self.ref.key}/{self.ref.nbytes}.{self.ref.crc32c}"
+        return f"{root}/{ref}/{self.k}.{self.m}.{self.segment}.{self.number}.{self.crc32c}"
+
+    @classmethod
+    def of(cls, key: str) -> Fragment | None:
+        """Parses a key; returns None for a foreign one."""
+        match = _KEY.fullmatch(key)
+        if match is None:
+            return None
+        nbytes, total, k, m, segment, number, own = map(int, match.groups()[2:])
+        found = cls(BundleRef(match[2], nbytes, total), k, m, segment, number, own)
+        is_fragment = is_code(k, m) and number < k + m
+        sound = is_fragment and nbytes and segment < segments(nbytes) and found.key(match[1]) == key
+        return found if sound else None
+
+
+class FragmentCoding(NamedTuple):
+    """How a bundle was split.
+
+    Attributes:
+      ref: reference of the bundle.
+      k: number of fragments that restore a segment.
+      m: number of additional fragments.
+    """
+
+    ref: BundleRef
+    k: int
+    m: int
+
+
+#: Nodes of the fragments of each segment.
+Where = dict[int, dict[Fragment, list[str]]]
+
+
+def segments(nbytes: int) -> int:
+    """Returns the number of segments of a bundle."""
+    return -(-nbytes // SEGMENT_BYTES)
+
+
+def segment_bytes(ref: BundleRef, segment: int) -> int:
+    """Returns the length of a segment in bytes."""
+    return min(ref.nbytes - segment * SEGMENT_BYTES, SEGMENT_BYTES)
+
+
+def is_whole(coding: FragmentCoding, where: Where) -> bool:
+    """Returns whether each segment has enough fragments."""
+    return all(
+        len({one.number for one in where.get(segment, {})}) >= coding.k
+        for segment in range(segments(coding.ref.nbytes))
+    )
+
+
+def is_complete(coding: FragmentCoding, where: Where) -> bool:
+    """Returns whether each segment has every fragment, each on a distinct node."""
+    return all(
+        len(placed_of(where.get(segment, {}))) == coding.k + coding.m
+        for segment in range(segments(coding.ref.nbytes))
+    )
+
+
+def placed_of(there: Mapping[Fragment, list[str]]) -> dict[int, str]:
+    """Returns the fragment indices placed on distinct nodes."""
+    found: dict[int, str] = {}
+    for one, nodes in sorted(there.items()):
+        free = [node for node in nodes if node not in found.values()]
+        if free:
+            found.setdefault(one.number, free[0])
+    return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicator: the process that brings staged saves to the remote directory and to peers.
+"""The replicator: the process that copies staged saves to the remote directory and to peers.
 
 It does not contend for the trainer's GIL or cores, and it finishes the uploads of a killed trainer:
 the staging directory records the work, and the tiers what is done. A staging directory has at most
@@ -11,21 +11,114 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from deltackpt.errors import InUse, StorageError
-from deltackpt.ledger import locks
-from deltackpt.resources import memory, priority
-from deltackpt.storage import files
-from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.pushing import Pusher
-from deltackpt.tiers.stage import Stage
-from deltackpt.tiers.uploading import Uploader
+from deltackpt.ledger import lease
+from deltackpt.resources import host_memory, runtime
+from deltackpt.storage import posix
+from deltackpt.tiers.cursor import WAKE, Trainer
+from deltackpt.tiers.peer_push import Pusher
+from deltackpt.tiers.staging import StagingDir
+from deltackpt.tiers.uploader import Uploader
+
+#: Seconds between two starts of an uploader that exits unexpectedly.
+_START_SECS = 2.0
+_LOG_BYTES = 2000
+#: Imports nothing from the trainer's working directory, whatever its name, but finds the package
+#: even if it is not installed.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[2]); from deltackpt.tiers import replicator; "
+    "raise SystemExit(replicator.main(sys.argv[3:]))"
+)
+_PACKAGES = Path(__file__).parent.parent.parent
+#: Uploaders of closed managers that finish pending uploads: no caller waits for them.
+_left: list[subprocess.Popen[bytes]] = []
+
+
+class ReplicatorProcess:
+    """A trainer's replicator, which finishes pending uploads on its own; thread-safe.
+
+    Attributes:
+      ended: message about the last one that exited unexpectedly.
+      warnings: messages about all of them that were not reported yet.
+    """
+
+    def __init__(self, stage: StagingDir, *, cpus: Collection[int] | None = None):
+        """Starts no process yet; ``cpus`` restricts where it runs (default: anywhere)."""
+        self._stage = stage
+        self._cpus = cpus
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._starting = threading.RLock()  # A restart closes the exited process.
+        self.ended: str | None = None
+        self.warnings: list[str] = []
+
+    def start(self) -> None:
+        """Starts the uploader unless it is running."""
+        with self._starting:
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is not None:
+            is_recent = time.monotonic() - self._started_at < _START_SECS
+            if self._process.poll() is None or is_recent:
+                return
+            self.ended = (
+                f"the uploader of {self._stage.path} exited with code {self._process.returncode} "
+                f"and is restarted; its output: {self._said()}"
+            )
+            self.warnings.append(self.ended)
+            self.close()
+        arguments = ["deltackpt.tiers.replicator", str(_PACKAGES), str(self._stage.path)]
+        if self._cpus is not None:
+            arguments += ["--cpus", *map(str, sorted(self._cpus))]
+        with posix.typed_errors(self._stage.log, "start an uploader that writes"):
+            private = functools.partial(os.open, mode=0o600)
+            with open(self._stage.log, "ab", opener=private) as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    # It finishes what an interrupted trainer leaves.
+                    start_new_session=True,
+                )
+        self._started_at = time.monotonic()
+
+    def wake(self, word: bytes = WAKE) -> None:
+        """Notifies it of new work, or of what another word of ``cursor`` means."""
+        process = self._process  # Another thread may start a new one.
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # It has exited; ``start`` reports it.
+                process.stdin.write(word)
+                process.stdin.flush()
+
+    def close(self) -> None:
+        """Signals that no more saves will come; the uploader then exits after its last upload."""
+        with self._starting:
+            process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        _left[:] = [one for one in (*_left, process) if one.poll() is None]
+
+    def _said(self) -> str:
+        with contextlib.suppress(StorageError):
+            text = self._stage.log.read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+            return text.strip().rpartition("\n")[2]
+        return "nothing"
+
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +128,7 @@ _MOST_LOG_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
+def only_one(stage: StagingDir, trainer: Trainer) -> Iterator[bool]:
     """Waits until no other replicator works on a staging directory.
 
     Yields:
@@ -45,7 +138,7 @@ def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locks.held(stage.lock, refusal, private=True))
+                stack.enter_context(lease.file_lock(stage.lock, refusal, private=True))
             except InUse:
                 time.sleep(_LOCK_SECS)
                 if trainer.is_gone:
@@ -66,9 +159,9 @@ class Status:
       url: URL of the remote directory.
       waiting: saves that are not uploaded yet.
       nbytes: total size of their files.
-      damaged: same as in ``Progress``.
-      problem: same as in ``Progress``, or the message about another trainer that took over.
-      problem_unix_secs: same as in ``Progress``.
+      damaged: same as in ``TierProgress``.
+      problem: same as in ``TierProgress``, or the message about another trainer that took over.
+      problem_unix_secs: same as in ``TierProgress``.
     """
 
     url: str
@@ -79,12 +172,8 @@ class Status:
     problem_unix_secs: float
 
 
-def status_of(stage: Stage) -> Status | None:
-    """Returns the upload progress of a staging directory; None if it was never used.
-
-    Raises:
-      Damaged, StorageError: the staging directory is not readable.
-    """
+def status_of(stage: StagingDir) -> Status | None:
+    """Returns the upload progress of a staging directory; None if it was never used."""
     orders = stage.orders()
     if orders is None:
         return None
@@ -93,7 +182,7 @@ def status_of(stage: Stage) -> Status | None:
     return Status(
         url=orders.url,
         waiting=len(waiting),
-        nbytes=sum(files.tree_bytes(stage.steps / str(step)) for step in waiting),
+        nbytes=sum(posix.tree_bytes(stage.steps / str(step)) for step in waiting),
         damaged=progress.damaged,
         problem=progress.fenced or progress.problem,
         problem_unix_secs=progress.problem_unix_secs,
@@ -106,14 +195,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("stage", type=Path)
     parser.add_argument("--cpus", type=int, nargs="+", help="where it runs")
     options = parser.parse_args(arguments)
-    stage = Stage(options.stage)
-    priority.pin(options.cpus)
+    stage = StagingDir(options.stage)
+    runtime.pin(options.cpus)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    memory.keep_little()
+    host_memory.keep_little()
     trainer = Trainer(sys.stdin.fileno())
     with only_one(stage, trainer) as is_one:
         if is_one:
@@ -125,9 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _pushing(stage: Stage, trainer: Trainer) -> Iterator[None]:
+def _pushing(stage: StagingDir, trainer: Trainer) -> Iterator[None]:
     """Replicates saves to peers in a second thread, if the trainer has found any."""
-    if stage.keepers_stamp() is None:
+    if stage.peers_stamp() is None:
         yield
         return
     pusher = Pusher(stage)
@@ -149,7 +238,7 @@ def _most_memory() -> str:
 def _shorten(log: Path) -> None:
     """Truncates a log that has grown long."""
     with contextlib.suppress(OSError, StorageError):
-        if files.length(log, log.name) > _MOST_LOG_BYTES:
+        if posix.length(log, log.name) > _MOST_LOG_BYTES:
             os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 

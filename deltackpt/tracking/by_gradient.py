@@ -19,8 +19,9 @@ import optax
 
 from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import KeyPath, path_name
-from deltackpt.state import contexts, paths
-from deltackpt.tracking.bits import any_in_row, bits, folded
+from deltackpt.format.naming import PyTree
+from deltackpt.state import paths, placement
+from deltackpt.tracking.stamps import bits, folded
 
 #: Nothing in them lets a row move without a gradient: none, sums of squares, a factor of the step.
 _KNOWN = (optax.EmptyState, optax.ScaleByRssState, optax.ScaleByScheduleState)
@@ -33,29 +34,45 @@ _ROWS = 136
 _STEPS, _QUIET = 5, 3
 
 
-def touched_rows(gradient: jax.Array, has_nan: jax.Array) -> jax.Array:
-    """Returns which rows of a gradient, (rows, ...), are not all +0.0: (rows,) bool.
+def touched_rows(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which rows of a gradient are not all +0.0, and which contain a NaN.
 
     A negative zero counts as touched, since an update of +0.0 changes a value of -0.0.
 
     Args:
-      gradient: gradient of a table.
-      has_nan: bool, from ``has_nan``; if True, all rows are touched.
+      gradient: gradient of a table, (rows, ...).
+
+    Returns:
+      Two arrays of (rows,) bool.
     """
     (pieces,) = folded(gradient)
-    return any_in_row(bits(pieces) != 0) | has_nan
+    patterns, nans = bits(pieces) != 0, _is_nan(pieces)
+    # One pass for both. XLA on CPUs reduces bytes faster than booleans or wider integers, and can
+    # reduce them by `max`, unlike by `or`, over devices that share the rows.
+    flags = patterns.astype(jnp.uint8)
+    if nans is not None:
+        nans = nans.reshape(nans.shape + (1,) * (patterns.ndim - nans.ndim))
+        flags |= nans.astype(jnp.uint8) << 1
+    found = jax.lax.reduce_max(flags, tuple(range(1, flags.ndim)))
+    return found != 0, found > 1
 
 
-def has_nan(gradients: Iterable[Any]) -> jax.Array:
+def has_nan(gradients: Iterable[PyTree]) -> jax.Array:
     """Returns whether any array contains a NaN, which a global norm would spread to all rows."""
     found = jnp.zeros((), bool)
     for leaf in gradients:
-        if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jnp.inexact):
-            found |= jnp.isnan(jnp.asarray(leaf)).any()
+        if (nans := _is_nan(leaf)) is not None:
+            found |= nans.any()
     return found
 
 
-def with_negative_zeros(updates: Any, tables: Collection[KeyPath]) -> Any:
+def _is_nan(leaf: PyTree) -> jax.Array | None:
+    """Which elements are NaN; None if the dtype has none."""
+    is_inexact = jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jnp.inexact)
+    return jnp.isnan(jnp.asarray(leaf)) if is_inexact else None
+
+
+def with_negative_zeros(updates: PyTree, tables: Collection[KeyPath]) -> PyTree:
     """Replaces zeros in the tables' updates with -0.0: adding +0.0 would change a value of -0.0.
 
     Args:
@@ -73,11 +90,11 @@ def with_negative_zeros(updates: Any, tables: Collection[KeyPath]) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-@contexts.neutral()
+@placement.neutral()
 def check(
     optimizer: optax.GradientTransformationExtraArgs,
-    params: Any,
-    state: Any,
+    params: PyTree,
+    state: PyTree,
     tables: Collection[KeyPath],
 ) -> None:
     """Checks that an optimizer moves a row of these tables only if its gradient is not zero.
@@ -112,7 +129,7 @@ def check(
         )
 
 
-def _unknown(state: Any, tables: Collection[KeyPath]) -> set[str]:
+def _unknown(state: PyTree, tables: Collection[KeyPath]) -> set[str]:
     """Returns names of unknown state types that do not exclude the tables."""
     return {type(one).__name__ for one in _states(state) if not _leaves_out(one, tables)}
 
@@ -131,14 +148,14 @@ def _states(node: Any) -> Iterator[Any]:
         yield node
 
 
-def _leaves_out(state: Any, tables: Collection[KeyPath]) -> bool:
+def _leaves_out(state: PyTree, tables: Collection[KeyPath]) -> bool:
     """Returns whether a state shows that its transformation is masked from all tables."""
     flat = paths.flatten_with_paths(state, _is_masked)
     masked = [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if _is_masked(leaf)]
     return all(any(_is_of(path, table) for path in masked) for table in tables)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
@@ -148,7 +165,7 @@ def _is_of(path: KeyPath, table: KeyPath) -> bool:
 
 
 def _tried(
-    optimizer: optax.GradientTransformationExtraArgs, params: Any, tables: Collection[KeyPath]
+    optimizer: optax.GradientTransformationExtraArgs, params: PyTree, tables: Collection[KeyPath]
 ) -> str | None:
     """Returns a table of which a row without a gradient moved, or None."""
     random = np.random.default_rng(0)
@@ -176,7 +193,7 @@ def _tried(
 
 
 def _like(
-    params: Any, tables: Collection[KeyPath], values: Callable[[tuple[int, ...]], np.ndarray]
+    params: PyTree, tables: Collection[KeyPath], values: Callable[[tuple[int, ...]], np.ndarray]
 ) -> Any:
     """Returns small params, or gradients: tables of ``_ROWS`` rows, one element of the rest."""
     flat = paths.flatten_with_paths(params, _is_masked)
@@ -197,7 +214,7 @@ def _signed(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _of_table(table: KeyPath, old: Any, new: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _of_table(table: KeyPath, old: object, new: object) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Returns a table and its slots in two trees of one structure."""
     before, after = (paths.flatten_with_paths(tree, _is_masked) for tree in (old, new))
     for path, one, other in zip(before.paths, before.leaves, after.leaves, strict=True):

@@ -19,13 +19,18 @@ from jax import lax
 from jax.core import Tracer
 
 from deltackpt.errors import TrackingError
-from deltackpt.format import blocks
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout
-from deltackpt.state import contexts
-from deltackpt.state.marks import match_touched
-from deltackpt.state.touch_state import UNKNOWN, TouchState, new_identity
+from deltackpt.state import placement, touch_state
+from deltackpt.state.touch_state import (
+    UNKNOWN,
+    TouchState,
+    match_touched,
+    new_identity,
+    with_more_rows,
+)
 from deltackpt.tracking import stamps as stamping
-from deltackpt.tracking.bits import bits, folded
+from deltackpt.tracking.stamps import bits, folded
 
 #: Table name to field name to array, as ``tables.split`` gives them.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -34,8 +39,8 @@ Fields = Mapping[str, Mapping[str, Any]]
 _LISTED = 20
 
 
-@contexts.neutral()
-def fingerprint(table: Any, slots: Sequence[Any] = ()) -> jax.Array:
+@placement.neutral()
+def fingerprint(table: object, slots: Sequence[object] = ()) -> jax.Array:
     """Hashes each row of a table together with its slots.
 
     Args:
@@ -54,12 +59,12 @@ def fingerprint(table: Any, slots: Sequence[Any] = ()) -> jax.Array:
     """
     arrays = [_in_device_memory(array) for array in (table, *slots)]
     # JAX would cut 64-bit numbers of the host, and warn of those that it holds.
-    with contexts.beside(table), jax.enable_x64(True):
+    with placement.on_device_of(table), jax.enable_x64(True):
         return _fingerprint(arrays[0], tuple(arrays[1:]))
 
 
-@contexts.neutral()
-def changed_rows(old: Any, new: Any) -> np.ndarray:
+@placement.neutral()
+def changed_rows(old: object, new: object) -> np.ndarray:
     """Returns the indices of rows whose fingerprints differ, int64 ascending.
 
     Raises:
@@ -82,7 +87,7 @@ def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
       layout: the layout of the same split. Slots that are ``always`` written are excluded.
     """
     return {
-        name: fingerprint(fields[name][blocks.VALUES], [fields[name][slot] for slot in slots])
+        name: fingerprint(fields[name][row_blocks.VALUES], [fields[name][slot] for slot in slots])
         for name, slots in _hashed_slots(layout).items()
     }
 
@@ -94,14 +99,14 @@ def _hashed_slots(layout: Layout) -> dict[str, list[str]]:
         table.name: [
             spec.name
             for spec in groups[table.group].fields
-            if spec.name != blocks.VALUES and not spec.always
+            if spec.name != row_blocks.VALUES and not spec.always
         ]
         for table in layout.tables
     }
 
 
 def verify_tracking(
-    before: Mapping[str, Any],
+    before: Mapping[str, object],
     fields: Fields,
     touched: TouchState,
     since_clock: int,
@@ -125,7 +130,7 @@ def verify_tracking(
     check_marked(before, fingerprints(fields, layout), stamps, {"": since_clock})
 
 
-@contexts.neutral()
+@placement.neutral()
 def check_marked(
     before: Mapping[str, Any],
     now: Mapping[str, jax.Array],
@@ -192,22 +197,24 @@ class RowTracker:
     Examples:
       >>> from deltackpt import Tables
       >>> from deltackpt.handlers import split
-      >>> def look(table):
+      >>> def update(table):
       ...     parts = split({"emb": table}, Tables(select="emb"))
-      ...     return tracker.look(parts.fields, parts.layout).stamps["emb"].tolist()
+      ...     return tracker.update(parts.fields, parts.layout).stamps["emb"].tolist()
       >>> tracker = RowTracker()
       >>> table = jnp.zeros((3, 2))
-      >>> look(table)  # Without earlier fingerprints, every row counts as touched.
+      >>> update(table)  # Without earlier fingerprints, every row counts as touched.
       [1, 1, 1]
-      >>> look(table.at[1].set(5.0))
+      >>> update(table.at[1].set(5.0))
       [1, 2, 1]
     """
 
     def __init__(self) -> None:
         self._before: dict[str, jax.Array] = {}
+        #: Table name to the shape and sharding of the table that its stamps belong to.
+        self._tables: dict[str, tuple[object, object]] = {}
         # Each process draws its own: it only has to differ from those of other TouchStates here.
         self._touched = stamping.init({}, identity=new_identity())
-        #: Whether a table was new to the last look, which then stamped all its rows.
+        #: Whether a table was new to the last update, which then stamped all its rows.
         self._is_new = True
 
     @property
@@ -215,7 +222,7 @@ class RowTracker:
         """Returns the TouchState of the last call."""
         return self._touched
 
-    @contexts.neutral()
+    @placement.neutral()
     def changed_share(self) -> float | None:
         """Returns the share of rows that the last call found changed; None if a table was new."""
         stamps = self._touched.stamps.values()
@@ -226,7 +233,7 @@ class RowTracker:
         # One by one: the tables may be on different devices.
         return sum(int(_count(one, clock)) for one in stamps) / rows
 
-    @contexts.neutral()
+    @placement.neutral()
     def start(self, fields: Fields, layout: Layout, identity: int | None = None) -> None:
         """Records tables and slots as stored, with no touched row and clock 0.
 
@@ -237,14 +244,15 @@ class RowTracker:
         """
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
-        tables = {name: fields[name][blocks.VALUES] for name in now}
-        self._take(now, stamping.init(tables, identity=identity))
+        tables = {name: fields[name][row_blocks.VALUES] for name in now}
+        self._store(now, stamping.init(tables, identity=identity), _placed(tables))
 
-    @contexts.neutral()
-    def look(self, fields: Fields, layout: Layout) -> TouchState:
+    @placement.neutral()
+    def update(self, fields: Fields, layout: Layout) -> TouchState:
         """Advances the clock and stamps the rows that changed since the last call.
 
-        All rows are stamped if a table is new or its number of rows has changed.
+        All rows of a new table are stamped. The next delta contains all rows by which a table has
+        grown, stamped or not.
 
         Args:
           fields: the current tables and slots.
@@ -255,27 +263,46 @@ class RowTracker:
         """
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
-        like = {name: fields[name][blocks.VALUES] for name in now}
-        stamps = stamping.init(like, identity=UNKNOWN).stamps
-        changed, is_new = {}, False
+        tables = {name: fields[name][row_blocks.VALUES] for name in now}
+        placed = _placed(tables)
+        # The stamps of other tables are where they belong.
+        moved = {name: tables[name] for name in now if self._tables.get(name) != placed[name]}
+        fresh = stamping.init(moved, identity=UNKNOWN).stamps if moved else {}
+        stamps, changed, is_new = {}, {}, False
         for name, rows in now.items():
             before = self._before.get(name)
-            if before is None or before.shape != rows.shape:
-                mask, is_new = jnp.ones(rows.shape[0], bool), True
+            count = rows.shape[0]
+            if before is None or before.shape[0] > count:
+                stamps[name], is_new = fresh[name], True
+                mask = jnp.ones(count, bool)
             else:
+                before = with_more_rows(before, count)
                 mask = _changed(_like(before, rows), rows)
-                stamps[name] = _like(self._touched.stamps[name], stamps[name])
+                stamps[name] = with_more_rows(self._touched.stamps[name], count)
+                if name in fresh:
+                    stamps[name] = _like(stamps[name], fresh[name])
             changed[name] = _like(mask, stamps[name])
-        self._take(now, stamping.mark_rows(self._touched._replace(stamps=stamps), changed))
+        found = touch_state.mark_rows(self._touched._replace(stamps=stamps), changed)
+        self._store(now, found, placed)
         self._is_new = is_new
         return self._touched
 
-    def _take(self, now: dict[str, jax.Array], found: TouchState) -> None:
-        """Replaces both, or neither if the devices fail."""
+    def _store(
+        self,
+        now: dict[str, jax.Array],
+        found: TouchState,
+        placed: dict[str, tuple[object, object]],
+    ) -> None:
+        """Replaces all, or nothing if the devices fail."""
         self._before, self._touched = jax.block_until_ready((now, found))
+        self._tables = placed
 
 
-@contexts.neutral()
+def _placed(tables: Mapping[str, jax.Array]) -> dict[str, tuple[object, object]]:
+    return {name: (table.shape, table.sharding) for name, table in tables.items()}
+
+
+@placement.neutral()
 def on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
     """Returns the tables and their hashed slots on devices, as arguments for ``fingerprints``.
 
@@ -285,17 +312,17 @@ def on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]
     found = {}
     for name, slots in _hashed_slots(layout).items():
         leaves = fields[name]
-        table = leaves[blocks.VALUES]
+        table = leaves[row_blocks.VALUES]
         if not isinstance(table, jax.Array):
             with jax.enable_x64(True):
                 table = jax.device_put(np.asarray(table), _host_device())
-        found[name] = {blocks.VALUES: table} | {
-            slot: _beside(leaves[slot], table) for slot in slots
+        found[name] = {row_blocks.VALUES: table} | {
+            slot: _on_devices_of(leaves[slot], table) for slot in slots
         }
     return found
 
 
-def _in_device_memory(array: Any) -> Any:
+def _in_device_memory(array: object) -> Any:
     """Moves an array to device memory if it is in host memory, where devices cannot compute."""
     if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         return array
@@ -313,14 +340,14 @@ def _host_device() -> Any:
         return jax.local_devices()[0]
 
 
-def _beside(array: Any, other: jax.Array) -> jax.Array:
+def _on_devices_of(array: object, other: jax.Array) -> jax.Array:
     """Moves an array of rows to the devices of another one, if it is not there."""
     if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
         return array
     return _like(array, other)
 
 
-def _like(array: Any, other: jax.Array) -> jax.Array:
+def _like(array: object, other: jax.Array) -> jax.Array:
     """Returns an array of rows, placed like the rows of another one."""
     sharding = other.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):

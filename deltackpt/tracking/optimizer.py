@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,19 @@ import optax
 
 from deltackpt.errors import OptionError, TableSelectionError, TrackingError
 from deltackpt.format.manifest import path_name
-from deltackpt.state import contexts, paths, slots
+from deltackpt.format.naming import PyTree
+from deltackpt.state import paths, placement, slots
 from deltackpt.state.paths import Flat, Select
-from deltackpt.state.touch_state import TouchState, is_touch_state
+from deltackpt.state.touch_state import TouchState, is_touch_state, mark_rows
 from deltackpt.tracking import by_gradient
-from deltackpt.tracking.bits import any_in_row, away_from_zero, bits, folded, width
-from deltackpt.tracking.stamps import init, mark_rows
+from deltackpt.tracking.stamps import (
+    any_in_row,
+    away_from_zero,
+    bits,
+    folded,
+    init,
+    width,
+)
 
 Rule = Literal["bits", "gradient"]
 
@@ -55,7 +63,7 @@ def track(
       always: names of slots whose rows all move at every step, as for ``Tables.always``; they are
         ignored. Adafactor's factored statistics are included automatically.
       rule: ``"bits"`` compares what the update changes. ``"gradient"`` treats a row as touched if
-        its gradient is not zero, which costs almost nothing. It is for optimizers that move no
+        its gradient is not zero, at the cost of one pass over it. It is for optimizers that move no
         other row, such as SGD without momentum and Adagrad; any other is rejected.
 
     Returns:
@@ -95,7 +103,7 @@ def track(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, TrackState]:
         state = cast(TrackState, state)
         if params is None:
@@ -118,7 +126,7 @@ def track(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-@contexts.neutral()
+@placement.neutral()
 def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
     rows = {
         name: _like(mask, touched.stamps[name])
@@ -128,20 +136,24 @@ def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
     return mark_rows(touched, rows)
 
 
-@contexts.neutral()
-def _with_gradients(select: Select, params: Any, gradients: Any) -> dict[str, jax.Array]:
+@placement.neutral()
+def _with_gradients(select: Select, params: PyTree, gradients: PyTree) -> dict[str, jax.Array]:
     """Returns table name to the rows, (rows,) bool, that have a gradient."""
     flat, given = _flatten(params), _flatten(gradients)
     gradient_of = dict(zip(given.paths, given.leaves, strict=True))
-    has_nan = by_gradient.has_nan(given.leaves)
-    return {
-        path_name(flat.paths[i]): by_gradient.touched_rows(jnp.asarray(gradient), has_nan)
-        for i in _chosen(flat, select)
-        if not paths.is_empty(gradient := gradient_of.get(flat.paths[i]))
-    }
+    touched: dict[str, jax.Array] = {}
+    nans = []
+    for i in _chosen(flat, select):
+        gradient = gradient_of.pop(flat.paths[i], None)
+        if not paths.is_empty(gradient):
+            rows, with_nan = by_gradient.touched_rows(jnp.asarray(gradient))
+            touched[path_name(flat.paths[i])] = rows
+            nans.append(with_nan.any())
+    has_nan = functools.reduce(jnp.logical_or, nans, by_gradient.has_nan(gradient_of.values()))
+    return {name: rows | has_nan for name, rows in touched.items()}
 
 
-def _flatten(tree: Any) -> Flat:
+def _flatten(tree: PyTree) -> Flat:
     return paths.flatten_with_paths(tree, is_touch_state)
 
 
@@ -158,14 +170,14 @@ def _chosen(flat: Flat, select: Select) -> list[int]:
     return chosen
 
 
-@contexts.neutral()
+@placement.neutral()
 def _changed_rows(
     select: Select,
     always: str | Sequence[str],
-    params: Any,
-    updates: Any,
-    old: Any,
-    new: Any,
+    params: PyTree,
+    updates: PyTree,
+    old: object,
+    new: object,
 ) -> dict[str, jax.Array]:
     """Returns table name to the rows, (rows,) bool, whose bits or whose slots' bits changed."""
     flat = _flatten(params)
@@ -203,17 +215,15 @@ def _any_in_row(flags: list[jax.Array]) -> jax.Array:
 
 
 def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
-    """Returns which elements of a table ``optax.apply_updates`` changes in bits: (rows, ...).
-
-    The caller's program may fuse the sum with the update's last product and then rounds once
-    instead of twice. Its update is within one unit in the last place of ours. So a row is unchanged
-    if both our update and our update moved away from zero by one unit leave it unchanged.
-    """
+    """Returns which elements of a table ``optax.apply_updates`` changes in bits: (rows, ...)."""
 
     def applied(delta: jax.Array) -> jax.Array:
         return bits((table + delta).astype(table.dtype)) != bits(table)
 
     changed = applied(update)
+    # The caller's program may fuse the sum with the update's last product and then rounds once
+    # instead of twice: its update is within one unit in the last place of ours. So a row is
+    # unchanged if ours, and ours moved away from zero by one unit, leave it unchanged.
     if jnp.issubdtype(update.dtype, jnp.floating) and width(update.dtype) >= 16:
         changed |= applied(away_from_zero(update))
         # Of two different NaNs either may come out.

@@ -8,7 +8,7 @@ advance that it must look up the outcome at that call. The outcome is written on
 0 after all have accepted; no, by any process whose wait timed out. A process therefore saves only
 if all processes that reach the call save, and no process waits long for one that lags or is dead.
 
-Pure: ``assembly`` transports the messages.
+Pure: ``agreement_thread`` transports the messages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _LEAST_AHEAD, _MOST_AHEAD = 2, 1 << 16
 _PAUSE_SECS = 1.0
 
 
-class Wish(NamedTuple):
+class SaveRequest(NamedTuple):
     """A process's request to all processes.
 
     Attributes:
       reason: why a step must be saved.
-      anew: whether the WAL restarts with it, which invalidates earlier records.
+      restarts_wal: whether the WAL restarts with it, which invalidates earlier records.
     """
 
     reason: str
-    anew: bool
+    restarts_wal: bool
 
 
 class Proposal(NamedTuple):
@@ -40,32 +40,32 @@ class Proposal(NamedTuple):
     Attributes:
       id: number of the proposal, from 1.
       number: number of the ``append()`` call.
-      wish: the request that caused it.
+      request: the request that caused it.
     """
 
     id: int
     number: int
-    wish: Wish
+    request: SaveRequest
 
 
-class Status(NamedTuple):
+class ProcessStatus(NamedTuple):
     """Process 0's view of a process.
 
     Attributes:
       calls: how often it had called ``append()`` when it sent this.
-      heard: id of the last proposal that it received, 0 before the first.
+      last_proposal: id of the last proposal that it received, 0 before the first.
       accepted: whether it accepted that.
       passed: id of the last proposal whose call it has passed.
-      wish: what it needs.
+      request: what it needs.
       grown: bytes appended since the last step.
       dense: bytes of its dense leaves.
     """
 
     calls: int = 0
-    heard: int = 0
+    last_proposal: int = 0
     accepted: bool = False
     passed: int = 0
-    wish: Wish | None = None
+    request: SaveRequest | None = None
     grown: int = 0
     dense: int = 0
 
@@ -80,7 +80,7 @@ class Member:
           calls: how often ``append()`` was called.
         """
         self._calls = calls
-        self._heard: Proposal | None = None
+        self._last_proposal: Proposal | None = None
         self._accepted = False
 
     def call(self) -> Proposal | None:
@@ -90,36 +90,38 @@ class Member:
           A proposal whose outcome must be known before anything else.
         """
         self._calls += 1
-        heard = self._heard
-        if heard is not None and self._accepted and heard.number == self._calls:
-            return heard
+        last_proposal = self._last_proposal
+        if last_proposal is not None and self._accepted and last_proposal.number == self._calls:
+            return last_proposal
         return None
 
-    def hear(self, proposal: Proposal) -> None:
+    def receive(self, proposal: Proposal) -> None:
         """Accepts or refuses a proposal; one that was received before changes nothing."""
-        if self._heard is None or proposal.id > self._heard.id:
-            self._heard = proposal
+        if self._last_proposal is None or proposal.id > self._last_proposal.id:
+            self._last_proposal = proposal
             self._accepted = self._calls < proposal.number
 
     @property
     def next_id(self) -> int:
         """Returns the id of the next proposal."""
-        return 1 if self._heard is None else self._heard.id + 1
+        return 1 if self._last_proposal is None else self._last_proposal.id + 1
 
-    def status(self, wish: Wish | None, grown: int = 0, dense: int = 0) -> Status:
+    def status(self, request: SaveRequest | None, grown: int = 0, dense: int = 0) -> ProcessStatus:
         """Returns the status for process 0."""
-        heard = self._heard
-        if heard is None:
-            return Status(self._calls, wish=wish, grown=grown, dense=dense)
-        passed = heard.id if self._calls > heard.number else heard.id - 1
-        return Status(self._calls, heard.id, self._accepted, passed, wish, grown, dense)
+        last_proposal = self._last_proposal
+        if last_proposal is None:
+            return ProcessStatus(self._calls, request=request, grown=grown, dense=dense)
+        passed = last_proposal.id if self._calls > last_proposal.number else last_proposal.id - 1
+        return ProcessStatus(
+            self._calls, last_proposal.id, self._accepted, passed, request, grown, dense
+        )
 
 
-class Settle(NamedTuple):
+class AgreedOutcome(NamedTuple):
     """The outcome that process 0 writes, unless one was written."""
 
     proposal: Proposal
-    yes: bool
+    is_agreed: bool
 
 
 class Leader:
@@ -147,56 +149,57 @@ class Leader:
         """Returns the open proposal."""
         return self._open
 
-    def look(
-        self, now: float, statuses: Mapping[int, Status], wish: Wish | None
-    ) -> Proposal | Settle | None:
+    def next_action(
+        self, now: float, statuses: Mapping[int, ProcessStatus], request: SaveRequest | None
+    ) -> Proposal | AgreedOutcome | None:
         """Returns the next action.
 
         Args:
           now: current time in seconds.
           statuses: the known statuses of the processes.
-          wish: the combined request of all processes.
+          request: the combined request of all processes.
 
         Returns:
-          A proposal to send to all; the outcome of the previous one, for ``settled``; or None.
+          A proposal to send to all; the outcome of the previous one, for ``record_outcome``; or
+          None.
         """
         if (proposal := self._open) is not None:
-            answers = [one for one in statuses.values() if one.heard == proposal.id]
-            accepted = [one.accepted for one in answers]
+            replies = [one for one in statuses.values() if one.last_proposal == proposal.id]
+            accepted = [one.accepted for one in replies]
             if not all(accepted):
                 self._ahead = min(2 * self._ahead, _MOST_AHEAD)
-                return Settle(proposal, False)
+                return AgreedOutcome(proposal, False)
             if len(accepted) == self._count:
-                return Settle(proposal, True)
+                return AgreedOutcome(proposal, True)
             late = now - self._since >= self._deadline_secs
             # A process that passed the call has settled it itself.
             late = late or any(one.calls > proposal.number for one in statuses.values())
-            return Settle(proposal, False) if late else None
+            return AgreedOutcome(proposal, False) if late else None
         if len(statuses) < self._count or now < self._not_before:
             return None
         if any(one.passed < self._agreed for one in statuses.values()):
             return None  # Their statuses are older than the agreed step.
-        wishes = [one.wish for one in statuses.values() if one.wish is not None]
-        wishes += [wish] if wish is not None else []
-        if not wishes:
+        requests = [one.request for one in statuses.values() if one.request is not None]
+        requests += [request] if request is not None else []
+        if not requests:
             return None
-        chosen = max(wishes, key=lambda one: one.anew)
+        chosen = max(requests, key=lambda one: one.restarts_wal)
         self._id += 1
         calls = max(one.calls for one in statuses.values())
         self._open = Proposal(self._id, calls + self._ahead, chosen)
         self._since = now
         return self._open
 
-    def settled(self, now: float, *, yes: bool, refused: bool) -> None:
+    def record_outcome(self, now: float, *, is_agreed: bool, refused: bool) -> None:
         """Records the outcome of the open proposal.
 
         Args:
           now: current time in seconds.
-          yes: whether all save.
+          is_agreed: whether all save.
           refused: whether a process was past the call: the next proposal may follow at once.
         """
         assert self._open is not None
-        if yes:
+        if is_agreed:
             self._agreed, self._pause_secs = self._open.id, _PAUSE_SECS
         elif not refused:
             self._not_before = now + self._pause_secs
@@ -204,7 +207,7 @@ class Leader:
         self._open = None
 
 
-def too_long(statuses: Mapping[int, Status], max_wal_ratio: float, base_bytes: int) -> bool:
+def too_long(statuses: Mapping[int, ProcessStatus], max_wal_ratio: float, base_bytes: int) -> bool:
     """Returns whether the WAL of all processes exceeds what a restore should replay.
 
     Args:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled audit of the WAL: checks that each sampled row that changed is in a record.
 
-Each save keeps a sample of rows (``save.proof``). Every fourth record compares a slice of it and
-keeps the new bits, so that about 50 records cover the sample. The other rows keep their old bits,
-so a later record finds a change that an earlier one missed.
+Each save keeps a sample of rows (``save.tracking_audit``). Every fourth record compares a slice of
+it and keeps the new bits, so that about 50 records cover the sample. The other rows keep their old
+bits, so a later record finds a change that an earlier one missed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from deltackpt.format.manifest import Layout
-from deltackpt.format.segments import GroupEntry
-from deltackpt.save import proof
-from deltackpt.save.branch import Known
-from deltackpt.save.clocks import Clocks, clocks_seen
-from deltackpt.save.division import Where
-from deltackpt.save.selection import Sources, TouchedRows
+from deltackpt.format.row_blocks import GroupEntry
+from deltackpt.save import tracking_audit
+from deltackpt.save.branch import Clocks, Known, clocks_seen
+from deltackpt.save.selection import Sources, TouchedRows, Where
 
-#: One record of so many looks, and at so many rows: 75 us of 4 calls of 1.4 ms, or 1.3 %.
+#: One record in so many is compared, at so many rows: 75 us of 4 calls of 1.4 ms, or 1.3 %.
 _EVERY, _ROWS = 4, 128
 
 
@@ -34,7 +32,7 @@ class _Slice:
 
     Attributes:
       group: its name.
-      where: see ``proof.Witness``.
+      where: see ``tracking_audit.Samples``.
       rows: virtual, int64 ascending.
       bits: field name to the bits, uint8 (n, row_bytes).
       since: the clocks after which rows may have moved since; None if these are not known.
@@ -51,19 +49,19 @@ class Audit:
     """Compares a few rows for each record; used by the training thread."""
 
     def __init__(self) -> None:
-        """Compares nothing before ``begin``."""
+        """Compares nothing before ``start``."""
         self._known: Known | None = None
         self._slices: collections.deque[_Slice] = collections.deque()
         self._calls = 0
-        #: Judges the rows that an accelerator was asked for.
-        self._judge: Callable[[], str | None] | None = None
+        #: Checks the rows that were requested from an accelerator.
+        self._check: Callable[[], str | None] | None = None
 
-    def begin(self, known: Known | None) -> None:
+    def start(self, known: Known | None) -> None:
         """Replaces the sample with the one of a save; None ends the audit."""
-        self._known, self._judge = known, None
+        self._known, self._check = known, None
         self._slices.clear()
 
-    def look(
+    def compare(
         self,
         sources: Sources,
         given: TouchedRows | None,
@@ -85,7 +83,7 @@ class Audit:
           A description of the rows that changed but are in no record; None if no such row was
           found.
         """
-        found, call, self._calls = self.settle(), self._calls, self._calls + 1
+        found, call, self._calls = self.poll(), self._calls, self._calls + 1
         if found is not None or call % _EVERY:
             return found
         if self._known is not None:
@@ -112,21 +110,21 @@ class Audit:
 
         if all(fields[name].on_host for name in one.bits):
             at = functools.partial(sources.stamps.at, group, one.rows)
-            return _judged(one, layout, group, landing, at, before, since, unheld)
+            return _checked(one, layout, group, landing, at, before, since, unheld)
         # Later steps donate the state, so nothing may refer to it.
         at, missing = sources.stamps.dispatch_at(group, one.rows), unheld()
-        self._judge = lambda: _judged(
+        self._check = lambda: _checked(
             one, layout, group, landing, at, before, since, lambda: missing
         )
         return None
 
-    def settle(self) -> str | None:
-        """Judges the rows that were requested from an accelerator; see ``look``."""
-        judge, self._judge = self._judge, None
+    def poll(self) -> str | None:
+        """Checks the rows that were requested from an accelerator; see ``compare``."""
+        judge, self._check = self._check, None
         return None if judge is None else judge()
 
 
-def _judged(
+def _checked(
     one: _Slice,
     layout: Layout,
     group: GroupEntry,
@@ -141,21 +139,21 @@ def _judged(
     for name, known in one.bits.items():
         one.bits = {**one.bits, name: (now := landing[name]())}
         if now.tobytes() != known.tobytes():  # 20 times as fast as to compare arrays.
-            changed.append(proof.differ(now, known))
+            changed.append(tracking_audit.differ(now, known))
     if not changed or not before:
         return None
     touched = recent = np.zeros(len(one.rows), bool)
     for place, now in stamps().items():
         touched, recent = touched | (now > before[place]), recent | (now > since[place])
     wrong = np.logical_or.reduce(changed) & (~touched | (recent & unheld()))
-    listed = proof.by_table(layout, group, one.rows[wrong])
-    faults = [proof.listed(table, [rows]) for table, rows in listed]
-    return proof.text(faults, "in the WAL") if faults else None
+    listed = tracking_audit.by_table(layout, group, one.rows[wrong])
+    faults = [tracking_audit.listed(table, [rows]) for table, rows in listed]
+    return tracking_audit.text(faults, "in the WAL") if faults else None
 
 
 def _slices(sources: Sources, known: Known) -> Iterator[_Slice]:
     """The sample of a save in slices of a few rows, each within one shard."""
-    for (group, where), sample in (known.witness or {}).items():
+    for (group, where), sample in (known.sample or {}).items():
         fields, count = sources.fields_of(group, where), len(sample.rows)
         starts = [shard.start for field in fields.values() for shard in field.shards]
         cuts = np.union1d(np.searchsorted(sample.rows, starts), range(0, count, _ROWS))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A WAL epoch: its header, the writer of this process, and the known recovery points."""
+"""A WAL epoch: its header, the writer of this process, and the known recovery points.
+
+A run without a WAL also writes a header if the directory has a WAL, which invalidates the records
+of abandoned training.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,28 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError
-from deltackpt.format import names, wal_epochs
+from deltackpt.format import naming, wal_format
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.wal_epochs import Continues, EpochHeader, WalTopic
-from deltackpt.handlers.run import Run
+from deltackpt.format.wal_format import Continues, EpochHeader, WalTopic
 from deltackpt.layers.footer import EpochRef
+from deltackpt.maintenance import garbage
 from deltackpt.options import KafkaWal
-from deltackpt.reading.wal_index import RecoveryPoint, WalReader, apart_folder
+from deltackpt.reading.wal_index import RecoveryPoint, WalReader, local_wal_folder
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.dense import DenseKeeper
+from deltackpt.save.dense_save import DenseKeeper
+from deltackpt.session.run import NoWal, Run
+from deltackpt.state.tables import Split
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
-from deltackpt.upkeep import wal_removal
-from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.kafka_writer import KAFKA_SEGMENT_BYTES, KafkaWriter
-from deltackpt.wal.progress import Progress
-from deltackpt.wal.segments import RecordWriter, SegmentWriter
+from deltackpt.wal.progress import WalProgress
+from deltackpt.wal.record_batch import DenseRecords
+from deltackpt.wal.segment_files import RecordsOf, RecordWriter, SegmentWriter
 from deltackpt.wal.writer import Durable, WalWriter
 
 #: Durable records that other processes may not have yet.
@@ -61,14 +65,14 @@ class OpenEpoch:
         options = run.options.wal
         assert options is not None
         self.head = head
-        self._heads = [WalFolder(store_path(run.held.log_dir))]
-        self._check_lease = run.held.check_lease
+        self._heads = [WalFolder(store_path(run.writable_root.wal_dir))]
+        self._check_lease = run.writable_root.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
-        self.progress = Progress(directory, run.among.index, head.process_count)
-        backend, process = options.backend, run.among.index
+        self.progress = WalProgress(directory, run.coordinator.index, head.process_count)
+        backend, process = options.backend, run.coordinator.index
         self._process = process
-        of: dict[str, Any] = {
+        of: RecordsOf = {
             "epoch": EpochRef.of(head),
             "process": process,
             "process_count": head.process_count,
@@ -107,9 +111,9 @@ class OpenEpoch:
         cls, run: Run, head: EpochHeader, runtime: Runtime, references: DenseKeeper | None
     ) -> OpenEpoch:
         """Opens an epoch whose header exists; see ``OpenEpoch``."""
-        root, folder = run.held.path, WalFolder(store_path(run.held.log_dir))
+        root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
         if head.directory is not None:
-            root, folder = Path(head.directory), apart_folder(head.directory, head.run)
+            root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
         found = cls(run, head, root, Path(folder.segments(head.epoch)), runtime, references)
         found._heads.append(folder)
         return found
@@ -168,12 +172,12 @@ class OpenEpoch:
         if self._process == 0:
             for number in WalReader(self._heads[0]).numbers():
                 if number < self.head.epoch:
-                    wal_removal.remove(self._heads[0], number)
+                    garbage.remove_wal_epoch(self._heads[0], number)
 
     def close(self) -> dict[str, np.ndarray]:
         """Ends the writer; returns the rows that no durable record contains, by table."""
         self.end()
-        return self.writer.take_owed()
+        return self.writer.drain_pending()
 
     def end(self) -> None:
         """Stops the writer."""
@@ -182,13 +186,13 @@ class OpenEpoch:
 
     def void(self) -> None:
         """Informs the other processes that this process has no valid records."""
-        self.progress.note(0, 0)
+        self.progress.record(0, 0)
         self.progress.close()
 
     def _is_durable(self, records: Sequence[Durable]) -> None:
         with self._lock:
             self._durable.extend(records)
-        self.progress.note(records[-1].save_id.attempt, records[-1].save_id.step)
+        self.progress.record(records[-1].save_id.attempt, records[-1].save_id.step)
 
 
 def write_head(
@@ -201,7 +205,7 @@ def write_head(
     continues: Continues | None,
     directory: str | None,
     topic: WalTopic | None,
-    log_dir: Path,
+    wal_dir: Path,
 ) -> int:
     """Writes the header of a new epoch; earlier epochs are valid only up to its fork point.
 
@@ -215,7 +219,7 @@ def write_head(
       directory: directory of the segments, if they are not next to the headers. It gets a copy of
         the header, so that a reader there can find the root of the segments.
       topic: the Kafka topic that holds the records instead of segments.
-      log_dir: directory of the headers.
+      wal_dir: directory of the headers.
 
     Returns:
       The number of the epoch.
@@ -233,26 +237,96 @@ def write_head(
             continues=continues,
             directory=directory,
             topic=topic,
-            features=() if topic is None else (wal_epochs.KAFKA,),
+            features=() if topic is None else (wal_format.KAFKA,),
             groups=() if layout is None else layout.groups,
             tables=() if layout is None else layout.tables,
             dense=() if layout is None else layout.dense,
             tracking_paths=() if layout is None else layout.tracking_paths,
         )
-        name, data = names.epoch_name(number), wal_epochs.to_bytes(head)
+        name, data = naming.epoch_name(number), wal_format.epoch_header_bytes(head)
         if directory is not None:
             # It may be there from a call whose next write failed.
-            apart = apart_folder(directory, run)
-            for one in (apart.at / name, apart.segments(number) / names.HEAD_COPY):
+            local = local_wal_folder(directory, run)
+            for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        place = store_path(log_dir) / name
+        place = store_path(wal_dir) / name
         try:
             place.store.put(place.key, data, absent=True)
         except Exists:
             continue  # Another trainer's; the lease decides between us.
-        copy = WalFolder(place.parent).segments(number) / names.HEAD_COPY
+        copy = WalFolder(place.parent).segments(number) / naming.HEAD_COPY
         copy.store.put(copy.key, data)
         return number
+
+
+def write_end(
+    run: Run, logs: WalReader, base: SaveId | None, continues: Continues | None = None
+) -> int:
+    """Writes a header without a WAL, which invalidates the records above its fork point.
+
+    Args:
+      run: the manager's run.
+      logs: the WAL of the root.
+      base: the step that training continues from.
+      continues: the restored recovery point, if any.
+
+    Returns:
+      The number of the epoch.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    return write_head(
+        logs,
+        run=run.lineage.run,
+        layout=None,
+        process_count=0,
+        base=base,
+        continues=continues,
+        directory=None,
+        topic=None,
+        wal_dir=run.writable_root.wal_dir,
+    )
+
+
+class EndedWal(NoWal):
+    """The ``WalHooks`` of a manager that saves without a WAL: ends the WAL of earlier runs."""
+
+    def __init__(self, run: Run):
+        """Writes nothing yet; ``run`` is the manager's."""
+        self._run = run
+        self._logs = WalReader(run.writable_root.log_at)
+        self.begun = ""
+
+    def begin_epoch(self, split: Split) -> None:
+        """See ``WalHooks``: writes a header if the directory has a WAL.
+
+        Raises:
+          FencedError: another trainer took over the directory.
+          StorageError: the header cannot be written.
+        """
+        run, lineage = self._run, self._run.lineage
+        # As before a save: without its WAL, a staging directory cannot be resumed from.
+        run.writable_root.begin_run(lineage.newest_committed, lineage.run)
+        known, continues = lineage.newest_known, lineage.forked_from
+        if known is None or known.continues != continues:
+            continues = None
+        self._end("starting a WAL epoch", None if known is None else known.info.save_id, continues)
+        self.begun = lineage.run
+
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """See ``WalHooks``: a header without a parent point misses no trimmed record."""
+        self._run.lineage.forget(step)
+        if is_needed:
+            self._end("ending the WAL", self._run.lineage.newest_committed, None)
+
+    def _end(self, what: str, base: SaveId | None, continues: Continues | None) -> None:
+        def write() -> None:
+            if self._logs.numbers():
+                self._run.writable_root.check_lease()
+                write_end(self._run, self._logs, base, continues)
+
+        self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
 def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
@@ -274,12 +348,12 @@ def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
         return logs.head(number)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):
-        name, data = apart_folder(directory, run.lineage.run).head(number)
-        found = wal_epochs.from_bytes(data, name=name)
+        name, data = local_wal_folder(directory, run.lineage.run).head(number)
+        found = wal_format.epoch_header_from(data, name=name)
     if found is None:
         raise OptionError(
-            f"WalOptions.backend: expected a directory that all {run.among.count} processes see, "
-            f"found that process {run.among.index} does not see in {directory} what process 0 "
-            "wrote there; use a directory that the nodes share"
+            f"WalOptions.backend: expected a directory that all {run.coordinator.count} processes "
+            f"see, found that process {run.coordinator.index} does not see in {directory} what "
+            "process 0 wrote there; use a directory that the nodes share"
         )
     return found

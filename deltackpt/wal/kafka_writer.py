@@ -11,19 +11,19 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from deltackpt.errors import OptionError, RestoreError, StorageError
-from deltackpt.format import wal_messages
+from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.wal_epochs import WalTopic
+from deltackpt.format.wal_format import WalTopic
 from deltackpt.layers.write import LayerFile
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.kafka import Producer, Topic
-from deltackpt.wal.segments import EndedSegment, Fill, RecordWriter
+from deltackpt.wal.segment_files import EndedSegment, Fill, RecordsOf, RecordWriter
 
 #: Bytes after which dense leaves are whole again, so that older records can be deleted.
 KAFKA_SEGMENT_BYTES = 256 << 20
@@ -100,7 +100,7 @@ class KafkaWriter(RecordWriter):
         *,
         message_bytes: int,
         deadline_secs: float,
-        **of: Any,
+        **of: Unpack[RecordsOf],
     ):
         """Sends nothing yet.
 
@@ -129,7 +129,7 @@ class KafkaWriter(RecordWriter):
         nbytes = super().write(save_id, parent, fill)
         assert self._record is not None and self._producer is not None
         record, self._record = self._record, None
-        for chunk in wal_messages.chunks(
+        for chunk in wal_format.record_chunks(
             record.view(nbytes),
             part=self._at.part,
             epoch=self._epoch.number,
@@ -171,11 +171,9 @@ class KafkaWriter(RecordWriter):
             self._producer = None
 
     def _remove(self, ended: Sequence[EndedSegment]) -> None:
-        """See ``RecordWriter``: only the beginning of a partition can be deleted.
-
-        So all earlier epochs are deleted, too. Process 0 also empties the partitions that no
-        process writes to.
-        """
+        """Deletes ended epochs; Kafka can only delete the beginning of a partition."""
+        # So all earlier epochs are deleted, too. Process 0 also empties the partitions that no
+        # process writes to.
         offsets = {self._process: ended[-1].at if ended else self._starts[self._process]}
         if self._process == 0:
             offsets |= dict(enumerate(self._starts[self._process_count :], self._process_count))

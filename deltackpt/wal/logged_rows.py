@@ -11,18 +11,51 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltackpt.format.blocks import Span
+from deltackpt.format import row_blocks
+from deltackpt.format.row_blocks import Span
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import snapshot
-from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save import pending_save
+from deltackpt.save.branch import Clocks, clocks_seen
 from deltackpt.save.selection import Sources, virtual_rows, within
-from deltackpt.state.marks import match_marks
 from deltackpt.state.tables import Split
-from deltackpt.state.touch_state import Marks
-from deltackpt.wal.named_rows import NamedRows
+from deltackpt.state.touch_state import Marks, match_marks
+
+#: More arrays than this are merged: a small array takes more memory than its rows.
+_MOST_PARTS = 1024
 
 
-class LoggedRows:
+class NamedRows:
+    """The union of sets of rows; takes at most twice its memory, plus that of the last set."""
+
+    def __init__(self) -> None:
+        """Creates it without rows."""
+        #: Table name to ascending rows, the union of most of them first.
+        self._parts: dict[str, list[np.ndarray]] = {}
+
+    def add(self, rows: Mapping[str, np.ndarray]) -> None:
+        """Adds rows: table name to row indices, int64 ascending."""
+        for table, indices in rows.items():
+            parts = self._parts.setdefault(table, [])
+            parts.append(indices)
+            # Each merge at least doubles what it merges with, so that few rows are sorted per call.
+            if len(parts) > _MOST_PARTS or sum(map(len, parts[1:])) > len(parts[0]):
+                parts[:] = [_union(parts)]
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """Returns table name to all rows, ascending."""
+        return {table: _union(parts) for table, parts in self._parts.items()}
+
+    def drain(self) -> dict[str, np.ndarray]:
+        """Returns all rows, and removes them."""
+        found, self._parts = self.rows(), {}
+        return found
+
+
+def _union(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else row_blocks.distinct(np.concatenate(parts))
+
+
+class UncheckedRows:
     """The rows that were named since the last comparison."""
 
     def __init__(self) -> None:
@@ -70,7 +103,7 @@ class LoggedRows:
             return None
         now = Clocks(readings=tuple(until.readings))
         before, after = clocks_seen(now, since), {one.place: one.clock for one in until.readings}
-        found = {one.place: one.clock for one in snapshot.clocks_of(split, marks).readings}
+        found = {one.place: one.clock for one in pending_save.clocks_of(split, marks).readings}
         if not before or found.keys() != before.keys():
             return None
         if any(clock < after[place] for place, clock in found.items()):
@@ -92,7 +125,7 @@ class LoggedRows:
 def _all_touched(
     sources: Sources, since: Mapping[str, int]
 ) -> dict[tuple[str, tuple[Span, ...]], np.ndarray]:
-    sources.stamps.look(since)
+    sources.stamps.scan(since)
     return {
         (group.name, spans): sources.stamps.touched(group.name, spans)
         for group, (_, spans), _ in sources.by_rows()

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deltackpt.errors import WalBehind
-from deltackpt.reading.wal_progress import NAME, Noted, newest_durable
+from deltackpt.reading.wal_locations import NAME, Noted, newest_durable
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 
 #: The others' are read so often at most.
 _READ_SECS = 0.5
 #: Minimum time between reports of lagging processes.
-_SAY_SECS = 60.0
+_REPORT_SECS = 60.0
 
 
-class Progress:
+class WalProgress:
     """The progress of the processes of one epoch, written by one thread, read by another."""
 
     def __init__(self, epoch_dir: Path, process: int, count: int):
@@ -44,7 +44,7 @@ class Progress:
         self._file: int | None = None
         self._least, self._read_at = 0, 0.0
 
-    def note(self, number: int, step: int) -> None:
+    def record(self, number: int, step: int) -> None:
         """Stores the newest durable record of this process.
 
         Args:
@@ -62,7 +62,7 @@ class Progress:
                 os.pwrite(self._file, record, 0)
 
     def close(self) -> None:
-        """Closes the file; another note opens it again."""
+        """Closes the file; the next ``record`` opens it again."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -92,7 +92,7 @@ class Progress:
         return newest_durable(store_path(self._epoch_dir) / str(process)).number
 
 
-class Watch:
+class LagWatch:
     """Finds processes that lack a record that others have had for long."""
 
     def __init__(self, deadline_secs: float):
@@ -104,9 +104,9 @@ class Watch:
         self._deadline_secs = deadline_secs
         #: When a process had come so far, oldest first: the first is the newest that is long ago.
         self._tops: collections.deque[tuple[float, int]] = collections.deque()
-        self._said_at: float | None = None
+        self._reported_at: float | None = None
 
-    def look(self, now: float, numbers: Sequence[int]) -> tuple[int, ...]:
+    def poll(self, now: float, numbers: Sequence[int]) -> tuple[int, ...]:
         """Returns the processes to report now; none if they were reported recently.
 
         Args:
@@ -117,19 +117,21 @@ class Watch:
         tops.append((now, max(numbers)))
         while len(tops) > 1 and tops[1][0] <= before:
             tops.popleft()
-        if tops[0][0] > before or (self._said_at is not None and now < self._said_at + _SAY_SECS):
+        if tops[0][0] > before or (
+            self._reported_at is not None and now < self._reported_at + _REPORT_SECS
+        ):
             return ()
-        late = tuple(process for process, at in enumerate(numbers) if at < tops[0][1])
-        if late:
-            self._said_at = now
-        return late
+        lagging = tuple(process for process, at in enumerate(numbers) if at < tops[0][1])
+        if lagging:
+            self._reported_at = now
+        return lagging
 
-    def error(self, late: tuple[int, ...]) -> WalBehind:
+    def error(self, lagging: tuple[int, ...]) -> WalBehind:
         """Returns the error about processes that lag."""
-        which = f"process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        which = f"process{'es' if len(lagging) > 1 else ''} {', '.join(map(str, lagging))}"
         return WalBehind(
             f"WAL: expected every process within {self._deadline_secs:g} s of the others "
             f"(WalOptions.deadline_secs), found that {which} lack records that others had by then; "
             "newer records cannot be restored until they catch up: check their disks",
-            late,
+            lagging,
         )

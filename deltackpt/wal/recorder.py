@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WAL of one manager, from the training thread's side.
+"""The WAL of one manager, as the training thread uses it.
 
 It keeps the clocks after which the next record's rows were touched, and the state that the records
 replay onto: the restored step or recovery point, or a save of the run. A *WAL epoch* begins with
-the first save or record after a start or a restore; process 0 writes its header. A run without a
-WAL also writes a header if the directory has a WAL, which invalidates the records of abandoned
-training.
+the first save or record after a start or a restore; process 0 writes its header.
+``epoch.EndedWal`` replaces the recorder in a manager without a WAL.
 
 All processes count calls alike, including calls that append nothing. The count numbers the record
 and decides whether it is full, so a failure on one process invalidates one recovery point but not
@@ -26,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from deltackpt import events
 from deltackpt.errors import (
@@ -38,29 +37,26 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.wal_epochs import Continues
-from deltackpt.handlers import dense
-from deltackpt.handlers.run import Run, keeper
-from deltackpt.options import LocalWal, WalOptions
+from deltackpt.format.wal_format import Continues
+from deltackpt.options import LocalWal
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
-from deltackpt.save import snapshot
-from deltackpt.save.branch import Known, doubt, settled
-from deltackpt.save.clocks import Clocks, clocks_seen
-from deltackpt.save.dense import DenseKeeper
-from deltackpt.save.flight import Embeddings
+from deltackpt.save import dense_layout, pending_save
+from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
+from deltackpt.save.dense_save import DenseKeeper
+from deltackpt.save.pending_save import Embeddings
+from deltackpt.session.run import Run, keeper
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
-from deltackpt.wal import kafka_writer, taking
+from deltackpt.wal import batch_capture, kafka_writer
 from deltackpt.wal.audit import Audit
-from deltackpt.wal.batch import Item, items_of
-from deltackpt.wal.epoch import OpenEpoch, head_of, write_head
-from deltackpt.wal.logged_rows import LoggedRows
-from deltackpt.wal.named_rows import NamedRows
-from deltackpt.wal.needs import Needs
-from deltackpt.wal.taking import Rows
-from deltackpt.wal.writer import Failure, WalWriter
+from deltackpt.wal.batch_capture import Rows
+from deltackpt.wal.epoch import OpenEpoch, head_of, write_end, write_head
+from deltackpt.wal.logged_rows import NamedRows, UncheckedRows
+from deltackpt.wal.record_batch import RecordedItem, items_of
+from deltackpt.wal.save_requests import SaveRequests
+from deltackpt.wal.writer import WalFailure, WalWriter
 
 _GONE = "the WAL records below the restored recovery point are gone"
 _UNNAMED = "an earlier call of append() did not name its rows, and there is no TouchState"
@@ -70,7 +66,7 @@ class _Unmarked(TrackingError):
     """Rows changed that no record holds."""
 
 
-class Due(NamedTuple):
+class SaveNeeded(NamedTuple):
     """A step to be saved instead of appending a record, and why."""
 
     reason: str
@@ -83,15 +79,15 @@ class Call(NamedTuple):
     """
 
     touched: TouchState | None
-    ids: Mapping[str, Any] | None
-    items: Mapping[str, Any] | None
+    ids: Mapping[str, object] | None
+    items: Mapping[str, object] | None
     full: bool | None
     started: float
     may_commit: bool
 
 
 @dataclasses.dataclass(eq=False)
-class _Chain:
+class _Continuation:
     """What the next record continues from.
 
     Attributes:
@@ -109,12 +105,12 @@ class _Chain:
     committed: bool
     saved: Clocks
 
-    def doubt(self, clocks: Clocks) -> str | None:
-        """Returns why no record may follow with these clocks; see ``save.branch.doubt``."""
+    def discontinuity(self, clocks: Clocks) -> str | None:
+        """Returns why no record may follow with these clocks; see ``save.branch.discontinuity``."""
         seen = clocks_seen(clocks, self.saved)
         if any(one.clock < seen.get(one.place, 0) for one in clocks.readings):
             return "the TouchState is older than that of the last save"
-        return doubt(clocks, self.last)
+        return discontinuity(clocks, self.last)
 
 
 class Recorder:
@@ -131,15 +127,16 @@ class Recorder:
           StorageError: the topic cannot be read.
         """
         self._run = run
+        assert run.options.wal is not None
         self._options = run.options.wal
-        self._logs = WalReader(run.held.log_at)
-        if run.topic is not None and run.among.index == 0:
+        self._logs = WalReader(run.writable_root.log_at)
+        if run.topic is not None and run.coordinator.index == 0:
             kafka_writer.refuse_foreign(run.topic, self._logs)
         self._epoch: OpenEpoch | None = None
-        self._needs = Needs(run)
-        #: The tables that the head names.
+        self._save_requests = SaveRequests(run)
+        #: The tables that the epoch header names.
         self._layout: Layout | None = None
-        self._chain: _Chain | None = None
+        self._chain: _Continuation | None = None
         #: The run of which it is all; another one after a restore.
         self._of_run = ""
         #: The directory of ``LocalWal``, until it is made: if removed later, it is not recreated.
@@ -148,10 +145,10 @@ class Recorder:
         self._begun = False
         #: Why this run writes no more records; None while it does.
         self._ended: str | None = None
-        #: How many times ``log`` was called.
+        #: How many times ``append`` was called.
         self._calls = 0
         self._newest_step = -1
-        self._given_rows = LoggedRows()
+        self._given_rows = UncheckedRows()
         #: The last call up to which all rows since the last record are known by name: ``ids`` name
         #: only rows since the last call. If it is another one, the next record reads the stamps; a
         #: step is saved if there are none.
@@ -164,7 +161,7 @@ class Recorder:
         #: Why a step is saved before the next record, which would be incomplete with ``ids`` alone.
         self._needs_step: str | None = None
         #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
-        self._owed = NamedRows()
+        self._pending_rows = NamedRows()
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         #: Whether this manager may have trimmed records that a run continued from.
@@ -172,16 +169,16 @@ class Recorder:
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
         #: The part of the manager's runtime for records.
-        self._runtime = run.runtime.part((self._options or WalOptions()).buffer_bytes)
+        self._runtime = run.runtime.part(self._options.buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
-        if self._options is not None and self._options.dense == "delta":
+        if self._options.dense == "delta":
             self._references = keeper(run.options.dense, run.runtime)
 
     @property
     def _directory(self) -> str | None:
         """The directory of ``LocalWal``."""
-        backend = None if self._options is None else self._options.backend
+        backend = self._options.backend
         return backend.directory if isinstance(backend, LocalWal) else None
 
     @property
@@ -197,9 +194,9 @@ class Recorder:
           StorageError: it cannot be determined whether all processes save at this call.
         """
         self._calls += 1
-        self._needs.call()
+        self._save_requests.call()
 
-    def append(self, step: int, split: Split, call: Call) -> Appended | Due:
+    def append(self, step: int, split: Split, call: Call) -> Appended | SaveNeeded:
         """Appends a record; see ``CheckpointManager.append``.
 
         Args:
@@ -211,42 +208,41 @@ class Recorder:
           What was appended; or that a step must be saved.
         """
         options = self._options
-        assert options is not None
         self._follow_run()
         number = self._calls
-        if self._needs.agreed is not None and self._needs.agreed.anew:
+        if self._save_requests.agreed is not None and self._save_requests.agreed.restarts_wal:
             self._chain, self._begun, self._needs_root = None, False, True
-            self._run.lineage.distrust(self._needs.agreed.reason)
+            self._run.lineage.distrust(self._save_requests.agreed.reason)
         rows: Rows | None = None
         invalid: Exception | None = None
-        chain: _Chain | None = None
+        chain: _Continuation | None = None
         is_named = False
         try:
-            touched = self._run.tracking.look(split, call.touched)
+            touched = self._run.tracking.touch_state(split, call.touched)
             self._run.end_hashing()
             marks = Embeddings(split=split, touched=touched).marks
-            clocks = snapshot.clocks_of(split, marks)
+            clocks = pending_save.clocks_of(split, marks)
             if call.ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
                 try:
-                    rows = taking.rows_of(call.ids, split.layout, clocks)
+                    rows = batch_capture.rows_of(call.ids, split.layout, clocks)
                     is_named = not marks
                 except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
-            failure = self._tell()
+            failure = self._report()
             reason, refused = self._due(split, clocks, call.may_commit, failure)
             if rows is not None and self._named_until != number - 1:
                 if marks:
                     # The stamps name the rows of earlier calls, too.
-                    self._keep(rows)
+                    self._requeue(rows)
                     rows = None
                 else:
                     self._needs_root = True
-                    if self._run.among.count == 1:
+                    if self._run.coordinator.count == 1:
                         reason = reason or _UNNAMED
                     elif reason is None:
-                        self._needs.refused(split.layout, _UNNAMED)
-                        refused = self._needs.waits_for_others(split.layout)
+                        self._save_requests.refused(split.layout, _UNNAMED)
+                        refused = self._save_requests.waits_for_others(split.layout)
             if rows is not None:
                 # Also if nothing is appended: the next record contains these rows.
                 since = None if self._chain is None else self._chain.last.clocks
@@ -266,11 +262,11 @@ class Recorder:
                 raise invalid
             items = items_of(call.items)
             if reason is not None:
-                return Due(reason)
+                return SaveNeeded(reason)
             if refused or self._ended is not None:
                 why = self._ended or "this process waits for the next save of all processes"
                 return self._logged(step, None, f"skipped: {why}", call.started)
-            if (broken := self._needs.take_failure()) is not None:
+            if (broken := self._save_requests.pop_failure()) is not None:
                 raise AppendFailed(
                     "append: expected the processes to agree in the background on when all save, "
                     f"found {broken!r}; this call appended nothing; the next one also appends its "
@@ -284,7 +280,7 @@ class Recorder:
             full = full or not split.layout.dense
             assert self._chain is not None
             moved = settled(clocks, self._chain.last)
-            if not self._take(
+            if not self._submit(
                 step, number, split, marks, clocks, moved, rows, items, full, call.started
             ):
                 why = "skipped: the buffer is full; the next call also appends these rows"
@@ -293,11 +289,11 @@ class Recorder:
         except _Unmarked as error:
             self._suspect(str(error))
             if self._ended is None:
-                return Due(str(error))
+                return SaveNeeded(str(error))
             return self._logged(step, None, f"skipped: {error}", call.started)
         finally:
             if chain is None and rows is not None:
-                self._keep(rows)
+                self._requeue(rows)
             if chain is not None or (is_named and self._named_until == number - 1):
                 self._named_until = number
         assert chain is not None
@@ -308,7 +304,7 @@ class Recorder:
         kind = "full" if full else "soft"
         return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
 
-    def missed(self, ids: Mapping[str, Any] | None) -> None:
+    def requeue_ids(self, ids: Mapping[str, object] | None) -> None:
         """Keeps the rows that a call named and that failed before ``append``.
 
         If its rows are unknown, the next record reads the stamps; without any, a step is saved.
@@ -319,17 +315,17 @@ class Recorder:
         if self._run.lineage.run != self._of_run or self._named_until != self._calls - 1:
             return
         with contextlib.suppress(Exception):  # The caller raises its own error.
-            self._keep(taking.rows_of(ids, chain.last.layout, chain.last.clocks))
+            self._requeue(batch_capture.rows_of(ids, chain.last.layout, chain.last.clocks))
             self._named_until = self._calls
 
-    def _keep(self, rows: Rows) -> None:
+    def _requeue(self, rows: Rows) -> None:
         """Keeps the rows that a call named, and did not append, for the next record."""
         if self._epoch is not None:
-            self._epoch.writer.owe(rows)
+            self._epoch.writer.requeue(rows)
         elif self._chain is not None:  # Else the next record continues from a save to come.
-            self._owed.add(rows)
+            self._pending_rows.add(rows)
 
-    def _take(
+    def _submit(
         self,
         step: int,
         number: int,
@@ -338,36 +334,36 @@ class Recorder:
         clocks: Clocks,
         moved: Clocks | None,
         rows: Rows | None,
-        items: Sequence[Item],
+        items: Sequence[RecordedItem],
         full: bool,
         started: float,
     ) -> bool:
         """Passes a batch to the writer; returns whether there was room for it."""
         options, epoch, chain = self._options, self._epoch, self._chain
-        assert options is not None and epoch is not None and chain is not None
+        assert epoch is not None and chain is not None
         assert chain.last.settled is not None
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
-        losses, owed = writer.losses, writer.take_owed()
+        losses, pending = writer.losses, writer.drain_pending()
         memory, reserved = self._runtime.memory, 0
         try:
-            sources = taking.sources_of(split, marks, rows, self._runtime)
-            given = taking.given_rows(rows, owed, split.layout)
-            segments = taking.segments_of(
+            sources = batch_capture.sources_of(split, marks, rows, self._runtime)
+            given = batch_capture.given_rows(rows, pending, split.layout)
+            segments = batch_capture.segments_of(
                 sources,
                 since=since,
                 given=given,
-                owed=owed,
+                pending=pending,
                 always=full,
             )
             nbytes = sum(one.nbytes for one in segments)
             if full:
-                nbytes += writer.dense_bytes or dense.nbytes(split)
+                nbytes += writer.dense_bytes or dense_layout.nbytes(split)
             writer.require_thread()
             coalesces = options.when_full == "coalesce"
             if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
                 if coalesces:
-                    writer.owe(owed)
+                    writer.requeue(pending)
                     return False
                 raise WaitTimeout(
                     f"append: expected room for {nbytes:,} bytes within {options.deadline_secs:g} "
@@ -376,10 +372,10 @@ class Recorder:
                     "contains them"
                 )
             reserved = nbytes
-            found = self._audit.look(sources, given, clocks=clocks, since=since, settled=moved)
+            found = self._audit.compare(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
-            batch = taking.take(
+            batch = batch_capture.capture(
                 SaveId(epoch.head.run, step, number),
                 split,
                 segments,
@@ -387,14 +383,14 @@ class Recorder:
                 items=items,
                 codec=options.codec,
                 restores=self._run.lineage.restores,
-                process=self._run.among.index,
+                process=self._run.coordinator.index,
                 runtime=self._runtime,
                 references=self._references,
                 reserved_bytes=nbytes,
                 started=started,
             )
         except BaseException:
-            writer.owe(owed)
+            writer.requeue(pending)
             memory.release(reserved)
             raise
         batch.blocked_secs = time.perf_counter() - started
@@ -402,7 +398,7 @@ class Recorder:
             writer.submit(batch, chain.root, losses)
         except BaseException:
             batch.release()
-            writer.owe(owed)
+            writer.requeue(pending)
             memory.release(nbytes)
             raise
         return True
@@ -428,83 +424,77 @@ class Recorder:
             )
 
     def _due(
-        self, split: Split, clocks: Clocks, may_commit: bool, failure: Failure | None
+        self, split: Split, clocks: Clocks, may_commit: bool, failure: WalFailure | None
     ) -> tuple[str | None, bool]:
         """Returns why a step must be saved, and whether only this process cannot append."""
         if any(clock_exhausted(reading.clock) for reading in clocks.readings):
             return "the clock is exhausted", False
         reason = self._why_not(split, clocks)
-        needs, agreed = self._needs, self._needs.agreed
+        requests, agreed = self._save_requests, self._save_requests.agreed
         if agreed is not None:
             return reason or agreed.reason, False
-        if (reason is not None or self._needs_root) and needs.waits_for_others(split.layout):
+        if (reason is not None or self._needs_root) and requests.waits_for_others(split.layout):
             return None, True
         if reason is not None:
             return reason, False
         reason = self._run.lineage.distrusted or self._needs_step
-        if reason is None and not may_commit and not self.is_anchored:
+        if reason is None and not may_commit and not self.is_base_committed:
             reason = "the save that the WAL continues from has failed"
-        return needs.alone(self._writer, split.layout, failure, reason), False
+        return requests.reason_to_save(self._writer, split.layout, failure, reason), False
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
-        """Returns why a step must be saved first; None if a record can be appended.
-
-        All processes get the same result, unless one failed in its part of a save, since it depends
-        on nothing else that differs between them.
-        """
+        """Returns why a step must be saved first; None if a record can be appended."""
+        # All processes get the same result, unless one failed in its part of a save, since it
+        # depends on nothing else that differs between them.
         reason = "there is no step or recovery point that a WAL record could continue from"
         if self._chain is not None:
-            reason = self._unfit(self._chain.last, split) or self._chain.doubt(clocks)
+            reason = self._layout_mismatch(self._chain.last, split) or self._chain.discontinuity(
+                clocks
+            )
         if reason is not None and (known := self._run.lineage.newest_known) is not None:
             # It may be newer than what the records continue from.
-            reason = self._unfit(known, split) or doubt(clocks, known)
+            reason = self._layout_mismatch(known, split) or discontinuity(clocks, known)
             if reason is None and known.continues is not None and known.continues == self._lost:
                 reason = _GONE
             if reason is None:
-                self._root_at(known)
+                self._continue_from(known)
                 self._named_until = -1
         return reason
 
-    def _unfit(self, known: Known, split: Split) -> str | None:
+    def _layout_mismatch(self, known: Known, split: Split) -> str | None:
         same = known.layout == split.layout
         return None if same else "the tables are not those of the step below"
 
-    def _root_at(self, known: Known) -> None:
+    def _continue_from(self, known: Known) -> None:
         """Makes the next record continue from a save, or from the point restored above it."""
         anchor = known.info.save_id if known.continues is None else known.continues.save_id
         committed = known.continues is not None or self._run.lineage.newest_committed == anchor
-        self._chain = _Chain(known, anchor, anchor, committed, known.clocks)
-        self._audit.begin(known)
+        self._chain = _Continuation(known, anchor, anchor, committed, known.clocks)
+        self._audit.start(known)
 
-    def _tell(self) -> Failure | None:
-        """Reports what has happened in the background; returns what has failed.
-
-        Raises:
-          FencedError: another trainer took over the directory.
-        """
-        for behind in self._needs.alarms():
+    def _report(self) -> WalFailure | None:
+        """Reports what has happened in the background; returns what has failed."""
+        for behind in self._save_requests.alarms():
             began = time.perf_counter()
-            self._run.tell_failure("append", None, behind, began, log_message=True)
+            self._run.emit_failure("append", None, behind, began, log_message=True)
         writer = self._writer
-        failure = None if writer is None else self._take_news(writer)
-        if failure is not None:
-            assert self._options is not None
-            if self._options.on_failure == "save":
-                events.warn(str(failure.error()))
+        failure = None if writer is None else self._report_writes(writer)
+        if failure is not None and self._options.on_failure == "save":
+            events.warn(str(failure.error()))
         return failure
 
-    def _take_news(self, writer: WalWriter) -> Failure | None:
+    def _report_writes(self, writer: WalWriter) -> WalFailure | None:
         """Reports durable records and failed ones; returns the failure."""
         while writer.reports:
             self._run.emit(writer.reports.popleft())
         if writer.fenced is not None:
             # A start that failed gives the lease back that it had taken for a moment.
-            self._run.held.check_lease()
+            self._run.writable_root.check_lease()
             writer.fenced = None
-        failure = writer.take_failure()
+        failure = writer.pop_failure()
         if failure is not None:
             for step in failure.steps:
-                self._run.tell_failure("append", step, failure.cause, failure.since)
+                self._run.emit_failure("append", step, failure.cause, failure.since)
             if self._epoch is not None and self._epoch.is_removed:
                 # The records up to the point that training continues from may be missing, too.
                 self._may_have_trimmed = True
@@ -512,7 +502,9 @@ class Recorder:
                 self.distrust(self._needs_step)
         return failure
 
-    def _logged(self, step: int, kind: Any, reason: str, started: float) -> Appended:
+    def _logged(
+        self, step: int, kind: Literal["full", "soft"] | None, reason: str, started: float
+    ) -> Appended:
         return Appended(
             step=step,
             kind=kind,
@@ -538,18 +530,18 @@ class Recorder:
             self._note_committed(newest)
         epoch, chain = self._epoch, self._chain
         point = None
-        if epoch is not None and chain is not None and self._anchored(chain):
+        if epoch is not None and chain is not None and self._base_committed(chain):
             point = epoch.newest_point(fresh=fresh)
         if point is not None and (step is None or point.step > step):
             return point
         return step
 
     @property
-    def is_anchored(self) -> bool:
+    def is_base_committed(self) -> bool:
         """Returns whether the save that the records replay onto, if any, is committed."""
-        return self._chain is None or self._anchored(self._chain)
+        return self._chain is None or self._base_committed(self._chain)
 
-    def _anchored(self, chain: _Chain) -> bool:
+    def _base_committed(self, chain: _Continuation) -> bool:
         if not chain.committed:
             chain.committed = self._run.lineage.newest_committed == chain.anchor
         return chain.committed
@@ -570,21 +562,21 @@ class Recorder:
         writer = self._writer
         if writer is not None:
             writer.wait(timeout_secs)
-            failure = self._take_news(writer)
+            failure = self._report_writes(writer)
             if failure is not None:
                 raise failure.error() from failure.cause
         self._void()
-        if (found := self._audit.settle()) is not None:
+        if (found := self._audit.poll()) is not None:
             self._suspect(found)
             raise TrackingError(f"append: {found}")
         return self.recovery(fresh=True)
 
-    def settle_trimming(self) -> None:
+    def wait_trimmed(self) -> None:
         """Waits until trimming has ended; only a later call of this manager starts it again."""
         if self._trimming is not None:
             concurrent.futures.wait([self._trimming])
 
-    def settle_quietly(self) -> None:
+    def wait_durable_or_warn(self) -> None:
         """Waits until all records are durable or failed; the next ``append()`` reports failures.
 
         Trimming has then ended, so no recovery point is removed while it is being restored.
@@ -593,26 +585,31 @@ class Recorder:
           FencedError, StorageError: incorrect recovery points could not be invalidated.
         """
         self._void()
-        self.settle_trimming()
-        if self._options is not None and (writer := self._writer) is not None:
+        self.wait_trimmed()
+        if (writer := self._writer) is not None:
             try:
                 writer.wait(self._options.deadline_secs)
             except (WaitTimeout, StorageError) as error:
                 events.warn(str(error))
-        if (found := self._audit.settle()) is not None:
+        if (found := self._audit.poll()) is not None:
             self._suspect(found)
 
     def close(self) -> None:
         """Ends the writer once all records are durable, or have failed."""
-        self._needs.end()
+        self._save_requests.end()
         if self._epoch is not None:
             self._epoch.end()
-        self.settle_trimming()
+        self.wait_trimmed()
 
-    # What saves tell; see ``handlers.run.Log``.
+    # Called by saves; see ``session.run.WalHooks``.
 
-    def begin(self, split: Split) -> None:
-        """See ``Log``: writes the header of an epoch if this run has none.
+    @property
+    def begun(self) -> str:
+        """See ``WalHooks``."""
+        return self._of_run if self._begun else ""
+
+    def begin_epoch(self, split: Split) -> None:
+        """See ``WalHooks``: writes the header of an epoch if this run has none.
 
         Raises:
           FencedError: another trainer took over the directory.
@@ -623,63 +620,56 @@ class Recorder:
             self._open(split)
 
     def _open(self, split: Split) -> str | None:
-        """Begins an epoch; all processes do, at the same call.
-
-        Returns:
-          Why all save a step before they append; None if they need not.
-        """
-        run, logs = self._run, self._options is not None
+        """Begins an epoch in all processes at once; returns why all must save first, if so."""
+        run = self._run
         # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.held.begin(run.lineage.newest_committed, run.lineage.run)
-        known, continues = run.lineage.newest_known, run.lineage.continues
+        run.writable_root.begin_run(run.lineage.newest_committed, run.lineage.run)
+        known, continues = run.lineage.newest_known, run.lineage.forked_from
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
 
-        def write() -> tuple[int | None, bool]:
-            if not logs and not self._logs.numbers():
-                return None, True
+        def write() -> tuple[int, bool]:
             leads = True
             if continues is not None and known is not None and self._may_have_trimmed:
                 leads = self._logs.leads(known.info.save_id, continues)
-            run.held.check_lease()
+            run.writable_root.check_lease()
             if self._to_make is not None:
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
             number = write_head(
                 self._logs,
                 run=run.lineage.run,
-                layout=split.layout if logs else None,
-                process_count=run.among.count if logs else 0,
+                layout=split.layout,
+                process_count=run.coordinator.count,
                 base=None if known is None else known.info.save_id,
                 continues=continues if leads else None,
                 directory=self._directory,
                 topic=None if run.topic is None else kafka_writer.here(run.topic),
-                log_dir=run.held.log_dir,
+                wal_dir=run.writable_root.wal_dir,
             )
             return number, leads
 
         self._begun = False  # Until the epoch is open.
-        number, leads = run.among.of_first("starting a WAL epoch", write, fatal=True)
+        number, leads = run.coordinator.from_process_0("starting a WAL epoch", write, fatal=True)
         if not leads:
             self._chain, self._lost = None, continues
-        self._needs.end()
+        self._save_requests.end()
         if self._epoch is not None:
-            self._owed.add(self._epoch.close())
+            self._pending_rows.add(self._epoch.close())
             self._epoch = None
-        if number is not None and logs:
-            with run.among.together("looking for the WAL", fatal=True):
-                head = head_of(run, self._logs, number)
-                epoch = OpenEpoch.open(run, head, self._runtime, self._references)
-            epoch.writer.owe(self._owed.take())
-            self._epoch, self._ended = epoch, None
-            self._needs.begin(epoch, split.layout, self._calls)
+        with run.coordinator.together("looking for the WAL", fatal=True):
+            head = head_of(run, self._logs, number)
+            epoch = OpenEpoch.open(run, head, self._runtime, self._references)
+        epoch.writer.requeue(self._pending_rows.drain())
+        self._epoch, self._ended = epoch, None
+        self._save_requests.begin_epoch(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
-        """See ``Log``."""
+        """See ``WalHooks``."""
         self._follow_run()
-        if (found := self._audit.settle()) is not None:
+        if (found := self._audit.poll()) is not None:
             self._suspect(found)
         missing = self._given_rows.missing(split, marks, self._runtime)
         self._given_rows.compared()
@@ -695,81 +685,79 @@ class Recorder:
             )
 
     def saved(self) -> None:
-        """See ``Log``: records continue from the save if what they replayed onto has failed."""
+        """See ``WalHooks``: records continue from the save if what they replayed onto failed."""
         self._follow_run()
         lineage = self._run.lineage
         if (newest := lineage.newest_committed) is not None:
             self._note_committed(newest)
         self._may_have_trimmed = True
-        if self._options is None:
-            return
         known, chain = lineage.newest_known, self._chain
         assert known is not None
-        if chain is not None and known.clocks.readings and chain.doubt(known.clocks):
+        if chain is not None and known.clocks.readings and chain.discontinuity(known.clocks):
             # Another TouchState than that of the records: rows may have changed without a stamp.
             chain = None
             self._given_rows.forget()
         if (
             chain is None
             or self._needs_root
-            or not self._anchored(chain)
+            or not self._base_committed(chain)
             or chain.last.layout != known.layout
         ):
-            self._root_at(known)
+            self._continue_from(known)
             self._named_until, self._needs_root = self._calls, False
         else:
             chain.saved = known.clocks
-        self._audit.begin(known)
+        self._audit.start(known)
         self._needs_step = None
         writer = self._writer
-        self._needs.saved(writer)
+        self._save_requests.saved(writer)
         if writer is not None:
             writer.roll()
 
     def refused(self, split: Split) -> None:
-        """See ``Log``: this process can append again only after a save of all processes."""
-        self._needs.refused(split.layout, "one of them failed in its part of the last save")
+        """See ``WalHooks``: this process can append again only after a save of all processes."""
+        self._save_requests.refused(split.layout, "one of them failed in its part of the last save")
 
     def _suspect(self, found: str) -> None:
         """Invalidates the points of this run, and makes the next save of all processes a base."""
         events.warn(f"the WAL is invalid, and the next step is saved as a base: {found}")
         self._given_rows.forget()
-        if self._run.among.count == 1:
+        if self._run.coordinator.count == 1:
             self._run.lineage.distrust(found)
         else:
             self._run.lineage.suspect(found)
         self.distrust(found)
 
     def distrust(self, reason: str) -> None:
-        """See ``Log``: writes a header without a parent point, which invalidates this run's points.
+        """See ``WalHooks``: a header without a parent point invalidates this run's points.
 
         If the header cannot be written, the next call tries again, and raises if that fails.
         """
         self._follow_run()
         if self._epoch is None:
-            if self._run.among.count == 1:
+            if self._run.coordinator.count == 1:
                 # Records to come must not continue from a step that is older than the base.
                 self._chain, self._needs_root = None, True
-                self._audit.begin(None)
+                self._audit.start(None)
             return
         started = time.perf_counter()
         # From here on no record is written and no point of the run is acknowledged.
         self._chain, self._voiding, self._needs_root = None, True, True
-        self._audit.begin(None)
-        if self._run.among.count > 1:
+        self._audit.start(None)
+        if self._run.coordinator.count > 1:
             # Records of the others make no point without ours.
             self._ended = reason
-            self._needs.ask(reason, anew=True)
+            self._save_requests.request_save(reason, restarts_wal=True)
         else:
             self._begun = False
         try:
             self._void()
         except DeltackptError as error:
-            self._run.tell_failure("append", None, error, started)
+            self._run.emit_failure("append", None, error, started)
             events.warn(f"the WAL has invalid recovery points that are still listed: {error}")
 
     def deleted(self, step: SaveId, *, is_needed: bool) -> None:
-        """See ``Log``: the next record continues from a step that is saved first.
+        """See ``WalHooks``: the next record continues from a step that is saved first.
 
         If the WAL ends, it gets a header without a parent point, so that no trimmed record is
         missed.
@@ -779,53 +767,38 @@ class Recorder:
         if not self._run.lineage.forget(step) and not is_needed:
             return
         self._chain = None
-        self._audit.begin(None)
+        self._audit.start(None)
         if not is_needed:
             return
 
         def write() -> None:
-            self._run.held.check_lease()
+            self._run.writable_root.check_lease()
             self._write_end()
 
-        self._run.among.of_first("ending the WAL", write, fatal=True)
-        self._needs.end()
+        self._run.coordinator.from_process_0("ending the WAL", write, fatal=True)
+        self._save_requests.end()
         self._begun = False
         if self._epoch is not None:
-            self._owed.add(self._epoch.close())
+            self._pending_rows.add(self._epoch.close())
             self._epoch = None
 
     def _write_end(self) -> None:
         """Writes a header without a WAL, which invalidates everything appended before."""
-        write_head(
-            self._logs,
-            run=self._run.lineage.run,
-            layout=None,
-            process_count=0,
-            base=self._committed[-1] if self._committed else None,
-            continues=None,
-            directory=None,
-            topic=None,
-            log_dir=self._run.held.log_dir,
-        )
+        write_end(self._run, self._logs, self._committed[-1] if self._committed else None)
 
     def _void(self) -> None:
-        """Invalidates the points of this run if ``distrust`` could not.
-
-        Raises:
-          FencedError: another trainer took over the directory.
-          StorageError: the header cannot be written.
-        """
+        """Invalidates the points of this run if ``distrust`` could not."""
         epoch = self._epoch
         if not self._voiding or epoch is None:
             return
         if self._logs.numbers()[:1] == [epoch.head.epoch]:
             # Else that is done, the log is gone, or the root is another trainer's.
-            self._run.held.check_lease()
+            self._run.writable_root.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         epoch.close()
         epoch.void()
-        self._owed = NamedRows()
+        self._pending_rows = NamedRows()
         self._epoch, self._voiding = None, False
 
     def _follow_run(self) -> None:
@@ -837,11 +810,11 @@ class Recorder:
         self._voiding, self._needs_step = False, None
         self._chain = self._lost = None
         self._needs_root = False
-        self._audit.begin(None)
-        self._needs.forget()
+        self._audit.start(None)
+        self._save_requests.forget()
         self._newest_step = -1
         self._given_rows.forget()
-        self._owed = NamedRows()
+        self._pending_rows = NamedRows()
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)

@@ -25,11 +25,10 @@ from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.parts import Place
-from deltackpt.wal.batch import Batch, Figures, write_record
-from deltackpt.wal.dense_records import DenseRecords
-from deltackpt.wal.named_rows import NamedRows
-from deltackpt.wal.segments import FilledRecord, RecordWriter
+from deltackpt.storage.parts import SegmentSink
+from deltackpt.wal.logged_rows import NamedRows
+from deltackpt.wal.record_batch import Batch, DenseRecords, Figures, write_record
+from deltackpt.wal.segment_files import FilledRecord, RecordWriter
 
 #: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
 _UNSYNCED_BYTES = 64 << 20
@@ -45,7 +44,7 @@ class Durable(NamedTuple):
     unix_secs: float
 
 
-class Failure(NamedTuple):
+class WalFailure(NamedTuple):
     """Records that could not be made durable.
 
     Attributes:
@@ -69,7 +68,7 @@ class Failure(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
+class QueuedBatch:
     """An in-flight batch.
 
     Attributes:
@@ -119,20 +118,20 @@ class WalWriter:
         self._runtime, self._memory = runtime, runtime.memory
         self._notify = notify
         self._changed = threading.Condition()
-        self._queue: collections.deque[Wanted] = collections.deque()
-        self._written: list[Wanted] = []
-        self._writing: Wanted | None = None
+        self._queue: collections.deque[QueuedBatch] = collections.deque()
+        self._written: list[QueuedBatch] = []
+        self._writing: QueuedBatch | None = None
         self._parent: SaveId | None = None
         self._durable_at = segments.position
         #: The newest durable record, which a batch continues after a failure.
         self._durable: SaveId | None = None
-        self._owed = NamedRows()
+        self._pending = NamedRows()
         self._roll = False
         self._busy = self._closed = self._is_abandoned = False
         self._thread: threading.Thread | None = None
         #: The error that ended the thread.
         self._died: Exception | None = None
-        self.failure: Failure | None = None
+        self.failure: WalFailure | None = None
         self.fenced: FencedError | None = None
         self.reports: collections.deque[events.AppendEvent] = collections.deque(maxlen=_REPORTS)
         #: Bytes that were written in all.
@@ -158,7 +157,7 @@ class WalWriter:
         Raises:
           StorageError: the thread that writes has ended with an unexpected error.
         """
-        wanted = Wanted(batch=batch, root=root)
+        queued = QueuedBatch(batch=batch, root=root)
         with self._changed:
             self.require_thread()
             if batch.dense is not None:
@@ -166,11 +165,11 @@ class WalWriter:
             if losses != self.losses:
                 # It lacks the rows of a record that has since been given up.
                 assert self.failure is not None
-                self._lose([wanted], self.failure.cause)
-                self._drop([wanted])
+                self._lose([queued], self.failure.cause)
+                self._drop([queued])
                 return
             # Batches from before ``roll`` may still be queued: they belong to the old file.
-            self._queue.append(dataclasses.replace(wanted, begins_file=self._roll))
+            self._queue.append(dataclasses.replace(queued, begins_file=self._roll))
             self._roll = False
             self._busy = True
             if self._thread is None:
@@ -180,17 +179,17 @@ class WalWriter:
                 self._thread.start()
             self._changed.notify_all()
 
-    def take_owed(self) -> dict[str, np.ndarray]:
+    def drain_pending(self) -> dict[str, np.ndarray]:
         """Returns and clears table name to rows, ascending, that no durable record contains."""
         with self._changed:
-            return self._owed.take()
+            return self._pending.drain()
 
-    def owe(self, rows: Mapping[str, np.ndarray]) -> None:
+    def requeue(self, rows: Mapping[str, np.ndarray]) -> None:
         """Adds rows to the next batch."""
         with self._changed:
-            self._owed.add(rows)
+            self._pending.add(rows)
 
-    def take_failure(self) -> Failure | None:
+    def pop_failure(self) -> WalFailure | None:
         """Returns the failure since the last call, or None."""
         with self._changed:
             failure, self.failure = self.failure, None
@@ -284,12 +283,12 @@ class WalWriter:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     break
-                self._writing = wanted = self._queue.popleft()
+                self._writing = queued = self._queue.popleft()
             try:
-                self._write(wanted)
+                self._write(queued)
                 self._sync_where_due()
             except Exception as error:
-                self._give_up(error)
+                self._fail_pending(error)
             finally:
                 with self._changed:
                     self._writing = None
@@ -297,26 +296,26 @@ class WalWriter:
                 # Not if this thread is about to die: whoever waits must find its error.
                 self._busy = bool(self._queue or self._written)
                 self._changed.notify_all()
-            del wanted
+            del queued
         self._segments.close()
 
-    def _write(self, wanted: Wanted) -> None:
-        batch = wanted.batch
+    def _write(self, queued: QueuedBatch) -> None:
+        batch = queued.batch
         segments = self._segments
-        if wanted.begins_file or segments.segment_bytes >= self._segment_bytes:
+        if queued.begins_file or segments.segment_bytes >= self._segment_bytes:
             self._sync()
             segments.roll()
             self._dense.restart()
-        self._written.append(wanted)
+        self._written.append(queued)
         started = time.perf_counter()
         batch.rows.land()
-        parent = wanted.root or self._parent
+        parent = queued.root or self._parent
         assert parent is not None
         dense_bytes, encoded = 0, started
 
-        def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+        def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
             nonlocal dense_bytes, encoded
-            record, dense_bytes = write_record(batch, self._dense, place_of, self._runtime)
+            record, dense_bytes = write_record(batch, self._dense, sink_of, self._runtime)
             encoded = time.perf_counter()
             return record
 
@@ -350,7 +349,7 @@ class WalWriter:
         done, self._written = self._written, []
         self._durable_at = self._segments.position
         self._durable, self._failures = done[-1].batch.save_id, 0
-        batches = [wanted.batch for wanted in done]
+        batches = [queued.batch for queued in done]
         self._notify([Durable(one.save_id, one.full, one.unix_ns / 1e9) for one in batches])
         for batch in batches:
             self.reports.append(
@@ -358,7 +357,7 @@ class WalWriter:
             )
         self._drop(done)
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_pending(self, error: Exception) -> None:
         """Gives up everything that is not durable; the rows are pending."""
         with self._changed:
             lost = self._undurable()
@@ -374,18 +373,18 @@ class WalWriter:
         self._segments.begin_part(self._durable_at)
         self._dense.restart()
 
-    def _drop(self, ended: Iterable[Wanted]) -> None:
+    def _drop(self, ended: Iterable[QueuedBatch]) -> None:
         """Releases all memory of batches that are durable, or never will be."""
         for one in ended:
             one.batch.release()
             self._memory.release(one.batch.reserved_bytes)
 
-    def _undurable(self) -> list[Wanted]:
+    def _undurable(self) -> list[QueuedBatch]:
         # That which is written now is not among the written ones while these are forced.
         now = () if self._writing is None or self._writing in self._written else (self._writing,)
         return [*self._written, *now, *self._queue]
 
-    def _lose(self, lost: Sequence[Wanted], error: Exception) -> None:
+    def _lose(self, lost: Sequence[QueuedBatch], error: Exception) -> None:
         """Records what no record contains; under the lock."""
         if not lost:
             return
@@ -394,12 +393,12 @@ class WalWriter:
             self._durable = roots[-1]
         self._parent = self._durable
         for one in lost:
-            self._owed.add(one.batch.row_numbers)
+            self._pending.add(one.batch.row_indices)
         steps = tuple(one.batch.save_id.step for one in lost)
         since = lost[0].batch.started
         if (before := self.failure) is not None:
             steps, since = (*before.steps, *steps), before.since
-        self.failure = Failure(steps, error, since)
+        self.failure = WalFailure(steps, error, since)
 
 
 def _event(

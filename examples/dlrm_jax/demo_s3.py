@@ -35,7 +35,7 @@ import deltackpt
 from deltackpt import inspect
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import store_path
-from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.staging import StagingDir
 from dlrm_jax import main, trainer
 
 _STEPS, _SAVE_EVERY = 60, 5
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         tiers = (f"--endpoint={server.endpoint}", f"--bytes-per-sec={_BYTES_PER_SEC}")
 
         console.rule("[bold]1. Train against S3; lose the node in the middle of an upload")
-        stage = Stage(root / "node")
+        stage = StagingDir(root / "node")
         half, lost = lose_node(killed, server, stage, tiers, console)
         show_bill("of the first node", server.requests(), collections.Counter(), console)
 
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 def lose_node(
     victim: demonstration.Trainer,
     server: s3_server.Server,
-    stage: Stage,
+    stage: StagingDir,
     tiers: tuple[str, ...],
     console: Console,
 ) -> tuple[str, list[int]]:

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import deltackpt
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.format.manifest import Kind
-from deltackpt.save.flight import SaveReport
+from deltackpt.save.pending_save import SaveReport
 from running.journal import size
 
 DELTACKPT = "deltackpt delta"
@@ -160,7 +160,7 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
         manager.wait_until_finished()
     committed_secs = time.perf_counter() - started
     step_dir = root / str(step)
-    in_item = bytes_below(step_dir / names.DENSE_ITEM)
+    in_item = bytes_below(step_dir / naming.DENSE_ITEM)
     return Sample(
         nbytes=bytes_below(step_dir),
         blocked_secs=blocked_secs,

@@ -103,7 +103,8 @@ class KafkaCluster:
         Args:
           folder: an existing folder for their data.
           count: number of brokers.
-          certificate: if given, clients use TLS and SCRAM-SHA-512.
+          certificate: if given, clients use TLS and SCRAM-SHA-512, or OAUTHBEARER with unsigned
+            tokens.
         """
         self._certificate = certificate
         ports = iter(_free_ports(3 * count))
@@ -148,11 +149,15 @@ class KafkaCluster:
             key = self._certificate.key.read_text()
             (broker.folder / "server.pem").write_text(key + chain)
             found |= {
-                "sasl.enabled.mechanisms": "SCRAM-SHA-512",
+                "sasl.enabled.mechanisms": "SCRAM-SHA-512,OAUTHBEARER",
                 "ssl.keystore.type": "PEM",
                 "ssl.keystore.location": broker.folder / "server.pem",
                 "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": (
                     "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+                ),
+                "listener.name.sasl_ssl.oauthbearer.sasl.jaas.config": (
+                    "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required "
+                    'unsecuredLoginStringClaim_sub="broker";'
                 ),
             }
         shown = ",".join(listeners)

@@ -5,12 +5,11 @@ Run ``python -m golden.make_golden`` in ``tests`` after a change of ``FORMAT_VER
 the output next to the earlier versions, which later releases must still read. ``v<n>`` holds states
 computed by a formula; ``parts-v<n>`` the same, written by two processes; ``journal-v<n>`` the steps
 of ``v<n>`` in a bucket; ``encodings-v<n>`` the encoded states and the digests of the decoded ones
-(encoders may improve, decoding may not change); ``rolling-v<n>`` the states of ``v<n>`` as a
-rolling base over two saves; ``dense-v<n>`` deltas with dense blocks of every codec, and a compacted
-base. ``log-v<n>`` holds a base and the WALs of two runs, the second of which resumes from a point;
-in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are compressed. The digests in
-``expected.json`` are older than these files: development versions wrote other files with the same
-values.
+(encoders may improve, decoding may not change); ``dense-v<n>`` deltas with dense blocks of every
+codec, and a compacted base. ``log-v<n>`` holds a base and the WALs of two runs, the second of which
+resumes from a point; in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are
+compressed. The digests in ``expected.json`` are older than these files: development versions wrote
+other files with the same values.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
 ``extents-v<n>`` holds synthetic bundles in an extent file, ``pack-v<n>`` a bundle and its files.
 """
@@ -39,22 +38,22 @@ import numpy as np
 from made_up_layers import Array, Rows, append
 
 import deltackpt
-from deltackpt.format import extents, names
-from deltackpt.format.blocks import rows_of
+from deltackpt.format import extents, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import FORMAT_VERSION
+from deltackpt.format.row_blocks import rows_of
 from deltackpt.layers import footer
 from deltackpt.layers.footer import EpochRef, LayerManifest
 from deltackpt.layers.write import LayerFile
+from deltackpt.maintenance import compact
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.crc import crc32c
+from deltackpt.storage.digests import crc32c
 from deltackpt.storage.posix import DirectFile
-from deltackpt.tiers import packing
+from deltackpt.tiers import bundles
+from deltackpt.tiers.bundles import BundleRef
 from deltackpt.tiers.copy import copy
-from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.packing import Label
-from deltackpt.tiers.stage import Line
-from deltackpt.upkeep import compact
+from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.staging import RunLineage
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
@@ -79,10 +78,6 @@ def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
 
 
 HANDLERS = handlers(codec={"tables/coarse": "bf16"})
-#: Touched rows are stored as bf16, the rolling base's share of the rows as raw.
-ROLLING_HANDLERS = handlers(
-    codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="bf16", base="raw")}
-)
 #: Every layout of codes, in bases too, with exceptional rows stored separately.
 ENCODED_HANDLERS = handlers(
     codec={
@@ -203,17 +198,12 @@ def write_as_one_of_two(root: Path, port: str, process: int) -> None:
     write(root, handlers(), shared_state_at)
 
 
-def write(
-    root: Path,
-    handlers: dict[str, Any],
-    state_of: Callable[[int], dict],
-    policy: deltackpt.policies.BaseOrDelta | None = None,
-) -> None:
+def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict]) -> None:
     """Writes the steps of one golden directory."""
     touched = deltackpt.touched.init(
         {f"tables/{name}": leaf for name, leaf in state_of(10)["tables"].items()}
     )
-    policy = policy or deltackpt.policies.Consecutive(max_restore_ratio=100)
+    policy = deltackpt.policies.Consecutive(max_restore_ratio=100)
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(policy=policy))
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in STEPS:
@@ -222,7 +212,7 @@ def write(
             manager.save(step, state_of(step), touched=touched)
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
-    shutil.rmtree(root / names.TRASH, ignore_errors=True)
+    shutil.rmtree(root / naming.TRASH, ignore_errors=True)
 
 
 class _Pack:
@@ -230,10 +220,10 @@ class _Pack:
 
     def __init__(self, key: str, nbytes: int):
         self._data = extent_contents(nbytes)
-        self.label = Label(key, nbytes, crc32c(np.frombuffer(self._data, np.uint8)))
+        self.ref = BundleRef(key, nbytes, crc32c(np.frombuffer(self._data, np.uint8)))
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """See ``Pack``."""
+        """See ``Bundle``."""
         out[:] = self._data[start : start + len(out)]
 
 
@@ -255,9 +245,9 @@ def write_extents(directory: Path) -> None:
     held = ExtentFile(directory, nbytes=EXTENTS * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
     for key, nbytes in HELD:
         pack = _Pack(key, nbytes)
-        held.hold(pack)
+        held.put(pack)
         if key == DROPPED:
-            held.drop([pack.label])
+            held.delete([pack.ref])
     held.close()
     (directory / "extents.lock").unlink()
 
@@ -321,11 +311,11 @@ def write_pack(directory: Path) -> None:
     for name, data in PACKED.items():
         (directory / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / "files" / name).write_bytes(data)
-    contents = packing.contents_of(
+    contents = bundles.manifest_of(
         directory / "files",
         SaveId("0123456789abcdef0123456789abcdef", 7, 2),
         "embeddings",
-        line=Line(
+        lineage=RunLineage(
             run="0123456789abcdef0123456789abcdef",
             epoch=3,
             holder="00112233445566778899aabbccddeeff",
@@ -334,10 +324,10 @@ def write_pack(directory: Path) -> None:
         ),
         root="s3://bucket/run",
     )
-    pack = packing.FilePack(directory / "files", contents)
-    data = bytearray(pack.label.nbytes)
+    pack = bundles.StagedBundle(directory / "files", contents)
+    data = bytearray(pack.ref.nbytes)
     pack.read_into(0, memoryview(data))
-    (directory / f"{pack.label.key}.{pack.label.crc32c:08x}").write_bytes(data)
+    (directory / f"{pack.ref.key}.{pack.ref.crc32c:08x}").write_bytes(data)
 
 
 #: For the golden WALs: one table's rows are encoded, with exceptional rows stored separately.
@@ -549,7 +539,7 @@ def write_dense(root: Path) -> None:
             manager.wait_until_finished()
             found[str(step)] = digests(manager.restore(step, dense_state_at(step)).state)
     compact.compact(root, step=COMPACTED, workers=1)
-    (root / names.COMPACTED / names.COMPACTION_LOCK).unlink()
+    (root / naming.COMPACTED / naming.COMPACTION_LOCK).unlink()
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
     (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -563,9 +553,6 @@ def main() -> None:
     parts = HERE / f"parts-v{FORMAT_VERSION}"
     if not parts.exists():
         write_in_two_processes(parts)
-    rolling = HERE / f"rolling-v{FORMAT_VERSION}"
-    if not rolling.exists():
-        write(rolling, ROLLING_HANDLERS, state_at, deltackpt.policies.Rolling(window=2))
     journal = HERE / f"journal-v{FORMAT_VERSION}"
     if not journal.exists():
         write_journal(journal)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import jax
 import pytest
 
-from deltackpt.save import extract
+from deltackpt.save import capture
 
 
 @pytest.fixture(params=["gpu", "imitation"])
 def device(request, monkeypatch) -> jax.Device:
     """A device whose memory deltackpt treats as device memory, not host memory."""
     if request.param == "imitation":
-        monkeypatch.setattr(extract, "on_host", lambda array: not isinstance(array, jax.Array))
+        monkeypatch.setattr(capture, "on_host", lambda array: not isinstance(array, jax.Array))
         return jax.devices("cpu")[0]
     try:
         return jax.devices("gpu")[0]

@@ -14,7 +14,7 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.save import encode, extract, pieces, touched_rows
+from deltackpt.save import capture, encode, selection
 
 ROWS = {"users": 5000, "items": 3000}
 WIDTH = 16
@@ -93,7 +93,7 @@ def on_device(device: jax.Device, codec: codecs.Codec, rows: np.ndarray) -> enco
     """Encodes at most 64 rows on a device; for ``model.decoded``."""
     padded = np.zeros((64, *rows.shape[1:]), rows.dtype)
     padded[: len(rows)] = rows
-    piece = pieces.DevicePiece.dispatch(codec, jax.device_put(padded, device), len(rows))
+    piece = capture.DevicePiece.dispatch(codec, jax.device_put(padded, device), len(rows))
     return piece.encoded(codec)
 
 
@@ -121,8 +121,8 @@ def test_touched_rows_on_the_device_are_those_on_the_host(device, count):
     stamps = np.zeros(5000, np.int32)
     stamps[np.random.default_rng(count).choice(5000, count, replace=False)] = 3
     spans = [(0, 1000), (1500, 5000)]
-    expected = touched_rows.touched_rows(stamps, 2, 7, spans)
-    found = touched_rows.touched_rows(jax.device_put(stamps, device), 2, 7, spans)
+    expected = selection.touched_rows(stamps, 2, 7, spans)
+    found = selection.touched_rows(jax.device_put(stamps, device), 2, 7, spans)
     rows = np.flatnonzero(stamps)
     assert expected.tolist() == [row + 7 for row in rows if not 1000 <= row < 1500]
     np.testing.assert_array_equal(found, expected)
@@ -133,7 +133,7 @@ def test_delta_of_tables_that_are_overwritten_at_once_restores_exactly(
     device, codec, tmp_path, monkeypatch
 ):
     # Several pieces for each field: the smallest are 1024 rows.
-    monkeypatch.setattr(extract, "_DEVICE_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(capture, "_DEVICE_PIECE_BYTES", 1 << 16)
     state = initial(device)
     touched = deltackpt.touched.init(state["tables"])
     with open_manager(tmp_path, codec) as manager:

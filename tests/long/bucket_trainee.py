@@ -83,7 +83,7 @@ def options(stage: str, endpoint: str, wait_for: Any) -> ManagerOptions:
     """Options of a trainer: frequent bases, and few steps kept."""
     return ManagerOptions(
         deltas=DeltaOptions(
-            policy=deltackpt.policies.Consecutive(max_chain=3), sampled_proof=False
+            policy=deltackpt.policies.Consecutive(max_chain=3), tracking_audit=False
         ),
         max_to_keep=5,
         tiers=Tiers(staging_dir=stage, endpoint=endpoint, keep_local=1, wait_for=wait_for),
@@ -161,7 +161,7 @@ class RootEmptied(Exception):
 
 def empty(url: str, endpoint: str) -> None:
     """Removes every object of a root until a listing is empty."""
-    store = buckets.place(url, endpoint=endpoint).open().store
+    store = buckets.locate(url, endpoint=endpoint).open().store
     while keys := store.keys(""):
         store.delete(keys)
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from memory_pack import MemoryPack
 
-from deltackpt.tiers import extents
-from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers import extent_store
+from deltackpt.tiers.extent_store import ExtentFile
 
 EXTENT_BYTES, COUNT = 1 << 20, 24
 MOST_BYTES = 5 << 20
@@ -28,22 +28,22 @@ MOST_BYTES = 5 << 20
 def main(directory: Path, seed: int) -> None:
     random_ = random.Random(seed)
     # Write each extent in one call, or in several.
-    extents._PIECE_BYTES = random_.choice((EXTENT_BYTES, EXTENT_BYTES // 4))
+    extent_store._PIECE_BYTES = random_.choice((EXTENT_BYTES, EXTENT_BYTES // 4))
     held = opened(directory)
     note("ready")
     # No process continues an earlier one's run: keys are used once.
     for number in range(1_000_000):
         pack = MemoryPack(f"run{seed}.{number}", random_.randint(0, MOST_BYTES))
-        labels = held.labels()
+        labels = held.refs()
         while len(labels) > random_.randint(1, 3) or full(labels):
             gone = labels[: random_.randint(1, len(labels) - 1)] if len(labels) > 1 else labels
             note("dropping", keys=[label.key for label in gone])
-            held.drop(gone)
+            held.delete(gone)
             note("dropped", keys=[label.key for label in gone])
-            labels = held.labels()
-        note("holding", key=pack.label.key, nbytes=pack.label.nbytes)
-        held.hold(pack)
-        note("held", key=pack.label.key, nbytes=pack.label.nbytes)
+            labels = held.refs()
+        note("holding", key=pack.ref.key, nbytes=pack.ref.nbytes)
+        held.put(pack)
+        note("held", key=pack.ref.key, nbytes=pack.ref.nbytes)
 
 
 def opened(directory: Path) -> ExtentFile:

@@ -25,7 +25,7 @@ import surroundings
 import trainee
 from machine import required
 
-from deltackpt.format import names
+from deltackpt.format import naming
 
 HERE = Path(__file__).resolve().parent
 #: A training process that sends no note for this long counts as hung.
@@ -288,14 +288,13 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
             drawn.append([doing, random_.choice((1, 1, 2, 5))])
         if random_.random() < 0.5:
             drawn.append(["wait"])
-    policy = random_.choice(("consecutive", "consecutive", "one_shot", "rolling"))
     return {
         **draw_around(random_, drawn),
         "branch": 1000 * life,
         "when_busy": random_.choice(("wait", "wait", "skip", "coalesce")),
         "max_to_keep": random_.choice((1, 2, 2, 4)),
-        "policy": policy,
-        "bases": "periodic" if policy == "rolling" else random_.choice(("periodic", "compacted")),
+        "policy": random_.choice(("consecutive", "consecutive", "one_shot")),
+        "bases": random_.choice(("periodic", "compacted")),
         "dense": draw_dense(random_),
         # A layer is one write, or many.
         "buffer_bytes": random_.choice((8 << 10, 64 << 10, 6 << 20)),
@@ -422,13 +421,13 @@ class Outside:
         """Half of the time, adds a link in a root at a path that is removed sooner or later."""
         run = f"{random_.getrandbits(128):032x}"
         places = [
-            f"{names.TRASH}/{run}",
-            f"{names.TRASH}/{run}/1",
-            f"{names.ROLLED_BACK}/{run}",
-            f"{names.COMPACTED}/3.{run}.tmp",
-            f"{names.COMPACTED}/3.{run}.tmp/embeddings",
-            f"9000{names.TEMPORARY}-{run}-0",
-            f"9000{names.TEMPORARY}-{run}-0/embeddings",
+            f"{naming.TRASH}/{run}",
+            f"{naming.TRASH}/{run}/1",
+            f"{naming.ROLLED_BACK}/{run}",
+            f"{naming.COMPACTED}/3.{run}.tmp",
+            f"{naming.COMPACTED}/3.{run}.tmp/embeddings",
+            f"9000{naming.TEMPORARY}-{run}-0",
+            f"9000{naming.TEMPORARY}-{run}-0/embeddings",
             *(f"{step}/{run}" for step in steps_in(root)[:1]),
         ]
         place = root / random_.choice(places)

@@ -18,8 +18,8 @@ import numpy as np
 from running import kmeans
 
 import deltackpt
-from deltackpt.storage.crc import crc32c
-from deltackpt.tiers import running
+from deltackpt.storage.digests import crc32c
+from deltackpt.tiers import replicator
 
 POINTS = 6_000
 _EXTENT_BYTES, _EXTENTS = 256 << 10, 512
@@ -66,7 +66,7 @@ def cluster(
     os.environ.update(environment)
     warnings.simplefilter("ignore")
     if not promotes:
-        running.Running.start = lambda self: None
+        replicator.ReplicatorProcess.start = lambda self: None
     draw = random.Random(seed)
     extents = deltackpt.tiers.Extents(
         directory=disk, nbytes=_EXTENTS * _EXTENT_BYTES, extent_bytes=_EXTENT_BYTES

@@ -171,7 +171,7 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
         **harness.draw_around(random_, drawn, log=True),
         "branch": 1000 * life,
         "max_to_keep": random_.choice((1, 2, 2, 4)),
-        "policy": random_.choice(("consecutive", "one_shot", "intermittent", "rolling")),
+        "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
         "dense": harness.draw_dense(random_),
         "ids": random_.random() < 0.5,
         "log_options": {

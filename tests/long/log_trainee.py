@@ -25,7 +25,7 @@ from trainee import POLICIES, changed, difference, name, note
 import deltackpt
 from deltackpt import events
 from deltackpt.errors import DeltackptError
-from deltackpt.save import proof
+from deltackpt.save import tracking_audit
 from deltackpt.wal import audit
 
 
@@ -184,7 +184,7 @@ def log(task: dict[str, Any]) -> None:
     trainee.watch_encoders()
     if any(doing == "forget" for doing, *_ in task["doings"]):
         # Check every row, as in a state that is smaller than the sample.
-        proof.ROWS, audit._ROWS, audit._EVERY = 1 << 20, 1 << 20, 1
+        tracking_audit.ROWS, audit._ROWS, audit._EVERY = 1 << 20, 1 << 20, 1
     with trainee.around(
         task,
         policy=POLICIES[task.get("policy", "consecutive")](),

@@ -30,9 +30,9 @@ from bucket_trainee import HANDLERS, check, fresh
 import deltackpt
 from deltackpt.errors import StepGone, StorageError
 from deltackpt.ledger.journal import Journal
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.storage import buckets
-from deltackpt.upkeep.verify import verify_root
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
@@ -277,7 +277,7 @@ def _end(field: Field, node: Path) -> None:
         assert not promoters(one), (one / "promoter.log").read_text()[-2000:]
     _check(field)
     assert verify_root(field.url, endpoint=field.server.endpoint).intact
-    journal = Journal(buckets.place(field.url, endpoint=field.server.endpoint).open())
+    journal = Journal(buckets.locate(field.url, endpoint=field.server.endpoint).open())
     journal.claim()
     journal.sweep()
     named = journal.state().prefixes

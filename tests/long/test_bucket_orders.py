@@ -22,10 +22,9 @@ from damages import DAMAGES, HOWS
 from faulty_buckets import chain, faulty, fresh, opened
 
 from deltackpt.errors import BrokenChain, FencedError, StorageError, TargetDiffers
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView, entry_name
 from deltackpt.storage.store import Missing, StorePath
@@ -58,7 +57,7 @@ class _Trainer:
         self.root, self.drawn, self.claims = root, drawn, 3
         #: The original contents of damaged entries.
         self.damaged = damaged
-        self.committed: list[tuple[str, Standing]] = []
+        self.committed: list[tuple[str, CatalogEntry]] = []
         self.fenced = 0
 
     def train(self) -> None:
@@ -73,7 +72,7 @@ class _Trainer:
     def _train(self, ledger: Journal, run: str) -> None:
         _tried(ledger.claim)
         parent = next(reversed(_tried(ledger.state).steps.values()), None)
-        _tried(lambda: ledger.begin(parent.save_id if parent else None))
+        _tried(lambda: ledger.begin_run(parent.save_id if parent else None))
         for attempt in range(1, self.drawn.randrange(2, 6)):
             parent = self._save(
                 ledger, SaveId(run, parent.step + 1 if parent else 0, attempt), parent
@@ -105,8 +104,8 @@ class _Trainer:
             else:
                 _tried(lambda: at.store.put(at.key, altered))
 
-    def _save(self, ledger: Journal, save_id: SaveId, parent: Standing | None) -> Standing:
-        unit = Unit(save_id.step)
+    def _save(self, ledger: Journal, save_id: SaveId, parent: CatalogEntry | None) -> CatalogEntry:
+        unit = ObjectKey(save_id.step)
         if self.drawn.random() < 0.4:
             parent = None
         of = ParentRef(save_id=parent.save_id, step_dir=str(parent.step)) if parent else None
@@ -118,19 +117,19 @@ class _Trainer:
             nbytes=10,
         )
         prefix = _tried(lambda: self._upload(ledger, unit))
-        standing = Standing.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
         stands = _tried(lambda: ledger.commit(standing))
         self.committed.append((prefix, stands))
         return stands
 
-    def _upload(self, ledger: Journal, unit: Unit) -> str:
+    def _upload(self, ledger: Journal, unit: ObjectKey) -> str:
         prefix = ledger.prefix(unit)
         try:
             for name in _FILES:
                 at = self.root / prefix / name
                 at.store.put(at.key, prefix.encode())
         except StorageError:
-            ledger.give_up(prefix)
+            ledger.abandon_upload(prefix)
             raise
         return prefix
 
@@ -144,7 +143,7 @@ def _read(root: StorePath, over: threading.Event) -> int:
         except StorageError:
             continue
         for one in state.steps.values():
-            assert one.parent is None or state.stands(one.parent.save_id), one
+            assert one.parent is None or state.exists(one.parent.save_id), one
             at = root / one.prefix / "x"
             try:
                 assert at.store.get(at.key) == one.prefix.encode()

@@ -23,7 +23,7 @@ import pytest
 from memory_pack import contents
 from test_power_cuts import disk
 
-from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.extent_store import ExtentFile
 
 __all__ = ["disk"]
 
@@ -63,12 +63,12 @@ class Expected:
 
     def check(self, found: ExtentFile, holding: dict[str, int], dropping: set[str]) -> None:
         """Reads all stored bundles and checks that the required ones exist and no others."""
-        there = {label.key: label.nbytes for label in found.labels()}
+        there = {label.key: label.nbytes for label in found.refs()}
         assert self.held.keys() - dropping <= there.keys(), (self.held, there)
         assert there.items() <= (self.held | holding).items(), (self.held, holding, there)
-        for label in found.labels():
+        for label in found.refs():
             out = bytearray(label.nbytes)
-            with found.reading(label) as reader:
+            with found.open(label) as reader:
                 reader.read_into(0, memoryview(out))
             assert out == contents(label.key, label.nbytes), label
             self.restored += 1

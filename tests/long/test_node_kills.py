@@ -24,8 +24,8 @@ from test_bad_bundles import FILES, Bundle, bytes_of, name_of, parts, remade, wi
 
 from deltackpt.errors import OutOfSpace
 from deltackpt.ledger.opening import open_steps
-from deltackpt.tiers.extents import ExtentFile
-from deltackpt.upkeep.verify import verify_root
+from deltackpt.maintenance.verify import verify_root
+from deltackpt.tiers.extent_store import ExtentFile
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
@@ -64,7 +64,7 @@ class Nodes:
             if draw.random() < 0.5:
                 continue
             with contextlib.closing(ExtentFile(place, **EXTENTS)) as file:
-                if not (labels := file.labels()):
+                if not (labels := file.refs()):
                     continue
                 body, _ = parts(Bundle(labels[-1].key, bytes_of(file, labels[-1])))
                 name = draw.choice(sorted(FILES))
@@ -72,7 +72,7 @@ class Nodes:
                 body = with_files(body, files)
                 print("bad bundle", place.name, name)
                 with contextlib.suppress(OutOfSpace):
-                    file.hold(remade(body, payload, name_of(body).key))
+                    file.put(remade(body, payload, name_of(body).key))
                     count += 1
         return count
 

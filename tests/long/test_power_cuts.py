@@ -25,13 +25,11 @@ import pytest
 from harness import Expected
 from machine import required
 from many import Job
-from test_processes import assert_read_alone, saved, server, started
+from test_processes import assert_read_alone, saved, started
 from test_step_kills import assert_goes_on_alone
 
-from deltackpt.reading import saves
+from deltackpt.reading import stored_saves
 from deltackpt.storage import posix
-
-__all__ = ["server"]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -220,7 +218,7 @@ def _check_with_stock_orbax(root: Path, step: int) -> None:
     """Checks that stock Orbax reads the dense leaves and metadata of the newest step."""
     if step == 0:
         return
-    if saves.read_save(root / str(step)).head.dense_blocks is not None:
+    if stored_saves.read_save(root / str(step)).head.dense_blocks is not None:
         # Stock Orbax cannot read blocks; the next trainer compares them.
         return
     import orbax.checkpoint as ocp

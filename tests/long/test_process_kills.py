@@ -9,9 +9,7 @@ import signal
 import pytest
 from many import Job, Process, wait_until
 from many_worker import POINTS, Model
-from test_processes import assert_misses, saved, server, started, step_numbers
-
-__all__ = ["server"]
+from test_processes import assert_misses, saved, started, step_numbers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 

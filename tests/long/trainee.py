@@ -45,19 +45,17 @@ import deltackpt.manager  # Imports Orbax, which the package imports lazily.
 from deltackpt import touched
 from deltackpt.errors import (
     AlreadyCompacting,
-    BrokenChain,
     DeltackptError,
     SaveFailed,
     StepGone,
     StepNotFound,
 )
-from deltackpt.format import names
+from deltackpt.format import naming
 from deltackpt.layers.write import LayerFile
-from deltackpt.reading import saves
-from deltackpt.save import dense_layer
+from deltackpt.maintenance import compact
+from deltackpt.save import dense_save
 from deltackpt.save.block_codes import LeafDelta
-from deltackpt.save.dense_layer import DenseValue
-from deltackpt.upkeep import compact
+from deltackpt.save.dense_save import DenseValue
 
 TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
 #: Rows of each table that a step changes.
@@ -71,7 +69,6 @@ POLICIES = {
     "consecutive": lambda: deltackpt.policies.Consecutive(max_chain=3),
     "one_shot": deltackpt.policies.OneShot,
     "intermittent": deltackpt.policies.Intermittent,
-    "rolling": lambda: deltackpt.policies.Rolling(window=3),
 }
 LOG_ONLY, KILL, FAIL_ONCE, FAIL_FROM = range(4)
 #: Number of calls within which a missing root must raise an error.
@@ -220,10 +217,10 @@ def _path(path: Any) -> str:
 
 def watch_encoders() -> None:
     """Makes saves note the decoded values of lossy leaves before writing them."""
-    real = dense_layer.encode
+    real = dense_save.encode
 
     def encode(values: Sequence[DenseValue], *arguments: Any, **options: Any) -> list[LeafDelta]:
-        found = real(values, *arguments, **options)
+        found = [*real(values, *arguments, **options)]
         chunks: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
         for value, delta in zip(values, found, strict=True):
             decoded = dataclasses.replace(value, data=np.asarray(delta.decoded))
@@ -241,7 +238,7 @@ def watch_encoders() -> None:
         note("encoded", history=name(history), leaves=held)
         return found
 
-    dense_layer.encode = encode
+    dense_save.encode = encode
 
 
 def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
@@ -446,15 +443,10 @@ class Training:
         return result
 
     def _reached(self, step: Any) -> Any:
-        """Restores a step or point; None if it was removed or is only part of other windows."""
+        """Restores a step or point; None if it was removed."""
         try:
             return self._saver.restore(step, self.template())
         except (StepGone, StepNotFound):  # Removed when the save in flight was committed.
-            return None
-        except BrokenChain:
-            # It exists only as a part of the windows of later steps.
-            if saves.read_save(self._root / str(step)).head.rolling is None:
-                raise
             return None
 
     def _adopt(self, result: Any) -> None:
@@ -506,7 +498,7 @@ def train(task: dict[str, Any]) -> None:
     }
     with around(task, **options) as (saver, surroundings):
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
-        leftovers += [path.name for path in root.glob(f"{names.TRASH}/*/*")]
+        leftovers += [path.name for path in root.glob(f"{naming.TRASH}/*/*")]
         training = Training(saver, root, task["branch"], surroundings)
         training.start(leftovers)
         for _ in range(task.get("rounds", 1)):

@@ -25,7 +25,7 @@ from golden import make_golden
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.upkeep import compact
+from deltackpt.maintenance import compact
 
 STEPS = 4
 

@@ -14,19 +14,18 @@ files and names.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
-    from deltackpt.integrations.t5x.manager import DeltaCheckpointManager, checkpoint_manager
-    from deltackpt.integrations.t5x.resuming import resume_with
-    from deltackpt.integrations.t5x.settings import Wait
+    from deltackpt.integrations.t5x.delta_manager import (
+        DeltaCheckpointManager,
+        checkpoint_manager,
+    )
+    from deltackpt.integrations.t5x.settings import Wait, resume_with
 
 __all__ = ["DeltaCheckpointManager", "Wait", "checkpoint_manager", "resume_with"]
 
-
-def __getattr__(name: str) -> Any:
-    # ``layout`` is readable without T5X; everything else needs it.
-    if name in __all__:
-        return getattr(importlib.import_module("deltackpt.integrations.t5x.manager"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# ``layout`` is readable without T5X; everything else needs it.
+__getattr__ = attributes(__name__, dict.fromkeys(__all__, ".delta_manager"))

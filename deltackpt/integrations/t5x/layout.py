@@ -19,15 +19,15 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flax import traverse_util
 
 from deltackpt.errors import UnsupportedRoot
-from deltackpt.format import globs
-from deltackpt.state.choice import Tables
+from deltackpt.format import naming
+from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.state.groups import CodecOption
-from deltackpt.storage import files
+from deltackpt.state.tables import Tables
+from deltackpt.storage import posix
 from deltackpt.storage.posix import fsync_path
 
 #: The checkpoint directory below T5X's model directory.
@@ -42,7 +42,7 @@ _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 
 def tables_of(
-    state: Mapping[str, Any],
+    state: Mapping[str, PyTree],
     select: Sequence[str],
     *,
     codec: CodecOption = "raw",
@@ -72,12 +72,12 @@ def tables_of(
       >>> {table: list(slots) for table, slots in found.slots.items()}, found.always
       ({'target/token_embedder/embedding': ['v_row']}, ['v_row'])
     """
-    leaves: dict[str, Any] = traverse_util.flatten_dict(state, sep="/")
+    leaves: dict[str, Leaf] = traverse_util.flatten_dict(state, sep="/")
     params = {name.removeprefix(_TARGET) for name in leaves if name.startswith(_TARGET)}
     chosen = [
         param
         for param in sorted(params)
-        if any(globs.matches(pattern, _TARGET + param) for pattern in select)
+        if any(naming.matches(pattern, _TARGET + param) for pattern in select)
     ]
     mirrors = _mirrors(leaves, params)
     slots: dict[str, dict[str, str]] = {}
@@ -101,7 +101,7 @@ def tables_of(
     )
 
 
-def _mirrors(leaves: Mapping[str, Any], params: Collection[str]) -> list[str]:
+def _mirrors(leaves: Mapping[str, Leaf], params: Collection[str]) -> list[str]:
     """Subtrees of the optimizer state with exactly one leaf per parameter."""
     first = min(params, default="")
     ends = (name for name in leaves if name.startswith(_STATE) and name.endswith(f"/{first}"))
@@ -180,7 +180,7 @@ class StepLinks:
         path = self._path(step)
         if os.path.lexists(path):
             return
-        with files.typed_errors(path, "make a link"):
+        with posix.typed_errors(path, "make a link"):
             path.symlink_to(f"{ROOT}/{step}")
             fsync_path(self.model_dir)
 
@@ -194,7 +194,7 @@ class StepLinks:
           StorageError: the file system reported an error.
         """
         for step in set(self.steps()) - set(steps):
-            with files.typed_errors(self._path(step), "remove a link"):
+            with posix.typed_errors(self._path(step), "remove a link"):
                 self._path(step).unlink(missing_ok=True)
         for step in steps:
             self.add(step)
@@ -211,6 +211,6 @@ class StepLinks:
     def _named(self) -> list[int]:
         if not self.model_dir.is_dir():
             return []
-        with files.typed_errors(self.model_dir, "list"):
+        with posix.typed_errors(self.model_dir, "list"):
             found = map(_CHECKPOINT.fullmatch, os.listdir(self.model_dir))
         return sorted(int(match[1]) for match in found if match)

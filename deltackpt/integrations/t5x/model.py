@@ -5,44 +5,91 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax.typing import DTypeLike
 
 from deltackpt import inspect
 from deltackpt.errors import TemplateMismatch
-from deltackpt.format.globs import listed
-from deltackpt.integrations.t5x.modules import state_utils
+from deltackpt.format.naming import Leaf, PyTree, listed
+from deltackpt.integrations.t5x.settings import state_utils
+
+
+class TrainState(Protocol):
+    """The part of T5X's train state that is used; ``step`` is its number of training steps."""
+
+    @property
+    def step(self) -> Leaf:
+        """Number of training steps."""
+        ...
+
+    def state_dict(self) -> dict[str, PyTree]:
+        """Returns the leaves in nested dicts."""
+        ...
+
+    def restore_state(self, state_dict: Mapping[str, PyTree]) -> TrainState:
+        """Returns the state with other leaves."""
+        ...
+
+
+class DataLayout(Protocol):
+    """The part of T5X's data layout that is used: the shard of the data of this process."""
+
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
+
+
+class Partitioner(Protocol):
+    """The part of T5X's partitioner that is used."""
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of the devices."""
+        ...
+
+    def get_data_layout(self) -> DataLayout:
+        """Returns which part of the data this process reads."""
+        ...
+
+    def get_mesh_axes(self, train_state: TrainState) -> TrainState:
+        """Returns the state with a partition spec in place of each leaf."""
+        ...
+
+
+#: A state transformation of T5X: it receives state dicts, and returns a changed one.
+Transformation = Callable[..., PyTree]
 
 
 class ModelLeaves:
     """The abstract leaves of a train state, by path."""
 
-    def __init__(self, train_state: Any, partitioner: Any):
+    def __init__(self, train_state: TrainState, partitioner: Partitioner):
         """Takes a T5X train state with abstract leaves, and its partitioner."""
         self._train_state = train_state
         self._partitioner = partitioner
 
     def chosen(
-        self, stored: dict[str, Any], transformation_fns: Sequence[Callable[..., Any]]
-    ) -> dict[str, Any]:
+        self, stored: dict[str, Leaf], transformation_fns: Sequence[Transformation]
+    ) -> dict[str, Leaf]:
         """Returns the lazy leaf for each of the model's leaves, after T5X's functions."""
         tree = traverse_util.unflatten_dict(stored, sep="/")
         for fn in transformation_fns:
             tree = fn(tree, self._train_state.state_dict())
         return {name: leaf for name, leaf in flat(tree).items() if name in self._leaves}
 
-    def is_own(self, stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    def is_own(self, stored: Mapping[str, Leaf], chosen: Mapping[str, Leaf]) -> bool:
         """Returns whether a checkpoint can be restored as it is, leaf by leaf."""
         return stored.keys() == chosen.keys() == self._leaves.keys() and all(
             leaf is stored[name] and leaf.shape == self._leaves[name].shape
             for name, leaf in chosen.items()
         )
 
-    def template(self, stored: Mapping[str, Any]) -> Any:
+    def template(self, stored: Mapping[str, Leaf]) -> PyTree:
         """Returns the template for resuming.
 
         It has the model's tree and placement, and the checkpoint's dtypes.
@@ -56,7 +103,7 @@ class ModelLeaves:
             }
         )
 
-    def read(self, chosen: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def read(self, chosen: Mapping[str, Leaf]) -> dict[str, jax.Array]:
         """Reads this process's part of these leaves onto its devices; waits for no other process.
 
         Raises:
@@ -66,8 +113,11 @@ class ModelLeaves:
         return {name: self._place(name, leaf) for name, leaf in chosen.items()}
 
     def placed(
-        self, found: Mapping[str, Any], fallback_state: Mapping[str, Any], dtype: Any
-    ) -> Any:
+        self,
+        found: Mapping[str, Leaf],
+        fallback_state: Mapping[str, PyTree],
+        dtype: DTypeLike | None,
+    ) -> dict[str, PyTree]:
         """Returns the model's state dict with its leaves on the devices.
 
         Args:
@@ -89,7 +139,7 @@ class ModelLeaves:
         return {**state, "target": cast(state["target"], dtype)}
 
     @functools.cached_property
-    def _leaves(self) -> dict[str, Any]:
+    def _leaves(self) -> dict[str, Leaf]:
         """The model's abstract leaves."""
         return flat(self._train_state.state_dict())
 
@@ -102,7 +152,7 @@ class ModelLeaves:
             for name in self._leaves
         }
 
-    def _place(self, name: str, leaf: Any) -> jax.Array:
+    def _place(self, name: str, leaf: Leaf) -> jax.Array:
         shape = self._leaves[name].shape
         if tuple(leaf.shape) != tuple(shape):
             raise TemplateMismatch(
@@ -116,7 +166,7 @@ class ModelLeaves:
             shape, self._shardings[name], lambda index: np.asarray(leaf[index])
         )
 
-    def _tree(self, leaves: Mapping[str, Any]) -> Any:
+    def _tree(self, leaves: Mapping[str, Leaf]) -> dict[str, PyTree]:
         """The model's state dict with other leaves; empty nodes are kept."""
         whole = traverse_util.flatten_dict(
             self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
@@ -124,13 +174,13 @@ class ModelLeaves:
         return traverse_util.unflatten_dict({**whole, **leaves}, sep="/")
 
 
-def leaves_of(found: inspect.Step) -> dict[str, Any]:
+def leaves_of(found: inspect.Step) -> dict[str, Leaf]:
     """Returns lazy leaves of a step; shapes and dtypes are read now, values when indexed.
 
     Raises:
       RestoreError: the step cannot be read.
     """
-    leaves: dict[str, Any] = {
+    leaves: dict[str, Leaf] = {
         path: table.field(field)
         for table in found.tables.values()
         for field, path in table.leaves.items()
@@ -141,9 +191,9 @@ def leaves_of(found: inspect.Step) -> dict[str, Any]:
     return leaves
 
 
-def taken(
-    chosen: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def chosen_values(
+    chosen: Mapping[str, Leaf], stored: Mapping[str, Leaf], values: Mapping[str, Leaf]
+) -> dict[str, Leaf]:
     """Returns the values of the chosen lazy leaves.
 
     Args:
@@ -158,16 +208,16 @@ def taken(
     }
 
 
-def flat(tree: Any) -> dict[str, Any]:
+def flat(tree: PyTree) -> dict[str, Leaf]:
     """Returns leaves by '/'-joined path, without empty nodes."""
     leaves = state_utils.flatten_state_dict(tree)
     return {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
 
-def cast(target: Any, dtype: Any) -> Any:
+def cast(target: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Casts parameters to another dtype; leaves that are not floating-point are kept."""
 
-    def with_dtype(leaf: Any) -> Any:
+    def with_dtype(leaf: Leaf) -> Leaf:
         changes = leaf.dtype != dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(dtype) if changes else leaf
 

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recovery from a trainer's death: hot standby, storage and Orbax.
+
+A trainer is killed with SIGKILL, and a new process restores its newest step: stock Orbax from one
+full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby that
+follows the same directory. The *call* opens the directory and restores, until the arrays are on
+the device; the bars apply to it. The *whole* time starts at the kill, and includes the start and
+imports of the new process and its connection to Ray (hot standby only). The standby maps its arrays
+copy-on-write, which moves some of the wait to training: a first step that changes every element
+measures this.
+
+python benchmarks/standby.py --json standby.json
+python benchmarks/standby.py --scale 0.02 --repeats 2      # a smoke test
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fresh
+import jax
+import jax.numpy as jnp
+import save_restore
+import state as states
+import ways
+from report import Figures, Report, arguments, secs
+
+import deltackpt
+
+STANDBY, STORAGE = "the standby", "storage"
+SOURCES = {STANDBY: "power", STORAGE: "power"} | {name: name for name in ways.THEIRS}
+#: Bars of a restore call from the standby; against storage with a warm page cache.
+BARS = {"Orbax defaults": 1 / 10, "Orbax tuned": 1 / 3, STORAGE: 1 / 5}
+#: Read when ray is imported. The node uses only the loopback interface, needs no token, sends no
+#: usage reports, and kills no worker if memory is nearly full.
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+_RAY_STORE_BYTES = 300_000_000
+
+
+# In child processes.
+
+
+def hold(name: str, root: str, scale: float) -> None:
+    """A trainer between two steps, with a state and an open directory, until it is killed."""
+    manager = ways.WAYS[name](Path(root))
+    template = states.template(scale)
+    state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1, leaf.dtype), template)
+    jax.block_until_ready(state)
+    fresh.say("ready")
+    signal.pause()
+    del manager, state
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def change_all(state: Any) -> Any:
+    """Changes every element of the tables and slots, like a dense optimizer."""
+    tables, accumulators = jax.tree.map(lambda leaf: leaf * 1.001, state[:2])
+    return state._replace(tables=tables, accumulators=accumulators)
+
+
+def succeed(source: str, root: str, scale: float, address: str, digest: bool) -> dict[str, Any]:
+    """A trainer's successor: restores and returns the times of its phases."""
+    found: dict[str, Any] = {"imported": time.monotonic()}
+    if source == STANDBY:
+        import ray
+
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        # The first object put into Ray imports pydantic and pyarrow, which takes 0.1 s or more. A
+        # worker that Ray starts has already done that.
+        ray.put(0)
+    found["connected"] = time.monotonic()
+    template = states.template(scale)
+    jax.block_until_ready(jnp.zeros(8) + 1)
+    whole = change_all.lower(template).compile()
+    found["began"] = time.monotonic()
+    if source in ways.THEIRS:
+        manager = ways.WAYS[source](Path(root))
+        restored = manager.restore(template)
+    else:
+        manager = ways.Deltas(Path(root))
+        result = manager.restore_from(template, storage=source == STORAGE)
+        assert ({*result.source} == {"service"}) == (source == STANDBY), result.service_error
+        restored = jax.block_until_ready(result.state)
+    found["ended"] = time.monotonic()
+    manager.close()
+    if digest:
+        found["digest"] = ways.checksum(restored)
+    # Orbax restores none, and all methods must train with the same program.
+    restored = restored._replace(touched=deltackpt.touched.init(restored.tables))
+    started = time.monotonic()
+    jax.block_until_ready(whole(restored))
+    return found | {"first whole": time.monotonic() - started}
+
+
+# In the parent process.
+
+
+@contextlib.contextmanager
+def node() -> Iterator[str]:
+    """Starts a Ray node and yields its address."""
+    os.environ.update(_ENVIRONMENT)
+    # Ray's sockets are here; their paths can have at most 107 characters.
+    place = tempfile.mkdtemp(prefix="ray-")
+    import ray
+
+    ray.init(
+        num_cpus=os.cpu_count(),
+        object_store_memory=_RAY_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=place,
+    )
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def following(root: Path) -> Iterator[Any]:
+    """The hot standby of a directory, once it has the newest step."""
+    from deltackpt import service
+
+    started = service.start(root)
+    try:
+        started.wait_ready(timeout_secs=300)
+        yield started
+    finally:
+        service.stop(root)
+
+
+def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """Times from a trainer's death, page cache warm; and of the call with a cold one."""
+    digest = fresh.call(save_restore.build_chains, root, options.scale, ("power",))
+    nbytes = ways.nbytes(states.template(options.scale))
+    found = Figures()
+    with node() as address, following(root / "power"):
+        for number in range(options.repeats):
+            for source, name in SOURCES.items():
+                place = root / name
+                _drop(place)
+                where = place, options.scale, address
+                cold = fresh.call(succeed, source, *where, number == 0)
+                assert cold.get("digest", digest) == digest, f"{source}: the state differs"
+                killed = _outlived(name, place, options.scale, 4 * nbytes)
+                seen = fresh.call(succeed, source, *where, False)
+                found.add(
+                    source,
+                    {
+                        "call": seen["ended"] - seen["began"],
+                        "whole": seen["ended"] - killed,
+                        "call, page cache cold": cold["ended"] - cold["began"],
+                        "then a step that changes everything": seen["first whole"],
+                        "start and imports": seen["imported"] - killed,
+                        "connection to Ray": seen["connected"] - seen["imported"],
+                    },
+                )
+    figures = ("call", "whole", "call, page cache cold", "then a step that changes everything")
+    for what in figures:
+        for ours in (STANDBY, STORAGE):
+            for other in (*ways.THEIRS, *([STORAGE] if ours == STANDBY else [])):
+                mine, theirs = found(ours, what), found(other, what)
+                bar = BARS[other] if (ours, what) == (STANDBY, "call") else None
+                report.compare(f"{what}, {ours}", mine, other, theirs, secs, bar=bar)
+    for what in ("start and imports", "connection to Ray"):
+        report.state(f"of it {what}", found(STANDBY, what), secs)
+    report.section()
+    rows = [[name, *((found(name, what), secs) for what in figures[:3])] for name in SOURCES]
+    columns = ("restore from", "call", "since the kill", "call, page cache cold")
+    report.publish("recovery", columns, rows)
+
+
+def _drop(place: Path) -> None:
+    """Drops a directory from the page cache."""
+    for path in place.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _outlived(name: str, place: Path, scale: float, nbytes: int) -> float:
+    """Starts and kills a trainer, with memory and page cache warm; returns the time of the kill."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert available is not None
+    trainer = fresh.started(hold, name, place, scale)
+    try:
+        fresh.heard(trainer)
+        # Only within free memory, since the hot standby needs some.
+        most = min(nbytes, int(available[1]) * 1024 * 2 // 3)
+        ways.warm_memory(states.template(scale), most)
+        ways.read_through(place)
+    finally:
+        killed = time.monotonic()
+        trainer.kill()
+        trainer.wait()
+    return killed
+
+
+def main() -> None:
+    """Runs the command line."""
+    options = arguments(__doc__, repeats=5).parse_args()
+    nbytes = ways.nbytes(states.template(options.scale))
+    report = Report(
+        "Recovery",
+        sizes=f"State W, {nbytes / 1e9:.2f} GB, base + {save_restore.CHAIN} deltas of 5 % of the "
+        f"rows; one Ray node, store {_RAY_STORE_BYTES / 1e6:.0f} MB. {ways.TUNED}",
+    )
+    with tempfile.TemporaryDirectory(prefix="standby-", dir=options.directory) as place:
+        recovery(report, options, Path(place))
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maintenance commands: compact, verify, gc, copy, plan, doctor."""
+
+from __future__ import annotations
+
+import collections
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from deltackpt import units
+from deltackpt.cli import terminal
+
+if TYPE_CHECKING:
+    from deltackpt.maintenance.doctor.machine import Finding
+    from deltackpt.maintenance.estimate import RestorePlan
+    from deltackpt.maintenance.verdicts import PointVerdict, RootReport, StepVerdict
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt compact /data/run-17\n"
+    "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
+)
+@terminal.root
+@click.option("--step", type=terminal.STEP, help="Step to compact; the newest by default.")
+@terminal.item
+@terminal.endpoint
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Parts in parallel; one per CPU by default."
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=terminal.Size(),
+    default="1GiB",
+    show_default=True,
+    help="Memory limit for all workers together.",
+)
+@terminal.as_json
+def compact(
+    directory: str,
+    step: int | None,
+    item: str | None,
+    endpoint: str | None,
+    workers: int | None,
+    memory_bytes: int,
+    as_json: bool,
+) -> None:
+    """Merge the chain of a step of DIRECTORY into a new base, while trainers and readers run.
+
+    Restores then read that base instead of the chain, and retention may remove what it replaces.
+    The steps do not change. It is safe to kill and restart.
+    """
+    # Imported here: other commands need not pay for it.
+    from deltackpt.maintenance import compact as compaction
+
+    with terminal.progress("compacting", quiet=as_json) as progress:
+        done = compaction.compact(
+            directory,
+            item=_found_item(directory, item, endpoint),
+            step=step,
+            workers=workers,
+            memory_bytes=memory_bytes,
+            progress=progress,
+            endpoint=endpoint,
+        )
+    if as_json:
+        terminal.print_json(done)
+    elif done is None:
+        click.echo("nothing to compact: the chain of the step is only a base")
+    else:
+        click.echo(
+            f"step {done.step}: merged {units.count(done.deltas, 'delta')} into a base of "
+            f"{units.size(done.bytes_written)} in {done.seconds:.1f} s"
+        )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt verify /data/run-17\n"
+    "  deltackpt verify /data/run-17 --step 12000 --step 12500\n"
+    "  deltackpt verify /data/run-17 --json | jq .intact"
+)
+@terminal.root
+@click.option(
+    "--step",
+    "steps",
+    type=terminal.STEP,
+    multiple=True,
+    help="A step to verify, with what it needs; repeatable. Everything by default.",
+)
+@terminal.item
+@terminal.endpoint
+@terminal.as_json
+def verify(
+    directory: str, steps: tuple[int, ...], item: str | None, endpoint: str | None, as_json: bool
+) -> None:
+    """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
+
+    Every file is checked against the digests, chunks against their own checksums, manifests against
+    each other, row indices against their tables, and chains down to their bases. Trainers may be
+    running. The exit code is 1 if anything is damaged.
+    """
+    from deltackpt.maintenance import verify as verification
+
+    with terminal.progress("verifying", quiet=as_json) as progress:
+        report = verification.verify_root(
+            directory, item=item, steps=steps or None, endpoint=endpoint, progress=progress
+        )
+    if as_json:
+        plain = terminal.plain(report)
+        plain["recovery_points"] = [
+            {
+                "step": one.point.step,
+                "epoch": one.point.epoch,
+                "restorable": one.restorable,
+                "restored_from": one.step,
+                "broken_by": one.broken_by,
+            }
+            for one in report.points
+        ]
+        del plain["points"]
+        terminal.print_json({"intact": report.intact, **plain})
+    else:
+        _print_report(report)
+    if not report.intact:
+        sys.exit(1)
+
+
+def _print_report(report: RootReport) -> None:
+    saves = {save.name: save for save in report.saves}
+    rows = [
+        (
+            str(verdict.step),
+            saves[str(verdict.step)].kind,
+            "yes" if verdict.restorable else "NO",
+            _chain_text(verdict),
+        )
+        for verdict in report.steps
+    ]
+    if rows:
+        terminal.print_table(("step", "kind", "restorable", "reads"), rows)
+    for problem in report.problems:
+        harm = " (restores do not read it)" if problem.stops == "nothing" else ""
+        click.echo(f"damaged: {problem}{harm}")
+    for save in report.saves:
+        for note in save.notes:
+            click.echo(f"note: {save.name}: {note}")
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    if report.points:
+        click.echo(_points_text(report.points))
+    whole = sum(verdict.restorable for verdict in report.steps)
+    problems = len(report.problems)
+    click.echo(
+        f"{whole} of {units.count(len(report.steps), 'step')} can be restored, "
+        f"{units.count(problems, 'damaged object')}; read "
+        f"{units.count(report.file_count, 'file')}, {units.size(report.bytes_read)} in "
+        f"{report.seconds:.1f} s"
+    )
+
+
+def _points_text(points: Sequence[PointVerdict]) -> str:
+    whole = [verdict for verdict in points if verdict.restorable]
+    newest = f", the newest at step {whole[-1].point.step}" if whole else ""
+    total = units.count(len(points), "full recovery point")
+    text = f"WAL: {len(whole)} of {total} can be restored{newest}"
+    void = [verdict for verdict in points if not verdict.restorable]
+    if not void:
+        return text
+    steps = ", ".join(str(verdict.point.step) for verdict in void[:5])
+    more = ", ..." if void[5:] else ""
+    return f"{text}; not restorable: {steps}{more}, because {void[0].broken_by}"
+
+
+def _chain_text(verdict: StepVerdict) -> str:
+    if not verdict.restorable:
+        return f"broken by {', '.join(verdict.broken_by)}"
+    base, *deltas = verdict.chain
+    return f"{base} + {units.count(len(deltas), 'delta')}" if deltas else base
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt gc /data/run-17 --dry-run\n"
+    "  deltackpt gc /data/run-17 --keep-last 10 --keep-every 10000\n"
+    "  deltackpt gc /data/run-17 --rolled-back --offline"
+)
+@terminal.root
+@terminal.item
+@terminal.endpoint
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N steps."
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep the multiples of N."
+)
+@click.option("--rolled-back", is_flag=True, help="Also remove steps that rollbacks moved aside.")
+@click.option(
+    "--offline", is_flag=True, help="Skip the check; you assert that no trainer is running."
+)
+@terminal.as_json
+def gc(
+    directory: str,
+    item: str | None,
+    endpoint: str | None,
+    dry_run: bool,
+    keep_last: int | None,
+    keep_every: int | None,
+    rolled_back: bool,
+    offline: bool,
+    as_json: bool,
+) -> None:
+    """Remove unneeded files from DIRECTORY after its trainer has ended.
+
+    These are leftovers of interrupted saves, deletions and compactions, compacted bases that end no
+    chain, and obsolete WAL epochs. All steps are kept unless you pass --keep-last or --keep-every;
+    then only the selected steps, the newest step, and everything that these need are kept.
+
+    A running trainer does this itself. If a trainer may be running, the exit code is 75 and nothing
+    is removed. The lease must name a process of this host that has ended; --offline skips this
+    check. A bucket that a trainer has used always needs --offline. A trainer that is still alive is
+    fenced: it cannot commit again.
+    """
+    from deltackpt.maintenance import gc as collection
+    from deltackpt.maintenance.garbage import Retention
+
+    item = _found_item(directory, item, endpoint)
+    retention = Retention(keep_last=keep_last, keep_every=keep_every)
+    if dry_run:
+        found = collection.collectable(
+            directory,
+            item=item,
+            retention=retention,
+            rolled_back=rolled_back,
+            endpoint=endpoint,
+        )
+    else:
+        found = collection.collect(
+            directory,
+            item=item,
+            retention=retention,
+            rolled_back=rolled_back,
+            offline=offline,
+            endpoint=endpoint,
+        )
+    if as_json:
+        terminal.print_json({"dry_run": dry_run, **terminal.plain(found)})
+        return
+    if found.removable:
+        rows = [(one.name, units.size(one.nbytes), one.kind, one.reason) for one in found.removable]
+        terminal.print_table(("name", "size", "kind", "reason"), rows)
+    for note in found.notes:
+        click.echo(f"note: {note}")
+    if dry_run and found.in_use is not None:
+        click.echo(f"note: refused unless --offline is given: found {found.in_use}")
+    click.echo(
+        f"{'would remove' if dry_run else 'removed'} "
+        f"{units.count(len(found.removable), 'object')}, {units.size(found.nbytes)}; "
+        f"{units.count(len(found.kept), 'step')} kept"
+    )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt copy /data/run-17 /backup/run-17\n"
+    "  deltackpt copy /data/run-17 gs://bucket/run-17 --all\n"
+    "  deltackpt copy s3://bucket/run-17 /data/again --step 12000\n"
+    "  deltackpt copy /data/run-17 s3://bucket/run-17 --endpoint http://minio:9000"
+)
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--step",
+    "steps",
+    type=terminal.STEP,
+    multiple=True,
+    help="A step to copy; repeatable. The newest by default.",
+)
+@click.option("--all", "all_steps", is_flag=True, help="Copy every step.")
+@terminal.item
+@click.option(
+    "--recheck", is_flag=True, help="Re-read existing steps at TARGET too; replace damage."
+)
+@click.option("--offline", is_flag=True, help="Assert that no trainer is running at TARGET.")
+@terminal.endpoint
+@click.option("--workers", type=click.IntRange(min=1), help="Files in flight; 8 by default.")
+@terminal.as_json
+def copy(
+    source: str,
+    target: str,
+    steps: tuple[int, ...],
+    all_steps: bool,
+    item: str | None,
+    recheck: bool,
+    offline: bool,
+    endpoint: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Copy steps and everything needed to restore them from SOURCE to TARGET.
+
+    Each is a directory, a URL (file://, s3://, gs://, az:// or nodes://), or a TensorStore kvstore
+    spec as JSON. Credentials are looked up in the same way as by the provider's own tools. The WAL
+    is not copied.
+
+    Every byte is checked when it is read and after it was written. A step appears at the target
+    only when it is complete. Restart an interrupted copy; it resumes where it stopped.
+    """
+    if steps and all_steps:
+        raise click.UsageError("--step and --all are mutually exclusive")
+    from deltackpt.tiers import copy as copying
+
+    item = _found_item(source, item, endpoint)
+    with terminal.progress("copying", quiet=as_json) as progress:
+        done = copying.copy(
+            source,
+            target,
+            item=item,
+            steps=steps or None,
+            all_steps=all_steps,
+            recheck=recheck,
+            offline=offline,
+            endpoint=endpoint,
+            workers=workers or copying.WORKERS,
+            progress=progress,
+        )
+    if as_json:
+        terminal.print_json(done)
+    else:
+        names = ", ".join(map(str, done.steps[-5:]))
+        click.echo(
+            f"{units.count(len(done.steps), 'step')} ({'..., ' if done.steps[5:] else ''}"
+            f"{names}) at the target: copied {units.count(done.file_count, 'file')}, "
+            f"{units.size(done.bytes_written)} in {done.seconds:.1f} s; "
+            f"{units.size(done.bytes_found)} already present"
+        )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt plan /data/run-17\n"
+    "  deltackpt plan /data/run-17 12000 --tables"
+)
+@terminal.root
+@click.argument("step", type=terminal.STEP, required=False)
+@terminal.item
+@terminal.endpoint
+@click.option("--tables", is_flag=True, help="Also list what is read for each table.")
+@terminal.as_json
+def plan(
+    directory: str,
+    step: int | None,
+    item: str | None,
+    endpoint: str | None,
+    tables: bool,
+    as_json: bool,
+) -> None:
+    """Show what a restore of STEP reads from DIRECTORY, and estimate its duration.
+
+    STEP is a step, or the training step of a full recovery point; the newest step by default.
+
+    The time is extrapolated from restoring some of the step's rows, for at most about a second.
+    Files in the page cache are read from there. The time excludes Orbax's reading of dense leaves
+    and the transfer to devices.
+    """
+    from deltackpt.maintenance import estimate
+
+    item = _found_item(directory, item, endpoint)
+    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint)
+    if as_json:
+        plain = terminal.plain(found)
+        plain["estimate"]["seconds"] = found.estimate.seconds
+        del plain["point"]
+        plain["recovery_point"] = found.point and found.point._asdict()
+        terminal.print_json(plain)
+        return
+    _print_chain(found)
+    if tables:
+        terminal.print_table(
+            ("table", "rows", "rows read", "read", "memory"),
+            [
+                (
+                    *(table.table, table.rows, table.rows_read),
+                    *(units.size(table.bytes_read), units.size(table.memory_bytes)),
+                )
+                for table in found.tables
+            ],
+        )
+    took = found.estimate
+    click.echo(f"memory: {units.size(found.memory_bytes)} for tables and slots")
+    if found.point is None:
+        where = units.count(found.dense_file_count, "file")
+    else:
+        where = "the WAL"
+        wal, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
+        click.echo(f"WAL: {wal} in {records} up to {found.point}")
+    click.echo(f"dense leaves: {units.size(found.dense_bytes)} in {where}")
+    click.echo(
+        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
+        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured), "
+        f"{took.dense_secs:.2g} s dense file checks"
+        + (f", {took.wal_secs:.2g} s WAL" if found.point is not None else "")
+    )
+    if len(found.chain) > 1:
+        click.echo(
+            f"compaction: a base of at most {units.size(found.merged_bytes)} instead of "
+            f"{units.size(found.bytes_read)} in {len(found.chain)} saves"
+        )
+
+
+def _print_chain(found: RestorePlan) -> None:
+    rows = [
+        (
+            save.name,
+            save.kind,
+            save.rows,
+            units.size(save.nbytes),
+            save.file_count,
+            ", ".join(save.codecs),
+        )
+        for save in found.chain
+    ]
+    terminal.print_table(("reads", "kind", "rows", "size", "files", "codecs"), rows)
+
+
+def _found_item(directory: str, item: str | None = None, endpoint: str | None = None) -> str:
+    from deltackpt.ledger.opening import open_steps
+
+    return open_steps(directory, item=item, endpoint=endpoint).item
+
+
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+_SEVERITY_WIDTH = len("problem") + 2
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt doctor\n"
+    "  deltackpt doctor /data/run-17\n"
+    "  deltackpt doctor /data/run-17 --read-only\n"
+    "  deltackpt doctor s3://bucket/run-17\n"
+    "  deltackpt doctor /data/run-17 --json | jq '.findings[] | select(.severity != \"ok\")'"
+)
+@click.argument("directory", metavar="[DIRECTORY|URL]", required=False)
+@click.option("--read-only", is_flag=True, help="Write nothing; fsync is not measured.")
+@terminal.endpoint
+@terminal.as_json
+def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json: bool) -> None:
+    """Check DIRECTORY, machine and installation for problems with saves and restores.
+
+    For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
+    free space, leftovers of interrupted saves, and the lease. For the machine and installation, it
+    checks memory, huge pages, limits and versions.
+
+    For a bucket, it checks the journal, leftovers of interrupted uploads, and the claim. It also
+    writes a small temporary object, to check that a conditional write of an existing key is
+    rejected.
+
+    The command writes small files to a temporary directory inside DIRECTORY and removes it. A
+    trainer may be running. Neither jax nor Orbax needs to be installed.
+
+    \b
+    Severities:
+      ok       as it should be
+      note     worth knowing
+      warning  works, but slower or with weaker guarantees
+      problem  saves or restores fail, or their guarantees do not hold: exit code 1
+    """  # noqa: D301 - click wants the character itself
+    from deltackpt.maintenance import doctor as examination
+    from deltackpt.storage import redaction
+
+    # As an exception, so that the temporary directory is removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if as_json:
+        shown = None if directory is None else redaction.shown(directory)
+        terminal.print_json({"directory": shown, "findings": findings})
+    else:
+        _print(findings)
+    if any(finding.severity == "problem" for finding in findings):
+        sys.exit(1)
+
+
+def _print(findings: tuple[Finding, ...]) -> None:
+    width = max(len(finding.subject) for finding in findings)
+    area = None
+    for finding in findings:
+        if finding.area != area:
+            if area is not None:
+                click.echo()
+            area = finding.area
+            click.secho(area.capitalize(), bold=True)
+        severity = click.style(finding.severity.ljust(_SEVERITY_WIDTH), _COLOURS[finding.severity])
+        indent = _SEVERITY_WIDTH + width + 4
+        first, *more = _wrapped(finding.found, indent)
+        click.echo(f"  {severity}{finding.subject.ljust(width)}  {first}")
+        for line in more:
+            click.echo(" " * indent + line)
+        for line in _wrapped(finding.meaning, indent):
+            click.echo(" " * indent + click.style(line, dim=True))
+        for line in _wrapped(finding.action and f"-> {finding.action}", indent):
+            click.echo(" " * indent + line)
+    count = collections.Counter(finding.severity for finding in findings)
+    parts = [units.count(count[name], name) for name in ("problem", "warning", "note")]
+    click.echo(f"\n{', '.join(parts)}")
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Splits a text into lines that fit the terminal; one line if stdout is not a terminal."""
+    if not sys.stdout.isatty():
+        return [text] if text else []
+    columns = shutil.get_terminal_size().columns
+    return textwrap.wrap(text, max(40, columns - indent), break_on_hyphens=False)

@@ -1,0 +1,662 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row blocks of groups, their segments and stored arrays, and blocks of dense leaves. No I/O.
+
+A group's *virtual table* is its tables concatenated along the rows. A *field* is one array
+over that table: ``values`` (the rows themselves) or ``slot.<name>`` (one optimizer slot).
+
+The values of the dense item are those of Orbax's database (``NAME/0.1``: a chunk of a leaf) and the
+files beside it. A chunk is a table of *blocks* of 256 values, the last one padded with zeros; the
+chunks of one dtype, laid end to end, are a group, and a segment holds some blocks of a group by one
+codec. Blocks in no segment are unchanged from the parent. Small values and everything that is not
+an array are *plain*: consecutive bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from deltackpt.format import dtypes
+from deltackpt.format.records import MOST, check_segment, is_name, require
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+#: Uncompressed bytes per chunk: ten times faster than one giant value, and few enough files.
+CHUNK_BYTES = 16 << 20
+#: Chunks of whole pages are read and written without a copy.
+_PAGE_BYTES = 4096
+#: Half-open: rows or columns ``[first, last)``.
+Span = tuple[int, int]
+
+
+class Box(NamedTuple):
+    """Rows and columns of one field of a table; a field without columns has ``(0, 1)``."""
+
+    rows: Span
+    columns: Span
+
+    @property
+    def cells(self) -> int:
+        """Number of cells along the first two axes."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+class Ranges:
+    """Two or more ascending spans of rows, neither overlapping nor adjacent, as one sequence."""
+
+    def __init__(self, spans: Sequence[Span]):
+        """See ``rows_of``, which makes them."""
+        self.spans = tuple(spans)
+        lengths = [stop - start for start, stop in self.spans]
+        #: Position in the sequence at which each span begins, and the length at the end.
+        self._at = (0, *itertools.accumulate(lengths))
+
+    def __len__(self) -> int:
+        return self._at[-1]
+
+    def __getitem__(self, part: slice) -> range | Ranges:
+        first, last, _ = part.indices(len(self))
+        found = []
+        for number in range(bisect.bisect_right(self._at, first) - 1, len(self.spans)):
+            (start, _), low, high = self.spans[number], self._at[number], self._at[number + 1]
+            if low >= last:
+                break
+            found.append((start + max(first, low) - low, start + min(last, high) - low))
+        rows = rows_of(found)
+        assert not isinstance(rows, np.ndarray)
+        return rows
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        rows = np.concatenate([np.arange(*span) for span in self.spans])
+        return rows if dtype is None else rows.astype(dtype)
+
+    def below(self, row: int) -> int:
+        """Returns the number of rows below ``row``."""
+        number = bisect.bisect_right(self.spans, row, key=lambda span: span[0]) - 1
+        if number < 0:
+            return 0
+        start, stop = self.spans[number]
+        return self._at[number] + min(row, stop) - start
+
+
+#: Sorted, unique virtual row indices: a range where they are contiguous, Ranges where they are a
+#: few spans, else an int64 array.
+Rows = range | Ranges | np.ndarray
+
+
+class StoredRows(NamedTuple):
+    """Row indices of a segment or row group.
+
+    Attributes:
+      rows: some consecutive ones of its row indices.
+      first: the position of the first of them along the first axis of its arrays.
+    """
+
+    rows: Rows
+    first: int = 0
+
+
+#: Name of the field that holds the rows of the tables themselves.
+VALUES = "values"
+#: Name of the slot that ``Tables(key=...)`` selects.
+KEY_SLOT = "key"
+
+
+def slot_field(slot: str) -> str:
+    """Field name of an optimizer slot."""
+    return f"slot.{slot}"
+
+
+def row_slice(rows: Rows, start: int, stop: int) -> slice:
+    """Returns the positions in ``rows`` of the row indices in ``[start, stop)``."""
+    if isinstance(rows, range):
+        low = min(max(start - rows.start, 0), len(rows))
+        return slice(low, min(max(stop - rows.start, low), len(rows)))
+    if isinstance(rows, Ranges):
+        return slice(rows.below(start), rows.below(max(start, stop)))
+    low, high = np.searchsorted(rows, (start, stop))
+    return slice(int(low), int(high))
+
+
+def row_slices(rows: Rows, spans: Sequence[Span]) -> list[slice]:
+    """Returns ``row_slice`` for each of some spans, faster for many."""
+    if not isinstance(rows, np.ndarray):
+        return [row_slice(rows, *span) for span in spans]
+    ends = np.searchsorted(rows, np.array(spans, np.int64).reshape(-1))
+    return [slice(*pair) for pair in ends.reshape(-1, 2).tolist()]
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Returns the sorted distinct values (0 or more).
+
+    Faster than ``np.unique`` for some thousand.
+    """
+    values = np.sort(values)
+    return values[np.diff(values, prepend=-1) > 0]
+
+
+def rows_of(spans: Iterable[Span]) -> range | Ranges:
+    """Returns the rows of disjoint spans in any order; adjacent spans are joined."""
+    found = joined(spans)
+    return Ranges(found) if len(found) > 1 else range(*found[0]) if found else range(0)
+
+
+def shifted(rows: Rows, by: int) -> Rows:
+    """Returns all row indices plus ``by``, which is usually 0."""
+    if by == 0:
+        return rows
+    if isinstance(rows, np.ndarray):
+        return rows + by
+    return rows_of((start + by, stop + by) for start, stop in spans_of(rows))
+
+
+def spans_of(rows: range | Ranges) -> tuple[Span, ...]:
+    """Returns the spans of rows that are represented as spans."""
+    if isinstance(rows, Ranges):
+        return rows.spans
+    return ((rows.start, rows.stop),) if len(rows) else ()
+
+
+def sorted_spans(held: Sequence[Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the spans of rows in the order of their starts, and how far earlier ones reach.
+
+    The memory does not depend on the size of the table.
+
+    Returns:
+      Starts and ends, int64 (n,); and (n + 1,) the largest end of all spans before each.
+    """
+    found = []
+    for rows in held:
+        if isinstance(rows, np.ndarray):
+            cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+            ends = np.append(cuts[1:], len(rows)) - 1 if len(rows) else cuts
+            found.append((rows[cuts], rows[ends] + 1))
+        else:
+            spans = np.array(spans_of(rows), np.int64).reshape(-1, 2)
+            found.append((spans[:, 0], spans[:, 1]))
+    nothing = np.empty(0, np.int64)
+    starts = np.concatenate([nothing, *(one for one, _ in found)])
+    stops = np.concatenate([nothing, *(one for _, one in found)])
+    order = np.argsort(starts, kind="stable")
+    starts, stops = starts[order], stops[order]
+    return starts, stops, np.maximum.accumulate(np.concatenate([[0], stops]))
+
+
+def common(one: Span, other: Span) -> Span:
+    """Returns the intersection of two spans; an empty span if they are disjoint."""
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
+
+
+def union_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the values of some ascending arrays, int64, ascending and each once.
+
+    ``np.unique`` hashes them, which takes 30 times as long for parts of one segment.
+    """
+    if not parts:
+        return np.empty(0, np.int64)
+    found = np.concatenate(parts).astype(np.int64, copy=False)
+    if not np.all(found[1:] > found[:-1]):
+        found.sort(kind="stable")  # Merges the ascending parts.
+        found = found[np.append(True, found[1:] != found[:-1])]
+    return found
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Returns spans in ascending order; joins touching ones and drops empty ones."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowBlock:
+    """Rows of one group on one shard, in host memory.
+
+    A save copies the training state into these, and a read passes them to the merge.
+
+    Attributes:
+      group: name of the group.
+      rows: sorted unique virtual row indices, length n.
+      columns: range of columns that the block holds of ``values`` and of slots as wide as the
+        table; other fields are whole.
+      fields: field name to its array: ``values`` is (n, columns) in the table's dtype, a slot is
+        (n, columns) or (n, *trailing) in its own. A slot that is ``always`` written travels in a
+        block of its own whose rows are all rows of the shard.
+    """
+
+    group: str
+    rows: Rows
+    columns: tuple[int, int]
+    fields: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields."""
+        return sum(array.nbytes for array in self.fields.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedBlock:
+    """A segment's stored arrays; decoding them returns a RowBlock.
+
+    Attributes:
+      group, rows, columns: same as in RowBlock.
+      arrays: stored array name to array, first axis n. A field's codec yields one or more arrays,
+        the first named like the field, the others ``<field>.<suffix>``.
+    """
+
+    group: str
+    rows: Rows
+    columns: tuple[int, int]
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """One field of a group: ``values`` or ``slot.<name>``.
+
+    ``trailing`` is the shape of one row; ``always`` fields are written whole in every delta.
+    ``codec`` is the one planned for a save; a segment may have another: ``Segment.spec``.
+    ``key`` is whether it holds the id of each row; see ``deltackpt.vocab``.
+    """
+
+    name: str
+    trailing: tuple[int, ...]
+    dtype: str
+    codec: str = "raw"
+    always: bool = False
+    key: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, unencoded."""
+        return math.prod(self.trailing) * dtypes.dtype_of(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupEntry:
+    """Tables with equal fields, concatenated; ``rows`` is the length of the virtual table."""
+
+    name: str
+    rows: int
+    fields: tuple[FieldSpec, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of the tables."""
+        return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all fields, unencoded."""
+        return sum(spec.row_bytes for spec in self.fields)
+
+    @property
+    def key(self) -> FieldSpec | None:
+        """The field with the id of each row; None if rows have no ids."""
+        return next((spec for spec in self.fields if spec.key), None)
+
+    def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
+        """Returns all columns of a field; None if it is not as wide as the tables."""
+        return (0, self.width) if width(spec.trailing) == self.width else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayEntry:
+    """One stored Zarr array. Its shape is authoritative, not the one in ``zarr.json``.
+
+    ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` and
+    ``byte_planes`` arrays are compressed, the latter with their last axis first; others can be
+    read straight from their chunk files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_rows: int
+    zstd: bool = False
+    byte_planes: bool = False
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a chunk's file is compressed."""
+        return self.zstd or self.byte_planes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, before any compression."""
+        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
+
+
+def array_entry(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    *,
+    zstd: bool = False,
+    byte_planes: bool = False,
+    chunk_rows: int | None = None,
+) -> ArrayEntry:
+    """Describes an array to be stored; chunks hold whole rows of about ``CHUNK_BYTES``.
+
+    Args:
+      name: name of the array in its segment.
+      shape: its shape; only the first axis is split.
+      dtype: a core dtype of Zarr v3.
+      zstd: whether to compress chunks.
+      byte_planes: whether to compress chunks with their last axis first.
+      chunk_rows: rows per chunk; chosen automatically by default.
+    """
+    if chunk_rows is None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        # Equal chunks: a shorter last one would still be stored at full length.
+        chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
+        if chunk_rows < shape[0]:
+            # Contiguous rows are written without a copy.
+            even_rows = _PAGE_BYTES // math.gcd(_PAGE_BYTES, nbytes // shape[0])
+            if even_rows <= chunk_rows // 16:
+                chunk_rows = -(-chunk_rows // even_rows) * even_rows
+    return ArrayEntry(
+        name=name,
+        shape=shape,
+        dtype=dtype.name,
+        chunk_rows=chunk_rows,
+        zstd=zstd,
+        byte_planes=byte_planes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How one field of a segment was stored, and what that changed.
+
+    Attributes:
+      field: the field.
+      codec: the codec that was used in the end.
+      reason: why this codec was chosen, as text.
+      nbytes: bytes of its stored arrays, checksums and compression included.
+      rows: rows of each table of the group, in the order of their offsets.
+      squared_error: per table, the sum of squares of the decoding error; 0 if lossless.
+      squared_norm: per table, the sum of squares of the rows; 0 if lossless. Rows that are stored
+        next to their codes count in neither.
+    """
+
+    field: str
+    codec: str
+    reason: str
+    nbytes: int
+    rows: tuple[int, ...]
+    squared_error: tuple[float, ...]
+    squared_norm: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Rows of one group that a part holds, with the same fields for each.
+
+    ``columns`` is the range of columns that it holds of fields as wide as the tables; other fields
+    are whole.
+
+    Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
+    None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
+    the part's directory under ``name``.
+    """
+
+    name: str
+    group: str
+    columns: tuple[int, int]
+    count: int
+    ranges: tuple[tuple[int, int], ...] | None
+    fields: tuple[str, ...]
+    arrays: tuple[ArrayEntry, ...]
+    encodings: tuple[Encoding, ...] = ()
+
+    def spec(self, group: GroupEntry, field: str) -> FieldSpec:
+        """A field's spec as this segment has it: its columns, and the codec that was used."""
+        planned = next(spec for spec in group.fields if spec.name == field)
+        used = {encoding.field: encoding.codec for encoding in self.encodings}
+        trailing = planned.trailing
+        if trailing and group.columns(planned) is not None:
+            trailing = (self.columns[1] - self.columns[0], *trailing[1:])
+        codec = used.get(field, planned.codec)
+        if (trailing, codec) == (planned.trailing, planned.codec):
+            return planned
+        return dataclasses.replace(planned, trailing=trailing, codec=codec)
+
+
+def width(trailing: tuple[int, ...]) -> int:
+    """Returns the columns of a field: the length of its second axis, 1 without one."""
+    return trailing[0] if trailing else 1
+
+
+#: Values per block: they share a scale.
+BLOCK = 256
+#: Smaller chunks are plain: a block of float32 is larger.
+PLAIN_BYTES = 1024
+#: Group of the segment that holds plain values, and its only array.
+PLAIN, PLAIN_BYTES_OF = "plain", "bytes"
+#: Prefix of the names of all segments of dense leaves.
+SEGMENTS = "dense."
+#: Field of the blocks of a segment.
+BLOCKS = "blocks"
+
+#: Values that were checked, kept alive so that their identities stay unique, and their blocks.
+_known: dict[int, tuple[tuple[BlockedValue, ...], tuple[Mapping[str, int], int]]] = {}
+_MOST_KNOWN = 16
+
+#: A value of the item: whether it is a file, and its key.
+Key = tuple[bool, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockedValue:
+    """One value of the dense item.
+
+    Attributes:
+      key: key in Orbax's database, ``NAME/.zarray`` or ``NAME/I.J``; for a file, its path in the
+        item.
+      file: whether it is a file.
+      dtype: dtype of its elements; ``uint8`` for plain values.
+      count: number of elements.
+      group: its dtype if it consists of blocks, otherwise ``plain``.
+      at: its first block in the group. For a plain value, its first byte; None if the value is
+        the same as in the parent.
+    """
+
+    key: str
+    dtype: str
+    count: int
+    group: str
+    at: int | None
+    file: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is stored as bytes."""
+        return self.group == PLAIN
+
+    @property
+    def blocks(self) -> int:
+        """Number of its blocks, including a padded last one."""
+        return 0 if self.plain else blocks_of(self.count)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value itself."""
+        return self.count * dtypes.dtype_of(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseBlocks:
+    """The dense leaves that one process wrote in a delta, or in a WAL record.
+
+    Attributes:
+      values: every value of the item that it owns, changed or not; keys are unique across
+        processes.
+      segments: the data that changed since the parent. ``group`` is a dtype, or ``plain``;
+        ``fields`` is ``blocks``, whose codec is that of the encoding.
+      complete: whether the segments contain every value without reference, so that no older save
+        is needed; False if that is unknown.
+    """
+
+    values: tuple[BlockedValue, ...]
+    segments: tuple[Segment, ...]
+    complete: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression."""
+        return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
+
+    def of_group(self, group: str) -> list[BlockedValue]:
+        """Returns the values in a group, in the order of their blocks."""
+        return [value for value in self.values if value.group == group and not value.plain]
+
+
+def blocks_of(count: int) -> int:
+    """Returns the number of blocks for a number of values."""
+    return -(-count // BLOCK)
+
+
+def group_of(nbytes: int, dtype: str) -> str:
+    """Returns the group of a chunk: its dtype, or ``plain`` if it is stored as bytes."""
+    return PLAIN if nbytes < PLAIN_BYTES or dtype not in BLOCKED_DTYPES else dtype
+
+
+#: Of numbers that blocks are made of: those that a numpy view of unsigned integers covers.
+BLOCKED_DTYPES = frozenset(
+    (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("bfloat16", "float16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2"),
+        *("float8_e5m2fnuz", "bool"),
+    )
+)
+
+
+def check(record: DenseBlocks, *, remember: bool = False) -> None:
+    """Checks a record on its own.
+
+    Args:
+      record: the record.
+      remember: whether other records may have the same tuple of values, which is checked once.
+
+    Raises:
+      InvalidRecord: the record is invalid.
+    """
+    ends, plain_stop = _known_ends_of(record.values) if remember else _ends_of(record.values)
+    names: set[str] = set()
+    plain = [segment.count for segment in record.segments if segment.group == PLAIN]
+    require(len(plain) <= 1, "one segment of plain values", f"{len(plain)}", "segments")
+    stored = sum(plain)
+    require(plain_stop <= stored, f"plain values within {stored} bytes", plain_stop, "values")
+    for segment in record.segments:
+        check_segment(segment)
+        require(segment.name not in names, "one segment of a name", segment.name, "segments")
+        names.add(segment.name)
+        require(
+            segment.group in ends,
+            "a group of its values",
+            segment.group,
+            f"segments.{segment.name}.group",
+        )
+        total = ends[segment.group]
+        if segment.group == PLAIN:
+            shapes = [(entry.dtype, entry.shape) for entry in segment.arrays]
+            expected = [("uint8", (segment.count,))]
+            require(shapes == expected, f"{expected}", shapes, f"segments.{segment.name}.arrays")
+        if segment.ranges:
+            last = segment.ranges[-1][1]
+            require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
+    if record.complete:
+        _check_complete(record, ends)
+
+
+def _known_ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
+    """Returns ``_ends_of`` some values, remembered by identity."""
+    # ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the
+    # same values.
+    known = _known.get(id(values))
+    if known is None:
+        known = _known[id(values)] = values, _ends_of(values)
+        for oldest in [*_known][:-_MOST_KNOWN]:  # Other threads may do the same.
+            _known.pop(oldest, None)
+    return known[1]
+
+
+def _ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
+    """Checks values; returns each group's number of blocks, and where the last plain bytes end."""
+    keys: set[Key] = set()
+    ends: dict[str, int] = {}
+    plain_end = plain_stop = 0
+    for value in values:
+        # A record may have thousands of values, so errors are described only if there are any.
+        key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
+        expected = 0 if plain else ends.get(value.group, 0)
+        sound = (
+            key not in keys
+            and 0 <= value.count <= MOST // 16
+            and not value.file
+            and (
+                value.dtype == "uint8" and (at is None or at >= 0)
+                if plain
+                else value.dtype in BLOCKED_DTYPES and value.group == value.dtype and at == expected
+            )
+        )
+        if not sound:
+            _check_value(value, keys, expected)
+        keys.add(key)
+        if not plain:
+            ends[value.group] = expected + value.blocks
+        elif at is not None:
+            plain_end += value.count
+            plain_stop = max(plain_stop, at + value.count if value.count else 0)
+    ends[PLAIN] = plain_end
+    return ends, plain_stop
+
+
+def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:
+    """Checks a value; ``expected`` is its first block, and ``keys`` are those before it."""
+    place = f"values.{value.key}"
+    require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
+    if value.file:
+        inside = all(map(is_name, value.key.split("/")))
+        require(inside, "a path in the item", value.key, f"{place}.key")
+    require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
+    require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
+    if value.plain:
+        require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
+        require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
+        return
+    require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
+    require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
+
+
+def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:
+    """Checks that a complete record contains all of its values."""
+    found: dict[str, int] = {}
+    for segment in record.segments:
+        found[segment.group] = found.get(segment.group, 0) + segment.count
+    for value in record.values:
+        if value.at is None:
+            require(not value.plain, "bytes", None, f"values.{value.key}.at")
+    for group, count in blocks.items():
+        held = found.get(group, 0)
+        require(held == count, f"all {count} of {group}", held, "segments")
+
+
+def plain_bytes(record: DenseBlocks) -> int:
+    """Returns the bytes of all plain values in a record."""
+    return sum(value.count for value in record.values if value.plain and value.at is not None)

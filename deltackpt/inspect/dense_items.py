@@ -1,0 +1,626 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves of a step, read lazily and without Orbax: Orbax's items, and blocks of a chain.
+
+Orbax's ``_METADATA`` describes the files: each array is a Zarr array, by default in an OCDBT
+database, under the leaf's keys joined with ``.``; strings are in a JSON file. Orbax's data has no
+checksums. Before the first element is read, all files of the item are therefore checked against
+the step's digests, and again if a file has changed since. Names need only the metadata; shapes and
+dtypes are read without that check. A step that a stock Orbax manager committed has no digests.
+
+Leaves stored as blocks appear as those of the item that Orbax's handler would have written. A leaf
+is decoded and verified as a whole, from its newest blocks back to the base. The base's item is
+checked once for all leaves, and again if one of its files has changed since.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import Damaged, ForeignDirectory
+from deltackpt.format import naming
+from deltackpt.format.manifest import DenseEntry, path_name
+from deltackpt.format.row_blocks import PLAIN
+from deltackpt.inspect import descriptions
+from deltackpt.inspect.lazy import Saves
+from deltackpt.lazy_import import LazyModule
+from deltackpt.reading import stored_dense, stored_saves
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.reading.stored_dense import DenseShard, DenseValues
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.storage import digests as storage_digests
+from deltackpt.storage import ocdbt
+from deltackpt.storage.kv_store import Reachable, in_memory, reachable
+from deltackpt.storage.store import StorePath, store_path
+from deltackpt.units import count, size
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import tensorstore as ts
+else:
+    ts = LazyModule("tensorstore")
+
+METADATA = naming.PYTREE_METADATA
+_STRINGS = "_strings.json"
+#: How the manager stores an empty array, which Orbax rejects; see handlers/orbax_dense.py.
+_EMPTY = re.compile(r"deltackpt:empty:(\w+):([0-9,]+)")
+#: Files that describe the leaves.
+_DESCRIPTIONS = (METADATA, _STRINGS, f"{ARRAY_METADATAS}/")
+#: Orbax's names of leaves without an array; containers are empty ones.
+_WITHOUT_ARRAY = {"None", "Dict", "List", "Tuple", "NamedTuple", "string"}
+
+
+#: Kinds of leaves without a value.
+PLACEHOLDERS = ("None", "empty")
+
+
+class DenseItem(Mapping[str, "DenseLeaf"]):
+    """Leaves of an item that Orbax's PyTree handler wrote, by '/'-joined path."""
+
+    def __init__(
+        self,
+        item_dir: StorePath | Path,
+        entries: Sequence[DenseEntry] = (),
+        *,
+        digests: bool,
+        exists: Callable[[], bool],
+    ):
+        """Internal: index ``Step.items``.
+
+        Args:
+          item_dir: directory of the item.
+          entries: paths of the leaves in the state, if the manifest has them.
+          digests: whether the step has digests of its files.
+          exists: returns whether the step's directory is still the one that was opened.
+        """
+        self._dir = store_path(item_dir)
+        self._exists = exists
+        self._digests = digests
+        self._parsed: dict[str, dict[str, Any]] = {}
+        #: Versions of the files when they were checked: all files, or only the descriptions.
+        self._checked: dict[bool, dict[str, Hashable]] = {}
+        self._paths = {entry.key: path_name(entry.path) for entry in entries}
+        self._copied: Reachable | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the item in its step."""
+        return self._dir.name
+
+    def __getitem__(self, name: str) -> DenseLeaf:
+        if name not in self._leaves:
+            raise KeyError(
+                f"item {self.name}: expected one of {sorted(self._leaves)}, found {name!r}"
+            )
+        return self._leaves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __repr__(self) -> str:
+        return f"<DenseItem {self.name}: {len(self)} leaves>"
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, DenseLeaf]:
+        with self.described(METADATA):
+            kinds: dict[tuple[str, ...], str] = {
+                tuple(str(step["key"]) for step in entry["key_metadata"]): str(
+                    entry["value_metadata"]["value_type"]
+                )
+                for entry in self._json(METADATA)["tree_metadata"].values()
+            }
+        names = {key: self._paths.get(key, "/".join(key)) for key in kinds}
+        common = collections.Counter(names.values())
+        found = {}
+        for key, kind in kinds.items():
+            # If keys contain slashes, paths may collide; Orbax's own names do not.
+            name = names[key] if common[names[key]] == 1 else ".".join(key)
+            found[name] = DenseLeaf(self, name, key, kind)
+        return found
+
+    def text(self, key: Sequence[str]) -> str:
+        """Returns the string of a leaf.
+
+        Orbax uses the keys, joined with ``.``, as a JSON pointer: if one contains a slash, the
+        string is in a nested object.
+
+        Args:
+          key: key of the leaf.
+        """
+        found: Any = self._strings
+        with self.described(_STRINGS):
+            for step in ".".join(key).split("/"):
+                found = found[step.replace("~1", "/").replace("~0", "~")]
+            if not isinstance(found, str):
+                raise TypeError(f"a {type(found).__name__} instead of a string")
+        return found
+
+    @functools.cached_property
+    def _strings(self) -> dict[str, object]:
+        with self._detect_removal():
+            found = self._json(_STRINGS) if self._has(_STRINGS) else {}
+            self._check_exists()
+            return found
+
+    @functools.cached_property
+    def prng_impls(self) -> dict[str, str]:
+        """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
+        found = {}
+        with self._detect_removal():
+            for name in self._names_in(ARRAY_METADATAS):
+                if not name.startswith(f"{ARRAY_METADATAS}/process_"):
+                    continue
+                with self.described(name):
+                    found |= key_impls(self._json(name))
+            self._check_exists()
+        return found
+
+    @contextlib.contextmanager
+    def described(self, name: str) -> Iterator[None]:
+        """Raises ``Damaged`` if one of Orbax's JSON files parses but lacks required contents."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
+
+    def open_array(self, key: Sequence[str]) -> ts.TensorStore:
+        """Opens the array of a leaf as a ``tensorstore.TensorStore``; reads only its metadata.
+
+        Raises:
+          Damaged: the array is missing or altered.
+          StepGone: the step was removed.
+        """
+        return self._opened(key, data=False)
+
+    def read_array(
+        self, key: Sequence[str], index: tuple[int | slice, ...] | EllipsisType
+    ) -> np.ndarray:
+        """Reads a slice of an array.
+
+        Raises:
+          Damaged, StepGone: as for ``open_array``.
+        """
+        with self._detect_removal():
+            store = self._opened(key, data=True)
+            try:
+                found = np.asarray(store[index].read().result())
+            except ValueError as error:
+                name = f"{self._shown}/{'.'.join(key)}"
+                raise Damaged(name, "an array that can be read", str(error)) from error
+            self._check_exists()
+            return found
+
+    def _opened(self, key: Sequence[str], *, data: bool) -> ts.TensorStore:
+        name, metadata = ".".join(key), self._json(METADATA)
+        with self._detect_removal():
+            kvstore, context = self._stored(name, metadata, data=data)
+            spec = {
+                "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
+                "kvstore": kvstore,
+                # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
+                "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
+            }
+            try:
+                return ts.open(spec, open=True, read=True, context=context).result()
+            except ValueError as error:
+                raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
+
+    def _stored(self, name: str, metadata: Mapping[str, object], *, data: bool) -> Reachable:
+        """An array's folder; if ``data``, everything that its data depends on was verified."""
+        if data:
+            self._check(data=True)
+        spec, context = self._reachable()
+        if metadata.get("use_ocdbt", True):
+            return Reachable({"driver": "ocdbt", "base": spec, "path": f"{name}/"}, context)
+        if ".." in name.split("/"):
+            raise Damaged(f"{self._shown}/{METADATA}", "names of arrays in the item", repr(name))
+        return Reachable({**spec, "path": f"{spec['path']}{name}/"}, context)
+
+    def _reachable(self) -> Reachable:
+        """The item's files, copied once if TensorStore cannot read them in place."""
+        if self._copied is None:
+            with self._detect_removal():
+                found = reachable(self._dir)
+            if found.spec["driver"] != "memory":
+                return found
+            self._copied = found
+        return self._copied
+
+    @property
+    def _shown(self) -> str:
+        return f"{self._dir.parent.name}/{self.name}"
+
+    def _check(self, *, data: bool) -> None:
+        """Checks the files that describe the leaves, or all, again if one has changed."""
+        if not self._digests:
+            return
+        state = self._dir.versions()
+        if self._checked.get(data) == state:
+            return
+        prefixes = (f"{self.name}/",)
+        if not data:
+            prefixes = tuple(f"{self.name}/{name}" for name in _DESCRIPTIONS)
+        for damage in storage_digests.check_step_files(
+            self._dir.parent, wanted=lambda name: name.startswith(prefixes)
+        ):
+            raise damage
+        self._checked[data] = state
+
+    def _json(self, name: str) -> dict[str, Any]:
+        if name not in self._parsed:
+            with self._detect_removal():
+                found = self._read_json(name)
+                self._check_exists()
+            self._parsed[name] = found
+        return self._parsed[name]
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        if not self._has(METADATA):
+            self._check_exists()
+            if not self._digests:
+                raise ForeignDirectory(
+                    f"{self._shown}: expected an item of Orbax's PyTree handler, found no "
+                    f"{METADATA}; read it with the library that wrote it"
+                )
+        self._check(data=False)
+        try:
+            return json.loads(self._read(name))
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
+
+    def _has(self, name: str) -> bool:
+        """Whether the item has such a file besides the arrays."""
+        return (self._dir / name).is_file()
+
+    def _names_in(self, folder: str) -> list[str]:
+        """The files of a folder of the item."""
+        return [f"{folder}/{name}" for name in (self._dir / folder).keys()]
+
+    def _read(self, name: str) -> bytes:
+        return (self._dir / name).read()
+
+    def _check_exists(self) -> None:
+        """Never mixes leaves of another save with the tables of this one."""
+        if not self._exists():
+            raise stored_saves.gone(self._dir.parent, instead="open")
+
+    def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
+        return stored_saves.detect_removal(self._dir.parent, exists=self._exists, instead="open")
+
+
+class DenseLeaf:
+    """A leaf that is neither a table nor a slot; arrays are read when indexed or converted.
+
+    Attributes:
+      name: '/'-joined path of the leaf.
+      kind: ``array``, ``key`` (a typed PRNG key, whose data is read), ``scalar``, ``string``,
+        ``None``, or ``empty`` for an empty container.
+    """
+
+    def __init__(self, item: DenseItem, name: str, key: tuple[str, ...], value_type: str):
+        """Internal: index ``DenseItem``."""
+        self._item = item
+        self._key = key
+        self._value_type = value_type
+        self.name = name
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Kind of the leaf; see the class."""
+        if self._value_type == "string":
+            return "string" if self._empty is None else "array"
+        if self._value_type in ("None", "scalar"):
+            return self._value_type
+        if self._value_type in _WITHOUT_ARRAY:
+            return "empty"
+        return "array" if self.prng_impl is None else "key"
+
+    @property
+    def prng_impl(self) -> str | None:
+        """Implementation of a typed PRNG key, such as ``threefry2x32``; None for other leaves."""
+        return self._item.prng_impls.get(self._param)
+
+    @property
+    def value(self) -> naming.PyTree:
+        """The value: a numpy array, a number, a string, None, or an empty dict, list or tuple.
+
+        For a typed PRNG key, this is its data; get the key from
+        ``jax.random.wrap_key_data(leaf.value, impl=leaf.prng_impl)``.
+        """
+        if self.kind in ("None", "empty"):
+            return {"Dict": {}, "List": [], "Tuple": ()}.get(self._value_type)
+        if self.kind == "string":
+            return self._text
+        found = np.asarray(self)
+        return found.item() if self.kind == "scalar" else found
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array; for a typed PRNG key, of its data."""
+        return self._described[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array.
+
+        Raises:
+          TypeError: the leaf is not an array.
+        """
+        return self._described[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array in memory; 0 for other leaves."""
+        if self.kind in ("None", "empty", "string"):
+            return 0
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: Any) -> Any:
+        """Indexes like numpy; only integers and slices of step 1 read less than the whole array."""
+        shape, dtype = self._described
+        if 0 in shape:
+            return np.empty(shape, dtype)[index]
+        plain = _plain_index(index, shape)
+        if plain is None:
+            return self._item.read_array(self._key, ...)[index]
+        found = self._item.read_array(self._key, plain)
+        return found if found.ndim else found[()]
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        found = np.asarray(self[...])
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        if self.kind in ("None", "empty", "string"):
+            return f"<DenseLeaf {self.name} {self.value!r}>"
+        return f"<DenseLeaf {self.name} {self.kind} {list(self.shape)} {_dtype_text(self)}>"
+
+    @property
+    def _param(self) -> str:
+        return ".".join(self._key)
+
+    @property
+    def _text(self) -> str:
+        return self._item.text(self._key)
+
+    @functools.cached_property
+    def _empty(self) -> np.ndarray | None:
+        """The empty array that a string encodes; None if it is a plain string."""
+        match = _EMPTY.fullmatch(self._text)
+        return None if match is None else codecs.without_elements(match[1], match[2])
+
+    @functools.cached_property
+    def _described(self) -> tuple[tuple[int, ...], np.dtype]:
+        if self.kind in ("None", "empty", "string"):
+            raise TypeError(f"{self.name}: expected an array, found {self.kind}; see its value")
+        if self._value_type == "string":
+            assert self._empty is not None
+            return self._empty.shape, self._empty.dtype
+        store = self._item.open_array(self._key)
+        return tuple(store.shape), store.dtype.numpy_dtype
+
+
+def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ...] | None:
+    """Normalizes an index of integers and slices of step 1; None for any other index."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    dots = [number for number, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1 or len(parts) - len(dots) > len(shape):
+        return None
+    if dots:
+        parts[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    found: list[int | slice] = []
+    for part, length in zip(parts, shape, strict=False):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(length)
+            if step < 1 or stop <= start:
+                return None
+            if step > 1:  # TensorStore would keep the origin start / step.
+                return None
+            found.append(slice(start, stop))
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+            if not -length <= part < length:
+                return None
+            found.append(int(part) % length)
+        else:
+            return None
+    return tuple(found)
+
+
+DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
+
+
+def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], str]:
+    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value.
+
+    Those leaves are None and empty containers, such as optax's ``MaskedNode`` and ``EmptyState``.
+    """
+    shown, empty = [], 0
+    for leaf in leaves:
+        if leaf.kind in PLACEHOLDERS:
+            empty += 1
+        else:
+            shown.append(dense_line(leaf))
+    kinds = "without a value: None, or empty, such as optax's MaskedNode and EmptyState"
+    return shown, f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+
+
+def dense_line(leaf: DenseLeaf) -> tuple[object, ...]:
+    """Returns name, shape, dtype and bytes of a dense leaf; the value if it is not an array."""
+    if leaf.kind in ("None", "empty", "string"):
+        return leaf.name, repr(leaf.value), leaf.kind, None
+    return leaf.name, descriptions.shape_text(leaf.shape), _dtype_text(leaf), size(leaf.nbytes)
+
+
+def _dtype_text(leaf: DenseLeaf) -> str:
+    return leaf.dtype.name if leaf.kind != "key" else f"key<{leaf.prng_impl}>"
+
+
+class DenseOfBlocks(DenseItem):
+    """Leaves of a step or recovery point that layers or WAL records contain, by '/'-joined path."""
+
+    def __init__(
+        self,
+        item_dir: StorePath,
+        saves: Saves,
+        entries: Sequence[DenseEntry],
+        *,
+        exists: Callable[[], bool],
+    ):
+        """Internal: index ``Step.items``.
+
+        Args:
+          item_dir: where the item would be.
+          saves: the chain of the step or recovery point.
+          entries: paths of the leaves in the state.
+          exists: returns whether the step's directory is still the one that was opened.
+        """
+        super().__init__(item_dir, entries, digests=True, exists=exists)
+        self._saves = saves
+
+    @property
+    def _shown(self) -> str:
+        return f"{self._saves.name}/{self.name}"
+
+    @functools.cached_property
+    def _described(self) -> DenseValues:
+        """The item's files, and the metadata of its arrays."""
+        return self._saves.dense(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
+
+    def _stored(self, name: str, metadata: Mapping[str, object], *, data: bool) -> Reachable:
+        """The array's values in Orbax's database, in memory; only its metadata without ``data``."""
+        if data:
+            values = self._saves.dense(lambda key: key.startswith(f"{name}/")).values
+        else:
+            key, described = f"{name}/{ocdbt.ZARRAY}", self._described.values
+            values = {key: described[key]} if key in described else {}
+        spec, context = in_memory(values)
+        return Reachable({**spec, "path": f"{name}/"}, context)
+
+    def _check(self, *, data: bool) -> None:
+        """Does nothing: blocks are verified when they are read."""
+
+    def _has(self, name: str) -> bool:
+        return name in self._described.files
+
+    def _names_in(self, folder: str) -> list[str]:
+        return sorted(name for name in self._described.files if name.startswith(f"{folder}/"))
+
+    def _read(self, name: str) -> bytes:
+        if name not in self._described.files:
+            raise Damaged(f"{self._shown}/{name}", "a file of Orbax's", "none")
+        return bytes(self._described.files[name])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedLeaf:
+    """Blocks of a dense leaf in one save.
+
+    Attributes:
+      name: the leaf's '/'-joined path.
+      codecs: codecs of the blocks, sorted; ``plain`` if the leaf is stored as bytes.
+      blocks: number of changed blocks of 256 elements in the save; 0 for plain bytes.
+      total_blocks: number of blocks of the leaf; 0 for plain bytes.
+      nbytes: bytes on disk; files of several leaves are divided in proportion to their blocks.
+      raw_bytes: bytes of the leaf in memory.
+    """
+
+    name: str
+    codecs: tuple[str, ...]
+    blocks: int
+    total_blocks: int
+    nbytes: int
+    raw_bytes: int
+
+
+def saved_leaves(save: StoredSave) -> tuple[SavedLeaf, ...]:
+    """Returns each dense leaf's blocks in a save; empty if the leaves are in Orbax's item.
+
+    Raises:
+      Damaged: a record, or the block indices of a segment, are missing or altered.
+    """
+    if save.head.dense_blocks is None:
+        return ()
+    names = {".".join(entry.key): path_name(entry.path) for entry in save.layout.dense}
+    found: dict[str, _Counted] = collections.defaultdict(_Counted)
+    for shard in stored_dense.shards(save):
+        for value in shard.record.values:
+            array, _, chunk = value.key.rpartition("/")
+            if not value.file and chunk != ocdbt.ZARRAY:
+                leaf = found[names.get(array, array)]
+                leaf.total_blocks += value.blocks
+                leaf.raw_bytes += value.nbytes
+        for array, codec, blocks, nbytes in _held(shard):
+            leaf = found[names.get(array, array)]
+            leaf.codecs.add(codec)
+            leaf.nbytes += nbytes
+            leaf.blocks += blocks
+    return tuple(
+        SavedLeaf(
+            name=name,
+            codecs=tuple(sorted(leaf.codecs)),
+            blocks=leaf.blocks,
+            total_blocks=leaf.total_blocks,
+            nbytes=round(leaf.nbytes),
+            raw_bytes=leaf.raw_bytes,
+        )
+        for name, leaf in found.items()
+    )
+
+
+@dataclasses.dataclass
+class _Counted:
+    """A ``SavedLeaf`` that is being counted."""
+
+    codecs: set[str] = dataclasses.field(default_factory=set)
+    blocks: int = 0
+    total_blocks: int = 0
+    nbytes: float = 0.0
+    raw_bytes: int = 0
+
+
+def _held(shard: DenseShard) -> Iterator[tuple[str, str, int, float]]:
+    """For each array with blocks in a segment: name, codec, blocks, bytes of files."""
+    for segment in shard.record.segments:
+        share = sum(shard.arrays.files_of(segment).values()) / max(1, segment.count)
+        values = [value for value in shard.record.values if value.group == segment.group]
+        codec = "+".join(encoding.codec for encoding in segment.encodings)
+        if segment.group == PLAIN:
+            held = [(value, PLAIN, 0, value.count) for value in values if value.at is not None]
+        else:
+            rows = stored_dense.blocks_by_value(values, shard.rows(segment))
+            held = [(value, codec, len(rows), len(rows)) for value, (rows, _) in rows]
+        for value, codec, blocks, stored in held:
+            name, _, chunk = value.key.rpartition("/")
+            if not value.file and chunk != ocdbt.ZARRAY:
+                yield name, codec, blocks, share * stored
+
+
+SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
+
+
+def saved_line(leaf: SavedLeaf) -> tuple[object, ...]:
+    """Returns a leaf as a line under ``SAVED_COLUMNS``."""
+    return (
+        leaf.name,
+        "+".join(leaf.codecs) or None,
+        leaf.blocks or None,
+        f"{leaf.blocks / leaf.total_blocks:.2%}" if leaf.total_blocks else None,
+        size(leaf.nbytes),
+        f"{leaf.nbytes / leaf.raw_bytes:.1%}" if leaf.raw_bytes else None,
+    )

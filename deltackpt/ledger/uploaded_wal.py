@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WAL of a bucket: epoch headers named by the journal, and segments in pieces.
+
+A journal entry names each valid WAL epoch, so headers are fenced like commits. Segments are
+uploaded in pieces as they grow, oldest first. A segment ends where the next piece is missing, as a
+torn one does. ``docs/reference/format.md`` specifies the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import google_crc32c
+
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.format import naming
+from deltackpt.format.naming import PieceRange
+from deltackpt.ledger.entries import LogRef, State
+from deltackpt.reading.wal_locations import NAME, NBYTES, Record
+from deltackpt.storage.store import Missing, Stamp, StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.reading.wal_topics import WalTopics
+
+#: The epoch header, below the epoch's prefix.
+HEAD = "head.msgpack"
+#: Its copy.
+HEAD_COPY = "head.copy.msgpack"
+
+
+class Pieces(NamedTuple):
+    """The contiguous pieces of a segment from its beginning, and all existing pieces."""
+
+    whole: tuple[PieceRange, ...]
+    every: tuple[PieceRange, ...]
+
+    @property
+    def length(self) -> int:
+        """The length of the segment."""
+        return self.whole[-1].end if self.whole else 0
+
+    @classmethod
+    def of(cls, found: Iterable[PieceRange]) -> Pieces:
+        """Parses piece names; overlapping pieces hold the same bytes in the overlap."""
+        every = tuple(sorted(found, key=lambda one: (one.start, -one.end)))
+        whole: list[PieceRange] = []
+        end = 0
+        for one in every:
+            if one.start <= end < one.end:
+                whole.append(one)
+                end = one.end
+        return cls(tuple(whole), every)
+
+
+def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
+    """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing.
+
+    Args:
+      epoch: the folder of the WAL epoch.
+      folder: restricts the listing to a subfolder.
+
+    Raises:
+      StorageError: the store reported an error.
+    """
+    found: dict[str, list[PieceRange]] = {}
+    at = epoch / folder if folder else epoch
+    for key in at.store.keys(at.key):
+        segment, _, name = StorePath(at.store, key).below(epoch).rpartition("/")
+        piece = naming.piece_range(name)
+        if piece is not None and segment:
+            found.setdefault(segment, []).append(piece)
+    return {segment: Pieces.of(pieces) for segment, pieces in found.items()}
+
+
+def _is_progress(key: str) -> bool:
+    return key.rpartition("/")[2] == NAME
+
+
+class UploadedWal:
+    """A remote WAL epoch, with a directory's layout: ``<process>/<segment>``; thread-safe."""
+
+    def __init__(self, at: StorePath):
+        """Sends no request yet; ``at`` is the folder of the remote WAL epoch."""
+        self._at = at
+        self._known: Mapping[str, Pieces] = {}
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return str(self._at)
+
+    def get(self, key: str) -> bytes:
+        """See ``Store``."""
+        data = bytearray(self.length(key))
+        self.read_into(key, 0, [memoryview(data)])
+        return bytes(data)
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        """See ``Store``."""
+        if _is_progress(key):
+            at = self._at / key
+            return at.store.read_into(at.key, start, parts, whole=whole)
+        found = self._pieces(key)
+        wanted = sum(part.nbytes for part in parts)
+        first = start + found.length if start < 0 else start
+        if first < 0 or first + wanted > found.length or (whole and wanted != found.length):
+            raise Damaged(f"{self.url}/{key}", f"{wanted} bytes", f"{found.length} bytes")
+        numbered = iter(found.whole)
+        piece = next(numbered)
+        for part in parts:
+            while part.nbytes:
+                while piece.end <= first:
+                    piece = next(numbered)
+                inside = part[: piece.end - first]
+                at = self._at / key / naming.piece_name(piece)
+                at.store.read_into(at.key, first - piece.start, [inside])
+                part, first = part[inside.nbytes :], first + inside.nbytes
+
+    def length(self, key: str) -> int:
+        """See ``Store``."""
+        if _is_progress(key):
+            return NBYTES
+        return self._pieces(key).length
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        return self._pieces(key).whole
+
+    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
+        """Not supported: records are uploaded from a staging directory."""
+        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Not supported: see ``put``."""
+        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """See ``Store``."""
+        fresh = pieces_at(self._at, folder)
+        inside = f"{folder}/" if folder else ""
+        others = {key: one for key, one in self._known.items() if not key.startswith(inside)}
+        self._known = others | fresh
+        return sorted(key for key in fresh if key > after)
+
+    def folders(self, folder: str) -> list[str]:
+        """See ``Store``."""
+        inside = f"{folder}/" if folder else ""
+        below = (key.removeprefix(inside) for key in self.keys(folder))
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
+
+    def stamp(self, folder: str) -> Stamp | None:
+        """See ``Store``; a prefix belongs to one WAL epoch."""
+        found = self.keys(folder)
+        return Stamp((self.url, folder), tuple(found)) if found else None
+
+    def kvstore(self, folder: str) -> dict[str, Any] | None:
+        """See ``Store``."""
+        return None
+
+    def _pieces(self, key: str) -> Pieces:
+        found = self._known.get(key)
+        if found is None:
+            self.keys(key.rpartition("/")[0])
+            found = self._known.get(key)
+        if found is None:
+            raise Missing(f"{self.url}/{key}")
+        return found
+
+
+class UploadedWals:
+    """The WAL epochs named by a journal; see ``WalLocation``."""
+
+    def __init__(
+        self, root: StorePath, state: Callable[[], State], topics: WalTopics | None = None
+    ):
+        """Sends no request yet.
+
+        Args:
+          root: the folder that the journal is in.
+          state: the journal's state.
+          topics: reads epochs in Kafka.
+        """
+        self._root, self.topics = root, topics
+        self._state = state
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def numbers(self) -> list[int]:
+        """See ``WalLocation``."""
+        return [one.epoch for one in self._state().entry.logs]
+
+    def logged(self) -> list[int]:
+        """See ``WalLocation``: those that the journal names."""
+        return self.numbers()
+
+    def has(self, epoch: int) -> bool:
+        """See ``WalLocation``."""
+        return epoch in self.numbers()
+
+    def head(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        return self._record(epoch, HEAD)
+
+    def copy(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        return self._record(epoch, HEAD_COPY)
+
+    def _record(self, epoch: int, name: str) -> Record:
+        ref = self._ref(epoch)
+        at = self._root / ref.prefix / name
+        data = at.read(at.shown())
+        if (found := google_crc32c.value(data)) != ref.crc32c:
+            raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
+        return Record(at.shown(), data)
+
+    def segments(self, epoch: int) -> StorePath:
+        """See ``WalLocation``."""
+        return StorePath(UploadedWal(self._root / self._ref(epoch).prefix), "")
+
+    def _ref(self, epoch: int) -> LogRef:
+        for one in self._state().entry.logs:
+            if one.epoch == epoch:
+                return one
+        raise Damaged(str(self), f"the header of WAL epoch {epoch}", "none in the journal")

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts what a restore of a step reads, and how long it takes on this machine.
+
+Sizes are read from manifests and digests. The time is measured on a sample: some of the step's rows
+are read, verified, decoded and merged like in a restore, for a limited time. The result is
+extrapolated by kind of save and codec.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from deltackpt import codecs
+from deltackpt.errors import StepNotFound
+from deltackpt.format import manifest, naming, row_blocks
+from deltackpt.format.manifest import Layout
+from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Rows, Segment, Span, StoredRows
+from deltackpt.layers import merge
+from deltackpt.layers.targets import Target, Targets
+from deltackpt.ledger import steps
+from deltackpt.ledger.opening import open_steps
+from deltackpt.reading import chains, reader, stored_dense, stored_saves
+from deltackpt.reading.stored_dense import StoredItem
+from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
+from deltackpt.resources import host_memory
+from deltackpt.storage import digests
+from deltackpt.storage.store import StorePath
+
+#: Limits of stored bytes and (roughly) time for sampling tables.
+_SAMPLE_BYTES = 64 << 20
+_SAMPLE_SECS = 1.0
+#: Limit of the bytes of dense files that are read.
+_DENSE_BYTES = 16 << 20
+#: Memory limit for merging a sample: rows of a delta may be far from each other.
+_WINDOW_BYTES = 256 << 20
+#: Chunks of an array in a sample: as many as a restore reads at a time.
+_CHUNKS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """One save that would be read.
+
+    Attributes:
+      name: its relative path; for a compacted base, ``compacted/<step>/<item>``.
+      kind: base or delta.
+      compacted: whether it is a compacted base.
+      rows: number of table rows that it contains.
+      nbytes: bytes of its files of tables and slots.
+      file_count: number of these files.
+      codecs: the codecs of its fields.
+    """
+
+    name: str
+    kind: str
+    compacted: bool
+    rows: int
+    nbytes: int
+    file_count: int
+    codecs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """One table with its slots.
+
+    Attributes:
+      table: name of the table.
+      rows: number of its rows.
+      rows_read: number of rows read, over the whole chain.
+      bytes_read: bytes of their files; files of several tables are divided in proportion to rows.
+      memory_bytes: bytes of all of its rows and slots in host memory.
+    """
+
+    table: str
+    rows: int
+    rows_read: int
+    bytes_read: int
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Predicted duration of a restore, with the current contents of the page cache.
+
+    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices.
+
+    Attributes:
+      records_secs: seconds to read the manifests and digests of the chain; measured in full.
+      tables_secs: seconds to read, verify, decode and merge tables and slots; extrapolated.
+      dense_secs: seconds to check the files of the dense leaves; extrapolated.
+      sampled_bytes: stored bytes of tables and slots in the sample.
+      sampled_share: ``sampled_bytes`` as a share of all.
+      wal_secs: for a recovery point, seconds to read and verify its WAL records; extrapolated.
+    """
+
+    records_secs: float
+    tables_secs: float
+    dense_secs: float
+    sampled_bytes: int
+    sampled_share: float
+    wal_secs: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Total predicted seconds."""
+        return self.records_secs + self.tables_secs + self.dense_secs + self.wal_secs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestorePlan:
+    """What a restore of a step, or of a recovery point, reads.
+
+    Attributes:
+      step: the step; for a recovery point, its training step.
+      chain: the saves that it reads, base first.
+      tables: the tables.
+      bytes_read: bytes of the files of tables and slots that it reads.
+      file_count: number of these files.
+      memory_bytes: host memory for all tables and slots, in bytes.
+      dense_bytes: bytes of the files of all other items. For dense leaves stored as blocks, these
+        are all their blocks in the chain and the base's item.
+      dense_file_count: number of these files.
+      merged_bytes: maximum size in bytes of a compacted base for the step, including dense leaves
+        if compaction would write them.
+      estimate: how long it should take.
+      point: the recovery point, whose dense leaves are read from the WAL; None for a step.
+      wal_bytes: bytes of the WAL records from the step below it to the recovery point.
+      wal_records: upper bound of the number of these records per process.
+    """
+
+    step: int
+    chain: tuple[SavePlan, ...]
+    tables: tuple[TablePlan, ...]
+    bytes_read: int
+    file_count: int
+    memory_bytes: int
+    dense_bytes: int
+    dense_file_count: int
+    merged_bytes: int
+    estimate: Estimate
+    point: RecoveryPoint | None = None
+    wal_bytes: int = 0
+    wal_records: int = 0
+
+
+def restore_plan(
+    directory: str | os.PathLike[str],
+    step: int | RecoveryPoint | None = None,
+    *,
+    item: str = naming.EMBEDDINGS_ITEM,
+    endpoint: str | None = None,
+) -> RestorePlan:
+    """Determines what a restore of a step or recovery point reads, and estimates its duration.
+
+    Args:
+      directory: the checkpoint directory: a path, or a bucket URL.
+      step: the step, a full recovery point, or its training step; the newest step by default.
+      item: name of deltackpt's item in the step.
+      endpoint: address of a bucket's server, if it is not the provider's own.
+
+    Raises:
+      StepNotFound: the step or recovery point does not exist.
+      StepGone: the step was removed while it was read.
+      RestoreError: its chain is broken, or damage was found in the part that was read.
+    """
+    opened = open_steps(directory, item=item, endpoint=endpoint)
+    step = opened.newest_step() if step is None else step
+    if step is None:
+        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+    step, plan = steps.find(opened, step)
+    step_dir = opened.at(step)
+    with stored_saves.detect_removal(step_dir, instead="ask for"):
+        started = time.perf_counter()
+        walked = chains.read_chain(step_dir, item)
+        with chains.detect_chain_removal(walked):
+            stored = [
+                # The digests are read for this.
+                _StoredSegment(save, part, segment, part.arrays.files_of(segment))
+                for save in walked
+                for part in save.parts()
+                for segment in part.record.segments
+            ]
+            records_secs = time.perf_counter() - started
+            if plan is not None:
+                return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
+            dense = _other_files(step_dir, item) | _dense_files(walked)
+            return _plan(step, walked, stored, dense, records_secs)
+
+
+def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
+    """The plan of a recovery point: that of the step below it, plus the WAL records."""
+    every = [
+        record for segment in plan.segments for of in segment.records.values() for record in of
+    ]
+    started, read = time.perf_counter(), 0
+    for record in every:
+        if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
+            break
+        record.layer.verify()
+        read += record.nbytes
+    wal_secs = (time.perf_counter() - started) * plan.nbytes / max(1, read)
+    return dataclasses.replace(
+        below,
+        step=plan.point.step,
+        dense_bytes=sum(record.dense_bytes for record in plan.last_records.values()),
+        estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
+        point=plan.point,
+        wal_bytes=plan.nbytes,
+        wal_records=sum(
+            max(map(len, segment.records.values()), default=0) for segment in plan.segments
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StoredSegment:
+    """A segment of tables in a save of the chain.
+
+    Attributes:
+      files: its bytes in each file, without ``zarr.json``, by path below the item's folder.
+    """
+
+    save: StoredSave
+    part: StoredPart
+    segment: Segment
+    files: Mapping[str, int]
+
+    @property
+    def group(self) -> GroupEntry:
+        return self.part.groups[self.segment.group]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def field_bytes(self) -> int:
+        """Stored bytes of its fields, before any compression, as in ``reader``."""
+        entries = self.segment.arrays
+        return sum(entry.nbytes for entry in entries if entry.name != naming.GAPS)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
+        return tuple(spec.codec for spec in specs)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its rows count as rows of tables; those split over column segments do once."""
+        return row_blocks.VALUES in self.segment.fields and self.segment.columns[0] == 0
+
+    @functools.cached_property
+    def rows(self) -> dict[str, int]:
+        """Number of its rows by table."""
+        members = manifest.tables_of_group(self.group, self.save.head.tables)
+        for encoding in self.segment.encodings:
+            return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
+        rows = merge.segment_rows(self.part, self.segment)
+        spans = [(table.offset, table.offset + table.rows) for table in members]
+        slices = zip(members, row_blocks.row_slices(rows, spans), strict=True)
+        return {table.name: held.stop - held.start for table, held in slices}
+
+
+def _plan(
+    step: int,
+    saves: Sequence[StoredSave],
+    stored: Sequence[_StoredSegment],
+    dense: Mapping[StorePath, int],
+    records_secs: float,
+) -> RestorePlan:
+    """The plan of a step whose manifests were read in ``records_secs``."""
+    chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
+    tables_secs, sampled, share = _sampled(stored)
+    groups = saves[-1].layout.groups
+    nbytes = sum(group.rows * group.row_bytes for group in groups)
+    return RestorePlan(
+        step=step,
+        chain=chain,
+        tables=tuple(_table_plans(saves[-1].layout, stored)),
+        bytes_read=sum(save.nbytes for save in chain),
+        file_count=sum(save.file_count for save in chain),
+        memory_bytes=nbytes,
+        dense_bytes=sum(dense.values()),
+        dense_file_count=len(dense),
+        merged_bytes=nbytes + sum(value.nbytes for value in stored_dense.listed(saves[-1])),
+        estimate=Estimate(
+            records_secs=records_secs,
+            tables_secs=tables_secs,
+            dense_secs=_dense_secs(dense),
+            sampled_bytes=sampled,
+            sampled_share=share,
+        ),
+    )
+
+
+def _save_plan(save: StoredSave, stored: Sequence[_StoredSegment]) -> SavePlan:
+    return SavePlan(
+        name=save.name if save.compacted else save.info.step_dir,
+        kind=save.info.kind,
+        compacted=save.compacted,
+        rows=sum(sum(one.rows.values()) for one in stored if one.is_counted),
+        nbytes=sum(one.nbytes for one in stored),
+        file_count=len({name for one in stored for name in one.files}),
+        codecs=tuple(sorted({codec for one in stored for codec in one.codecs})),
+    )
+
+
+def _table_plans(target: Layout, stored: Iterable[_StoredSegment]) -> Iterator[TablePlan]:
+    """The tables of a step, with the sizes of their data in the chain."""
+    nbytes: dict[str, float] = collections.defaultdict(float)
+    rows: dict[str, int] = collections.Counter()
+    for one in stored:
+        for name, count in one.rows.items():
+            nbytes[name] += one.nbytes * count / max(1, one.segment.count)
+            rows[name] += count if one.is_counted else 0
+    groups = target.group_by_name
+    for table in target.tables:
+        yield TablePlan(
+            table=table.name,
+            rows=table.rows,
+            rows_read=rows[table.name],
+            bytes_read=round(nbytes[table.name]),
+            memory_bytes=table.rows * groups[table.group].row_bytes,
+        )
+
+
+def _other_files(step_dir: StorePath, item: str) -> dict[StorePath, int]:
+    """Files of the other items of a step, with their bytes."""
+    inside = f"{item}/"
+    names = [name for name in step_dir.keys() if not name.startswith(inside)]
+    return {step_dir / name: (step_dir / name).length() for name in names}
+
+
+def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
+    """Files of dense leaves that a chain stores as blocks, and of the base's item."""
+    item = StoredItem(chain)
+    found: dict[StorePath, int] = collections.Counter()
+    for save, shards in zip(reversed(chain), item.shards, strict=False):
+        for shard in shards:
+            for segment in shard.record.segments:
+                for name, nbytes in shard.arrays.files_of(segment).items():
+                    found[save.item_dir / name] += nbytes
+    from_base = item.missing or (chain[-1].compacted and not item.shards)
+    if from_base and item.base is not None and item.base.save.has_dense:
+        at = item.base.item.at
+        found |= {at / name: (at / name).length() for name in at.keys()}
+    return found
+
+
+def _dense_secs(dense: Mapping[StorePath, int]) -> float:
+    """Time to check the dense files, extrapolated by bytes from some of them."""
+    started, read = time.perf_counter(), 0
+    for path, nbytes in dense.items():
+        if read and read + nbytes > _DENSE_BYTES:
+            break
+        digests.digest_file(path)
+        read += path.length()
+    return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
+
+
+#: Segments that are read at the same speed: kind of save, and codecs.
+_Kind = tuple[str, ...]
+
+
+def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, int, float]:
+    """Predicts the seconds to read and merge a chain; adds sampled bytes and their share."""
+    kinds: dict[_Kind, list[_StoredSegment]] = collections.defaultdict(list)
+    for one in stored:
+        kinds[one.save.info.kind, *one.codecs].append(one)
+    # It is an upper bound: it counts rows that newer saves replace, which a restore skips.
+    total = {kind: sum(one.field_bytes for one in found) for kind, found in kinds.items()}
+    seconds: dict[_Kind, float] = collections.defaultdict(float)
+    nbytes: dict[_Kind, int] = collections.Counter()
+    started = time.perf_counter()
+    for kind, sample in _in_turn(kinds, total):
+        if nbytes and (
+            sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
+        ):
+            break
+        secs, read = _measured(sample)
+        seconds[kind] += secs
+        nbytes[kind] += read
+    read, whole = sum(nbytes.values()), sum(total.values())
+    mean = sum(seconds.values()) / max(1, read)
+    estimate = sum(
+        count * (seconds[kind] / nbytes[kind] if nbytes[kind] else mean)
+        for kind, count in total.items()
+    )
+    return estimate, read, read / max(1, whole)
+
+
+def _in_turn(
+    kinds: Mapping[_Kind, Sequence[_StoredSegment]], total: Mapping[_Kind, int]
+) -> Iterator[tuple[_Kind, _StoredSegment]]:
+    """Yields segments of all kinds in turn, the largest of each kind first."""
+    order = sorted(kinds, key=lambda kind: -total[kind])
+    largest = (sorted(kinds[kind], key=lambda one: -one.field_bytes) for kind in order)
+    for samples in itertools.zip_longest(*largest):
+        yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
+
+
+def _measured(sample: _StoredSegment) -> tuple[float, int]:
+    """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
+    save, part, segment, group = sample.save, sample.part, sample.segment, sample.group
+    specs = [spec for spec in group.fields if spec.name in segment.fields]
+    started = time.perf_counter()
+    rows = _first_rows(part, segment)
+    seconds = time.perf_counter() - started
+    first = merge.reach(rows)[0]
+    most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
+    rows = rows[row_blocks.row_slice(rows, first, first + most)]
+    span = merge.reach(rows)
+    targets = Targets([_target(group, spec, span, segment) for spec in specs])
+    if save.info.kind == "delta":
+        # A delta is merged into memory that is mapped; a base is read into fresh memory.
+        for target in targets.all:
+            target.buffer.fill(0)
+
+    def indices(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
+        return StoredRows(rows) if (found, of) == (part, segment) else None
+
+    started = time.perf_counter()
+    nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
+    return seconds + time.perf_counter() - started, nbytes
+
+
+def _first_rows(part: StoredPart, segment: Segment) -> Rows:
+    """The rows of the first chunks of a segment; reads few other row indices."""
+    arrays = [entry for entry in segment.arrays if entry.name != naming.GAPS]
+    largest = max(arrays, key=lambda entry: entry.nbytes)
+    count = min(segment.count, _CHUNKS * largest.chunk_rows)
+    total = part.groups[segment.group].rows
+    stop = total * count // max(1, segment.count)
+    while True:
+        rows = merge.rows_within(part, segment, (0, stop)).rows
+        if len(rows) >= count or stop >= total:
+            return rows[:count]
+        stop = 2 * stop + 1
+
+
+def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
+    split = group.columns(spec) is not None
+    held = segment.spec(group, spec.name)
+    buffer = host_memory.empty_buffer(
+        (span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype)
+    )
+    return Target(group.name, spec.name, span, segment.columns if split else None, buffer)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds steps and compacted bases that no kept step needs, and removes obsolete WAL epochs.
+
+No step and no base is removed here. What remains must be intact: the compacted bases that replace
+removable steps, and the newest kept chain, are read and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import chain, naming
+from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import inventory, stored_saves
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.reading.wal_locations import WalFolder
+from deltackpt.storage import digests
+from deltackpt.storage.store import Stamp, StorePath
+
+
+def remove_wal_epoch(at: WalFolder, number: int) -> None:
+    """Removes a WAL epoch: its segments first, because only its header names them.
+
+    Args:
+      at: the folder of the epoch headers.
+      number: number of the epoch. If its header cannot be read, segments in another directory stay.
+
+    Raises:
+      StorageError: the store reported an error.
+    """
+    folders, logs = {at.segments(number)}, WalReader(at)
+    with contextlib.suppress(RestoreError):  # Its other directory is not known.
+        folders.add(logs.segments_of(logs.head(number)))
+    for folder in folders:
+        folder.store.delete([(folder / key).key for key in folder.keys()])
+    # Another directory with its segments has a copy of its header.
+    for folder in folders:
+        place = folder.parent / naming.epoch_name(number)
+        place.store.delete([place.key])
+
+
+Kind = Literal[
+    "interrupted save",
+    "interrupted deletion",
+    "interrupted compaction",
+    "compacted base",
+    "step",
+    "rolled-back run",
+    "WAL epoch",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Removable:
+    """An object that nothing needs.
+
+    Attributes:
+      name: its relative path in the checkpoint directory.
+      kind: kind of the object.
+      reason: why it can be removed.
+      nbytes: bytes of its files.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which steps to keep, in addition to those that their chains need; by default, every step.
+
+    Attributes:
+      keep_last: number of newest steps to keep.
+      keep_every: keep the steps that are multiples of it.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def keeps(self, steps: Collection[int]) -> frozenset[int]:
+        """Returns the steps to keep."""
+        if self.keep_last is None and self.keep_every is None:
+            return frozenset(steps)
+        kept = set(sorted(steps)[-self.keep_last :] if self.keep_last else ())
+        # Always keep the newest step, from which the next run resumes.
+        kept.add(max(steps, default=0))
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        return frozenset(kept & set(steps))
+
+
+#: Keeps every step.
+KEEP_ALL = Retention()
+#: Folder of a save, its stamp, and whether inside deltackpt's item, to the damage there.
+Checked = dict[tuple[str, Stamp, bool], Damaged | None]
+
+
+class GarbageFinder:
+    """Finds the steps and compacted bases that can be removed."""
+
+    def __init__(self, opened: Steps, item: str, retention: Retention, checked: Checked):
+        """Initializes the search; reads nothing.
+
+        Args:
+          opened: the steps.
+          item: name of deltackpt's item in them.
+          retention: which steps to keep.
+          checked: cache of checks; it is updated.
+        """
+        self._root = opened
+        self._at = opened.store_path
+        self._item = item
+        self._retention = retention
+        self._checked = checked
+        self._notes: list[str] = []
+
+    def find(self) -> tuple[list[Removable], list[str]]:
+        """Finds steps that retention does not keep, and compacted bases that no chain uses.
+
+        Returns:
+          The removable objects, steps newest first; and notes on objects that are kept, and why.
+
+        Raises:
+          StorageError: the steps cannot be read.
+        """
+        saves = self._root.saves()
+        infos = {step: info for step, info in saves.items() if info is not None}
+        unreadable = sorted(set(saves) - set(infos))
+        if unreadable:
+            return [], [f"every step and base stays: the manifests of {unreadable} are unreadable"]
+        keep = self._retention.keeps(infos)
+        bases = self._bases()
+        while True:
+            live = self._live(infos, keep, bases)
+            standing = [infos[step] for step in live]
+            ids = _ids(bases.values())
+            needed = chain.needed_bases(standing, (), ids)
+            steps = sorted(set(infos) - live, reverse=True)
+            unneeded = [name for name, info in sorted(bases.items()) if info.save_id not in needed]
+            if not steps and not unneeded:
+                break
+            ends = [name for name, info in bases.items() if info.save_id in needed]
+            damaged = [name for name in ends if self._is_damaged_base(name)]
+            if not damaged:
+                break
+            # A damaged base replaces nothing: the steps below it are needed.
+            bases = {name: info for name, info in bases.items() if name not in damaged}
+        if (steps or unneeded) and not self._keeps_an_intact_chain(infos, keep, bases):
+            self._notes.append("every step and base stays: no kept step is intact")
+            return [], self._notes
+        if extra := sorted(live - keep):
+            self._notes.append(
+                f"the steps {extra} stay only because kept chains need them; "
+                "deltackpt compact shortens a chain"
+            )
+        removable = [
+            removable_at(self._at / str(step), "step", "no kept step needs it") for step in steps
+        ]
+        for name in unneeded:
+            at = naming.compacted_dir(self._at / name, self._item)
+            removable.append(removable_at(at, "compacted base", "no chain uses it"))
+        return removable, self._notes
+
+    def _bases(self) -> Mapping[str, SaveInfo]:
+        """Compacted bases by step name; unreadable ones stay."""
+        bases = {}
+        for name in stored_saves.compacted_bases(self._at, self._item):
+            try:
+                bases[name] = stored_saves.read_base(self._at / name, self._item).info
+            except (RestoreError, StorageError) as error:
+                self._notes.append(
+                    f"{naming.COMPACTED}/{name} stays because it is damaged: {error}"
+                )
+        return bases
+
+    def _live(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> frozenset[int]:
+        """Steps that must stay, including those needed by chains of deltackpt's other items."""
+        ids = [infos[step].save_id for step in keep]
+        live = chain.live_set(ids, infos.values(), (), _ids(bases.values()))
+        steps = {step for step, info in infos.items() if info.save_id in live}
+        for item in self._other_items(infos):
+            others = Steps(self._at, item).saves()
+            unknown = (self._at / str(step) / item for step, info in others.items() if info is None)
+            if any(at.is_dir() for at in unknown):
+                return frozenset(infos)  # It is not known what its chains need.
+            known = {step: info for step, info in others.items() if info is not None}
+            ids = [known[step].save_id for step in steps if step in known]
+            live = chain.live_set(ids, known.values())
+            steps |= {step for step, info in known.items() if info.save_id in live}
+        return frozenset(steps) & frozenset(infos)
+
+    def _other_items(self, steps: Collection[int]) -> set[str]:
+        step_dirs = (self._at / str(step) for step in steps)
+        folders = (at / name for at in step_dirs for name in at.folders())
+        found = (at.name for at in folders if (at / naming.manifest_name(0)).is_file())
+        return {*found} - {self._item}
+
+    def _keeps_an_intact_chain(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> bool:
+        """Whether a kept step can be restored; notes why newer ones cannot."""
+        by_id = {info.save_id: info for info in infos.values()}
+        replaced = _ids(bases.values())
+        for step in sorted(keep, reverse=True):
+            damage = self._damage(self._at / str(step), inside=False)
+            needs_older_dense = self._needs_older_dense(step)
+            info: SaveInfo | None = infos[step]
+            while damage is None and info is not None:
+                if info.save_id in replaced:
+                    return True  # The base was checked already.
+                damage = self._damage(self._at / info.step_dir)
+                if damage is None and needs_older_dense:
+                    damage = self._damage(self._at / info.step_dir, inside=False)
+                if damage is None and info.parent is None:
+                    return True
+                info, parent = None, info.parent
+                if damage is None and parent is not None:
+                    if parent.save_id in replaced:
+                        return True
+                    info = by_id.get(parent.save_id)
+            self._notes.append(f"step {step} cannot be restored: {damage or 'its chain is broken'}")
+        return False
+
+    def _needs_older_dense(self, step: int) -> bool:
+        """Whether the dense leaves of a step need those of earlier saves in its chain."""
+        try:
+            found = stored_saves.read_save(self._at / str(step), self._item)
+        except (RestoreError, StorageError):
+            return False
+        return found.needs_older_dense
+
+    def _is_damaged_base(self, name: str) -> bool:
+        damage = self._damage(self._at / naming.COMPACTED / name)
+        if damage is not None:
+            self._notes.append(f"{naming.COMPACTED}/{name} stays because it is damaged: {damage}")
+        return damage is not None
+
+    def _damage(self, folder: StorePath, *, inside: bool = True) -> Damaged | None:
+        """The first damage in deltackpt's item of a step, or in the rest of the step."""
+        shown = folder.below(self._at)
+        stamp = (folder / self._item).stamp()
+        if stamp is None:
+            return Damaged(shown, "a save", "none: it was removed")
+        key = (shown, stamp, inside)
+        if key not in self._checked:
+            found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
+            below = f"{self._item}/"
+            wanted = {
+                name: of for name, of in found.files.items() if name.startswith(below) == inside
+            }
+            damage = [
+                one
+                for one in found.damage
+                if one.object_name.startswith(f"{shown}/{below}") == inside
+            ]
+            damage += digests.check_files(folder, wanted, shown=shown, unreadable=True)
+            self._checked[key] = damage[0] if damage else None
+        return self._checked[key]
+
+
+def removable_at(at: StorePath, kind: Kind, reason: str) -> Removable:
+    """Describes an object; its name is its key in the store."""
+    return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())
+
+
+def _ids(saves: Collection[SaveInfo]) -> frozenset[SaveId]:
+    return frozenset(info.save_id for info in saves)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction plans: which rows of a step's tables are in which part of the new base.
+
+A plan is a pure description that any process can execute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltackpt.errors import StepNotFound
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.row_blocks import GroupEntry, Span
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import chains, stored_dense, stored_saves
+from deltackpt.reading.stored_saves import StoredSave
+
+#: A part is a few seconds of work, which is lost with its worker.
+_PART_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompactionPlan:
+    """A plan for a compaction.
+
+    Attributes:
+      directory: the checkpoint directory.
+      item: name of deltackpt's item in the steps.
+      step: the step to compact.
+      save_id: its save id, which is also that of the base.
+      temporary: name of the temporary directory below ``compacted/``.
+      parts: spans of virtual rows of each part, by group.
+      nbytes: bytes of all rows of all fields, before encoding.
+      deltas: number of deltas to merge.
+      dense_bytes: bytes of the dense leaves if the step has them as blocks; otherwise 0, and the
+        base has no dense leaves.
+    """
+
+    directory: Path
+    item: str
+    step: int
+    save_id: SaveId
+    temporary: str
+    parts: tuple[tuple[tuple[str, Span], ...], ...]
+    nbytes: int
+    deltas: int
+    dense_bytes: int = 0
+
+    @property
+    def step_dir(self) -> Path:
+        """Directory of the step."""
+        return self.directory / str(self.step)
+
+    @property
+    def workspace(self) -> Path:
+        """The temporary directory."""
+        return self.directory / naming.COMPACTED / self.temporary
+
+    def part_dir(self, number: int) -> Path:
+        """Directory of a part that was written; that of part 0 becomes the base."""
+        return self.workspace / str(number)
+
+
+def plan(
+    directory: Path, *, item: str = naming.EMBEDDINGS_ITEM, step: int | None = None, parts: int = 1
+) -> CompactionPlan | None:
+    """Divides the rows of a step's tables into parts of nearly equal bytes.
+
+    Args:
+      directory: the checkpoint directory.
+      item: name of deltackpt's item in the steps.
+      step: the step; the newest by default.
+      parts: number of parts; multiplied if parts would be larger than 4 GiB.
+
+    Returns:
+      The plan; None if the chain is only a base, compacted or not.
+
+    Raises:
+      StepNotFound: the step does not exist.
+      RestoreError: its chain is broken or damaged.
+    """
+    if step is None:
+        step = Root.open(directory, item=item, read_only=True).newest_step()
+        if step is None:
+            raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
+    step_dir = directory / str(step)
+    with stored_saves.detect_removal(step_dir, during="compacted", instead="compact"):
+        found = chains.read_chain(step_dir, item)
+    if len(found) == 1:
+        return None
+    groups = found[-1].layout.groups
+    nbytes = sum(group.rows * group.row_bytes for group in groups)
+    count = parts * max(1, math.ceil(nbytes / (parts * _PART_BYTES)))
+    return CompactionPlan(
+        directory=directory,
+        item=item,
+        step=step,
+        save_id=found[-1].info.save_id,
+        temporary=naming.compaction_name(step_dir.name),
+        parts=_divided(groups, nbytes, count),
+        nbytes=nbytes,
+        deltas=sum(save.info.kind == "delta" for save in found),
+        dense_bytes=sum(value.nbytes for value in stored_dense.listed(found[-1])),
+    )
+
+
+def chain(plan: CompactionPlan) -> tuple[StoredSave, ...]:
+    """Reads the chain to merge.
+
+    Raises:
+      StepGone: the step was removed or replaced since the plan was made.
+      RestoreError: its chain is broken or damaged.
+    """
+    found = chains.read_chain(plan.step_dir, plan.item)
+    if found[-1].info.save_id != plan.save_id:
+        raise stored_saves.gone(plan.step_dir, during="compacted", instead="compact")
+    return found
+
+
+def detect_step_removal(plan: CompactionPlan) -> contextlib.AbstractContextManager[None]:
+    """Within, errors become ``StepGone`` if the step was removed or replaced."""
+    return stored_saves.detect_removal(
+        plan.step_dir,
+        exists=lambda: stored_saves.exists(plan.step_dir, plan.save_id, plan.item),
+        during="compacted",
+        instead="compact",
+    )
+
+
+def _divided(
+    groups: Sequence[GroupEntry], nbytes: int, count: int
+) -> tuple[tuple[tuple[str, Span], ...], ...]:
+    """Divides all rows into parts of nearly equal bytes; leaves out empty parts."""
+    starts = [0, *itertools.accumulate(group.rows * group.row_bytes for group in groups)]
+
+    def row(group: GroupEntry, start: int, at: int) -> int:
+        return min(max(0, at - start) // group.row_bytes, group.rows)
+
+    parts = []
+    for number in range(count):
+        low, high = number * nbytes // count, (number + 1) * nbytes // count
+        spans = (
+            (group.name, (row(group, start, low), row(group, start, high)))
+            for group, start in zip(groups, starts, strict=False)
+        )
+        parts.append(tuple((name, span) for name, span in spans if span[0] < span[1]))
+    return tuple(part for part in parts if part) or ((),)

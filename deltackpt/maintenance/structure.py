@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the records of a save are consistent, and cover every row once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.manifest import Manifest
+from deltackpt.format.row_blocks import PLAIN, FieldSpec, GroupEntry, Segment, Span, width
+from deltackpt.layers import merge
+from deltackpt.reading import bounds, stored_dense
+from deltackpt.reading.stored_dense import DenseShard
+from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.resources import host_memory
+
+
+def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
+    """Yields inconsistencies between the records of a save.
+
+    Args:
+      save: a save whose files match its digests; row indices are read from them.
+
+    Yields:
+      (relative path in the item's directory, what was expected, what was found).
+
+    Raises:
+      Damaged: an array is missing or altered.
+    """
+    parts = save.parts()
+    bounds.check_paths(save.layout, save.name)
+    yield from _disagreements(save.head, [part.record for part in parts])
+    held: dict[tuple[str, str], list[tuple[Span | None, row_blocks.Rows]]] = {}
+    for part in parts:
+        for segment in part.record.segments:
+            place = f"{naming.part_dir(Path(), part.record.process)}/{segment.name}"
+            wrong = list(_segment_problems(part, segment))
+            yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
+            if not wrong:
+                rows = merge.segment_rows(part, segment)
+                group = part.groups[segment.group]
+                for spec in group.fields:
+                    if spec.name in segment.fields:
+                        split = group.columns(spec) is not None
+                        columns = segment.columns if split else None
+                        held.setdefault((group.name, spec.name), []).append((columns, rows))
+    for group in save.head.groups:
+        yield from _coverage_problems(save.head, group, held)
+    if save.head.dense_blocks is not None:
+        for part, shard in zip(save.parts(), stored_dense.shards(save), strict=True):
+            yield from _dense_problems(part, shard)
+
+
+def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
+    """Inconsistencies between the records of several processes."""
+    for record in records:
+        name = naming.manifest_name(record.process)
+        for field in ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"):
+            wanted, found = getattr(head, field), getattr(record, field)
+            if wanted != found:
+                yield name, f"{field} {wanted} as in the record of process 0", f"{field} {found}"
+    for part, record in zip(head.parts, records, strict=False):
+        name = naming.manifest_name(part.process)
+        if record.process != part.process:
+            yield name, f"the part of process {part.process}", f"that of {record.process}"
+        if part.nbytes != (own := _own_bytes(record)):
+            yield name, f"{part.nbytes} bytes of arrays as in the index", f"{own}"
+        if part.covers != record.covers:
+            yield name, "the covers in the index", "others"
+    if head.parts:
+        for group in head.groups:
+            wanted = group.rows * sum(width(spec.trailing) for spec in group.fields)
+            found = sum(record.owned_cells.get(group.name, 0) for record in records)
+            if found != wanted:
+                name = naming.manifest_name(0)
+                yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
+
+
+def _own_bytes(record: Manifest) -> int:
+    return dataclasses.replace(record, parts=()).nbytes
+
+
+def _dense_problems(part: StoredPart, shard: DenseShard) -> Iterator[tuple[str, str, str]]:
+    """Inconsistencies in the blocks of dense leaves that a process wrote."""
+    held: dict[str, list[row_blocks.Rows]] = {}
+    folder = naming.part_dir(Path(), part.record.process)
+    for segment in shard.record.segments:
+        wrong = list(_segment_problems(part, segment))
+        for below, wanted, found in wrong:
+            yield f"{folder}/{segment.name}{below}", wanted, found
+        if wrong:
+            continue
+        if segment.group != PLAIN:
+            field = shard.field_of(segment)
+            if shard.record.complete and field.is_relative:
+                yield f"{folder}/{segment.name}", "blocks without a reference", field.spec.codec
+            held.setdefault(segment.group, []).append(shard.rows(segment))
+        elif segment.count != (total := row_blocks.plain_bytes(shard.record)):
+            yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
+    for group, rows in held.items():
+        starts, stops, reached = row_blocks.sorted_spans(rows)
+        twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+        if twice:
+            yield f"{folder}", f"each block of {group} in one segment", f"{twice} in two"
+
+
+def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
+    """Inconsistencies within a segment: (path, what was expected, what was found)."""
+    part.check(segment)  # The number of chunks.
+    for entry in segment.arrays:
+        for chunk in part.arrays.missing(segment, entry):
+            yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
+        if entry.name.endswith(f".{codecs.BESIDE_AT}"):
+            at = host_memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
+            part.read_into(segment, entry, 0, len(at), at)
+            if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
+                yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
+
+
+def _coverage_problems(
+    head: Manifest,
+    group: GroupEntry,
+    held: Mapping[tuple[str, str], Sequence[tuple[Span | None, row_blocks.Rows]]],
+) -> Iterator[tuple[str, str, str]]:
+    """Rows that are missing in all segments, and rows that are in two."""
+    for spec in group.fields:
+        found = held.get((group.name, spec.name), [])
+        for columns, rows in _by_columns(group, spec, found):
+            starts, stops, reached = row_blocks.sorted_spans(rows)
+            twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+            missing = group.rows - (sum(map(len, rows)) - twice)
+            name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
+            if twice:
+                yield name, "each row in one segment", f"{twice} rows in two"
+            if (head.kind == "base" or spec.always) and missing:
+                holes = reached[:-1][starts > reached[:-1]]
+                first = int(holes[0] if len(holes) else reached[-1])
+                text = f"{missing} rows in none, the first of them {first}"
+                yield name, f"all {group.rows} rows", text
+
+
+def _by_columns(
+    group: GroupEntry, spec: FieldSpec, found: Sequence[tuple[Span | None, row_blocks.Rows]]
+) -> Iterator[tuple[Span, list[row_blocks.Rows]]]:
+    """The columns of a field, cut at the bounds of segments, with the rows of each."""
+    whole = group.columns(spec) or (0, 1)
+    spans = [columns or whole for columns, _ in found]
+    cuts = sorted({*whole, *(bound for span in spans for bound in span)})
+    for first, last in itertools.pairwise(cuts):
+        yield (
+            (first, last),
+            [
+                rows
+                for span, (_, rows) in zip(spans, found, strict=True)
+                if span[0] <= first and last <= span[1]
+            ],
+        )

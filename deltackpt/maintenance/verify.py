@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of a checkpoint directory: every byte, every record, every chain.
+
+Saves are verified one by one: the records against each other, every file against the digests, rows
+against their groups. Chains are checked last, from the results of their saves. The report states
+for each step whether it can be restored, or why not.
+
+Trainers, compactions and retention may run during a verification. Objects that they remove are not
+reported as damage, and replacements are verified too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DamagedKeys,
+    DeltackptError,
+    ForeignDirectory,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+from deltackpt.format import chain, naming
+from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
+from deltackpt.ledger import lease
+from deltackpt.ledger.directory import Root, is_known, is_leftover
+from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.steps import Steps
+from deltackpt.maintenance.verdicts import Problem, RootReport, SaveVerdict, StepVerdict, WalReport
+from deltackpt.maintenance.verify_save import (
+    CommittedSave,
+    committed_saves,
+    once,
+    problem_of,
+    verify_save,
+)
+from deltackpt.maintenance.verify_wal import verify_wal
+from deltackpt.reading import reader, stored_saves
+from deltackpt.reading.part_arrays import is_of_dense_segment
+from deltackpt.reading.reader import Progress, ProgressMeter
+from deltackpt.reading.stored_dense import StoredItem
+
+#: Number of listings if a chain lacks something that may have been replaced.
+_MOST_ROUNDS = 8
+#: Retention removes a chain step by step, so a parent may be missing before its children are.
+_CHECKS = 5
+_INTERVAL_SECS = 0.1
+
+
+def verify_root(
+    directory: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    steps: Collection[int] | None = None,
+    endpoint: str | None = None,
+    progress: Progress | None = None,
+) -> RootReport:
+    """Re-reads and checks everything in a directory; needs neither jax nor Orbax.
+
+    Args:
+      directory: the checkpoint directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps; found in the newest step by default.
+      steps: verify only these, with what they need; everything by default.
+      endpoint: address of a bucket's server, if it is not the provider's own.
+      progress: called with bytes read and total bytes, from several threads.
+
+    Raises:
+      StepNotFound: a step does not exist, or the directory has no steps.
+      StepGone: one of ``steps`` was removed during the verification.
+      ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
+    """
+    started = time.perf_counter()
+    opened = open_steps(directory, item=item, endpoint=endpoint)
+    item = opened.item
+    if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, item):
+        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+    missing = set(steps or ()) - set(opened.steps())
+    if missing:
+        raise StepNotFound(
+            f"{opened}: expected the steps {sorted(missing)}, found "
+            f"{sorted(opened.steps())[-5:]} as the newest; choose steps that exist"
+        )
+    audit = _Audit(opened, item, steps, progress)
+    verdicts = audit.run()
+    gone = set(steps or ()) - {verdict.step for verdict in verdicts}
+    if gone:
+        raise StepGone(
+            f"{opened}: expected the steps {sorted(gone)} to exist until they were verified, "
+            "found them removed; choose steps that exist"
+        )
+    others, notes, log = (), (), WalReport()
+    if steps is None and isinstance(opened, BucketSteps):
+        others = tuple(map(_journal_problem, opened.journal.audit()))
+    if steps is None:
+        log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
+    if steps is None and isinstance(opened, Root):
+        others, notes = _outside(opened.path)
+    return RootReport(
+        directory=str(opened),
+        steps=verdicts,
+        saves=audit.reports,
+        points=log.points,
+        problems=(
+            *others,
+            *(found for save in audit.reports for found in save.problems),
+            *log.problems,
+        ),
+        notes=(*audit.notes, *notes, *log.notes),
+        file_count=sum(save.file_count for save in audit.reports) + log.file_count,
+        bytes_read=audit.meter.done,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Audit:
+    """The verification of the saves of a directory."""
+
+    def __init__(
+        self,
+        opened: Steps,
+        item: str,
+        steps: Collection[int] | None,
+        progress: Progress | None,
+    ):
+        self.notes: list[str] = []
+        self.meter = ProgressMeter(progress)
+        self._root = opened
+        self._item = item
+        self._steps = steps
+        self._found: dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]] = {}
+
+    @property
+    def reports(self) -> tuple[SaveVerdict, ...]:
+        """The report on each save, in the order of the steps; a base before its step."""
+        found = sorted(self._found.values(), key=lambda one: (one[0].step, not one[0].is_base))
+        return tuple(report for _, report, _ in found)
+
+    def run(self) -> tuple[StepVerdict, ...]:
+        """Verifies the requested steps; again if a chain lacks something that was replaced.
+
+        Returns:
+          A verdict for each requested step.
+        """
+        verdicts: tuple[StepVerdict, ...] = ()
+        for _ in range(_MOST_ROUNDS):
+            fresh = self._verify_new()
+            verdicts = tuple(map(self._verdict, self._wanted_steps()))
+            standing = all(save.exists for save, _, _ in self._found.values())
+            if standing and all(verdict.restorable for verdict in verdicts):
+                break
+            if not fresh and not self._changes():
+                break
+        return verdicts
+
+    def restorable(self, verdicts: Iterable[StepVerdict]) -> dict[int, SaveId]:
+        """Returns the save ids of the steps that can be restored, by step."""
+        infos = {one.step: self._found[str(one.step)][2] for one in verdicts if one.restorable}
+        return {step: info.save_id for step, info in infos.items() if info is not None}
+
+    def _changes(self) -> bool:
+        """Whether the directory changes within a moment, so that missing saves may be replaced."""
+        known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
+        for _ in range(_CHECKS):
+            now = {(save.name, save.stamp.identity) for save in self._committed_saves()}
+            if self._steps is None and now != known or not known <= now:
+                return True
+            time.sleep(_INTERVAL_SECS)
+        return False
+
+    def _wanted_steps(self) -> list[int]:
+        steps = [int(name) for name in self._found if "/" not in name]
+        return sorted(steps if self._steps is None else set(steps) & set(self._steps))
+
+    def _verify_new(self) -> bool:
+        """Verifies new saves and forgets removed ones; returns whether there were new ones."""
+        standing = {save.name: save for save in self._committed_saves()}
+        for name, (save, _, _) in list(self._found.items()):
+            if name not in standing or not standing[name].stamp.same(save.stamp):
+                del self._found[name]
+        fresh = [save for save in standing.values() if save.name not in self._found]
+        if self._steps is not None:
+            needed = self._needed(standing)
+            fresh = [save for save in fresh if save.step in needed]
+        self.meter.expect(sum(save.nbytes() for save in fresh))
+        for save in fresh:
+            report, info = verify_save(save, self.meter.add)
+            if save.exists:
+                self._found[save.name] = save, report, info
+            else:
+                self.notes.append(f"{save.name}: removed while it was verified")
+        return bool(fresh)
+
+    def _committed_saves(self) -> Iterator[CommittedSave]:
+        return committed_saves(self._root, self._item)
+
+    def _needed(self, standing: Mapping[str, CommittedSave]) -> set[int]:
+        """Steps that the requested ones need, as far as their manifests can be read."""
+        needed: set[int] = set()
+        pending = list(self._steps or ())
+        while pending:
+            step = pending.pop()
+            if step in needed:
+                continue
+            needed.add(step)
+            save = standing.get(str(step))
+            if save is not None:
+                with contextlib.suppress(RestoreError, StorageError):
+                    parent = save.read().info.parent
+                    if parent is not None and parent.step_dir.isdecimal():
+                        pending.append(int(parent.step_dir))
+        return needed
+
+    def _verdict(self, step: int) -> StepVerdict:
+        _, report, info = self._found[str(step)]
+        # These are read even if the save has a compacted base.
+        own = tuple(f"{self._item}/{of(0)}" for of in (naming.manifest_name, naming.digests_name))
+        if (
+            info is None
+            or report.stops("step")
+            or any(problem.object_name.endswith(own) for problem in report.problems)
+        ):
+            return StepVerdict(step=step, restorable=False, broken_by=(str(step),))
+        broken: list[str] = []
+        read: list[str] = []
+
+        def intact(save: SaveInfo) -> SaveInfo | None:
+            held = self._intact(save, broken)
+            if held is None:
+                return None
+            name, save = held
+            read.append(name)
+            return save
+
+        def find(parent: ParentRef) -> SaveInfo | None:
+            below = self._info_of(parent.save_id, parent.step_dir)
+            return None if below is None else intact(below)
+
+        target = intact(info)
+        walked = () if target is None else chain.walk(target, find)
+        saves = {save.step_dir: save for save in walked}
+        if not broken:
+            try:
+                chain.restore_chain(target or info, saves)
+            except BrokenChain as error:
+                broken.append(str(error).partition("; ")[0])
+            else:
+                broken += self._without_dense(step, read[::-1])
+                broken += [] if broken else self._with_shared_rows(step, read[::-1])
+                if not broken:
+                    return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
+        return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
+
+    def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
+        """Saves of a chain that make its dense leaves incomplete."""
+        try:
+            item = StoredItem([self._found[name][0].read() for name in read])
+            if item.missing and item.base is not None:
+                base = item.base.save
+                if self._has_damaged_item(base.step_dir.name) and not base.compacted:
+                    return [base.step_dir.name]
+            if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
+                return [oldest]
+            item.check()
+        except (Damaged, ForeignDirectory) as error:
+            self._add(step, error)
+            return [str(step)]
+        except (RestoreError, StorageError):
+            return [str(step)]  # Removed since, or reported for the save itself.
+        return []
+
+    def _with_shared_rows(self, step: int, read: Sequence[str]) -> list[str]:
+        """Returns the step itself if an id has two rows in it."""
+        try:
+            reader.verify_keys([self._found[name][0].read() for name in read])
+        except DamagedKeys as error:
+            self._add(step, error)
+            return [str(step)]
+        except (RestoreError, StorageError):
+            return [str(step)]  # Removed since, or reported for the save itself.
+        return []
+
+    def _has_damaged_item(self, name: str) -> bool:
+        """Whether the dense item of a step, or a list of its digests, is damaged."""
+        found = (one.object_name.removeprefix(f"{name}/") for one in self._problems(name))
+        return any(
+            inside.partition("/")[0] in (naming.DENSE_ITEM, naming.STEP_DIGESTS)
+            or naming.step_digests_process(inside) is not None
+            for inside in found
+        )
+
+    def _has_damaged_dense(self, name: str) -> bool:
+        """Whether dense leaves in the shards of a delta are damaged."""
+        item = f"{name}/{self._item}/"
+        return any(
+            problem.stops != "nothing"
+            and problem.object_name.startswith(item)
+            and is_of_dense_segment(problem.object_name.removeprefix(item))
+            for problem in self._problems(name)
+        )
+
+    def _problems(self, name: str) -> tuple[Problem, ...]:
+        return self._found[name][1].problems if name in self._found else ()
+
+    def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
+        """Adds a problem of the chain to the report on a step."""
+        save, report, info = self._found[str(step)]
+        problem = Problem(
+            object_name=str(step),
+            expected="a chain with all dense leaves",
+            found=str(error),
+            stops="step",
+        )
+        if isinstance(error, Damaged):
+            problem = problem_of(save, error)
+        known = once((*report.problems, problem))
+        self._found[str(step)] = save, dataclasses.replace(report, problems=known), info
+
+    def _info_of(self, save_id: SaveId, step_dir: str) -> SaveInfo | None:
+        """The save with that id; otherwise, the one that has its directory."""
+        places = (f"{naming.COMPACTED}/{step_dir}", step_dir)
+        found = [self._found[name][2] for name in places if name in self._found]
+        known = [info for info in found if info is not None]
+        for info in known:
+            if info.save_id == save_id:
+                return info
+        if known or not found:
+            return known[-1] if known else None
+        # It exists but cannot be read: report damage instead of a missing save.
+        return SaveInfo(save_id=save_id, kind="base", parent=None, step_dir=step_dir, nbytes=0)
+
+    def _intact(self, info: SaveInfo, broken: list[str]) -> tuple[str, SaveInfo] | None:
+        """What a reader uses for a save: its compacted base, or else the save itself."""
+        damaged = []
+        for name in (f"{naming.COMPACTED}/{info.step_dir}", info.step_dir):
+            if name in self._found:
+                _, report, found = self._found[name]
+                if found is None or report.stops("chain"):
+                    damaged.append(name)
+                elif found.save_id == info.save_id:
+                    return name, found
+        broken += damaged or [info.step_dir]
+        return None
+
+
+def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """Problems and notes of what is in the directory besides the steps."""
+    problems, notes = [], []
+    for name in sorted(os.listdir(path)):
+        if naming.lease_epoch(name) is not None:
+            problems += _lease_problems(path / name)
+        elif name == naming.COMPACTED:
+            notes += [
+                f"{name}/{entry}: a compaction that was interrupted, or is running"
+                for entry in _listing(path / name)
+                if naming.is_compaction(entry)
+            ]
+        elif name in (naming.TRASH, naming.ROLLED_BACK):
+            what = "deleted steps" if name == naming.TRASH else "rolled-back steps"
+            found = sum(len(_listing(path / name / run)) for run in _listing(path / name))
+            if found:
+                notes.append(f"{name}/: {found} {what}, not verified")
+        elif name == naming.COPYING:
+            notes.append(f"{name}/: a copy that was interrupted, or is running")
+        elif is_leftover(name):
+            notes.append(f"{name}: a save that was interrupted, or is running")
+        elif name != naming.LOG and not is_known(name):
+            notes.append(f"{name}: written by neither deltackpt nor Orbax")
+    return tuple(problems), tuple(notes)
+
+
+def _journal_problem(error: Damaged) -> Problem:
+    """The problem of a journal object: its saves are missing, or were read from its copy."""
+    problem = Problem.of(error, "nothing")
+    return dataclasses.replace(problem, found=f"{error.found}; {error.action}")
+
+
+def _lease_problems(path: Path) -> Iterable[Problem]:
+    """Problems of a lease; an unsigned claim is not one, because only its name counts."""
+    try:
+        if path.stat().st_size:
+            lease.read_lease(path)
+    except FileNotFoundError:
+        return  # Removed by a newer trainer.
+    except Damaged as error:
+        yield dataclasses.replace(Problem.of(error, "nothing"), object_name=path.name)
+    except (DeltackptError, OSError) as error:
+        yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
+
+
+def _listing(directory: Path) -> list[str]:
+    """Names in a directory; none if it was removed."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

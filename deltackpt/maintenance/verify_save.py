@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of one save: records against each other, files against digests, rows against groups.
+
+``verify`` judges the chains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import naming
+from deltackpt.format.manifest import Manifest, SaveInfo
+from deltackpt.ledger.steps import Steps
+from deltackpt.maintenance.structure import structure_problems
+from deltackpt.maintenance.verdicts import Problem, SaveVerdict, Stops
+from deltackpt.reading import inventory, stored_saves
+from deltackpt.reading.inventory import Inventory
+from deltackpt.reading.part_arrays import LayerArrays, is_of_dense_segment
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.storage import digests
+from deltackpt.storage.store import Stamp, StorePath
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CommittedSave:
+    """A committed step or compacted base, as it was when it was listed.
+
+    Attributes:
+      name: its relative path in the checkpoint directory.
+      item: name of deltackpt's item in it.
+      step_dir: the step, or the folder ``compacted/<step>``, which may contain bases of several
+        items.
+      folder: directory of its files: the step, or the item in that folder.
+      stamp: identity of ``folder``.
+    """
+
+    name: str
+    item: str
+    step_dir: StorePath
+    folder: StorePath
+    stamp: Stamp
+
+    @property
+    def step(self) -> int:
+        """The step; -1 for a compacted base whose name is not a step."""
+        return int(self.step_dir.name) if self.step_dir.name.isdecimal() else -1
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is a compacted base."""
+        return "/" in self.name
+
+    @property
+    def exists(self) -> bool:
+        """Returns whether the save still exists."""
+        return self.stamp.same(self.folder.stamp())
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all its files; some may be removed concurrently."""
+        return self.folder.tree_bytes()
+
+    def read(self) -> StoredSave:
+        """Reads and checks its manifests.
+
+        Raises:
+          RestoreError, StorageError: as for ``stored_saves.read_save``.
+        """
+        if not self.is_base:
+            return stored_saves.read_save(self.step_dir, self.item)
+        root = self.step_dir.parent.parent
+        return stored_saves.read_base(root / self.step_dir.name, self.item)
+
+
+def committed_saves(root: Steps, item: str) -> Iterator[CommittedSave]:
+    """Yields the steps of a directory, ascending, then its compacted bases."""
+    at = root.store_path
+    for step in sorted(root.steps()):
+        folder = at / str(step)
+        stamp = folder.stamp()
+        if stamp is not None:
+            yield CommittedSave(str(step), item, folder, folder, stamp)
+    for name, stamp in sorted(stored_saves.compacted_bases(at, item).items()):
+        folder = naming.compacted_dir(at / name, item)
+        yield CommittedSave(f"{naming.COMPACTED}/{name}", item, folder.parent, folder, stamp)
+
+
+def verify_save(
+    save: CommittedSave, on_bytes: Callable[[int], None]
+) -> tuple[SaveVerdict, SaveInfo | None]:
+    """Re-reads and checks everything in a save.
+
+    Args:
+      save: the save.
+      on_bytes: called with bytes read, from several threads.
+
+    Returns:
+      The report, and the information that chains need; None if its manifest cannot be read.
+    """
+    found = inventory.read_inventory(save.step_dir, save.item, shown=save.name, unreadable=True)
+    damage = list(found.damage)
+    damage += digests.check_files(
+        save.step_dir,
+        found.files,
+        shown=save.name,
+        unreadable=True,
+        on_bytes=on_bytes,
+    )
+    damage = [one for error in damage for one in _within_layer(save, found, error)]
+    problems = [problem_of(save, error) for error in damage]
+    problems += _unknown_files(save, found)
+    info = None
+    head = found.records[0] if found.records and found.records[0].process == 0 else None
+    if head is not None:
+        info = SaveInfo.of(head, save.step_dir.name)
+        problems += _misplaced(save, head)
+        if not any(problem.stops == "chain" for problem in problems):
+            problems += _structure(save)
+    notes = ()
+    if head is not None and found.scope and not save.is_base:
+        notes = ("committed by another manager: Orbax's files have no digests, not checked",)
+    return (
+        SaveVerdict(
+            name=save.name,
+            kind=head.kind if head else None,
+            save_id=head.save_id if head else None,
+            parent=head.parent.step_dir if head and head.parent else None,
+            file_count=len(found.files),
+            nbytes=sum(digest.length for digest in found.files.values()),
+            problems=once(problems),
+            notes=notes,
+        ),
+        info,
+    )
+
+
+def problem_of(save: CommittedSave, error: Damaged) -> Problem:
+    """Converts damage of a save to a problem, with its effect on restores."""
+    # Errors of layers name the row group after the file.
+    name, _, row_group = error.object_name.partition(": ")
+    inside = name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
+    ours = inside != name.removeprefix(f"{save.name}/")
+    stops: Stops = "step"
+    if ours and (inside.endswith("/zarr.json") or row_group == "header"):
+        stops = "nothing"  # Restores do not read it.
+    elif ours and _is_of_complete_dense(save, inside, row_group):
+        pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
+    elif ours and (
+        naming.is_of_part(inside)
+        # In a compacted base, which readers then ignore.
+        or inside.startswith(f"{naming.DENSE_ITEM}/")
+        or inside in (naming.manifest_name(0), naming.digests_name(0))
+    ):
+        stops = "chain"
+    return Problem.of(error, stops)
+
+
+def _within_layer(save: CommittedSave, found: Inventory, error: Damaged) -> list[Damaged]:
+    """Returns damage of a file; of a layer file, that of each damaged chunk."""
+    for record in found.records:
+        if record.layer is not None:
+            name = naming.layer_name(record.process)
+            if error.object_name == f"{save.name}/{save.item}/{name}":
+                item_dir = save.step_dir / save.item
+                try:
+                    layer = LayerArrays.of(item_dir, record, record.layer).layer
+                    return [*layer.damage()] or [error]
+                except Damaged as of_footer:
+                    return [of_footer]
+                except StorageError:
+                    break
+    return [error]
+
+
+def _unknown_files(save: CommittedSave, found: Inventory) -> Iterator[Problem]:
+    """Files without a digest; none if the digests themselves are damaged."""
+    if found.damage:
+        return
+    for key in save.folder.keys():
+        name = (save.folder / key).below(save.step_dir)
+        if name.startswith(found.scope) and name not in found.files:
+            yield Problem(
+                object_name=f"{save.name}/{name}",
+                expected="only files with a digest",
+                found="a file without one",
+                stops="nothing",
+            )
+
+
+def _is_of_complete_dense(save: CommittedSave, inside: str, row_group: str) -> bool:
+    """Returns whether a file or row group of a shard has dense leaves that need no older save."""
+    if not is_of_dense_segment(f"{inside}: {row_group}"):
+        return False
+    try:
+        record = save.read().head.dense_blocks
+    except (RestoreError, StorageError):
+        return False
+    return record is not None and record.complete
+
+
+def _misplaced(save: CommittedSave, head: Manifest) -> Iterator[Problem]:
+    """A compacted base that is not a base, or of another step; for steps, chains show it."""
+    wanted = f"a base of step {save.step_dir.name}"
+    found = f"a {head.kind} of step {head.save_id.step}"
+    if save.is_base and wanted != found:
+        yield Problem(
+            object_name=f"{save.name}/{save.item}/{naming.manifest_name(0)}",
+            expected=wanted,
+            found=found,
+            stops="chain",
+        )
+    if not save.is_base:
+        try:
+            stored_saves.check_dense(save.read())
+        except Damaged as error:
+            yield problem_of(save, error)
+        except (RestoreError, StorageError):
+            return  # Committed by another manager, or unreadable: see below.
+
+
+def _structure(save: CommittedSave) -> Iterator[Problem]:
+    """Inconsistencies between records that are intact by themselves."""
+    try:
+        for name, expected, found in structure_problems(save.read()):
+            yield Problem(
+                object_name=f"{save.name}/{save.item}/{name}",
+                expected=expected,
+                found=found,
+                stops="chain",
+            )
+    except Damaged as error:
+        yield problem_of(save, error)
+    except (RestoreError, StorageError) as error:
+        yield Problem(
+            object_name=f"{save.name}/{save.item}",
+            expected="a save that this deltackpt can read",
+            found=str(error),
+            stops="chain",
+        )
+
+
+def once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Keeps the first problem of each object."""
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        found.setdefault(problem.object_name, problem)
+    return tuple(found.values())

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of the write-ahead log: all valid records, and those of every recovery point.
+
+Data that no restore needs is not damage: epochs from which the newest one did not fork, records
+after the fork, and the rest of a failed segment after the record that the next part names. If the
+writer was killed, the last record may be torn. If intact records follow it, it was not torn but
+altered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from deltackpt.errors import Damaged, FormatMismatch, StorageError
+from deltackpt.format import naming, wal_format
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.wal_format import EpochHeader
+from deltackpt.layers.targets import Targets
+from deltackpt.ledger.steps import Steps, in_both, losses_of
+from deltackpt.maintenance.verdicts import PointVerdict, Problem, Stops, WalReport
+from deltackpt.reading import dense_state, reader, wal_rows
+from deltackpt.reading.dense_state import KnownStates
+from deltackpt.reading.reader import ProgressMeter
+from deltackpt.reading.wal_index import (
+    Covering,
+    EpochView,
+    Loss,
+    RecoveryPoint,
+    WalIndex,
+    WalReader,
+    coverings,
+)
+from deltackpt.reading.wal_records import ProcessWal, WalRecord
+from deltackpt.reading.wal_state import WalState, read_wal_state
+from deltackpt.storage import ocdbt
+
+
+def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalReport:
+    """Re-reads and checks the valid epochs of a WAL.
+
+    Args:
+      opened: the checkpoint directory.
+      steps: the steps that can be restored.
+      meter: counts the bytes that are read.
+
+    Raises:
+      StorageError: the directory of the WAL cannot be read.
+    """
+    audit = _WalAudit(opened, read_wal_state(opened.log_at), meter)
+    audit.verify_epochs()
+    points = audit.verdicts(steps)
+    return WalReport(
+        points=points,
+        problems=tuple(audit.problems),
+        notes=tuple(audit.notes),
+        file_count=audit.file_count,
+    )
+
+
+class _WalAudit:
+    """The verification of a WAL."""
+
+    def __init__(self, opened: Steps, found: WalState, meter: ProgressMeter):
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.file_count = 0
+        self._opened, self._found, self._meter = opened, found, meter
+        #: Records to the damage of their rows, which every later recovery point needs.
+        self._rows: dict[SaveId, str] = {}
+        #: Records to damage that affects only their own recovery point: its dense leaves, or items.
+        self._own: dict[SaveId, str] = {}
+        #: Records that were trimmed while they were read: no restore needs them.
+        self._trimmed: set[SaveId] = set()
+
+    def verify_epochs(self) -> None:
+        """Verifies the valid WAL epochs."""
+        found, forked_from = self._found, None
+        if found.problem is not None:
+            name = naming.epoch_name(found.epochs[0].number)
+            self._add_error(found.problem, f"{naming.LOG}/{name}")
+        if found.index is not None and found.index.views:
+            continues = found.index.views[-1].head.continues
+            forked_from = None if continues is None else continues.epoch
+        for state in found.epochs if found.problem is None else ():
+            if state.view is not None and state.live:
+                self._verify(state.view)
+            elif state.view is not None or state.number != forked_from:
+                self.notes.append(f"{naming.LOG}/{state.number}: no longer valid, not verified")
+
+    def _verify(self, view: EpochView) -> None:
+        at = f"{naming.LOG}/{view.head.epoch}"
+        self.file_count += 1
+        with contextlib.suppress(Damaged, StorageError):
+            name, data = self._found.at.copy(view.head.epoch)
+            if not _is_header(data, view.head):
+                self._add(name, "the bytes of the header", "different bytes")
+        dense: dict[SaveId, list[_Value]] = {}
+        for process, log in view.processes.items():
+            self.file_count += len(log.log.segments)
+            if view.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
+                self.notes.append(
+                    f"{at}/{process}: ends in a torn record; its writer was killed, or is still "
+                    "writing"
+                )
+            records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
+            self._meter.expect(sum(record.nbytes for record in records))
+            dense_check = _DenseCheck(log.log)
+            for record in records:
+                self._check(record, view.head)
+                dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
+                self._meter.add(record.nbytes)
+        for point in view.points():
+            if point.full and point.save_id not in self._own.keys() | self._trimmed:
+                self._check_keys(view.head, point, dense.get(point.save_id, ()))
+        newest = {
+            process: max((one.attempt for one in log.by_id), default=0)
+            for process, log in view.processes.items()
+        }
+        if behind := [process for process in newest if newest[process] < max(newest.values())]:
+            self.notes.append(
+                f"{at}: the processes {behind} are behind the others; records that they lack are "
+                "not recovery points"
+            )
+
+    def _check(self, record: WalRecord, head: EpochHeader) -> None:
+        """Checks rows and items of a record."""
+        try:
+            rows = wal_rows.rows_of(record, head.layout)
+            reader.fill((), Targets(()), records=[[rows]], over_parent=True)
+        except (Damaged, FormatMismatch, StorageError) as error:
+            self._break(self._rows, record, error)
+        try:
+            record.items()
+        except (Damaged, StorageError) as error:
+            self._void(record, error)
+
+    def _void(self, record: WalRecord, error: Damaged | StorageError | str) -> None:
+        """Notes that a recovery point cannot be restored, with new damage or a known object."""
+        self._break(self._own, record, error)
+
+    def _break(self, broken: dict[SaveId, str], record: WalRecord, error: Exception | str) -> None:
+        """Notes damage of a record, unless it was trimmed while it was read."""
+        if isinstance(error, str):
+            broken.setdefault(record.save_id, error)
+        elif record.segment.is_file():
+            broken.setdefault(record.save_id, self._add_error(error))
+        else:
+            self._trimmed.add(record.save_id)
+
+    def _check_keys(
+        self, head: EpochHeader, point: RecoveryPoint, values: Collection[_Value]
+    ) -> None:
+        """Checks that all processes together have exactly the keys that their arrays imply."""
+        keys = {value.key for value in values if not value.file}
+        tail = f"/{ocdbt.ZARRAY}"
+        described = {
+            value.key.removesuffix(tail): value.text for value in values if value.key.endswith(tail)
+        }
+        try:
+            missing = ocdbt.implied(described) ^ keys
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            missing = {f"metadata of arrays: {error}"}
+        if missing or (head.dense and not values):
+            shown = ", ".join(sorted(missing)[:3]) or "no dense leaf"
+            expected, found = "the dense leaves that its arrays imply", f"a difference in {shown}"
+            name = f"{naming.LOG}/{head.epoch}, {point}"
+            self._own[point.save_id] = self._add_error(Damaged(name, expected, found))
+
+    def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
+        """Returns a verdict for each full recovery point."""
+        index = self._found.index
+        if index is None:
+            return ()
+        if index.in_topic is not None:
+            self.notes.append(f"not verified: {index.in_topic}")
+            return ()
+        plans, unreached = coverings(index, steps)
+        found = [verdict for one in plans for verdict in self._along(one)]
+        if self._trimmed:
+            self.notes.append(
+                f"{len(self._trimmed)} WAL records were trimmed while they were verified"
+            )
+        lost, losses = self._lost(index, unreached, steps)
+        if lost or losses:
+            # A trainer may roll back or trim the log while it is read.
+            again, steps = WalReader(self._opened.log_at).read(), self._opened.restorable()
+            _, unreached = coverings(again, steps)
+            found_again = self._lost(again, unreached, steps)
+            lost = [one for one in lost if one in found_again[0]]
+            losses = in_both(losses, found_again[1])
+        for one in losses:
+            self._add_error(one.error)
+        for error in index.replaced:
+            self._add(error.object_name, error.expected, error.found)
+        if self.problems:
+            # Without damage, records below a step were only trimmed.
+            lost = [one for one in unreached if one.full]
+        if lost:
+            expected = f"records from a restorable step to {lost[-1]}, and to later ones"
+            name = f"{naming.LOG}/{lost[-1].epoch}"
+            self._add_error(Damaged(name, expected, "that some are missing"))
+        found += [
+            PointVerdict(point=point, step=None, broken_by="no intact records lead to it")
+            for point in lost
+        ]
+        return tuple(sorted(found, key=lambda one: (one.point.epoch, one.point.save_id.attempt)))
+
+    def _lost(
+        self, index: WalIndex, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
+    ) -> tuple[list[RecoveryPoint], list[Loss]]:
+        """Full recovery points that cannot be reached or replaced, and lost parts of the WAL."""
+        newest = max((step for step in steps if index.has_step(steps[step])), default=-1)
+        lost = [one for one in unreached if one.full and one.step > newest]
+        return lost, losses_of(self._opened, index, newest)
+
+    def _along(self, found: Covering) -> Iterator[PointVerdict]:
+        """Verdicts on the recovery points along a sequence of records."""
+        bad = sorted(
+            (head.epoch, record.save_id.attempt, self._rows[record.save_id])
+            for head, record in found.plan.records
+            if record.save_id in self._rows
+        )
+        for point in found.points:
+            if not point.full or point.save_id in self._trimmed:
+                continue
+            place = point.epoch, point.save_id.attempt
+            before = next((damage for *at, damage in bad if tuple(at) <= place), "")
+            broken_by = self._own.get(point.save_id) or before
+            step = None if broken_by else found.plan.step.step
+            yield PointVerdict(point=point, step=step, broken_by=broken_by)
+
+    def _add_error(self, error: Exception, name: str = "") -> str:
+        """Adds the problem of an error; returns the name of the object."""
+        name = name or _object_of(error)
+        expected, found = "data that this deltackpt can read", str(error)
+        if isinstance(error, Damaged):
+            expected, found = error.expected, error.found
+        self._add(name, expected, found, "points")
+        return name
+
+    def _add(self, name: str, expected: str, found: str, stops: Stops = "nothing") -> None:
+        self.problems.append(Problem(object_name=name, expected=expected, found=found, stops=stops))
+
+
+def _is_header(data: bytes, head: EpochHeader) -> bool:
+    # Not its bytes: a version with fewer fields may have written it.
+    with contextlib.suppress(Damaged, FormatMismatch):
+        return wal_format.epoch_header_from(data, name="") == head
+    return False
+
+
+def _object_of(error: Exception) -> str:
+    return error.object_name if isinstance(error, Damaged) else naming.LOG
+
+
+#: Reports that the dense leaves of a record are incomplete: the error, or the damaged object.
+_Void = Callable[[WalRecord, Damaged | StorageError | str], None]
+
+
+class _Value(NamedTuple):
+    """A value of a record; only array metadata has its bytes."""
+
+    file: bool
+    key: str
+    text: bytes
+
+    @classmethod
+    def of(cls, file: bool, key: str, data: memoryview) -> _Value:
+        """Keeps the bytes only if the value is array metadata."""
+        return cls(file, key, bytes(data) if key.endswith(f"/{ocdbt.ZARRAY}") else b"")
+
+
+class _DenseCheck:
+    """Checks the dense leaves of one process's records, oldest first."""
+
+    def __init__(self, log: ProcessWal):
+        self._records = dense_state.by_attempt(log)
+        self._known: KnownStates = {}
+        #: Damaged objects that were reported.
+        self._damaged: set[str] = set()
+
+    def check(self, record: WalRecord, void: _Void) -> list[_Value]:
+        """Returns the values of a record."""
+        try:
+            found = dense_state.at_record(record, self._records, self._known)
+        except (Damaged, StorageError) as error:
+            name = _object_of(error)
+            void(record, name if name in self._damaged else error)
+            self._damaged.add(name)
+            return []
+        if record.full:
+            self._known = {dense_state.key_of(record): found}
+        return [_Value.of(file, key, data) for (file, key), data in found.items()]

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-memory object storage of bounded size for a node's server.
+
+The store returns a buffer for the next bytes of an object, and the server receives directly into
+it, without intermediate Python objects. Objects are written atomically: an incomplete one reserves
+its room but is invisible.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import socket
+import threading
+from typing import Protocol
+
+import numpy as np
+
+from deltackpt.errors import OutOfSpace
+from deltackpt.resources import host_memory
+from deltackpt.storage.store import Exists, Missing
+
+#: Objects from this size on have a mapping of their own.
+_MAPPED_BYTES = 1 << 16
+#: Overhead per object, so that many empty ones also fill the store.
+_OVERHEAD_BYTES = 1024
+#: Memory that was filled before is filled again by what leaves a quarter of it at most.
+_LEAST_USED = 0.75
+
+
+class Incoming(Protocol):
+    """An object being received by one thread; ended by ``commit`` or ``discard``."""
+
+    def window(self) -> memoryview:
+        """Returns the buffer for the next bytes; empty once the object is complete."""
+        ...
+
+    def filled(self, nbytes: int) -> None:
+        """Reports the number of bytes received into the window."""
+        ...
+
+    def commit(self, *, absent: bool) -> None:
+        """Publishes a complete object; raises Exists if ``absent`` is set and there is one."""
+        ...
+
+    def discard(self) -> None:
+        """Releases the object's room."""
+        ...
+
+
+class OpenObject(Protocol):
+    """An object being read by one thread; immutable until ``close``.
+
+    Attributes:
+      nbytes: size of the object in bytes.
+      version: version of the object; it changes when the object is replaced.
+    """
+
+    nbytes: int
+    version: str
+
+    def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
+        """Sends a range, or the beginning of it; returns the number of bytes sent."""
+        ...
+
+    def close(self) -> None:
+        """Ends the read."""
+        ...
+
+
+class BlobStore(Protocol):
+    """Objects by ``wire`` key; thread-safe."""
+
+    def receive(self, key: str, nbytes: int) -> Incoming:
+        """Reserves room for an object; if there is too little, raises OutOfSpace."""
+        ...
+
+    def find(self, key: str) -> OpenObject:
+        """Opens an object for reading, or raises Missing."""
+        ...
+
+    def keys(self, folder: str, *, after: str, most: int) -> list[str]:
+        """Returns the first keys below a folder that sort after ``after``, ascending."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Deletes an object; a missing one is ignored."""
+        ...
+
+    def close(self) -> None:
+        """Closes the store; objects in memory are lost."""
+        ...
+
+
+class MemoryBlobs:
+    """Objects in this process's memory, which no other user can read.
+
+    Memory of removed objects is reused for new ones of about the same size, because it fills
+    several times faster than fresh memory. It is released when other objects need it.
+    """
+
+    def __init__(self, nbytes: int):
+        """Allocates nothing yet; ``nbytes`` limits all objects, including incomplete ones."""
+        self._most = nbytes
+        self._allocated = 0
+        self._blocks: dict[str, _Block] = {}
+        self._spare: list[_Block] = []
+        #: No version of an earlier process is one of this.
+        self._versions = secrets.token_hex(8)
+        self._number = 0
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes for objects."""
+        with self._lock:
+            return self._most - self._allocated + sum(each.cost for each in self._spare)
+
+    def receive(self, key: str, nbytes: int) -> Incoming:
+        """See ``BlobStore``."""
+        block = self._spare_block(nbytes) or self._fresh_block(nbytes)
+        return _InMemory(self, key, nbytes, block)
+
+    def find(self, key: str) -> OpenObject:
+        """See ``BlobStore``."""
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is None:
+                raise Missing(key)
+            block.readers += 1
+            return _FromMemory(self, block)
+
+    def keys(self, folder: str, *, after: str, most: int) -> list[str]:
+        """See ``BlobStore``."""
+        inside = f"{folder}/" if folder else ""
+        with self._lock:
+            found = [key for key in self._blocks if key.startswith(inside) and key > after]
+        return sorted(found)[:most]
+
+    def delete(self, key: str) -> None:
+        """See ``BlobStore``."""
+        with self._lock:
+            self._drop(self._blocks.pop(key, None))
+
+    def close(self) -> None:
+        """See ``BlobStore``."""
+        with self._lock:
+            self._blocks.clear()
+            self._spare.clear()
+
+    def _spare_block(self, nbytes: int) -> _Block | None:
+        with self._lock:
+            for i, spare in enumerate(self._spare):
+                if _LEAST_USED * len(spare.memory) <= nbytes <= len(spare.memory):
+                    return self._spare.pop(i)
+        return None
+
+    def _fresh_block(self, nbytes: int) -> _Block:
+        cost = _cost(nbytes)
+        with self._lock:
+            while self._spare and self._allocated + cost > self._most:
+                self._allocated -= self._spare.pop(0).cost
+            if self._allocated + cost > self._most:
+                raise OutOfSpace(
+                    f"memory: expected room for {nbytes:,} bytes, found "
+                    f"{max(0, self._most - self._allocated):,} of {self._most:,} left; raise the "
+                    "limit, or remove objects"
+                )
+            self._allocated += cost
+        try:
+            return _Block(_memory(nbytes), cost)  # It takes its time.
+        except OutOfSpace:
+            with self._lock:
+                self._allocated -= cost
+            raise
+
+    def commit(self, key: str, block: _Block, nbytes: int, *, absent: bool) -> None:
+        """Stores a block under a key; see ``Incoming``."""
+        with self._lock:
+            if absent and key in self._blocks:
+                raise Exists(f"{key}: expected nothing there, found an object")
+            self._number += 1
+            block.nbytes, block.version = nbytes, f"{self._versions}-{self._number}"
+            replaced = self._blocks.get(key)
+            self._blocks[key] = block
+            self._drop(replaced)
+
+    def give_back(self, block: _Block, *, reader: bool = False) -> None:
+        """Returns a block that is no longer written or read."""
+        with self._lock:
+            block.readers -= reader
+            if not reader or (block.dropped and not block.readers):
+                self._free(block)
+
+    def _drop(self, block: _Block | None) -> None:
+        if block is not None:
+            block.dropped = True
+            if not block.readers:
+                self._free(block)
+
+    def _free(self, block: _Block) -> None:
+        block.dropped = False
+        if len(block.memory) >= _MAPPED_BYTES:
+            self._spare.append(block)
+        else:
+            self._allocated -= block.cost
+
+
+class _Block:
+    """Memory of one object.
+
+    Attributes:
+      memory: all of it.
+      cost: what it counts for.
+      nbytes: how much is the object.
+      version: version of the object.
+      readers: how many read it.
+      dropped: whether to release it after the last reader.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray, cost: int):
+        self.memory = memory
+        self.cost = cost
+        self.nbytes = 0
+        self.version = ""
+        self.readers = 0
+        self.dropped = False
+
+
+def _cost(nbytes: int) -> int:
+    padded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE if nbytes >= _MAPPED_BYTES else nbytes
+    return padded + _OVERHEAD_BYTES
+
+
+def _memory(nbytes: int) -> mmap.mmap | bytearray:
+    """Memory that no other user can read, and that forked children do not see change."""
+    if nbytes < _MAPPED_BYTES:
+        return bytearray(nbytes)
+    try:
+        memory = host_memory.FreshMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise OutOfSpace(
+            f"memory: expected {nbytes:,} bytes, found an allocation error ({error}); remove "
+            "objects, or reduce the limit"
+        ) from error
+    host_memory.populate(np.frombuffer(memory, np.uint8))
+    return memory
+
+
+class _InMemory:
+    def __init__(self, blobs: MemoryBlobs, key: str, nbytes: int, block: _Block):
+        self._blobs, self._key, self._nbytes, self._block = blobs, key, nbytes, block
+        self._left = memoryview(block.memory)[:nbytes]
+
+    def window(self) -> memoryview:
+        """See ``Incoming``."""
+        return self._left
+
+    def filled(self, nbytes: int) -> None:
+        """See ``Incoming``."""
+        self._left = self._left[nbytes:]
+
+    def commit(self, *, absent: bool) -> None:
+        """See ``Incoming``."""
+        self._blobs.commit(self._key, self._block, self._nbytes, absent=absent)
+
+    def discard(self) -> None:
+        """See ``Incoming``."""
+        self._left = self._left[:0]
+        self._blobs.give_back(self._block)
+
+
+class _FromMemory:
+    def __init__(self, blobs: MemoryBlobs, block: _Block):
+        self._blobs, self._block = blobs, block
+        self.nbytes, self.version = block.nbytes, block.version
+        self._memory = memoryview(block.memory)
+
+    def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
+        """See ``OpenObject``."""
+        return connection.send(self._memory[start : start + nbytes])
+
+    def close(self) -> None:
+        """See ``OpenObject``."""
+        self._blobs.give_back(self._block, reader=True)

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Committed saves on disk: their manifests and arrays; whether a step was removed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import google_crc32c
+
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DeltackptError,
+    ForeignDirectory,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+from deltackpt.format import chain, manifest, naming
+from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo, outline
+from deltackpt.format.row_blocks import DenseBlocks, FieldSpec
+from deltackpt.reading import bounds
+from deltackpt.reading.part_arrays import LayerArrays, Shard, arrays_of
+from deltackpt.storage.store import Stamp, StorePath, store_path
+
+_GONE_CHECKS = 5
+_GONE_INTERVAL_SECS = 0.1
+
+
+@contextlib.contextmanager
+def detect_removal(
+    step_dir: StorePath | Path,
+    *,
+    exists: Callable[[], bool] | None = None,
+    during: str = "read",
+    instead: str = "restore",
+) -> Iterator[None]:
+    """Raises ``StepGone`` if an error inside occurs because a step was removed or replaced.
+
+    A removed step can cause any error: a missing file, a file of another save, an error of a
+    library. If the step still exists, the error is raised unchanged.
+
+    Args:
+      step_dir: the step.
+      exists: returns whether the step is still the same save; by default, whether its directory is
+        the same as at the start. A step that does not exist at the start cannot be removed.
+      during: what is done to the step, as a participle for the message.
+      instead: what to do with the newest step instead, for the message.
+
+    Raises:
+      StepGone: the error occurred because the step was removed.
+    """
+    at = store_path(step_dir)
+    stamp = at.stamp()
+    exists = exists or (lambda: stamp is None or stamp.same(at.stamp()))
+    try:
+        yield
+    except Exception as error:
+        if is_of_reading(error) and is_being_removed(lambda: not exists(), error):
+            raise gone(step_dir, during=during, instead=instead) from error
+        raise
+
+
+def is_being_removed(removed: Callable[[], bool], cause: Exception) -> bool:
+    """Returns whether something is removed, or is being removed, after a file of it was missing.
+
+    Other tools do not rename a directory first: they empty it before they remove it.
+    """
+    checks = _GONE_CHECKS if isinstance(cause, (BrokenChain, Damaged, OSError)) else 1
+    for check in range(checks):
+        if removed():
+            return True
+        if check + 1 < checks:
+            time.sleep(_GONE_INTERVAL_SECS)
+    return False
+
+
+def is_of_reading(error: Exception) -> bool:
+    """Returns whether a removal may have caused an error that was not reported yet."""
+    if isinstance(error, StepGone):
+        return False
+    return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
+
+
+def gone(step_dir: StorePath | Path, *, during: str = "read", instead: str = "restore") -> StepGone:
+    """Returns the error for a step that was removed, or replaced by another save of its number.
+
+    Args:
+      step_dir: the step.
+      during: what was being done to it.
+      instead: what to do with the newest step instead, for the message.
+    """
+    return StepGone(
+        f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "
+        f"or replaced; {instead} the newest step instead"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredSave:
+    """A committed save, or the compacted base that replaces it.
+
+    Attributes:
+      info: its entry in a chain; a compacted base has the save id of the save that it replaces.
+      step_dir: its step directory, which may be removed if a compacted base replaces it.
+      item: name of deltackpt's item.
+      item_dir: directory of its manifests and arrays.
+      head: the manifest of process 0; other manifests are read when needed.
+    """
+
+    info: SaveInfo
+    step_dir: StorePath
+    item: str
+    item_dir: StorePath
+    head: Manifest
+
+    @property
+    def name(self) -> str:
+        """Returns its path below the root."""
+        return self.item_dir.below(self.step_dir.parent)
+
+    @property
+    def compacted(self) -> bool:
+        """Returns whether it is a compacted base."""
+        return self.item_dir != self.step_dir / self.item
+
+    @property
+    def has_dense(self) -> bool:
+        """Returns whether its dense leaves exist as long as chains may contain it.
+
+        If a compacted base leaves them to the step, they are removed with the step.
+        """
+        kept = self.head.dense_blocks is not None or naming.DENSE_ITEM in self.head.digests
+        return kept or (self.info.kind == "base" and not self.compacted)
+
+    @property
+    def needs_older_dense(self) -> bool:
+        """Returns whether its dense leaves are changes of those of older saves."""
+        return self.head.dense_blocks is not None and not self.head.dense_blocks.complete
+
+    def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
+        """Returns the shards with wanted rows, by process; all of them by default.
+
+        Args:
+          wanted: returns whether any row within a cover is wanted.
+
+        Raises:
+          Damaged: a manifest is missing or altered, or belongs to another save.
+        """
+        if not self.head.parts:
+            return [self._part(0)]
+        return [
+            self._part(part.process)
+            for part in self.head.parts
+            if wanted is None or any(map(wanted, part.covers))
+        ]
+
+    def dense_parts(self) -> Iterator[tuple[int, LayerArrays, DenseBlocks]]:
+        """Yields the processes with their layers and the dense leaves in these.
+
+        Raises:
+          Damaged: a manifest is missing or altered, or lists no dense leaves.
+        """
+        for part in self.parts():
+            record, process = part.record.dense_blocks, part.record.process
+            if record is None or not isinstance(part.arrays, LayerArrays):
+                shown = f"{self.name}/{naming.manifest_name(process)}"
+                raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
+            yield process, part.arrays, record
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Returns the manifest of every process."""
+        return tuple(part.record for part in self.parts())
+
+    @functools.cached_property
+    def _read(self) -> dict[int, StoredPart]:
+        return {0: StoredPart.of(self.item_dir, self.head, self.head)}
+
+    def _part(self, process: int) -> StoredPart:
+        if process not in self._read:
+            name = naming.manifest_name(process)
+            data = (self.item_dir / name).read()
+            expected = self.head.parts[process].crc32c
+            if (found := google_crc32c.value(data)) != expected:
+                shown = f"{self.name}/{name}"
+                raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+            record = manifest.from_bytes(data, name=f"{self.name}/{name}")
+            if record.process != process:
+                shown = f"{self.name}/{name}"
+                raise Damaged(shown, f"the shard of process {process}", f"that of {record.process}")
+            bounds.check_part(record, self.head, f"{self.name}/{name}")
+            self._read[process] = StoredPart.of(self.item_dir, record, self.head)
+        return self._read[process]
+
+    @property
+    def layout(self) -> Layout:
+        """Returns tables and groups of the save, independent of its codecs."""
+        first = self.head
+        return Layout(
+            groups=manifest.with_codecs(first.groups, lambda group, spec: FieldSpec.codec),
+            tables=first.tables,
+            dense=first.dense,
+            tracking_paths=first.tracking_paths,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredPart(Shard):
+    """One process's shard of a save.
+
+    Attributes:
+      item_dir: directory of the save's manifests and arrays.
+      record: its manifest.
+    """
+
+    item_dir: StorePath
+    record: Manifest
+
+    @classmethod
+    def of(cls, item_dir: StorePath, record: Manifest, head: Manifest) -> StoredPart:
+        """Returns the shard that a manifest describes; reads nothing.
+
+        Args:
+          item_dir: directory of the save's manifests and arrays.
+          record: the manifest of the shard.
+          head: the manifest of process 0, which has the groups.
+        """
+        arrays = arrays_of(item_dir, record)
+        return cls(arrays, record.segments, head.group_by_name, item_dir, record)
+
+
+#: A step by its ``StorePath``, or by its path, which is a name in the store of its directory.
+Where = StorePath | Path
+
+
+def read_save(
+    step_dir: Where,
+    item: str = naming.EMBEDDINGS_ITEM,
+    *,
+    read: Callable[[StorePath, str], bytes] = StorePath.read,
+) -> StoredSave:
+    """Reads and checks the manifests of one step.
+
+    Args:
+      step_dir: the step.
+      item: name of deltackpt's item.
+      read: returns the bytes of an object; called with its name in errors.
+
+    Raises:
+      StepNotFound: the step directory does not exist.
+      ForeignDirectory: the step has no item of deltackpt.
+      Damaged: a manifest is missing, altered, or of another save.
+      FormatTooNew: it uses codecs that this version does not know.
+    """
+    step_dir = store_path(step_dir)
+    item_dir = step_dir / item
+    try:
+        return _read_save(step_dir, item, item_dir, read)
+    except (Damaged, StorageError):
+        if not step_dir.is_dir():
+            raise StepNotFound(
+                f"{step_dir}: expected a committed step, found no such directory; "
+                "list the steps with all_steps()"
+            ) from None
+        if not item_dir.is_dir() and not lacks_our_item(step_dir):
+            raise foreign(step_dir, item) from None
+        raise
+
+
+def read_compacted(
+    step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM
+) -> StoredSave | None:
+    """Reads and checks the compacted base that replaces a save.
+
+    Args:
+      step_dir: directory of the save, which may be removed.
+      save_id: id of the save; a base left by another save of the same step is ignored.
+      item: name of deltackpt's item.
+
+    Returns:
+      The base, or None.
+
+    Raises:
+      Damaged, FormatTooNew: as for ``read_save``.
+    """
+    step_dir = store_path(step_dir)
+    item_dir = naming.compacted_dir(step_dir, item)
+    if not item_dir.is_dir():
+        return None
+    try:
+        save = read_base(step_dir, item)
+    except RestoreError:
+        if not item_dir.is_dir():  # It was removed concurrently.
+            return None
+        raise
+    return save if save.info.save_id == save_id else None
+
+
+def read_base(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> StoredSave:
+    """Reads and checks the compacted base of a step, for any save that it replaces.
+
+    Raises:
+      Damaged, FormatTooNew: as for ``read_save``.
+    """
+    step_dir = store_path(step_dir)
+    return _read_save(step_dir, item, naming.compacted_dir(step_dir, item))
+
+
+def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str, Stamp]:
+    """Returns names of the steps that have a compacted base, each with the stamp of its folder."""
+    folder = store_path(root) / naming.COMPACTED
+    stamps = {
+        step: (folder / step / item).stamp()
+        for step in folder.folders()
+        if not naming.is_compaction(step)
+    }
+    return {step: stamp for step, stamp in stamps.items() if stamp is not None}
+
+
+def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
+    """Returns a step's entry in a chain, and checks nothing else: see ``read_save``.
+
+    Raises:
+      Damaged: its manifest is missing, altered, or invalid.
+      FormatTooNew: a later version wrote it.
+      StorageError: it cannot be read.
+    """
+    step_dir = store_path(step_dir)
+    at = step_dir / item / naming.manifest_name(0)
+    name = at.below(step_dir.parent)
+    return SaveInfo.of(outline(at.read(name), name=name), step_dir.name)
+
+
+def _read_save(
+    step_dir: StorePath,
+    item: str,
+    item_dir: StorePath,
+    read: Callable[[StorePath, str], bytes] = StorePath.read,
+) -> StoredSave:
+    at = item_dir / naming.manifest_name(0)
+    name = at.below(step_dir.parent)
+    head = manifest.from_bytes(read(at, name), name=name)
+    chain.check_index(head)
+    bounds.check_head(head, name)
+    return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
+
+
+def exists(step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM) -> bool:
+    """Returns whether a step is still the same save; a damaged manifest counts as the same."""
+    step_dir = store_path(step_dir)
+    try:
+        return read_save(step_dir, item).info.save_id == save_id
+    except StepNotFound:
+        return False
+    except (RestoreError, StorageError):
+        return step_dir.is_dir()
+
+
+def check_dense(save: StoredSave) -> None:
+    """Checks that a step has the dense leaves that its manifest names.
+
+    A compacted base names them too. It contains them if the replaced step has them in its shards;
+    otherwise they stay in that step.
+
+    Raises:
+      Damaged: the dense leaves do not exist, e.g. because a base was copied over the step.
+      ForeignDirectory: another manager committed the step and saves them elsewhere, or not at all.
+    """
+    if not save.head.dense or save.head.dense_blocks is not None:
+        return
+    has_own = naming.DENSE_ITEM in save.head.digests
+    if save.compacted if has_own else (save.step_dir / naming.DENSE_ITEM).is_dir():
+        return
+    name, leaves = f"{save.step_dir.name}/{naming.DENSE_ITEM}", len(save.head.dense)
+    if not has_own and (save.step_dir / naming.STEP_METADATA).exists():
+        raise ForeignDirectory(
+            f"{name}: expected {leaves} dense leaves, found no such item: another manager "
+            "committed the step; restore it with that manager, or restore only its tables"
+        )
+    raise Damaged(
+        name,
+        f"the {leaves} dense leaves of the step",
+        f"no such item: {save.item} may be a compacted base that was copied over the step",
+    )
+
+
+def check_exists(save: StoredSave) -> None:
+    """Raises an error if a step is no longer the save that was read.
+
+    Raises:
+      StepGone: the step was removed, and another save may have its number.
+    """
+    with contextlib.suppress(RestoreError):
+        if read_save(save.step_dir, save.item_dir.name).info.save_id == save.info.save_id:
+            return
+    raise gone(save.step_dir)
+
+
+def foreign(step_dir: StorePath | Path, item: str) -> ForeignDirectory:
+    """Returns the error for a step without a deltackpt item of a given name."""
+    step_dir = store_path(step_dir)
+    found: object = f"the directories {step_dir.folders()}"
+    ours = _our_items(step_dir)
+    if ours:
+        found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
+        action = (
+            f"pass the manager handlers={{{ours[0]!r}: Tables(...)}}, or readers item={ours[0]!r} "
+            f"(--item {ours[0]})"
+        )
+    elif _is_of_orbax(step_dir):
+        found = f"a step of stock Orbax with the items {step_dir.folders()}"
+        action = (
+            f"make it the first base of a new directory with 'deltackpt import "
+            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and continue there"
+        )
+    else:
+        action = (
+            "check the directory and the item's name, or restore it with the library that wrote it"
+        )
+    return ForeignDirectory(
+        f"{step_dir}: expected an item {item!r} written by deltackpt, found {found}; {action}"
+    )
+
+
+def is_checkpoint(step_dir: StorePath | Path) -> bool:
+    """Returns whether a directory is a step of deltackpt (with any item name) or of Orbax."""
+    step_dir = store_path(step_dir)
+    return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
+
+
+def lacks_our_item(step_dir: StorePath) -> bool:
+    """Returns whether deltackpt's manager committed a step whose deltackpt item is missing."""
+    return (step_dir / naming.STEP_DIGESTS).is_file() and not _our_items(step_dir)
+
+
+def _our_items(step_dir: StorePath) -> list[str]:
+    found = step_dir.folders()
+    return [name for name in found if (step_dir / name / naming.manifest_name(0)).is_file()]
+
+
+def _is_of_orbax(step_dir: StorePath) -> bool:
+    places = (step_dir, *(step_dir / name for name in step_dir.folders()))
+    return not lacks_our_item(step_dir) and any(
+        (at / naming.PYTREE_METADATA).is_file() for at in places
+    )

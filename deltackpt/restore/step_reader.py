@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads one process's part of a step: its tables, its dense leaves and its additional items.
+
+Everything is read from an in-memory source if there is one, otherwise from storage. Dense leaves
+and items are read through an ``ItemReader`` (``handlers.item_reader`` has Orbax's). The manager
+coordinates processes between these calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import types
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt import coordination
+from deltackpt.errors import (
+    Damaged,
+    DamagedWal,
+    ServiceError,
+    ServiceUnavailable,
+    TemplateMismatch,
+    without_frames,
+)
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.naming import PyTree
+from deltackpt.format.row_blocks import VALUES
+from deltackpt.layers.targets import Wanted, targets_of, wanted_rows
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import (
+    bounds,
+    chains,
+    dense_state,
+    point_files,
+    reader,
+    stored_saves,
+    wal_rows,
+)
+from deltackpt.reading.point_files import RecordedState
+from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
+from deltackpt.reading.wal_records import damage_of
+from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.resources.runtime import Runtime
+from deltackpt.restore import placing, sources
+from deltackpt.restore.sources import DenseFiles, ItemFiles, RowSource, StepFiles
+from deltackpt.restore.template_check import check_template
+from deltackpt.state import paths, placement, touch_state
+from deltackpt.state import tables as state_tables
+from deltackpt.state.tables import Split, Tables
+from deltackpt.state.touch_state import TouchState
+from deltackpt.tracking import stamps
+
+_logger = logging.getLogger(__name__)
+
+#: Table name to a half-open range of rows, None for all of them.
+RowRanges = Mapping[str, tuple[int, int] | None]
+#: Item name to the argument for its handler.
+Items = Mapping[str, object]
+#: Sources of tables to try before storage; see ``CheckpointManager.restore_latest``.
+Service = RowSource | Literal["auto"] | None
+
+
+class DenseRead(NamedTuple):
+    """Dense leaves that were read.
+
+    Attributes:
+      leaves: nested dicts.
+      chunks: for leaves placed on devices, keys of Orbax's database to the (bytes,) uint8 buffers
+        they were read into. The buffers must not be modified: on the CPU a leaf may alias one.
+    """
+
+    leaves: dict[str, PyTree]
+    chunks: Mapping[str, np.ndarray] = types.MappingProxyType({})
+
+
+class ItemReader(Protocol):
+    """Reads items other than tables. All processes must make the same calls in the same order."""
+
+    def dense(
+        self, step: int, abstract: dict[str, PyTree] | None, files: ItemFiles | None = None
+    ) -> DenseRead:
+        """Reads the dense leaves of a committed step.
+
+        Args:
+          step: number of the step.
+          abstract: the leaves to restore, nested dicts with the target shardings; None for
+            everything, as numpy arrays.
+          files: files of the step that are available without storage.
+
+        Raises:
+          TemplateMismatch: the step has other leaves.
+          RestoreError: the leaves are not readable, or another process did not join the read.
+        """
+        ...
+
+    def straight(
+        self, step: int, abstract: dict[str, PyTree] | None, *, verify: bool = True
+    ) -> Callable[[], DenseRead] | None:
+        """Returns a reader of dense leaves that needs no other process.
+
+        Args:
+          step: number of the step.
+          abstract: same as for ``dense``.
+          verify: whether it verifies all files of the dense leaves; else the caller does.
+
+        Returns:
+          Same as ``dense``; None if the caller must verify the files and call ``dense`` instead.
+        """
+        ...
+
+    def items(
+        self, step: int, items: Items, files: ItemFiles | None = None
+    ) -> Mapping[str, object]:
+        """Reads additional items that a committed step holds.
+
+        Raises:
+          RestoreError: another process did not join the read.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """What a restore will read.
+
+    Attributes:
+      step: number of the step.
+      target: the step.
+      saves: its chain; None if a source is tried first.
+      source: a source that may have the tables in memory.
+      problem: why an existing source is unusable.
+      expected: the template's parts.
+      wanted: wanted parts of the tables; None for all.
+      dense: whether dense leaves are restored too.
+      plan: WAL records that lead from the step to a recovery point; None to restore the step.
+      straight: reads dense leaves without the other processes, and verifies them if there are no
+        others; None if all must call ``ItemReader.dense``.
+    """
+
+    step: int
+    target: StoredSave
+    saves: tuple[StoredSave, ...] | None
+    source: RowSource | None
+    problem: ServiceError | None
+    expected: Split | None
+    wanted: Wanted | None
+    dense: bool
+    plan: ReplayPlan | None = None
+    straight: Callable[[], DenseRead] | None = None
+
+    def check_stays(self, *others: SaveId) -> None:
+        """Checks that the step is still the same save, in every source that was used.
+
+        Args:
+          *others: saves from which parts were read, or that other processes found.
+
+        Raises:
+          StepGone: it was removed, and another save may have its number.
+        """
+        if {*others} - {self.target.info.save_id}:
+            raise stored_saves.gone(self.target.step_dir)
+        stored_saves.check_exists(self.target)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """The data that a restore has read.
+
+    Attributes:
+      tables: merged tables and slots.
+      dense: leaves that are neither tables nor slots.
+      chunks: same as in ``DenseRead``.
+      problem: why no source was used.
+      files: the step's other files from a source.
+      point: contents of the recovery point other than its tables; None for a step.
+    """
+
+    tables: RestoredTables
+    dense: dict[str, PyTree]
+    chunks: Mapping[str, np.ndarray]
+    problem: ServiceError | None
+    files: ItemFiles | None
+    point: RecordedState | None = None
+
+
+class StepReader:
+    """Reads the steps of a directory, on one process."""
+
+    def __init__(
+        self,
+        root: Steps,
+        item: str,
+        choice: Tables,
+        *,
+        others: ItemReader,
+        share: tuple[int, int],
+        service_secs: float,
+    ):
+        """Reads nothing yet.
+
+        Args:
+          root: directory of the steps.
+          item: name of the item of the tables.
+          choice: which leaves of a template are tables.
+          others: reads dense leaves and items.
+          share: index of this process, and the number of reading processes.
+          service_secs: maximum wait for a source in seconds.
+        """
+        self._root = root
+        self._item = item
+        self._choice = choice
+        self._others = others
+        self._share = share
+        self._service_secs = service_secs
+
+    def find(
+        self,
+        step: int,
+        template: PyTree,
+        rows: RowRanges | None,
+        service: Service,
+        point: RecoveryPoint | None = None,
+    ) -> Found:
+        """Finds a step, its chain unless a source may provide it, and what is wanted of it.
+
+        Checks this process's share of the step's files, unless a source may have them; dense leaves
+        may be checked while they are read.
+
+        Args:
+          step: number of the step.
+          template: the state's structure, or a state that is already split; None for numpy arrays.
+          rows: read only these, without dense leaves.
+          service: a source that may have the tables in memory.
+          point: recovery point to restore by replaying onto the step.
+
+        Raises:
+          RestoreError: the step is not readable, or does not match the template.
+        """
+        paths.check_template(template)
+        step_dir = self._root.at(step)
+        with stored_saves.detect_removal(step_dir):
+            source, problem = self._source(service)
+            chain = None if source is not None else chains.read_chain(step_dir, self._item)
+            target = stored_saves.read_save(step_dir, self._item) if chain is None else chain[-1]
+            expected = template
+            if template is not None and not isinstance(template, Split):
+                expected = state_tables.split(template, self._choice)
+            wanted = None
+            if template is None and rows is None:
+                bounds.check_paths(target.layout, target.name)
+            if rows is not None:
+                expected, wanted = None, wanted_rows(target.layout, rows)
+            elif expected is not None:
+                check_template(expected.layout, expected.fields, target)
+                wanted = placing.wanted_of(expected.fields)
+            straight = None
+            if rows is None and source is None:
+                alone = self._share == (0, 1)
+                if point is None and target.layout.dense:
+                    abstract = None if expected is None else expected.dense
+                    straight = self._others.straight(step, abstract, verify=alone)
+                # Several processes share the work.
+                dense = straight is None or not alone
+                self._root.check_step_files(step_dir, self._share, dense=dense)
+        plan = None if point is None else self._plan(point, target.info.save_id)
+        whole = rows is None
+        return Found(
+            step,
+            target,
+            chain,
+            source,
+            problem,
+            expected,
+            wanted,
+            dense=whole,
+            plan=plan,
+            straight=straight,
+        )
+
+    def _plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan:
+        found = WalReader(self._root.log_at).read().plan(point, step)
+        if found is None:
+            raise DamagedWal(
+                str(self._root.log_at),
+                f"WAL records from step {step.step} to {point}",
+                "some missing",
+                record=point.save_id,
+            )
+        return found
+
+    def load(
+        self,
+        found: Found,
+        agreed: SaveId,
+        progress: Progress | None,
+        held: contextlib.ExitStack,
+    ) -> Loaded:
+        """Reads merged tables, and dense leaves.
+
+        Args:
+          found: the step.
+          agreed: the save that all processes read.
+          progress: called with the bytes read and the total.
+          held: closes the sources of additional items.
+
+        Raises:
+          RestoreError: the step is not readable.
+        """
+        with self._detect_removal(found):
+            merged, files, point, problem = self._from_memory(found, held)
+            if files is None and point is None and found.dense and found.source is not None:
+                # ``find`` left the checks to the source, but other processes may have read from
+                # storage.
+                self._root.check_step_files(found.target.step_dir)
+            replay_from = found.plan if point is None else None
+            if replay_from is not None:
+                leaves = dense_state.at_point(replay_from)
+                point = RecordedState(leaves, replay_from.items(), rows={})
+            if point is not None and found.target.layout.dense:
+                files = DenseFiles(point.dense)
+                held.callback(files.close)
+            # Orbax mostly waits for its own threads, and the merge for memory.
+            with Runtime() as runtime:
+                leaves = runtime.submit(placement.carried(self._dense), found, files)
+                seen = SeenRows(found.target.layout)
+                if merged is None:
+                    chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
+                    merged = reader.restore_tables(
+                        chain, wanted=found.wanted, progress=progress, plan=replay_from, seen=seen
+                    )
+                else:
+                    if progress is not None:
+                        progress(merged.bytes_read, merged.bytes_read)
+                    if replay_from is not None:
+                        targets = targets_of(merged.buffers, merged.layout)
+                        records = wal_rows.layers_of(replay_from, merged.layout)
+                        reader.fill((), targets, records=records, seen=seen, over_parent=True)
+                if replay_from is not None and point is not None:
+                    point = point._replace(rows=seen.by_table())
+                if found.plan is None:
+                    reader.check_keys(merged)
+                    dense = leaves.result()
+                else:
+                    with damage_of(found.plan.last_records[0]):
+                        reader.check_keys(merged)
+                        dense = leaves.result()
+            found.check_stays(agreed, merged.chain[-1].save_id)
+        return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
+
+    def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, object]:
+        """Reads additional items of a step, by name.
+
+        Args:
+          found: the step.
+          items: the argument for each item's handler.
+          files: the step's files from a source.
+
+        Raises:
+          TemplateMismatch: the step was saved without one of them.
+        """
+        step_dir = found.target.step_dir
+        with self._detect_removal(found):
+
+            def has(name: str) -> bool:
+                return name in files if files is not None else (step_dir / name).exists()
+
+            missing = [name for name in items if not has(name)]
+            if missing:
+                raise TemplateMismatch(
+                    f"{step_dir}: expected the items {', '.join(items)}, found no "
+                    f"{', '.join(missing)}; restore without them"
+                )
+            restored = self._others.items(found.step, items, files)
+            return {name: restored[name] for name in items}
+
+    def _detect_removal(self, found: Found) -> contextlib.AbstractContextManager[None]:
+        target = found.target
+        save_id = target.info.save_id
+        return stored_saves.detect_removal(
+            target.step_dir,
+            exists=lambda: stored_saves.exists(target.step_dir, save_id, self._item),
+        )
+
+    def _source(self, service: Service) -> tuple[RowSource | None, ServiceError | None]:
+        """The source that a restore tries first, or why the existing one is unusable."""
+        if service != "auto":
+            return service, None
+        try:
+            return sources.find(self._root.given, self._item), None
+        except Exception as error:
+            return None, _service_error(error)
+
+    def _from_memory(
+        self, found: Found, held: contextlib.ExitStack
+    ) -> tuple[RestoredTables | None, ItemFiles | None, RecordedState | None, ServiceError | None]:
+        """Tables, and files or a complete recovery point, from the source, or why it has none."""
+        problem, merged, files, point = found.problem, None, None, None
+        if found.source is not None:
+            try:
+                with self._source_tables(found.source, found) as merged:
+                    if found.plan is None:
+                        files = self._files(found, merged, held)
+                    elif merged.point and merged.files is not None:
+                        point = point_files.state_of(merged.files, merged.layout)
+            except Exception as error:
+                problem, merged, point = _service_error(error), None, None
+        if problem is not None:
+            process = coordination.process_index()
+            _logger.warning(
+                "process %d: reading step %d from storage: %s",
+                process,
+                found.step,
+                problem,
+                extra={"process_index": process},
+            )
+        return merged, files, point, problem
+
+    def _source_tables(
+        self, source: RowSource, found: Found
+    ) -> contextlib.AbstractContextManager[RestoredTables]:
+        secs = self._service_secs
+        if found.plan is None:
+            return source.tables(found.target, found.wanted, timeout_secs=secs)
+        point = found.plan.point
+        return source.tables(found.target, found.wanted, timeout_secs=secs, point=point)
+
+    def _files(
+        self, found: Found, merged: RestoredTables, held: contextlib.ExitStack
+    ) -> StepFiles | None:
+        """The source's files other than tables, with dense leaves verified and ready to restore."""
+        if merged.files is None:
+            return None
+        shown, dense = found.target.step_dir.name, None
+        if found.target.head.dense_blocks is not None:
+            values = point_files.dense_of(merged.files, point_files.STEP)
+            if not values.values:
+                raise Damaged(shown, "its dense leaves in memory", "none")
+            dense = DenseFiles(values)
+        files = StepFiles(merged.files, shown, dense)
+        held.callback(files.close)
+        if found.target.layout.dense:
+            files.folder(naming.DENSE_ITEM)
+        return files
+
+    def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:
+        if not found.dense or not found.target.layout.dense:
+            return DenseRead({})
+        if found.plan is None:
+            stored_saves.check_dense(found.target)
+        if found.straight is not None:
+            return found.straight()
+        abstract = None if found.expected is None else found.expected.dense
+        return self._others.dense(found.step, abstract, files)
+
+
+def joined(
+    template: PyTree, found: Found, loaded: Loaded, identity: int
+) -> tuple[PyTree, TouchState | None]:
+    """Builds the whole state with a fresh TouchState; nested dicts and lists without a template.
+
+    Args:
+      template: the state's structure.
+      found: what to restore.
+      loaded: what was read.
+      identity: identity of the fresh TouchState.
+    """
+    expected, merged = found.expected, loaded.tables
+    if expected is None:
+        return state_tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
+    placed = placing.place(merged, expected.fields)
+    placing.report_grown(found.step, placing.grown(merged, expected.fields))
+    found_in = [touch_state.fresh(each.state, identity, traced=False) for each in expected.marks]
+    known = {table for state in found_in for table in touch_state.matched(state, expected.layout)}
+    others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
+    if others or not found_in:
+        found_in.insert(0, stamps.init(others, identity=identity))
+    fresh, *more = found_in
+    for state in more:
+        fresh = state._replace(stamps=fresh.stamps | state.stamps)
+    return state_tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh
+
+
+def _service_error(error: Exception) -> ServiceError:
+    """Converts any exception of a source: storage still has the step."""
+    if isinstance(error, ServiceError):
+        return without_frames(error)
+    found = ServiceUnavailable(
+        f"hot standby: expected the tables or a ServiceError, found {type(error).__name__}: "
+        f"{error}; the step is read from storage"
+    )
+    found.__cause__ = without_frames(error)
+    return found

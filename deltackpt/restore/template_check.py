@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares a template with the layout of a step, and describes all differences in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from deltackpt.errors import TemplateMismatch
+from deltackpt.format.manifest import KeyPath, Layout, path_name
+from deltackpt.format.naming import listed
+from deltackpt.format.row_blocks import VALUES
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.restore.placing import check_width
+from deltackpt.state.stacks import array_of
+
+#: Shown for a leaf that one side lacks.
+NOTHING = "no such array"
+
+
+def check_template(
+    expected: Layout, fields: Mapping[str, Mapping[str, object]], save: StoredSave
+) -> None:
+    """Checks that a step holds the tables and slots of a template.
+
+    A table may have grown: if the template's leaf is an array, its additional rows are kept.
+
+    Args:
+      expected: the template's layout.
+      fields: table name to field name to the template's leaf.
+      save: the step.
+
+    Raises:
+      TemplateMismatch: a table or slot is missing on either side, differs in shape or dtype, or has
+        a dtype that JAX would truncate to 32 bits.
+    """
+    step = save.info.save_id.step
+    for table, leaves in fields.items():
+        for field, leaf in leaves.items():
+            check_width(f"step {step}, table {table}, {field}", leaf)
+    found, wanted = _described(save.layout), _described(expected)
+    faults: dict[str, tuple[str, str]] = {}
+    advice: str | None = None
+    # Tables before their slots, which follow from them.
+    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name[1] != VALUES, name)):
+        have, want = found.get(name), wanted.get(name)
+        if have == want:
+            continue
+        why = _advice(name, expected, save.layout)
+        if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
+            table, field = name
+            if isinstance(array_of(fields[table][field]), (jax.Array, np.ndarray)):
+                continue
+            why = (
+                "to resume with a table that has grown, pass a template of arrays, whose "
+                "additional rows are kept"
+            )
+        advice = why if not faults else advice
+        faults[_leaf_name(name, expected, save.layout)] = _shown(want), _shown(have)
+    if faults:
+        layouts = expected, save.layout
+        asked, held = ({path_name(leaf.path) for leaf in one.dense} for one in layouts)
+        taken = {path_name(path) for one in layouts for path in _table_leaves(one)}
+        for leaf in sorted((asked ^ held) - taken):
+            dense = "a dense leaf"
+            faults[leaf] = (dense, NOTHING) if leaf in asked else (NOTHING, dense)
+        raise mismatch(step, faults, advice)
+
+
+def mismatch(
+    step: int, faults: Mapping[str, tuple[str, str]], advice: str | None = None
+) -> TemplateMismatch:
+    """Returns the error for leaves in which a template and a step differ.
+
+    Args:
+      step: the step.
+      faults: each leaf's name in errors, the most important first, mapped to what the template has
+        and what the step has; ``NOTHING`` if it lacks the leaf.
+      advice: what to do; by default to use another template, or ``read_state``.
+    """
+    (first, (want, have)), *rest = faults.items()
+    if advice is None:
+        how = (
+            "which reads the leaves that both have and keeps the others"
+            if NOTHING in (want, have)
+            else "with a placeholder (...) in place of this leaf"
+        )
+        advice = (
+            f"pass the saved state as the template, call read_state({step}, template), "
+            f"{how}, or restore without a template"
+        )
+    if any(want == NOTHING for want, _ in faults.values()):
+        advice += "; leaves that only the step has would be lost"
+    message = (
+        f"step {step}, {first}: expected {want} as in the template, found {have} in the step; "
+        f"{advice}"
+    )
+    template_only, step_only, different = [], [], []
+    for name, (want, have) in faults.items() if rest else ():
+        if have == NOTHING:
+            template_only.append(f"{name}: {want}")
+        elif want == NOTHING:
+            step_only.append(f"{name}: {have}")
+        else:
+            different.append(f"{name}: {want} in the template, {have} in the step")
+    for title, lines in (
+        ("only the template has", template_only),
+        ("only the step has", step_only),
+        ("both have, but differently", different),
+    ):
+        if lines:
+            message += f"\n{title}\n{listed(lines)}"
+    return TemplateMismatch(message)
+
+
+def _leaf_name(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
+    """Name of a table or slot for errors: its leaf in the state."""
+    table, field = name
+    if field == VALUES:
+        return f"table {table}"
+    path = _leaf_of(name, expected) or _leaf_of(name, stored)
+    leaf = field if path is None else path_name(path)
+    return f"{leaf}, a slot of table {table}"
+
+
+def _table_leaves(layout: Layout) -> Iterator[KeyPath]:
+    for table in layout.tables:
+        yield from table.leaves.values()
+
+
+def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str | None:
+    """Advice for a table or slot that is a dense leaf on the other side; None for others."""
+    asked, held = _leaf_of(name, expected), _leaf_of(name, stored)
+    if held is not None and held in {leaf.path for leaf in expected.dense}:
+        side = "by the manager's Tables"
+    elif asked is not None and asked in {leaf.path for leaf in stored.dense}:
+        side = "in the step"
+    else:
+        return None
+    option = "select" if name[1] == VALUES else "slots"
+    tables = ", ".join(sorted(table.name for table in stored.tables))
+    return (
+        f"it is a dense leaf {side}, so the step was saved with another Tables({option}=...): "
+        f"select the same leaves as then (its tables are {tables}), or restore without a template"
+    )
+
+
+def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
+    table, field = name
+    return next((one.leaves.get(field) for one in target.tables if one.name == table), None)
+
+
+def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
+    """Describes a table or field: rows, shape of a row, dtype."""
+    groups = target.group_by_name
+    return {
+        (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
+        for table in target.tables
+        for spec in groups[table.group].fields
+    }
+
+
+def _shown(described: tuple[int, tuple[int, ...], str] | None) -> str:
+    if described is None:
+        return NOTHING
+    rows, trailing, dtype = described
+    return f"{dtype}{[rows, *trailing]}"

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as a transaction of all its processes: written, fsynced, made visible by one rename.
+
+Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
+it reports that they are written. Process 0 completes the items and commits. A step that was
+interrupted before the rename is a directory that is never read.
+
+Each process writes its shard and reports to process 0, which reads the manifests, checks that all
+describe the same save, and then writes its own, with an index of all shards. After a process has
+written all its files of the step, it writes their digests and reports again. Process 0 commits, and
+reports that to all. A process that fails reports its error instead, which prevents the commit.
+
+If the processes do not share a file system, each writes to a directory on its own node. To verify
+and describe a save, process 0 needs little from the others: their manifests and digests and, for
+dense leaves, the nodes of their databases. These are sent with the reports. So is the manifest of
+process 0, once the step is committed in its directory, and the others publish their shards under
+the step's name. Rows and values stay where they were written, until they are uploaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import google_crc32c
+import msgpack
+
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import Disagreement, ProcessMissing, StorageError, TrackingError
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import Manifest, Part
+from deltackpt.format.row_blocks import width
+from deltackpt.resources.runtime import READS, Runtime
+from deltackpt.storage import digests, posix
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digests
+from deltackpt.storage.parts import part_of
+from deltackpt.storage.posix import DurableDir
+
+#: What a process reports: its shard is written, all its files of the step are, and, on process 0,
+#: the save is complete.
+Phase = Literal["shard", "written", "done"]
+
+_DEEDS: dict[Phase, str] = {
+    "shard": "write its shard",
+    "written": "write its dense leaves",
+    "done": "commit the step",
+}
+_SHOWN = 8
+#: Fields that must be equal in the manifests of one save.
+_AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepWriters:
+    """The processes that write one step together, as one of them sees them.
+
+    Attributes:
+      coordinator: connects the processes.
+      key: identifies the save in the job; the same on every process.
+      temporary: the step's temporary directory.
+      runtime: threads that read manifests.
+      shared_fs: whether all processes see ``temporary``.
+      fsync: whether files from other processes must survive a power cut.
+    """
+
+    coordinator: Coordinator
+    key: str
+    temporary: Path
+    runtime: Runtime
+    shared_fs: bool = True
+    fsync: bool = True
+    _reported: set[Phase] = dataclasses.field(default_factory=set)
+
+    @property
+    def process(self) -> int:
+        """Returns the index of this process."""
+        return self.coordinator.index
+
+    @property
+    def count(self) -> int:
+        """Returns the number of processes."""
+        return self.coordinator.count
+
+    @property
+    def reporters(self) -> range:
+        """Returns the processes that report to process 0."""
+        return range(1, self.count)
+
+    @property
+    def prefix(self) -> str:
+        """Returns the first part of the keys of all messages."""
+        return f"deltackpt/save/{self.key}"
+
+    def records(self, paths: Iterable[Path]) -> dict[str, bytes]:
+        """Returns the files to send with a report, by posix path below the step.
+
+        Args:
+          paths: files that the receivers need; none is sent if they see them.
+        """
+        if self.count == 1 or self.shared_fs:
+            return {}
+        found = {path.relative_to(self.temporary).as_posix(): path for path in paths}
+        return {name: posix.read_bytes(path) for name, path in found.items()}
+
+    def report(self, phase: Phase, records: Mapping[str, bytes]) -> None:
+        """Reports that this process is done with a phase; does nothing if there is only one.
+
+        Args:
+          phase: the phase.
+          records: see ``records``; the receivers store them.
+
+        Raises:
+          StorageError: JAX's coordination service does not answer.
+        """
+        if self.count > 1:
+            self._reported.add(phase)
+            packed: Any = msgpack.packb(records)
+            self.coordinator.send(f"{self.prefix}/{phase}", packed)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Shows during a block that this process is alive; reports an error of the block."""
+        try:
+            with self.coordinator.alive():
+                yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Reports that this process failed, unless it has committed the step; never raises.
+
+        It replaces reports on which process 0 might still commit.
+        """
+        phases: tuple[Phase, ...] = ("shard", "written") if self.process else ("done",)
+        if self.count > 1 and "done" not in self._reported:
+            for phase in phases:
+                self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
+
+    def expire(self) -> None:
+        """Deletes the messages of earlier saves; called when this process's part has ended."""
+        if self.process == 0 and self.count > 1:
+            self.coordinator.expire(self.prefix)
+
+    def wait(self, phase: Phase) -> None:
+        """Waits for a report of process 0, or on it for reports of all others; stores their files.
+
+        Raises:
+          ProcessMissing: one of them was silent for the timeout.
+          ProcessFailed: one of them failed.
+          StorageError: JAX's coordination service does not answer, or a file cannot be stored.
+        """
+        step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
+        topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
+        for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
+            for name, data in msgpack.unpackb(packed).items():
+                root = DurableDir(self.temporary.parent, fsync=self.fsync)
+                root.write(self.temporary / name, data)
+
+    def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
+        """Waits for the shards of all other processes; called by process 0.
+
+        Args:
+          item_dir: the item's directory, in the step's temporary directory.
+          own: process 0's manifest, without its index.
+
+        Returns:
+          The index of all shards, process 0's first.
+
+        Raises:
+          ProcessMissing, ProcessFailed, StorageError: as for ``wait``.
+          Disagreement: a shard belongs to another save, or the shards do not cover the tables.
+          TrackingError: processes with the same rows have marked different ones.
+        """
+        self.wait("shard")
+        parts, owned = [part_of(own, 0)], [own.owned_cells]
+        stamps = {key: (0, value) for key, value in own.shared_stamps.items()}
+        paths = [item_dir / naming.manifest_name(process) for process in self.reporters]
+        read = self.runtime.map(posix.read_bytes, paths, threads=READS)
+        for path, data in zip(paths, read, strict=True):
+            found = manifest.from_bytes(data, name=path.name)
+            _check_agreed(own, found)
+            _check_agreed_stamps(stamps, found)
+            parts.append(part_of(found, google_crc32c.value(data)))
+            owned.append(found.owned_cells)
+        _check_owned(own, owned)
+        return tuple(parts)
+
+
+def _check_agreed(own: Manifest, other: Manifest) -> None:
+    for field in _AGREED:
+        want, have = getattr(own, field), getattr(other, field)
+        if want != have:
+            raise Disagreement(
+                f"step {own.save_id.step}: expected process {other.process} to agree with process "
+                f"0 on {field} {want} ({own.kind}: {own.reason}), found {have} ({other.kind}: "
+                f"{other.reason}); pass every process the same state structure, options and "
+                "arguments of save()"
+            )
+
+
+def _check_agreed_stamps(stamps: dict[str, tuple[int, int]], other: Manifest) -> None:
+    """Checks that processes with the same stamps have touched the same rows; records them."""
+    for key, value in other.shared_stamps.items():
+        process, before = stamps.setdefault(key, (other.process, value))
+        if before != value:
+            table, _, place = key.partition("@")
+            where = f"the TouchState at {place}" if place else "the TouchState given to save()"
+            raise TrackingError(
+                f"step {other.save_id.step}, table {table}: expected processes {process} and "
+                f"{other.process}, which both have these rows, to have marked the same ones in "
+                f"{where}, found that they did not; mark the ids of all processes on each "
+                "(jax.lax.all_gather, or ids as one global array). The next save is a base"
+            )
+
+
+def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
+    """Checks that exactly one process writes each cell of a base."""
+    for group in own.groups:
+        wanted = sum(group.rows * width(spec.trailing) for spec in group.fields)
+        found = sum(cells.get(group.name, 0) for cells in owned)
+        if found != wanted:
+            tables = [table.name for table in own.tables if table.group == group.name]
+            raise Disagreement(
+                f"step {own.save_id.step}, tables {tables[:_SHOWN]}: expected {wanted} cells over "
+                f"all processes, found {found}; make every table and slot one global array "
+                "(jax.make_array_from_process_local_data), not one array in each process"
+            )
+
+
+class Item(Protocol):
+    """One directory of a step; its methods are called in the background."""
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Writes this process's share of the item.
+
+        Args:
+          item_dir: the item's existing directory.
+          batch: writes files, or registers them.
+          writers: the processes that write the step.
+        """
+        ...
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Completes the item after all processes have written their parts; called by process 0."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepTransaction:
+    """A step to be written.
+
+    Attributes:
+      final: path of the step once it is committed.
+      items: the items of the step, by name.
+      tables: name of the item whose shards have their own digests.
+      writers: the processes that write the step.
+      fsync: whether the committed step survives a power cut.
+      own_files: returns the files of the step's directory, by name, just before the commit.
+      check: called before the commit; an exception prevents the commit.
+    """
+
+    final: Path
+    items: Mapping[str, Item]
+    tables: str
+    writers: StepWriters
+    fsync: bool
+    own_files: Callable[[], Mapping[str, bytes]]
+    check: Callable[[], None]
+
+
+class Committed(NamedTuple):
+    """A committed step; both times are ``time.perf_counter()`` values.
+
+    Attributes:
+      written_at: when all files of this process were written.
+      at: when the step was visible.
+    """
+
+    written_at: float
+    at: float
+
+
+def temporary_dir(final: Path, attempt: str) -> Path:
+    """Returns the temporary directory of an attempt at a step, unique across attempts and runs.
+
+    Args:
+      final: the step's path once committed.
+      attempt: number of the attempt: the same on every process.
+    """
+    return final.with_name(f"{final.name}{naming.TEMPORARY}-{attempt}")
+
+
+def write(step: StepTransaction, runtime: Runtime) -> Committed:
+    """Writes a step and commits it; all processes of a job call it.
+
+    Args:
+      step: the step to write.
+      runtime: threads that fsync files, and the write rate.
+
+    Raises:
+      StorageError: the store reported an error; nothing was committed, as with every other error.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+    """
+    writers, temporary = step.writers, step.writers.temporary
+    try:
+        with writers.working():
+            with posix.typed_errors(temporary, "make a directory"):
+                temporary.mkdir(exist_ok=True)
+            made = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
+            with contextlib.closing(made) as batch:
+                return _write(step, batch)
+    except BaseException:
+        if writers.count == 1:
+            DurableDir(step.final.parent).remove(temporary)
+        raise
+    finally:
+        writers.expire()
+
+
+def _write(step: StepTransaction, batch: FileBatch) -> Committed:
+    writers, temporary = step.writers, step.writers.temporary
+    for name, item in step.items.items():
+        batch.make(temporary / name)
+        item.write(temporary / name, batch, writers)
+    written_at = time.perf_counter()
+    if writers.process > 0:
+        _write_digests(step, batch, temporary / naming.step_digests_name(writers.process))
+        batch.force()
+        writers.report("written", writers.records(_descriptions(step)))
+        try:
+            writers.wait("done")
+        except (ProcessMissing, StorageError):
+            # Process 0, which runs the coordination service, may have died between the commit and
+            # its report.
+            if temporary.exists() or not step.final.is_dir():
+                raise
+        if writers.shared_fs:
+            # Opening the directory refreshes the cache of a network file system.
+            with contextlib.suppress(OSError):
+                os.close(os.open(step.final.parent, os.O_RDONLY))
+        else:
+            step.check()
+            _publish(step)
+        return Committed(written_at, time.perf_counter())
+    if writers.count > 1:
+        batch.force()  # While the others write.
+        writers.wait("written")
+        batch.adopt_files(
+            [temporary / naming.step_digests_name(process) for process in writers.reporters]
+        )
+    for name, item in step.items.items():
+        item.complete(temporary / name, batch, writers)
+    _commit(step, batch)
+    return Committed(written_at, time.perf_counter())
+
+
+def _commit(step: StepTransaction, batch: FileBatch) -> None:
+    """Writes the step's metadata and digests, fsyncs everything, and renames the step."""
+    temporary = step.writers.temporary
+    for name, data in step.own_files().items():
+        batch.write(temporary / name, data)
+    _write_digests(step, batch, temporary / naming.STEP_DIGESTS)
+    batch.force()
+    step.check()
+    head = step.writers.records([temporary / step.tables / naming.manifest_name(0)])
+    try:
+        _publish(step)
+    finally:
+        # Even if only the last fsync failed. A process that gets no report raises ProcessMissing.
+        if not temporary.exists():
+            with contextlib.suppress(StorageError):
+                step.writers.report("done", head)
+
+
+def _publish(step: StepTransaction) -> None:
+    root = DurableDir(step.final.parent, fsync=step.fsync)
+    root.publish(step.writers.temporary, step.final)
+
+
+def _descriptions(step: StepTransaction) -> Iterator[Path]:
+    """Yields the files that process 0 needs to know of another process's part."""
+    temporary, process = step.writers.temporary, step.writers.process
+    yield temporary / naming.step_digests_name(process)
+    for name in step.items:
+        if (path := temporary / name / naming.digests_name(process)).exists():
+            yield path
+        for path in sorted((temporary / name / naming.dense_part(process)).rglob("*")):
+            if path.is_file() and naming.is_dense_node(path.relative_to(temporary).as_posix()):
+                yield path
+
+
+def _write_digests(step: StepTransaction, batch: FileBatch, path: Path) -> None:
+    """Writes the digests of files that neither a shard's digests nor process 0's index cover."""
+    prefix = f"{step.tables}/"
+    found = {
+        name: digest
+        for name, digest in batch.digests.items()
+        if not (name.startswith(prefix) and naming.is_of_part(name.removeprefix(prefix)))
+    }
+    batch.write(path, digests.digests_bytes(Digests.of(found)))

@@ -1,0 +1,748 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves of a save: captured from the training state, then written as an item or in a layer.
+
+A base stores them in Orbax's layout. A delta or a WAL record stores them in its layer: whole, or,
+if a ``DenseKeeper`` keeps the decoded values of the parent, only the blocks that changed.
+
+In a layer, a leaf is a table of 256-wide rows. Leaves of one dtype are stored end to end, and each
+codec has a segment with some of their blocks. Small values and files are one segment of bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from deltackpt.codecs import block_codecs
+from deltackpt.codecs.block_codecs import LOSSLESS
+from deltackpt.errors import OptionError, UnsupportedLeaf
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.format.manifest import DenseEntry, KeyPath, LeafFigures, SaveId, path_name
+from deltackpt.format.naming import PyTree
+from deltackpt.format.row_blocks import (
+    BLOCK,
+    BLOCKS,
+    PLAIN,
+    PLAIN_BYTES_OF,
+    BlockedValue,
+    DenseBlocks,
+    Key,
+    Segment,
+    blocks_of,
+    group_of,
+)
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save import block_codes, dense_layout, device_blocks
+from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, References
+from deltackpt.save.commit import StepWriters
+from deltackpt.save.dense_layout import Plan
+from deltackpt.state import placement
+from deltackpt.storage import ocdbt, parts
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.ocdbt import ZARRAY, Value
+from deltackpt.storage.parts import SegmentSink, StoredArrays
+
+#: Smaller values of one dtype share a buffer, because staging lends whole MiB.
+_SHARED_BYTES = 1 << 20
+#: Threads share copies of so many bytes at least, in pieces of about so many.
+_LARGE_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
+#: Smaller buffers of whole leaves are not taken from staging.
+_STAGED_BYTES = 128 << 10
+#: Leaves whose codec a record explains.
+_MOST_REASONS = 16
+#: Fewer plain bytes of whole leaves are not worth the time of the compressor's threads.
+_COMPRESSED_BYTES = 64 << 10
+_RAW = "raw"
+
+
+class Coding(NamedTuple):
+    """How a leaf is encoded in deltas.
+
+    Attributes:
+      codec: ``"lossless"``, or a lossy codec.
+      max_error: maximum relative l2 error; None for no limit.
+    """
+
+    codec: str = block_codecs.LOSSLESS
+    max_error: float | None = None
+
+
+def codings(
+    codec: str | Mapping[str, str], max_error: float | None
+) -> Callable[[DenseEntry, np.dtype], Coding]:
+    """Returns a function that maps a leaf to its coding, with a cache.
+
+    Args:
+      codec: for all leaves, or by glob over their paths: the first match applies; leaves without a
+        match are lossless. A single codec applies only to the floats that it can encode.
+      max_error: maximum relative l2 error of a leaf.
+    """
+    known: dict[tuple[KeyPath, str], Coding] = {}
+
+    def found(leaf: DenseEntry, dtype: np.dtype) -> Coding:
+        key = leaf.path, dtype.name
+        if key not in known:
+            known[key] = _coding(codec, max_error, path_name(leaf.path), dtype.name)
+        return known[key]
+
+    return found
+
+
+def _coding(
+    codec: str | Mapping[str, str], max_error: float | None, path: str, dtype: str
+) -> Coding:
+    if isinstance(codec, str):
+        name, named = codec, False
+    else:
+        name = next((one for glob, one in codec.items() if naming.matches(glob, path)), None)
+        name, named = (block_codecs.LOSSLESS, False) if name is None else (name, True)
+    if name == block_codecs.LOSSLESS:
+        return Coding()
+    if not block_codecs.get(name).accepts_dtype(dtype):
+        if named:
+            raise OptionError(
+                f"Dense.codec: dense leaf {path}: expected {', '.join(block_codecs.FLOATS)} for "
+                f"{name}, found {dtype}; integers, booleans, keys and counters are always "
+                "lossless: put a glob for it with codec 'lossless' first, or leave it out"
+            )
+        return Coding()
+    return Coding(name, max_error)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class DenseValue:
+    """A captured value of the dense item.
+
+    Attributes:
+      key: key in Orbax's database, or a file's path in the item.
+      group: its dtype if it is stored as blocks, otherwise ``plain``.
+      data: (n,) uint8 for a plain value. Otherwise (blocks, 256), padded with zeros, in host memory
+        or on its device; whole leaves may lack the padding.
+      shape: shape of the chunk; None for a plain value that is not an array.
+      dtype: dtype of the chunk.
+      coding: how deltas encode it.
+      leaf: path of its leaf; empty without one.
+      file: whether it is a file.
+    """
+
+    key: str
+    group: str
+    data: Array
+    shape: tuple[int, ...] | None
+    dtype: np.dtype
+    coding: Coding = Coding()
+    leaf: str = ""
+    file: bool = False
+
+    @classmethod
+    def of_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
+        """Returns a value that is not an array."""
+        found = np.frombuffer(data, np.uint8)
+        return cls(key, PLAIN, found, None, found.dtype, file=file)
+
+    @property
+    def item_key(self) -> Key:
+        """Returns its key among all values of the item."""
+        return self.file, self.key
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether it is stored as bytes."""
+        return self.group == PLAIN
+
+    @property
+    def count(self) -> int:
+        """Returns the number of elements; for a plain value, of bytes."""
+        return self.data.size if self.shape is None or self.plain else math.prod(self.shape)
+
+    @property
+    def array(self) -> np.ndarray:
+        """Returns the chunk, or the bytes."""
+        flat = np.asarray(self.data).reshape(-1)
+        if self.shape is None:
+            return flat
+        return (flat.view(self.dtype) if self.plain else flat[: self.count]).reshape(self.shape)
+
+
+class DenseLeaves:
+    """The dense leaves that this process writes, independent of later training steps."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        chunks: Sequence[DenseValue],
+        pieces: Mapping[str, Sequence[np.ndarray]],
+        runtime: Runtime,
+        keeper: DenseKeeper | None,
+    ):
+        """Created by ``capture``."""
+        #: Bytes of all values.
+        self.nbytes = sum(value.data.nbytes for value in chunks)
+        self.nbytes += sum(map(len, plan.described.values()))
+        self.nbytes += sum(len(text.encode()) for text in plan.files.values())
+        self.chunks = chunks
+        self._plan = plan
+        self._pieces = pieces
+        self._runtime = runtime
+        self._keeper = keeper
+
+    @classmethod
+    def capture(cls, tree: PyTree, process: int, runtime: Runtime) -> DenseLeaves:
+        """Copies the values that this process writes, to store them whole; waits for accelerators.
+
+        Args:
+          tree: nested containers of leaves.
+          process: index of this process.
+          runtime: provides the memory for the copies, and encodes them.
+
+        Raises:
+          UnsupportedLeaf: Orbax's handler must write the leaves.
+        """
+        return _captured(dense_layout.plan(tree, process), runtime)
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """See ``commit.Item``: writes a base's item in Orbax's layout, and releases the memory."""
+        own = item_dir
+        if writers.count > 1:
+            own = ocdbt.process_directory(item_dir, writers.process)
+        values = [Value(key, data) for key, data in self._plan.described.items()]
+        values += [Value(value.key, value.array) for value in self.chunks]
+        try:
+            ocdbt.write(own, values, batch, separate_nodes=not writers.shared_fs)
+        finally:
+            del values
+            self.release()
+        for name, text in self._plan.files.items():
+            path = item_dir / name
+            batch.make(path.parent)
+            batch.write(path, text.encode())
+
+    def values(self) -> Iterator[DenseValue]:
+        """Yields all values of the item, in its order."""
+        for name, text in self._plan.files.items():
+            yield DenseValue.of_bytes(name, text.encode(), file=True)
+        for key, data in self._plan.described.items():
+            yield DenseValue.of_bytes(key, data)
+        yield from self.chunks
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """See ``commit.Item``."""
+        if writers.count > 1:
+            ocdbt.merge(item_dir, range(writers.count), self._plan.described)
+            own = {ocdbt.process_directory(item_dir, number) for number in range(writers.count)}
+            batch.adopt(item_dir, but=own)  # Each digests and forces its own.
+
+    def write_layer(
+        self,
+        sink_of: Callable[[str], SegmentSink],
+        save_id: SaveId,
+        parent: SaveId | None,
+    ) -> WrittenDense:
+        """Writes the segments of a delta or a WAL record, and releases the memory.
+
+        With a keeper, their decoded values become the reference of the next one.
+
+        Args:
+          sink_of: returns the destination of a segment.
+          save_id: id of the save or record.
+          parent: the save or record that it may refer to; None to write whole leaves.
+        """
+        keeper, values = self._keeper, [*self.values()]
+        deltas: list[LeafDelta] = []
+        try:
+            if keeper is None:
+                return write_whole(sink_of, values, self._pieces)
+            deltas.extend(
+                encode(
+                    values,
+                    keeper.references.of(parent),
+                    self._runtime,
+                    skip_unchanged=keeper.skip_unchanged,
+                )
+            )
+            keeper.keep(save_id, values, [delta.decoded for delta in deltas])
+        finally:
+            if keeper is not None:
+                keeper.references.release(delta.decoded for delta in deltas)
+            self.release()
+        return write_changes(sink_of, values, deltas)
+
+    def keep(self, save_id: SaveId) -> None:
+        """Makes the values of a keeper the reference of a base, once it is committed."""
+        assert self._keeper is not None
+        values = [*self.values()]
+        self._keeper.keep(save_id, values, [value.data for value in values])
+
+    def release(self) -> None:
+        """Releases the memory that no save needs. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.references.release(value.data for value in self.chunks)
+        else:
+            self._runtime.memory.give_back(itertools.chain(*self._pieces.values()))
+        self.chunks, self._pieces = (), {}
+
+
+class DenseKeeper:
+    """Captures dense leaves for blocks, and keeps their decoded values; thread-safe."""
+
+    def __init__(
+        self,
+        coding_of: Callable[[DenseEntry, np.dtype], Coding],
+        runtime: Runtime,
+        *,
+        max_reference_bytes: int,
+        skip_unchanged: bool,
+    ):
+        """Keeps nothing yet.
+
+        Args:
+          coding_of: how the leaf at a path is encoded in deltas.
+          runtime: threads that copy and encode.
+          max_reference_bytes: host memory for references, over all saves that are kept.
+          skip_unchanged: whether to omit unchanged blocks from deltas.
+        """
+        self.skip_unchanged = skip_unchanged
+        self.references = References(max_reference_bytes, runtime, hashed=skip_unchanged)
+        self._coding_of = coding_of
+
+    def capture(
+        self,
+        tree: PyTree,
+        leaves: Sequence[DenseEntry],
+        process: int,
+        given: Mapping[str, np.ndarray] | None = None,
+    ) -> DenseLeaves:
+        """Copies the dense leaves of this process; waits for accelerators.
+
+        Args:
+          tree: nested containers of leaves, as they are stored.
+          leaves: their paths in the state.
+          process: index of this process.
+          given: key to the bytes of chunks in memory that is never written, (n,) uint8; chunks that
+            fill their blocks are not copied.
+
+        Raises:
+          UnsupportedLeaf: Orbax's handler has to write them.
+        """
+        plan = dense_layout.plan(tree, process)
+        dtypes_of = {_name_of(chunk.key): chunk.source.dtype for chunk in plan.chunks}
+        codings = {}
+        for leaf in leaves:
+            if (name := ".".join(leaf.key)) in dtypes_of:
+                codings[name] = path_name(leaf.path), self._coding_of(leaf, dtypes_of[name])
+        found = _captured(plan, self.references.runtime, self, codings, given or {})
+        lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
+        self.references.copied(found.nbytes + sum(lossy))
+        return found
+
+    def keep(self, save_id: SaveId, values: Sequence[DenseValue], decoded: Sequence[Array]) -> None:
+        """Makes decoded values the reference of a save, once it is committed."""
+        data = {value.item_key: one for value, one in zip(values, decoded, strict=True)}
+        self.references.stage(save_id, Left(data, {one.item_key: one.count for one in values}))
+
+    def adopt(
+        self,
+        save_id: SaveId,
+        tree: PyTree,
+        leaves: Sequence[DenseEntry],
+        process: int,
+        described: Mapping[str, bytes],
+        held: Mapping[str, np.ndarray],
+    ) -> None:
+        """Makes a restored state the reference of its step.
+
+        Args:
+          save_id: id of the step.
+          tree: as for ``capture``, with the restored (decoded) values.
+          leaves: as for ``capture``.
+          process: as for ``capture``.
+          described: ``.zarray`` keys of the step, and their values. A leaf whose chunks differ now,
+            because the topology changed, is not a reference.
+          held: chunks of the step in memory that is never written, (bytes,) uint8, by key; they are
+            not copied. jax may alias them, and does not write to them even if arrays are donated.
+        """
+        try:
+            changed = {
+                key.removesuffix(f"/{ZARRAY}")
+                for key, data in dense_layout.described(tree).items()
+                if described.get(key) != data
+            }
+            same = {key: data for key, data in held.items() if _name_of(key) not in changed}
+            found = self.capture(tree, leaves, process, same)
+        except UnsupportedLeaf:
+            return
+        kept = [value for value in found.chunks if _name_of(value.key) not in changed]
+        self.keep(save_id, kept, [value.data for value in kept])
+        self.references.committed(save_id, save_id)
+        found.release()
+
+
+def _captured(
+    plan: Plan,
+    runtime: Runtime,
+    keeper: DenseKeeper | None = None,
+    codings: Mapping[str, tuple[str, Coding]] | None = None,
+    given: Mapping[str, np.ndarray] | None = None,
+) -> DenseLeaves:
+    """Copies the chunks of a plan; without a keeper, the values are stored whole."""
+    # Values of the host are copied into blocks, end to end if they are small, so that whole leaves
+    # are written without another copy. Without a keeper, copies from accelerators stay as they are.
+    codings, given = codings or {}, given or {}
+    leaf, coding = "", Coding()
+    values: dict[str, DenseValue] = {}
+    sources = []
+    for chunk in plan.chunks:
+        source = chunk.source
+        if not chunk.on_host:
+            leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
+            group = group_of(source.nbytes, _native_name_of(source.dtype))
+            if group != PLAIN and device_blocks.can_encode(coding.codec, group):
+                data, shape = device_blocks.capture(source, chunk.window)
+                values[chunk.key] = DenseValue(
+                    chunk.key, group, data, shape, source.dtype, coding, leaf
+                )
+            elif chunk.key not in given:
+                source = placement.host_copy(source)
+        sources.append(source)
+    #: Values that share a buffer, or one that has its own.
+    runs: list[list[DenseValue]] = []
+    open_runs: dict[np.dtype, list[DenseValue]] = {}
+    views = set[str]()
+    for chunk, source in zip(plan.chunks, sources, strict=True):
+        key = chunk.key
+        if key in values:
+            continue
+        if codings:
+            leaf, coding = codings.get(_name_of(key), ("", Coding()))
+        if (held := given.get(key)) is None:
+            found = np.asarray(source)[chunk.window]
+        else:
+            found = held.view(source.dtype).reshape(chunk.shape)
+        dtype = found.dtype
+        group = group_of(found.nbytes, _native_name_of(dtype))
+        if group == PLAIN:
+            data = np.frombuffer(found.tobytes(), np.uint8)
+            values[key] = DenseValue(key, PLAIN, data, found.shape, dtype, coding, leaf)
+            continue
+        value = values[key] = DenseValue(key, group, found, found.shape, dtype, coding, leaf)
+        is_view = found.size % BLOCK == 0 if held is not None else not (chunk.on_host or keeper)
+        if is_view:
+            views.add(key)
+        if is_view or keeper is not None or found.nbytes >= _SHARED_BYTES:
+            open_runs.pop(dtype, None)
+            runs.append([value])
+        elif dtype in open_runs:
+            open_runs[dtype].append(value)
+        else:
+            open_runs[dtype] = [value]
+            runs.append(open_runs[dtype])
+    least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
+    pieces = _copied(runs, views, runtime, least)
+    return DenseLeaves(plan, [values[chunk.key] for chunk in plan.chunks], pieces, runtime, keeper)
+
+
+def _copied(
+    runs: Sequence[Sequence[DenseValue]], views: Container[str], runtime: Runtime, least: int
+) -> dict[str, list[np.ndarray]]:
+    """Replaces the data of runs of one dtype by their blocks; returns each group's blocks."""
+    pieces: dict[str, list[np.ndarray]] = {}
+    copies: list[tuple[np.ndarray, np.ndarray]] = []
+    try:
+        # A run shares a buffer, from ``runtime`` if it has ``least`` bytes; ``views`` are the keys
+        # of values that are in their own memory already.
+        for run in runs:
+            of_group, dtype = pieces.setdefault(run[0].group, []), run[0].dtype
+            if run[0].key in views:
+                flat = np.ascontiguousarray(run[0].data).reshape(-1)
+                of_group.extend(_blocks(flat))
+                run[0].data = flat if flat.size % BLOCK else of_group[-1]
+                continue
+            bounds = [0, *itertools.accumulate(blocks_of(value.data.size) for value in run)]
+            shape = bounds[-1], BLOCK
+            is_staged = bounds[-1] * BLOCK * dtype.itemsize >= least
+            buffer = runtime.memory.allocate(shape, dtype) if is_staged else np.empty(shape, dtype)
+            of_group.append(buffer)
+            for value, start, stop in zip(run, bounds, bounds[1:], strict=False):
+                found = np.asarray(value.data)
+                value.data = buffer if len(run) == 1 else buffer[start:stop]
+                flat, count = value.data.reshape(-1), found.size
+                copies.append((flat[:count].reshape(found.shape), found))
+                if count < flat.size:
+                    flat[count:] = 0
+        _copy(copies, runtime)
+    except BaseException:
+        runtime.memory.give_back(itertools.chain(*pieces.values()))
+        raise
+    return pieces
+
+
+def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
+    """Copies arrays to others of their shapes; threads help if they are large."""
+    large = sum(source.nbytes for _, source in pairs) >= _LARGE_BYTES
+    pieces = [piece for pair in pairs for piece in _pieces(*pair)] if large else pairs
+    runtime.map(lambda pair: np.copyto(*pair), pieces, threads=None if large else 1)
+
+
+def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields a copy in pieces along the first axis."""
+    if source.nbytes < 2 * _PIECE_BYTES:
+        yield out, source
+        return
+    count = max(1, len(source) * _PIECE_BYTES // source.nbytes)
+    for start in range(0, len(source), count):
+        yield out[start : start + count], source[start : start + count]
+
+
+@functools.cache
+def _native_name_of(dtype: np.dtype) -> str:
+    """Returns the name of a dtype in the machine's byte order; empty for others."""
+    return dtype.name if dtype.isnative else ""
+
+
+def _name_of(key: str) -> str:
+    """Returns the name of a chunk's array."""
+    return key.rpartition("/")[0]
+
+
+def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the full blocks of a value, and its last one, padded."""
+    full = len(flat) // BLOCK * BLOCK
+    if full:
+        yield flat[:full].reshape(-1, BLOCK)
+    if full < len(flat):
+        last = np.zeros((1, BLOCK), flat.dtype)
+        last[0, : len(flat) - full] = flat[full:]
+        yield last
+
+
+class WrittenDense(NamedTuple):
+    """Dense leaves that were written.
+
+    Attributes:
+      record: their record in the manifest.
+      nbytes: their stored bytes.
+      leaves: figures of each leaf that this process has a part of; none of whole leaves.
+    """
+
+    record: DenseBlocks
+    nbytes: int
+    leaves: tuple[LeafFigures, ...] = ()
+
+
+def write_whole(
+    sink_of: Callable[[str], SegmentSink],
+    values: Iterable[DenseValue],
+    pieces: Mapping[str, Sequence[np.ndarray]],
+) -> WrittenDense:
+    """Writes all values in full: raw blocks, and bytes.
+
+    Args:
+      sink_of: returns the destination of a segment.
+      values: the values of one process.
+      pieces: group to the blocks of its values in their order, (n, 256) each.
+    """
+    values = sorted(values, key=lambda value: "" if value.plain else value.group)
+    segments = []
+    plain = [np.asarray(value.data) for value in values if value.plain]
+    if nbytes := sum(data.nbytes for data in plain):
+        segments.append(write_plain(sink_of, plain, zstd=nbytes >= _COMPRESSED_BYTES))
+    for group, held in sorted(pieces.items()):
+        rows = range(sum(map(len, held)))
+        segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": held}))
+    described = tuple(_described(values, [True] * len(values)))
+    record = DenseBlocks(values=described, segments=tuple(segments), complete=True)
+    return WrittenDense(record, sum(_stored_bytes(record).values()))
+
+
+def encode(
+    values: Sequence[DenseValue],
+    parent: Left,
+    runtime: Runtime,
+    *,
+    skip_unchanged: bool = True,
+) -> Iterator[LeafDelta]:
+    """Encodes values relative to the parent, each with its coding, and yields the results.
+
+    Args:
+      values: the values of one process.
+      parent: what is known of the parent's values; values not in it are stored whole.
+      runtime: runs the encoding; decoded values may be lent from its memory.
+      skip_unchanged: whether to omit unchanged values.
+    """
+    for value in values:
+        yield _encoded(value, parent, runtime, skip_unchanged)
+
+
+def _encoded(value: DenseValue, parent: Left, runtime: Runtime, skip_unchanged: bool) -> LeafDelta:
+    data, reference, hashes = value.data, None, None
+    if parent.counts.get(value.item_key) == value.count:
+        reference, hashes = parent.data.get(value.item_key), parent.hashes.get(value.item_key)
+    if reference is not None and (reference.shape, reference.dtype) != (data.shape, data.dtype):
+        reference = None
+    if value.plain:
+        same = skip_unchanged and reference is not None and bool((reference == data).all())
+        pieces = [EncodedBlocks(_RAW, np.arange(1), {"": np.asarray(data)})]
+        return LeafDelta([] if same else pieces, data, block_codecs.LOSSLESS, "", 0.0)
+    if hashes is None and isinstance(data, jax.Array):
+        if reference is None or isinstance(reference, jax.Array):
+            return device_blocks.encode_leaf_there(
+                data, reference, *value.coding, runtime, skip_unchanged=skip_unchanged
+            )
+    data = np.asarray(data)
+    return block_codes.encode_leaf(
+        data,
+        None if reference is None else np.asarray(reference),
+        *value.coding,
+        runtime,
+        skip_unchanged=skip_unchanged,
+        only=None if hashes is None else hashes.changed(data),
+    )
+
+
+def write_changes(
+    sink_of: Callable[[str], SegmentSink],
+    values: Sequence[DenseValue],
+    deltas: Sequence[LeafDelta],
+) -> WrittenDense:
+    """Writes the changed blocks of values.
+
+    Args:
+      sink_of: returns the destination of a segment.
+      values: the values of one process, in the order of the item.
+      deltas: the result of ``encode``.
+    """
+    described = tuple(_described(values, [bool(delta.pieces) for delta in deltas]))
+    pieces: dict[tuple[str, str], list[EncodedBlocks]] = collections.defaultdict(list)
+    reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for value, delta, stored in zip(values, deltas, described, strict=True):
+        for piece in delta.pieces:
+            assert stored.at is not None
+            place = value.group, piece.codec
+            pieces[place].append(piece._replace(blocks=piece.blocks + stored.at))
+            if delta.reason:
+                reasons[place].append(f"{value.leaf}: {delta.reason}")
+    segments = []
+    plain = [piece.arrays[""] for piece in pieces.get((PLAIN, _RAW), ())]
+    if any(data.nbytes for data in plain):
+        segments.append(write_plain(sink_of, plain, zstd=True))
+    for group, codec in sorted(pieces.keys() - {(PLAIN, _RAW)}):
+        held, reason = pieces[group, codec], reasons[group, codec]
+        rows: row_blocks.Rows = np.concatenate([piece.blocks for piece in held])
+        if len(rows) == rows[-1] + 1 - rows[0]:
+            rows = range(int(rows[0]), int(rows[-1]) + 1)
+        by_suffix = {name: [piece.arrays[name] for piece in held] for name in held[0].arrays}
+        told = "; ".join(dict.fromkeys(reason[:_MOST_REASONS]))
+        told += "; and others" if len(reason) > _MOST_REASONS else ""
+        segments.append(_write_blocks(sink_of, group, codec, rows, by_suffix, told))
+    record = DenseBlocks(values=described, segments=tuple(segments))
+    on_disk = _stored_bytes(record)
+    shares = {
+        place: on_disk.get(place, 0) / max(1, sum(piece.nbytes for piece in held))
+        for place, held in pieces.items()
+    }
+    by_leaf: dict[str, list[LeafFigures]] = collections.defaultdict(list)
+    for value, delta in zip(values, deltas, strict=True):
+        if value.leaf:
+            by_leaf[value.leaf].append(_figures(value, delta, shares))
+    leaves = tuple(LeafFigures.joined(found) for found in by_leaf.values())
+    return WrittenDense(record, sum(on_disk.values()), leaves)
+
+
+def _described(values: Iterable[DenseValue], stored: Iterable[bool]) -> Iterator[BlockedValue]:
+    """Yields the records of values, end to end in each group; plain ones only if stored."""
+    ends: dict[str, int] = {}
+    for value, is_stored in zip(values, stored, strict=True):
+        at, count, group = None, value.count, value.group
+        if is_stored or group != PLAIN:
+            at = ends.get(group, 0)
+            ends[group] = at + (count if group == PLAIN else row_blocks.blocks_of(count))
+        yield BlockedValue(
+            key=value.key,
+            file=value.file,
+            dtype="uint8" if group == PLAIN else group,
+            count=count,
+            group=group,
+            at=at,
+        )
+
+
+def _stored_bytes(record: DenseBlocks) -> dict[tuple[str, str], int]:
+    """Returns group and codec to the stored bytes of their segment."""
+    return {
+        (segment.group, encoding.codec): encoding.nbytes
+        for segment in record.segments
+        for encoding in segment.encodings
+    }
+
+
+def _figures(
+    value: DenseValue, delta: LeafDelta, shares: Mapping[tuple[str, str], float]
+) -> LeafFigures:
+    """Returns figures of one value; ``shares``: bytes on disk per byte before compression."""
+    return LeafFigures(
+        leaf=value.leaf,
+        codec=delta.codec,
+        reason=delta.reason,
+        raw_bytes=value.count * value.data.dtype.itemsize,
+        nbytes=round(sum(one.nbytes * shares[value.group, one.codec] for one in delta.pieces)),
+        blocks=1 if value.plain else len(value.data),
+        changed_blocks=sum(len(one.blocks) for one in delta.pieces),
+        relative_error=delta.error,
+    )
+
+
+def write_plain(
+    sink_of: Callable[[str], SegmentSink], held: Sequence[np.ndarray], *, zstd: bool
+) -> Segment:
+    """Writes the bytes of plain values.
+
+    Args:
+      sink_of: returns the destination of a segment.
+      held: (n,) uint8 each, not all empty.
+      zstd: whether to compress them.
+    """
+    place = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
+    data = np.concatenate(held)
+    entry = row_blocks.array_entry(PLAIN_BYTES_OF, data.shape, data.dtype, zstd=zstd)
+    stored = parts.write_array(place, entry, [data])
+    bounds = np.array([0, len(data)])
+    field = parts.stored_field(PLAIN_BYTES_OF, stored, codec=_RAW, reason="", bounds=bounds)
+    rows, none = range(len(data)), StoredArrays((), 0)
+    return parts.stored_segment(place, PLAIN, (0, 1), rows, none, [field])
+
+
+def _write_blocks(
+    sink_of: Callable[[str], SegmentSink],
+    group: str,
+    codec: str,
+    rows: row_blocks.Rows,
+    held: Mapping[str, Sequence[np.ndarray]],
+    reason: str = "",
+) -> Segment:
+    """Writes blocks of one group and codec, given each array's pieces by suffix."""
+    place, written = sink_of(f"{row_blocks.SEGMENTS}{group}.{codec}"), []
+    row_indices = parts.write_rows(place, rows)
+    for suffix, array in block_codecs.get(codec).stored(dtype_of(group)).items():
+        pieces = [piece.view(array.dtype) for piece in held[suffix]]
+        entry = row_blocks.array_entry(
+            f"{BLOCKS}.{suffix}" if suffix else BLOCKS,
+            (sum(map(len, pieces)), *array.trailing),
+            array.dtype,
+            zstd=array.zstd,
+            byte_planes=array.byte_planes,
+        )
+        written.append(parts.write_array(place, entry, pieces))
+    stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
+    # ``reason``: why leaves have another codec than requested.
+    field = parts.stored_field(BLOCKS, stored, codec=codec, reason=reason, bounds=bounds)
+    return parts.stored_segment(place, group, (0, BLOCK), rows, row_indices, [field])

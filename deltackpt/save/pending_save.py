@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save: decided and captured on the training thread, written in the background.
+
+``capture`` is the only part that blocks training; it returns a ``PendingSave``. The rows to
+write in the background are either *staged* (copies of touched rows) or *pinned* (views of the
+training state, for a base or for a delta larger than the staging budget): see ``save.capture``.
+``PendingSave.released`` is set as soon as nothing refers to the training state.
+
+The lineage decides between base and delta, the stamps determine the touched rows, the audit
+checks a few other rows, and the rows are staged or pinned. All of it is dispatched before the
+training thread continues: later steps may donate the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt import codecs, coordination, events
+from deltackpt.codecs import Codec
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import OutOfSpace, TrackingError
+from deltackpt.format.manifest import Kind, LayerRef, LeafFigures, TrackingName, table_figures
+from deltackpt.format.row_blocks import GroupEntry, Segment, width
+from deltackpt.layers.write import LayerShard
+from deltackpt.policies import CodecChoice, PlannedCodec, too_large
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save import shard as save_shard
+from deltackpt.save import tracking_audit
+from deltackpt.save.branch import Clocks, Reading, Written
+from deltackpt.save.capture import BusyClock, CapturedRows, PinnedRows, SegmentSource, StagedRows
+from deltackpt.save.commit import StepWriters
+from deltackpt.save.dense_save import DenseLeaves, WrittenDense
+from deltackpt.save.lineage import Intent, Lineage
+from deltackpt.save.selection import Sources, including
+from deltackpt.save.shard import Plans, ShardPlan
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
+from deltackpt.storage import posix
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage.zarr_writer import ZarrSegmentSink
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How saves are staged and written, for use of the handlers without a manager.
+
+    Attributes:
+      fsync: whether to fsync every file before its shard is considered written.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      tracking_audit: whether saves check a sample of the rows; see ``save.tracking_audit``.
+      processes_secs: how long another process may be silent.
+    """
+
+    fsync: bool = True
+    digests: tuple[str, ...] = ("item",)
+    tracking_audit: bool = True
+    processes_secs: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Embeddings:
+    """The tables and slots of one state, as a checkpointable for Orbax.
+
+    Attributes:
+      split: the state, split by ``tables.split``; its dense leaves are not saved here.
+      touched: a TouchState in addition to those of the state; a row is touched if any of them marks
+        it. Without any TouchState, the save is a base.
+      lineage: the trainer's earlier saves; None makes the save a base of a new run.
+      options: how to stage and write the rows.
+      runtime: shared by the saves of one manager; by default, the save has its own.
+      force_base: save a base regardless of the policy.
+      dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
+      copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
+      tracking: how the touched rows were found, for the manifest.
+    """
+
+    split: Split
+    touched: TouchState | None = None
+    lineage: Lineage | None = None
+    options: PipelineOptions = PipelineOptions()
+    runtime: Runtime | None = None
+    force_base: bool = False
+    dense_bytes: int = 0
+    copied_bytes: int = 0
+    tracking: TrackingName = ""
+
+    @property
+    def marks(self) -> tuple[Marks, ...]:
+        """Returns the TouchStates of the state, and the passed one if it is not among them."""
+        given = self.touched
+        if given is None or any(marks.state.clock is given.clock for marks in self.split.marks):
+            return self.split.marks
+        return *self.split.marks, Marks("", plain(given))
+
+
+def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
+    """Captures what a save needs from the training state; returns the save to be written.
+
+    The caller must ``wait_copied()`` before training continues. If the tracking audit finds the
+    touched rows wrong, a single process saves a base at once; several fail in the background,
+    before the commit.
+
+    Args:
+      embeddings: the state, its touched rows and its lineage.
+      step: the training step.
+      step_dir: the step's path once it is committed.
+
+    Raises:
+      TrackingError: a TouchState does not fit the tables.
+      OutOfSpace: the store has too little free space for the save.
+    """
+    started = time.perf_counter()
+    split, marks = embeddings.split, embeddings.marks
+    lineage = embeddings.lineage or Lineage.unprotected()
+    runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
+    stamps = match_marks(marks, split.layout) if marks else {}
+    intent = lineage.start_save(
+        step,
+        step_dir,
+        clocks=clocks_of(split, marks),
+        layout=split.layout,
+        force_base=embeddings.force_base,
+    )
+    faults, shared_stamps = None, {}
+    try:
+        sources = Sources(split.layout, split.fields, stamps, runtime)
+        if since := intent.since or intent.recent:
+            sources.stamps.scan(since)
+        if embeddings.options.tracking_audit and marks and embeddings.lineage is not None:
+            found = tracking_audit.audit(sources, intent)
+            lineage.record_sample(intent.save_id, found.sample)
+            faults = lineage.suspected
+            if found.faults:
+                faults = tracking_audit.text(found.faults, "in the parent")
+        if intent.kind == "delta" and coordination.process_count() > 1:
+            shared_stamps = sources.stamps.shared(intent.since)
+        elif intent.kind == "delta" and faults is not None:
+            intent = lineage.as_base(intent, faults)
+        touched = including(sources.stamps.touched, intent.unmarked, split.layout)
+        segments = sources.segments(whole=intent.kind == "base", touched=touched)
+        if intent.kind == "delta" and coordination.process_count() == 1:
+            delta_bytes, base_bytes = _expected_bytes(split, segments, intent)
+            # A delta's dense bytes are known only after encoding.
+            base_bytes += embeddings.dense_bytes
+            if (reason := too_large(lineage.policy, delta_bytes, base_bytes)) is not None:
+                intent = lineage.as_base(intent, reason)
+                segments = sources.segments(whole=True)
+        plans = planned(split.codecs, intent.kind, intent.restores)
+        nbytes = sum(segment.nbytes for segment in segments)
+        require_room(step_dir.parent, nbytes, step)
+        if intent.kind == "delta" and runtime.memory.fits(nbytes + embeddings.copied_bytes):
+            rows = StagedRows(segments, lambda one: codecs_of(plans[one.group]), runtime)
+        else:
+            rows = PinnedRows(segments)
+    except BaseException:
+        lineage.failed(intent.save_id)
+        raise
+    plan = ShardPlan(
+        intent=intent,
+        layout=split.layout,
+        choices=split.codecs,
+        plans=plans,
+        owned=sources.owned,
+        shared_stamps=shared_stamps,
+        lineage=embeddings.lineage,
+        digests=embeddings.options.digests,
+        tracking=embeddings.tracking,
+    )
+    return PendingSave(
+        plan,
+        rows,
+        faults=faults,
+        nbytes=nbytes,
+        extract_secs=time.perf_counter() - started,
+        fsync=embeddings.options.fsync,
+        runtime=runtime,
+    )
+
+
+def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restores: int) -> Plans:
+    """Returns the codecs that a save, or a WAL record, tries first.
+
+    Args:
+      choices: group name to field name to the user's codec.
+      kind: base, delta or WAL record.
+      restores: number of times that training was restored.
+    """
+    return {
+        group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
+        for group, held in choices.items()
+    }
+
+
+def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
+    """Returns the state of tracking; waits for the training step that computes it.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and the one passed by the caller.
+    """
+    readings = [Reading(place, _int(state.identity), _int(state.clock)) for place, state in marks]
+    windows = [(_int(updates), _int(gathered)) for updates, gathered in split.windows]
+    return Clocks(readings=tuple(readings), windows=tuple(windows))
+
+
+def _int(scalar: object) -> int:
+    """Returns a scalar of the state as an int; ten times as fast as ``int`` for host memory."""
+    return int(np.asarray(scalar))
+
+
+def _expected_bytes(
+    split: Split, segments: Sequence[SegmentSource], intent: Intent
+) -> tuple[int, int]:
+    """Bytes that a delta of some segments, and a base, would write before any compression."""
+    delta_bytes = base_bytes = 0
+    for group in split.layout.groups:
+        for spec in group.fields:
+            choice, dtype = split.codecs[group.name][spec.name], codecs.dtype_of(spec.dtype)
+            row_bytes = {}
+            for kind in ("delta", "base"):
+                codec = codecs.get(choice.planned(kind, restores=intent.restores).codec)
+                arrays_of = codec.stored(spec.trailing, dtype).values()
+                row_bytes[kind] = sum(math.prod(a.trailing) * a.dtype.itemsize for a in arrays_of)
+            held = [s for s in segments if s.group == group.name and spec.name in s.fields]
+            # Segments of other columns hold the same rows.
+            cells = sum(len(s.rows) * math.prod(s.fields[spec.name].trailing[:1]) for s in held)
+            delta_bytes += cells * row_bytes["delta"] // width(spec.trailing)
+            base_bytes += group.rows * row_bytes["base"]
+    return delta_bytes, base_bytes
+
+
+def codecs_of(plan: Mapping[str, PlannedCodec]) -> dict[str, Codec]:
+    """Returns field name to the codec that is tried first."""
+    return {field: codecs.get(choice.codec) for field, choice in plan.items()}
+
+
+def require_room(root: Path, nbytes: int, step: int) -> None:
+    """Checks that a file system has room.
+
+    Raises:
+      OutOfSpace: the file system has too little free space.
+    """
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = posix.free_bytes(existing)
+    if free < nbytes:
+        raise OutOfSpace(
+            f"step {step} in {root}: expected room for {nbytes:,} bytes, found {free:,} free; "
+            "free space or keep fewer steps, then save again: no touched row is lost"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """The result of the background half of a save, with the stages of ``events.SaveEvent``.
+
+    ``rows``, ``bytes_written`` and ``tables`` are of this process's shard, ``base_bytes`` is the
+    unencoded size of all rows of tables and slots. ``dense_bytes`` is of dense leaves
+    stored in the shard, which ``bytes_written`` does not count; ``dense`` only of blocks.
+    """
+
+    intent: Intent
+    rows: int
+    total_rows: int
+    bytes_written: int
+    base_bytes: int
+    extract_secs: float
+    encode_secs: float
+    write_secs: float
+    digest_secs: float
+    tables: tuple[events.TableFigures, ...]
+    dense_bytes: int = 0
+    dense: tuple[LeafFigures, ...] = ()
+
+
+class PendingSave:
+    """A save whose rows were captured: an item of a step, written once, in the background."""
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        rows: CapturedRows,
+        *,
+        faults: str | None,
+        nbytes: int,
+        extract_secs: float,
+        fsync: bool,
+        runtime: Runtime,
+    ):
+        """Created by ``capture``.
+
+        Args:
+          plan: what is written.
+          rows: the captured rows.
+          faults: what the tracking audit found; None if it found none.
+          nbytes: bytes of the rows, before they are encoded.
+          extract_secs: duration of the capture.
+          fsync: whether the shard is fsynced if others commit it.
+          runtime: writes and encodes.
+        """
+        self.intent = plan.intent
+        #: Why the touched rows were not trusted, and all rows are saved; None where they were.
+        self.doubt = faults if plan.intent.kind == "base" else None
+        self.report: SaveReport | None = None
+        self.rows = rows
+        #: Bytes of the rows, before they are encoded.
+        self.nbytes = nbytes
+        #: Dense leaves that are written beside the rows, in this item.
+        self.dense: DenseLeaves | None = None
+        #: See ``Manifest.dense_bytes``.
+        self.base_dense_bytes = 0
+        self._plan = plan
+        self._faults = faults
+        self._extract_secs = extract_secs
+        self._fsync = fsync
+        self._runtime = runtime
+
+    @property
+    def released(self) -> threading.Event:
+        """Returns an event that is set once nothing refers to the training state."""
+        return self.rows.released
+
+    def wait_copied(self) -> None:
+        """Waits until copied rows have left the training state; held rows stay in it."""
+        started = time.perf_counter()
+        self.rows.wait()
+        self._extract_secs += time.perf_counter() - started
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Writes this process's shard into the item's directory, its manifest last.
+
+        Args:
+          item_dir: existing directory of the item, in the step's temporary directory.
+          batch: writes the files, and fsyncs them afterwards.
+          writers: the processes that write the step.
+
+        Raises:
+          StorageError: the store reported an error; nothing was committed.
+          ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+        """
+        plan, encoding = self._plan, BusyClock()
+        started = time.perf_counter()
+        try:
+            if self.intent.kind == "delta" and self._faults is not None:
+                raise TrackingError(f"step {self.intent.save_id.step}: {self._faults}")
+            self.rows.land()
+            landed = time.perf_counter()
+            arrays = self._write_arrays(item_dir, batch, writers, encoding)
+        finally:
+            self.abandon()
+        segments, dense, layer = arrays
+        written = time.perf_counter()
+        record = None if dense is None else dense.record
+        done = save_shard.write_manifest(
+            plan,
+            item_dir,
+            segments,
+            batch,
+            writers,
+            layer=layer,
+            dense=record,
+            dense_bytes=self.base_dense_bytes,
+        )
+        dense_bytes = 0 if dense is None else dense.nbytes
+        if plan.lineage is not None and writers.process == 0:
+            plan.lineage.wrote(self.intent.save_id, Written.of(done.record, done.crc32c))
+        groups = plan.layout.groups
+        self.report = SaveReport(
+            intent=self.intent,
+            rows=save_shard.table_rows(segments),
+            total_rows=sum(group.rows for group in groups),
+            bytes_written=done.nbytes - dense_bytes,
+            base_bytes=base_bytes(groups),
+            extract_secs=self._extract_secs + landed - started,
+            encode_secs=encoding.seconds,
+            write_secs=written - landed - encoding.seconds,
+            digest_secs=time.perf_counter() - written,
+            tables=table_figures(groups, plan.layout.tables, segments),
+            dense_bytes=dense_bytes,
+            dense=() if dense is None else dense.leaves,
+        )
+
+    def _write_arrays(
+        self, item_dir: Path, batch: FileBatch, writers: StepWriters, encoding: BusyClock
+    ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
+        """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
+        rows, runtime, intent = self.rows, self._runtime, self.intent
+        fields = functools.partial(save_shard.planned_fields, self._plan, rows)
+        if intent.kind == "base":
+
+            def place(segment: str) -> SegmentSink:
+                return ZarrSegmentSink(item_dir, writers.process, segment, batch)
+
+            segments = save_shard.write_segments(rows, place, fields, runtime, encoding)
+            return segments, self._write_dense(place), None
+        shard = LayerShard(
+            item_dir,
+            intent.save_id,
+            None if intent.parent is None else intent.parent.save_id,
+            batch,
+            runtime,
+            process=writers.process,
+            process_count=writers.count,
+        )
+        try:
+            # Dense leaves first: nothing is left to copy while the rows are written.
+            dense = self._write_dense(shard.place)
+            segments = save_shard.write_segments(rows, shard.place, fields, runtime, encoding)
+            blocks = () if dense is None else dense.record.segments
+            return segments, dense, shard.finish([*segments, *blocks])
+        except BaseException:
+            shard.abandon()
+            raise
+
+    def _write_dense(self, sink_of: Callable[[str], SegmentSink]) -> WrittenDense | None:
+        if self.dense is None:
+            return None
+        intent = self.intent
+        parent = None if intent.parent is None else intent.parent.save_id
+        return self.dense.write_layer(sink_of, intent.save_id, parent)
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Does nothing: process 0's manifest describes all shards."""
+
+    def write_alone(self, item_dir: Path, coordinator: Coordinator) -> None:
+        """Writes and fsyncs this process's shard if others commit the step; see ``write``.
+
+        Args:
+          item_dir: existing directory of the item.
+          coordinator: the processes that write it.
+        """
+        save_id = self.intent.save_id
+        writers = StepWriters(
+            coordinator=coordinator,
+            key=f"{save_id.run}-{save_id.attempt}",
+            temporary=item_dir.parent,
+            runtime=self._runtime,
+        )
+        files = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
+        with writers.working(), contextlib.closing(files) as batch:
+            self.write(item_dir, batch, writers)
+            batch.force()
+            if writers.process > 0:
+                writers.wait("done")
+            elif writers.count > 1:
+                writers.report("done", {})
+                # No later save of this coordinator does it.
+                coordinator.delete(f"{writers.prefix}/shard")
+
+    def abandon(self) -> None:
+        """Abandons a save that will not be written. Idempotent."""
+        self.rows.release()
+        if self.dense is not None:
+            self.dense.release()
+
+
+class RefusedSave:
+    """A save that this process cannot make although the other processes have started it.
+
+    Writing it fails, which reports to the others why the shard is missing.
+    """
+
+    def __init__(self, cause: Exception):
+        """Created by the manager of one of several processes."""
+        self.cause = cause
+
+    def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Raises the cause."""
+        raise self.cause
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Never called."""
+
+
+def base_bytes(groups: tuple[GroupEntry, ...]) -> int:
+    """Returns the unencoded bytes of all rows of all fields."""
+    return sum(group.rows * group.row_bytes for group in groups)

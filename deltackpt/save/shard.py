@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's shard of a save: encodes and writes its fields, then digests and manifest.
+
+A field's lossy codec is tried, and its error is measured while it is written. If it exceeds the
+budget, its arrays are removed and the next more precise codec is tried. Rows that a codec cannot
+represent are stored raw, with their positions.
+
+Only ``write_segments`` reads the captured training state; ``write_manifest`` coordinates with
+the other processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.codecs import Codec, Lossless
+from deltackpt.errors import ErrorBudgetExceeded, OptionError
+from deltackpt.format import manifest, naming, row_blocks
+from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
+from deltackpt.format.row_blocks import ArrayEntry, DenseBlocks, GroupEntry, Segment
+from deltackpt.policies import CodecChoice, PlannedCodec
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
+from deltackpt.save.commit import StepWriters
+from deltackpt.save.encode import Encoded
+from deltackpt.save.lineage import Intent, Lineage
+from deltackpt.save.selection import Owned
+from deltackpt.storage import parts
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.parts import SegmentSink, Share, StoredArrays, StoredField, WrittenPart
+
+#: Rows that a codec does not hold stay in memory until the others are written: at most that many,
+#: or that share of all.
+_FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field to store.
+
+    Attributes:
+      name: the field's name.
+      trailing: shape of this process's part of a row.
+      dtype: dtype of the table.
+      tables: names of the group's tables, in the order of their offsets.
+      bounds: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
+      choice: the user's codec choice.
+      planned: the codec to try first.
+      held: whether its rows are views of the training state, which might change concurrently.
+    """
+
+    name: str
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    tables: Sequence[str]
+    bounds: np.ndarray
+    choice: CodecChoice
+    planned: PlannedCodec
+    held: bool = False
+
+    @property
+    def count(self) -> int:
+        """Returns the number of rows."""
+        return int(self.bounds[-1])
+
+    @property
+    def raw_bytes(self) -> int:
+        """Returns the bytes of all rows unencoded."""
+        return self.count * math.prod(self.trailing) * self.dtype.itemsize
+
+
+def write_field(
+    place: SegmentSink,
+    field: Field,
+    pieces: Callable[[Codec], Iterator[RowPiece]],
+    runtime: Runtime,
+) -> StoredField:
+    """Writes a field and returns its record.
+
+    It uses the planned codec, or the first more precise one within the budget.
+
+    Args:
+      place: destination.
+      field: what to store.
+      pieces: returns the rows in order, for a given codec; called once per attempted codec.
+      runtime: encodes several pieces concurrently.
+
+    Raises:
+      ErrorBudgetExceeded: the planned codec would exceed the user's bound, and more precise ones
+        are not allowed.
+      StorageError: the store reported an error.
+    """
+    plan = field.planned
+    if not _fits(field, plan.codec):  # the shard of a table that is split by columns
+        reason = f"raw: columns of shape {field.trailing} are too narrow for {plan.codec}"
+        plan = PlannedCodec(codec="raw", reason=reason)
+    while True:
+        codec = codecs.get(plan.codec)
+        if codecs.is_lossless(codec):
+            return _write_lossless(place, field, plan, codec, pieces(codec))
+        attempt = _Attempt(place, field, codec)
+        for piece, encoded in encode_ahead(codec, pieces(codec), runtime):
+            attempt.write(piece, encoded)
+            if attempt.hopeless():
+                break
+        fault = attempt.fault()
+        if fault is None:
+            return attempt.finish(plan)
+        attempt.remove()
+        if fault.over_budget and field.choice.when_exceeded == "refuse":
+            raise ErrorBudgetExceeded(
+                f"segment {place.segment}, {field.name}: expected an error within max_error="
+                f"{field.choice.max_error:g} of the norm of the rows, found that {fault.text}; "
+                "choose a more precise codec, a wider budget, or when_exceeded='widen'"
+            )
+        plan = _wider(field, plan.codec, fault)
+
+
+def constant(field: Field, codec: str) -> StoredField:
+    """Returns the record of a field of evicted rows, which needs no arrays."""
+    nothing = StoredArrays((), 0)
+    return parts.stored_field(
+        field.name, nothing, codec=codec, reason=f"{codec}: evicted", bounds=field.bounds
+    )
+
+
+class _Fault(NamedTuple):
+    """Why a codec is unsuitable; ``over_budget`` if its error is too large."""
+
+    text: str
+    over_budget: bool
+
+
+class _Attempt:
+    """A field on its way through one lossy codec."""
+
+    def __init__(self, place: SegmentSink, field: Field, codec: Codec):
+        self._place, self._field, self._codec = place, field, codec
+        self._entries = _entries(field, codec)
+        self._writers = {suffix: place.writer(entry) for suffix, entry in self._entries.items()}
+        self._done = 0
+        self._squared_error = np.zeros(len(field.tables))
+        self._squared_norm = np.zeros(len(field.tables))
+        self._raw_rows: list[np.ndarray] = []
+        self._raw_positions: list[np.ndarray] = []
+
+    def write(self, piece: RowPiece, encoded: Encoded) -> None:
+        """Writes the next rows, and measures their decoding error."""
+        for suffix, stored in self._writers.items():
+            array = np.asarray(encoded.arrays[suffix])
+            stored.write(array.view(self._entries[suffix].dtype))
+        held = np.asarray(encoded.representable)
+        if not held.all():
+            missing = np.flatnonzero(~held)
+            self._raw_rows.append(piece.host()[missing])
+            self._raw_positions.append(missing + self._done)
+        stop = self._done + len(held)
+        for sums, found in (
+            (self._squared_error, encoded.squared_error),
+            (self._squared_norm, encoded.squared_norm),
+        ):
+            self._count(sums, np.asarray(found), stop)
+        self._done = stop
+
+    def _count(self, sums: np.ndarray, found: np.ndarray, stop: int) -> None:
+        """Adds figures of the rows ``[done, stop)`` to those of their tables."""
+        bounds, start = self._field.bounds, self._done
+        first = int(np.searchsorted(bounds, start, "right")) - 1
+        for table in range(first, len(sums)):
+            low, high = max(int(bounds[table]), start), min(int(bounds[table + 1]), stop)
+            if low >= stop:
+                break
+            sums[table] += found[low - start : high - start].sum(dtype=np.float64)
+
+    def finish(self, plan: PlannedCodec) -> StoredField:
+        """Ends the arrays, and writes the raw rows."""
+        written = []
+        for suffix, stored in self._writers.items():
+            written.append(StoredArrays((self._entries[suffix],), stored.finish()))
+        if self._raw_rows:
+            written += self._write_raw_rows()
+        return parts.stored_field(
+            self._field.name,
+            StoredArrays.joined(written),
+            codec=plan.codec,
+            reason=plan.reason,
+            bounds=self._field.bounds,
+            squared_error=self._squared_error,
+            squared_norm=self._squared_norm,
+        )
+
+    def remove(self) -> None:
+        """Removes what was written."""
+        for stored in self._writers.values():
+            stored.remove()
+
+    def _write_raw_rows(self) -> Iterator[StoredArrays]:
+        field = self._field
+        stored = codecs.stored_dtype(field.dtype)
+        for suffix, trailing, raw, zstd in (
+            (codecs.BESIDE, field.trailing, [rows.view(stored) for rows in self._raw_rows], False),
+            (codecs.BESIDE_AT, (), self._raw_positions, True),
+        ):
+            entry = row_blocks.array_entry(
+                codecs.array_name(field.name, suffix),
+                (self._raw_count, *trailing),
+                raw[0].dtype,
+                zstd=zstd,
+            )
+            yield parts.write_array(self._place, entry, raw)
+
+    @property
+    def _raw_count(self) -> int:
+        return sum(len(rows) for rows in self._raw_rows)
+
+    def hopeless(self) -> bool:
+        """Returns whether so many rows are stored raw that the codec gains too little."""
+        raw, count = self._raw_count, self._field.count
+        if raw == 0:
+            return False
+        saved_bytes = self._field.raw_bytes - sum(entry.nbytes for entry in self._entries.values())
+        too_large = raw * self._field.raw_bytes >= saved_bytes * count
+        return too_large or raw > max(_FEW_ROWS, count * _MOST_BESIDE)
+
+    def fault(self) -> _Fault | None:
+        """Returns why the codec is unsuitable, or None."""
+        name, field = self._codec.name, self._field
+        if self.hopeless():
+            text = f"{name} cannot represent {self._raw_count} of {self._done} rows"
+            return _Fault(text, over_budget=False)
+        bound = field.choice.max_error
+        if bound is None:
+            return None
+        error, norm = self._squared_error, self._squared_norm
+        errors = np.sqrt(np.divide(error, norm, out=np.zeros_like(error), where=error > 0))
+        worst = int(np.argmax(errors))
+        if errors[worst] <= bound:
+            return None
+        text = f"{name} would change the rows of {field.tables[worst]} by {errors[worst]:.3g}"
+        return _Fault(text, over_budget=True)
+
+
+def _entries(field: Field, codec: Codec) -> dict[str, ArrayEntry]:
+    """Maps suffixes to stored arrays, whose chunks hold as many rows as raw ones."""
+    shape = (field.count, *field.trailing)
+    # A restore decodes chunks in parallel; few large ones would leave it one thread.
+    raw = row_blocks.array_entry(field.name, shape, codecs.stored_dtype(field.dtype))
+    return {
+        suffix: row_blocks.array_entry(
+            codecs.array_name(field.name, suffix),
+            (field.count, *array.trailing),
+            array.dtype,
+            byte_planes=array.byte_planes,
+            chunk_rows=raw.chunk_rows,
+        )
+        for suffix, array in codec.stored(field.trailing, field.dtype).items()
+    }
+
+
+def _wider(field: Field, codec: str, fault: _Fault) -> PlannedCodec:
+    name = "raw"
+    if fault.over_budget:
+        name = codecs.wider(codec)
+        while not _fits(field, name):
+            name = codecs.wider(name)
+    reason = f"{name}: {fault.text}"
+    if fault.over_budget:
+        reason += f", more than {field.choice.max_error:g}"
+    return PlannedCodec(codec=name, reason=f"{reason} (planned {field.planned.reason})")
+
+
+def _fits(field: Field, name: str) -> bool:
+    try:
+        codecs.get(name).check(field.trailing, field.dtype)
+    except OptionError:
+        return False
+    return True
+
+
+def _write_lossless(
+    place: SegmentSink,
+    field: Field,
+    plan: PlannedCodec,
+    codec: Lossless,
+    pieces: Iterator[RowPiece],
+) -> StoredField:
+    (entry,) = _entries(field, codec).values()
+    rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
+    return parts.stored_field(
+        field.name,
+        parts.write_array(place, entry, rows, held=field.held),
+        codec=plan.codec,
+        reason=plan.reason,
+        bounds=field.bounds,
+    )
+
+
+#: Group name to field name to the codec that a save tries first.
+Plans = Mapping[str, Mapping[str, PlannedCodec]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardPlan:
+    """A process's part of a save, without its arrays; decided before training continues.
+
+    Attributes:
+      intent: the decision about the save.
+      layout: tables and groups.
+      choices: group name to field name to the user's codec.
+      plans: the first codecs that this save tries.
+      owned: the rows that the process writes in a base.
+      shared_stamps: checksums that must be equal on other processes; see ``Stamps.shared``.
+      lineage: lineage that knows the compacted bases, or None.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      tracking: how touched rows were found.
+    """
+
+    intent: Intent
+    layout: Layout
+    choices: Mapping[str, Mapping[str, CodecChoice]]
+    plans: Plans
+    owned: Owned
+    shared_stamps: Mapping[str, int]
+    lineage: Lineage | None
+    digests: tuple[str, ...]
+    tracking: TrackingName = ""
+
+
+def write_segments(
+    rows: CapturedRows,
+    sink_of: Callable[[str], SegmentSink],
+    described: Callable[[SegmentSource], Sequence[Field]],
+    runtime: Runtime,
+    encoding: BusyClock,
+    *,
+    threads: int | None = None,
+) -> list[Segment]:
+    """Writes the arrays of all captured rows, which must be in host memory or encoded.
+
+    Args:
+      rows: captured rows.
+      sink_of: returns the destination of a segment.
+      described: returns the fields of a segment.
+      runtime: threads that write and encode.
+      encoding: measures the encoding time, separately from writing.
+      threads: number of arrays that are written at the same time; by default as many as the runtime
+        allows.
+
+    Raises:
+      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
+        allowed.
+      StorageError: the store reported an error.
+    """
+    places, writes = [], []
+    for number, source in enumerate(rows.segments):
+        place = sink_of(f"{source.group}.{number}")
+        places.append(place)
+        writes.append(functools.partial(parts.write_rows, place, source.rows))
+        for field in described(source):
+            if source.evicted:
+                codec = codecs.ONES if field.name == source.key else codecs.ZEROS
+                writes.append(functools.partial(constant, field, codec))
+                continue
+            pieces = functools.partial(_pieces, rows, encoding, number, field.name)
+            writes.append(functools.partial(write_field, place, field, pieces, runtime))
+    stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
+    return [
+        parts.stored_segment(
+            place,
+            source.group,
+            source.columns,
+            source.rows,
+            next(stored),
+            [next(stored) for _ in source.fields],
+        )
+        for place, source in zip(places, rows.segments, strict=True)
+    ]
+
+
+def _pieces(
+    rows: CapturedRows, encoding: BusyClock, number: int, field: str, codec: Codec
+) -> Iterator[RowPiece]:
+    """Rows of a field in pieces; the work on them is timed."""
+    return encoding.over(rows.pieces(number, field, codec))
+
+
+def planned_fields(plan: ShardPlan, rows: CapturedRows, source: SegmentSource) -> list[Field]:
+    """Returns the fields of a segment of a save to store."""
+    return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
+
+
+def fields_of(
+    source: SegmentSource,
+    layout: Layout,
+    choices: Mapping[str, Mapping[str, CodecChoice]],
+    plans: Plans,
+    *,
+    held: bool,
+) -> list[Field]:
+    """Returns the fields of a segment to store.
+
+    Args:
+      source: the segment.
+      layout: tables and groups.
+      choices: group name to field name to the user's codec.
+      plans: the first codecs to try.
+      held: whether its rows are views of the training state, which might change concurrently.
+    """
+    group = layout.group_by_name[source.group]
+    bounds = parts.table_bounds(group, layout, source.rows)
+    tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
+    return [
+        Field(
+            name=name,
+            trailing=field.trailing,
+            dtype=field.dtype,
+            tables=tables,
+            bounds=bounds,
+            choice=choices[group.name][name],
+            planned=plans[group.name][name],
+            held=held,
+        )
+        for name, field in source.fields.items()
+    ]
+
+
+def write_manifest(
+    plan: ShardPlan,
+    item_dir: Path,
+    segments: Sequence[Segment],
+    batch: FileBatch,
+    writers: StepWriters,
+    *,
+    layer: LayerRef | None = None,
+    dense: DenseBlocks | None = None,
+    dense_bytes: int = 0,
+) -> WrittenPart:
+    """Writes digests, then the manifest; process 0 waits for the other shards in between.
+
+    Args:
+      plan: the part to write.
+      item_dir: directory of the item, in the step's temporary directory.
+      segments: all segments of the shard.
+      batch: the batch that wrote them.
+      writers: the processes that write the step.
+      layer: the layer file with all arrays; None if they are files of the batch.
+      dense: dense leaves that were written with the segments.
+      dense_bytes: see ``Manifest.dense_bytes``.
+
+    Raises:
+      StorageError: the store reported an error.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+    """
+    several = writers.count > 1
+    written = parts.finish(
+        item_dir,
+        dataclasses.replace(_head(plan, writers), dense_blocks=dense, dense_bytes=dense_bytes),
+        segments,
+        batch,
+        layer=layer,
+        share=_share(plan, segments) if several else None,
+        index=functools.partial(writers.collect, item_dir) if several else None,
+    )
+    if writers.process > 0:
+        path = item_dir / naming.manifest_name(writers.process)
+        writers.report("shard", writers.records([path]))
+    return written
+
+
+def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
+    """Returns the manifest without anything about the files."""
+    intent, layout = plan.intent, plan.layout
+    compacted = None
+    if plan.lineage is not None and writers.process == 0:
+        # Process 0 informs the others about compaction.
+        compacted = plan.lineage.newest_compacted()
+    return Manifest(
+        kind=intent.kind,
+        save_id=intent.save_id,
+        parent=intent.parent,
+        reason=intent.reason,
+        process=writers.process,
+        process_count=writers.count,
+        groups=_planned_groups(plan),
+        tables=layout.tables,
+        segments=(),
+        dense=layout.dense,
+        tracking_paths=layout.tracking_paths,
+        digests=plan.digests,
+        restores=intent.restores,
+        compacted=compacted,
+        parents=intent.parents if writers.process == 0 else (),
+        tracking=plan.tracking if writers.process == 0 else "",
+    )
+
+
+def _share(plan: ShardPlan, segments: Sequence[Segment]) -> Share:
+    held = {segment.group for segment in segments}
+    return Share(
+        owned_cells=plan.owned.cells,
+        covers=tuple(plan.owned.cover(group) for group in plan.layout.groups if group.name in held),
+        shared_stamps=plan.shared_stamps,
+    )
+
+
+def _planned_groups(plan: ShardPlan) -> tuple[GroupEntry, ...]:
+    """The groups with the codecs that the save planned."""
+    plans = plan.plans
+    return manifest.with_codecs(
+        plan.layout.groups, lambda group, spec: plans[group.name][spec.name].codec
+    )
+
+
+def table_rows(segments: Iterable[Segment]) -> int:
+    """Returns the number of table rows in a shard; rows with several column ranges count once."""
+    held = [segment for segment in segments if row_blocks.VALUES in segment.fields]
+    first = {
+        segment.group: min(other.columns[0] for other in held if other.group == segment.group)
+        for segment in held
+    }
+    return sum(segment.count for segment in held if segment.columns[0] == first[segment.group])

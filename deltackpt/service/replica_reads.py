@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One restore from a hot standby: pin a state on every needed replica, read it, verify it.
+
+Contiguous memory of a replica on this machine is mapped copy-on-write and stays valid for the
+reader (``standby.shared_memory``); the rest is copied. Replicas on other machines are read in
+parallel. If a replica does not answer, or has advanced to another state, another replica of the
+shard is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import ray
+import ray.exceptions
+
+from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
+from deltackpt.format.manifest import SaveInfo
+from deltackpt.format.row_blocks import Box
+from deltackpt.layers.targets import Target, Targets, Wanted, empty_buffers
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.resources import host_memory
+from deltackpt.resources.runtime import Runtime
+from deltackpt.service import protocol
+from deltackpt.service.protocol import Pinned, Replica
+from deltackpt.standby import loaded_state, shared_memory
+from deltackpt.standby.cached_files import CachedFile
+from deltackpt.standby.loaded_state import Region
+from deltackpt.standby.shared_memory import MemoryReader
+
+#: Bytes per copy, and per answer from another machine.
+_PIECE_BYTES = 16 << 20
+#: Answers of one replica in flight; they bound the use of Ray's object store.
+_ANSWERS_IN_FLIGHT = 4
+_MOST_COPIERS = 8
+_SHARDS_AT_ONCE = 16
+_ASK_AGAIN_SECS = 0.02
+
+
+class _Copy(NamedTuple):
+    """Rows of a replica's region that a target wants: virtual rows ``[start, stop)``."""
+
+    region: Region
+    target: Target
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.region.row_bytes
+
+
+@contextlib.contextmanager
+def reading(
+    save: StoredSave,
+    replicas: Sequence[Sequence[Replica]],
+    wanted: Wanted | None,
+    *,
+    timeout_secs: float,
+    point: RecoveryPoint | None = None,
+) -> Iterator[RestoredTables]:
+    """Reads the wanted parts of a save, and the files other than its tables.
+
+    Args:
+      save: the step, from its manifest in storage.
+      replicas: for each shard, its replicas in the order in which to try them.
+      wanted: what to restore; by default every table and slot in full.
+      timeout_secs: maximum wait in seconds for a state to be held, and for each answer.
+      point: the recovery point to restore, if any; see ``RowSource``. Replicas may be at different
+        earlier WAL records.
+
+    Raises:
+      ServiceUnavailable: for some needed shard, no replica held the save in time.
+      ServiceMismatch: a replica belongs to another run or version.
+    """
+    started = time.perf_counter()
+    buffers, targets = empty_buffers(save.layout, wanted)
+    work = [_copies(save, shard, len(replicas), targets) for shard in range(len(replicas))]
+    # Even if nothing is wanted, one replica reports which saves the state was merged from.
+    needed = [shard for shard, copies in enumerate(work) if copies] or [0]
+    copiers = min(_MOST_COPIERS, len(os.sched_getaffinity(0)))
+    with contextlib.ExitStack() as stack:
+        runtime = stack.enter_context(Runtime(copiers, size=copiers + _SHARDS_AT_ONCE))
+        pins = stack.enter_context(_Pins())
+        read = _Read(save, point, timeout_secs, pins, runtime, buffers)
+
+        def take(shard: int) -> tuple[SaveInfo, ...]:
+            return read.shard(replicas[shard], work[shard], with_files=shard == needed[0])
+
+        taken = runtime.map(take, needed, threads=_SHARDS_AT_ONCE)
+        whole = point is not None and read.files is not None and read.at_point
+        yield RestoredTables(
+            buffers=buffers,
+            layout=save.layout,
+            chain=taken[0],
+            bytes_read=sum(copy.nbytes for copies in work for copy in copies),
+            seconds=time.perf_counter() - started,
+            source="service",
+            files=read.files if point is None or whole else None,
+            point=whole,
+        )
+
+
+class _Pin(NamedTuple):
+    """A state that a replica keeps for us; ``memory`` is None if it is on another machine."""
+
+    replica: Replica
+    pinned: Pinned
+    memory: MemoryReader | None
+
+    def check(self) -> None:
+        """Checks that the replica's memory still holds the state.
+
+        Raises:
+          ServiceUnavailable: it has advanced.
+        """
+        if self.memory is not None and self.memory.sequence != self.pinned.sequence:
+            raise ServiceUnavailable(
+                f"{self.replica}: expected its state not to change while it was copied, found that "
+                "it advanced; restore the newest step"
+            )
+
+
+class _Pins:
+    """The pins of one restore, renewed while it runs."""
+
+    def __init__(self) -> None:
+        self._pins: list[_Pin] = []
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="deltackpt-renew", daemon=True)
+
+    def __enter__(self) -> _Pins:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        for pin in [*self._pins]:
+            self.end(pin)
+        self._thread.join()
+        if self._error is not None:
+            raise ServiceUnavailable(
+                "restore service: expected the pinned states to be kept, found "
+                f"{type(self._error).__name__}: {self._error}; restore again"
+            ) from self._error
+
+    def add(self, replica: Replica, pinned: Pinned) -> _Pin:
+        """Adds a pin to renew."""
+        assert pinned.address is not None
+        memory = None
+        with contextlib.suppress(OSError):  # The memory is on another machine.
+            memory = MemoryReader(pinned.address)
+        pin = _Pin(replica, pinned, memory)
+        self._pins.append(pin)
+        return pin
+
+    def end(self, pin: _Pin) -> None:
+        """Releases a pin without waiting; pins also expire."""
+        self._pins.remove(pin)
+        with contextlib.suppress(ServiceError, ray.exceptions.RayError):
+            protocol.actor(pin.replica).unpin.remote(pin.pinned.pin)
+
+    def _renew(self) -> None:
+        try:
+            while not self._done.wait(shared_memory.PIN_SECS / 3):
+                for pin in [*self._pins]:
+                    with contextlib.suppress(ServiceError, ray.exceptions.RayError):
+                        protocol.actor(pin.replica).renew.remote(pin.pinned.pin)
+        except Exception as error:
+            self._error = error
+
+
+class _Read:
+    """State that all shards of one restore share."""
+
+    def __init__(
+        self,
+        save: StoredSave,
+        point: RecoveryPoint | None,
+        timeout_secs: float,
+        pins: _Pins,
+        runtime: Runtime,
+        buffers: dict[str, dict[str, dict[Box, np.ndarray]]],
+    ):
+        self._save = save
+        self._point = point
+        #: Whether everything read so far is at the recovery point itself, not before it.
+        self.at_point = True
+        self._timeout_secs = timeout_secs
+        self._end = time.monotonic() + timeout_secs
+        self._pins = pins
+        self._runtime = runtime
+        self._buffers = buffers
+        #: Contents of the files other than the tables, if the asked replica has them.
+        self.files: dict[str, np.ndarray] | None = None
+
+    def shard(
+        self, replicas: Sequence[Replica], copies: Sequence[_Copy], *, with_files: bool
+    ) -> tuple[SaveInfo, ...]:
+        """Reads the rows of one shard from the first replica that can provide them."""
+        refusal: ServiceError | None = None
+        silence: ServiceError | None = None
+        while True:
+            soon = False
+            for number, replica in enumerate(replicas):
+                try:
+                    pinned = self._pin(replica, others=len(replicas) - number - 1)
+                    if pinned.pin:
+                        self._read_pinned(self._pins.add(replica, pinned), copies, with_files)
+                        if not self._is_at_point(pinned):
+                            self.at_point = False
+                        return pinned.chain
+                    soon = soon or pinned.soon
+                    refusal = self._refusal(replica, pinned)
+                except ServiceError as error:
+                    silence = error
+            if not soon or time.monotonic() > self._end:
+                # A replica's explanation is more useful than another's missing answer.
+                problem = refusal or silence
+                assert problem is not None
+                raise problem
+            time.sleep(_ASK_AGAIN_SECS)
+
+    def _pin(self, replica: Replica, *, others: int) -> Pinned:
+        """Asks a replica to pin the state; leaves some of the time to the others."""
+        wanted = self._save.info.save_id
+        left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
+        call = protocol.actor(replica).pin.remote(
+            wanted.run, wanted.step, wanted.attempt, left / 2, protocol.plain_point(self._point)
+        )
+        return protocol.unpacked(protocol.answer(replica, call, left), Pinned, str(replica))
+
+    def _is_at_point(self, pinned: Pinned) -> bool:
+        wanted = self._point
+        return wanted is not None and (pinned.epoch, pinned.point) == wanted[:2]
+
+    def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
+        wanted, held = self._save.info.save_id, pinned.held
+        if held is not None and held.run != wanted.run:
+            return ServiceMismatch(
+                f"{replica}: expected save id {wanted} within {self._timeout_secs} s, found {held} "
+                "of another run; check that its node sees the same directory under this path"
+            )
+        return ServiceUnavailable(pinned.refused)
+
+    def _read_pinned(self, pin: _Pin, copies: Sequence[_Copy], with_files: bool) -> None:
+        """Reads the wanted parts of a state, and releases its pin."""
+        try:
+            files = self._files_of(pin) if with_files and pin.pinned.files else None
+            if pin.memory is None:
+                self._fetch(pin, copies)
+            else:
+                whole = [(copy, self._mappable(copy)) for copy in copies]
+                self._copy(pin.memory, [copy for copy, place in whole if place is None])
+                pin.check()
+                # Last: another replica would not undo what this one wrote.
+                for copy, place in whole:
+                    if place is not None:
+                        fields, box = place
+                        fields[box] = _rows(pin.memory, copy)
+            self.files = self.files or files
+        finally:
+            self._pins.end(pin)
+
+    def _files_of(self, pin: _Pin) -> dict[str, np.ndarray]:
+        """The files of a state: mapped, or fetched from another machine."""
+        pinned, memory = pin.pinned, None
+        assert pinned.files_address is not None
+        with contextlib.suppress(OSError):
+            memory = MemoryReader(pinned.files_address)
+        if memory is not None:
+            return {
+                file.name: memory.array(file.offset, (file.nbytes,), np.dtype(np.uint8))
+                for file in pinned.files
+            }
+        return {file.name: self._file(pin, file) for file in pinned.files}
+
+    def _file(self, pin: _Pin, file: CachedFile) -> np.ndarray:
+        found = np.empty(file.nbytes, np.uint8)
+        actor = protocol.actor(pin.replica)
+        for start in range(0, file.nbytes, _PIECE_BYTES):
+            stop = min(file.nbytes, start + _PIECE_BYTES)
+            call = actor.read_file.remote(pin.pinned.pin, file.name, start, stop)
+            data = protocol.answer(pin.replica, call, self._timeout_secs)
+            if isinstance(data, str):
+                raise ServiceUnavailable(data)
+            found[start:stop] = data
+        return found
+
+    def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
+        """The buffer to map from a replica's memory, if that holds all of it contiguously."""
+        if (copy.start, copy.stop) != copy.target.rows:
+            return None
+        if copy.target.columns != copy.region.columns:
+            return None
+        table = copy.region.table
+        fields = self._buffers[table.name][copy.region.field]
+        rows = (copy.start - table.offset, copy.stop - table.offset)
+        for box in fields:
+            # The box of a template that has grown is longer than the target.
+            if box.rows == rows and copy.target.columns in (None, box.columns):
+                return fields, box
+        return None
+
+    def _copy(self, memory: MemoryReader, copies: Sequence[_Copy]) -> None:
+        self._runtime.map(lambda piece: _put(piece, _rows(memory, piece)), _pieces(copies))
+
+    def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
+        """Requests rows piece by piece."""
+        actor = protocol.actor(pin.replica)
+        waiting: list[tuple[_Copy, ray.ObjectRef[np.ndarray | str]]] = []
+        pieces = _pieces(copies)
+        while True:
+            for piece in pieces:
+                region = piece.region
+                call = actor.read.remote(
+                    pin.pinned.pin, region.group, region.field, piece.start, piece.stop
+                )
+                waiting.append((piece, call))
+                if len(waiting) == _ANSWERS_IN_FLIGHT:
+                    break
+            if not waiting:
+                return
+            piece, call = waiting.pop(0)
+            found = protocol.answer(pin.replica, call, self._timeout_secs)
+            if isinstance(found, str):
+                raise ServiceUnavailable(found)
+            rows = found.view(piece.region.dtype)
+            _put(piece, rows.reshape(piece.stop - piece.start, *piece.region.trailing))
+
+
+def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[_Copy]:
+    """The copies that a shard's rows need."""
+    found = []
+    for region in loaded_state.regions(save.layout, shard, count):
+        for target in targets.over(
+            region.group, region.field, region.rows, region.columns or (0, 1)
+        ):
+            start = max(region.rows[0], target.rows[0])
+            stop = min(region.rows[1], target.rows[1])
+            if start < stop:
+                found.append(_Copy(region, target, start, stop))
+    return found
+
+
+def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
+    for copy in copies:
+        rows = max(1, _PIECE_BYTES // max(1, copy.region.row_bytes))
+        for start in range(copy.start, copy.stop, rows):
+            yield copy._replace(start=start, stop=min(copy.stop, start + rows))
+
+
+def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
+    """Complete rows in a replica's memory."""
+    region = copy.region
+    offset = region.offset + (copy.start - region.rows[0]) * region.row_bytes
+    return memory.array(offset, (copy.stop - copy.start, *region.trailing), region.dtype)
+
+
+def _put(piece: _Copy, rows: np.ndarray) -> None:
+    """Writes complete rows of a region to a target, which may want some of their columns."""
+    target = piece.target
+    out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
+    if target.columns is not None and target.columns != piece.region.columns:
+        rows = rows[:, target.columns[0] : target.columns[1]]
+    host_memory.populate(out)
+    out[...] = rows

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and dense leaves of the same step or recovery point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deltackpt.errors import OptionError, RestoreError, StorageError
+from deltackpt.format import naming
+from deltackpt.format.manifest import Layout, TableEntry
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import stored_saves
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.serving.leaf_replica import LeafReplica
+from deltackpt.serving.row_changes import ChangedTables, ChangeLog
+from deltackpt.serving.rows import VALUES, Rows, choose, is_meant, served_tables
+from deltackpt.serving.served_dense import ServedLeaves
+from deltackpt.serving.version import Position, PublishedState
+from deltackpt.standby.follower import ReplicaTables, RowReplica
+from deltackpt.standby.wal import FollowedWal
+from deltackpt.storage.store import StorePath
+
+
+class VersionReplica:
+    """The rows and dense leaves of the next version; see ``candidates.StateReplica``.
+
+    Rows change in place, so readers open no version from the moment when they change until the
+    dense leaves of the same state are held, too.
+
+    Attributes:
+      shown: the newest complete state, or None.
+      changes: the rows that changed between the newest states.
+    """
+
+    def __init__(
+        self,
+        root: Steps,
+        wal: FollowedWal,
+        leaves: LeafReplica | None,
+        rows: RowReplica | None,
+        choice: TableChoice,
+    ):
+        """Holds nothing yet.
+
+        Args:
+          root: the directory of the steps.
+          wal: its WAL.
+          leaves: reads the dense leaves; None if none are followed.
+          rows: holds the rows; None if no tables are followed.
+          choice: the fields that it holds.
+        """
+        self.shown: PublishedState | None = None
+        self.changes = ChangeLog()
+        self._root, self._wal = root, wal
+        self._leaves, self._rows, self._choice = leaves, rows, choice
+        self._known: tuple[ReplicaTables, Rows] | None = None
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether tables are followed."""
+        return self._rows is not None
+
+    def is_at(self, plan: ReplayPlan | None) -> bool:
+        """See ``StateReplica``; also whether readers can open the held state."""
+        return self._holds(plan) and self.shown is not None and self._is_held(self.shown)
+
+    def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
+        """See ``StateReplica``."""
+        changed = False
+        if self._leaves is not None:
+            # Before the rows: the leaves of the version before stay valid.
+            full = None if plan is None else self._wal.full(plan)
+            changed = self._leaves.load_state(step_dir, full)
+        if self._rows is not None and self._rows.load_state(step_dir, plan):
+            holding = self._rows.loaded
+            self.changes.add(None if holding is None else holding.changed)
+            changed = True
+        if self._holds(plan) and (self.shown is None or not self._is_held(self.shown)):
+            self.shown = self._complete()
+        return changed
+
+    def changed_between(self, before: Position, after: PublishedState) -> ChangedTables:
+        """Returns rows that may differ between two states, from the saves and records in between.
+
+        Any thread may call it. It reads row indices only.
+
+        Args:
+          before: the older state, which need not have been held.
+          after: a state that was shown.
+
+        Returns:
+          The rows; None if the newer state does not continue the older one, or if the saves and
+          records in between are not available.
+        """
+        assert self._rows is not None
+        found = self._root.at(after.save_id.step)
+        try:
+            with stored_saves.detect_removal(found):
+                return self._rows.changed_between(
+                    found, after.save_id, after.point, before.save_id, before.point
+                )
+        except (RestoreError, StorageError):
+            return None
+
+    def _holds(self, plan: ReplayPlan | None) -> bool:
+        full = None if plan is None else self._wal.full(plan)
+        return (self._leaves is None or self._leaves.is_at(full)) and (
+            self._rows is None or self._rows.is_at(plan)
+        )
+
+    def _is_held(self, shown: PublishedState) -> bool:
+        """Returns whether a state is the one in memory."""
+        if self._leaves is not None:
+            if shown.dense is None or not shown.dense.is_of(self._leaves.loaded):
+                return False
+        tables = None if self._rows is None else self._rows.tables
+        if tables is None:
+            return self._rows is None
+        return shown.rows is not None and shown.rows.memory is tables.memory and shown.is_current()
+
+    def _complete(self) -> PublishedState:
+        """Returns the held state for readers."""
+        held = None if self._leaves is None else self._leaves.loaded
+        dense = None if self.shown is None else self.shown.dense
+        if held is not None and (dense is None or not dense.is_of(held)):
+            dense = ServedLeaves(held)
+        if self._rows is None:
+            assert held is not None
+            save_id, point = held.save.save_id, held.point
+            number = self.changes.complete(Position.of(save_id, point))
+            return PublishedState(save_id, point, held.unix_secs, number, dense)
+        holding, tables = self._rows.loaded, self._rows.tables
+        assert holding is not None and tables is not None
+        if self._known is None or self._known[0] is not tables:
+            found = served_tables(tables, self._choice)
+            self._choice.check(tables.layout)
+            self._known = tables, Rows(tables.memory, found)
+        save_id, point = holding.save.save_id, holding.point
+        number = self.changes.complete(Position.of(save_id, point))
+        rows, sequence = self._known[1], holding.sequence
+        return PublishedState(save_id, point, holding.unix_secs, number, dense, rows, sequence)
+
+
+class TableChoice:
+    """Chooses tables and slots by name; see ``loaded_state.FieldChoice``."""
+
+    def __init__(self, tables: Sequence[str], slots: Sequence[str]):
+        """Chooses.
+
+        Args:
+          tables: globs over table names, or ends of names.
+          slots: globs over names of slots.
+        """
+        self._tables, self._slots = tables, slots
+
+    def __call__(self, table: TableEntry, field: str) -> bool:
+        """See ``loaded_state.FieldChoice``."""
+        kind, _, slot = field.partition(".")
+        wanted = kind == VALUES or any(naming.matches(one, slot) for one in self._slots)
+        return wanted and any(is_meant(one, table.name) for one in self._tables)
+
+    def check(self, layout: Layout) -> None:
+        """Checks that each glob matches.
+
+        Raises:
+          OptionError: one matches no table, or no slot of the chosen tables.
+        """
+        names = choose(self._tables, {table.name: table for table in layout.tables})
+        groups = layout.group_by_name
+        slots = {
+            spec.name.partition(".")[2]
+            for table in layout.tables
+            for spec in groups[table.group].fields
+            if table.name in names and spec.name != VALUES
+        }
+        for one in self._slots:
+            if not any(naming.matches(one, slot) for slot in slots):
+                raise OptionError(
+                    f"slots: expected {one!r} to match a slot of {names}, found only "
+                    f"{sorted(slots)}"
+                )

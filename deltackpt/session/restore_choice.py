@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the step or recovery point to restore: the newest or the requested one.
+
+While a trainer runs, retention removes steps and trimming removes WAL records. The choice is
+therefore repeated if the chosen state could not be read, and only process 0 makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deltackpt.errors import (
+    BrokenChain,
+    DamagedWal,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import steps as ledger_steps
+from deltackpt.ledger.steps import DamagedSave, losses_of
+from deltackpt.reading.wal_index import RecoveryPoint, WalIndex, WalReader, coverings, newest_plan
+from deltackpt.session.run import Run
+
+#: How often a log is read again at most while each look finds other damage.
+_MOST_READS = 4
+#: JSON values of a recovery point, of a choice, and of a lost WAL with its step.
+_PlainPoint = tuple[int, tuple[str, int, int], bool, float]
+_PlainChoice = tuple[int, _PlainPoint | None]
+_PlainLoss = tuple[int | None, str, str, str, str]
+
+
+class RestoreChoice(NamedTuple):
+    """The target of a restore: a step, or a recovery point that replays onto a step."""
+
+    step: int
+    point: RecoveryPoint | None
+
+    @property
+    def number(self) -> int:
+        """Returns the training step to restore."""
+        return self.step if self.point is None else self.point.step
+
+    @classmethod
+    def of(cls, plain: _PlainChoice | None) -> RestoreChoice | None:
+        """Returns a choice from its JSON value."""
+        if plain is None:
+            return None
+        step, point = plain
+        if point is None:
+            return cls(step, None)
+        epoch, save_id, full, unix_secs = point
+        return cls(step, RecoveryPoint(epoch, SaveId(*save_id), full, unix_secs))
+
+
+def _plain(point: RecoveryPoint) -> _PlainPoint:
+    return point.epoch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
+
+
+class FailedChoices:
+    """Steps and recovery points that were damaged, or removed while they were read.
+
+    Attributes:
+      lost: missing or altered parts of the WAL: records above the last choice, by their newest
+        step; epoch headers that were read from a copy instead, by None.
+    """
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[int | None, RestoreError]] = []
+        self.steps: set[int] = set()
+        self.points: set[SaveId] = set()
+        self.skipped: list[tuple[int, RestoreError]] = []
+        self.gone: list[tuple[int, RestoreError]] = []
+        #: Saves with damaged files that every chain with them reads.
+        self.damaged: set[DamagedSave] = set()
+        #: Steps that need a damaged save and were not passed yet, with the error that has shown it.
+        self._lost_with: dict[int, RestoreError] = {}
+
+    @property
+    def lost_points(self) -> list[tuple[int, RestoreError]]:
+        """Returns the entries of ``lost`` that made recovery points unrestorable."""
+        return [(step, error) for step, error in self.lost if step is not None]
+
+    def add_lost(self, steps: Iterable[int], error: RestoreError) -> None:
+        """Records steps that need a save that is damaged; they are not tried."""
+        for step in steps:
+            self.steps.add(step)
+            self._lost_with.setdefault(step, error)
+
+    def pop_lost(self, above: int) -> list[tuple[int, RestoreError]]:
+        """Returns the lost steps above a number, newest first, each once; they are skipped."""
+        found = sorted((step for step in self._lost_with if step > above), reverse=True)
+        told = [(step, self._lost_with.pop(step)) for step in found]
+        self.skipped += told
+        return told
+
+    def skip(self, choice: RestoreChoice, error: RestoreError) -> None:
+        """Records an error of a choice, in its WAL records or in its step."""
+        self.skipped.append((choice.number, error))
+        if choice.point is None or not isinstance(error, DamagedWal):
+            self.steps.add(choice.step)
+        else:
+            self.points.add(choice.point.save_id)
+            if isinstance(error.record, SaveId):
+                self.points.add(error.record)
+
+
+class RestoreChooser:
+    """Chooses among the steps and recovery points of a run, the same on all processes."""
+
+    def __init__(self, run: Run):
+        """Reads nothing yet.
+
+        Args:
+          run: the manager's run.
+        """
+        self._run = run
+
+    def newest(self, tried: FailedChoices, *, wal: bool) -> RestoreChoice | None:
+        """Returns the newest step or recovery point except those already tried, or None.
+
+        Args:
+          tried: the ones that were not intact.
+          wal: whether to consider recovery points.
+        """
+
+        def find() -> tuple[_PlainChoice | None, list[_PlainLoss]]:
+            found = self._choose(tried, wal)
+            before = set[str]()
+            for _ in range(_MOST_READS):
+                lost = {name for _, name, *_ in found[1]}
+                if lost <= before:
+                    break
+                # A trainer may roll back or trim the log while it is read.
+                before, found = lost, self._choose(tried, wal)
+            return found
+
+        chosen, lost = self._run.coordinator.from_process_0("choosing a step", find)
+        tried.lost = [(step, DamagedWal(*told)) for step, *told in lost]
+        return RestoreChoice.of(chosen)
+
+    def _choose(
+        self, tried: FailedChoices, wal: bool
+    ) -> tuple[_PlainChoice | None, list[_PlainLoss]]:
+        """Returns what to restore, and the lost WAL above it, both as plain values."""
+        # The WAL first: a step listed later covers anything trimmed from it.
+        index = self._index() if wal else WalIndex(())
+        steps = {*self._run.root.steps()} - tried.steps
+        plan = None
+        if index.views:
+            plan = newest_plan(index, self._ids(steps), tried.points)
+        newest = max(steps, default=-1)
+        chosen = (newest, None) if steps else None
+        if plan is not None:
+            newest, chosen = plan.point.step, (plan.step.step, _plain(plan.point))
+        losses = losses_of(self._run.root, index, newest, above=newest)
+        lost = [(one.step, one.error) for one in losses]
+        lost += [(None, error) for error in index.replaced]
+        return chosen, [
+            (step, error.object_name, error.expected, error.found, error.action)
+            for step, error in lost
+        ]
+
+    def _index(self) -> WalIndex:
+        """Reads the WAL; its records decide what can be restored, so all must be readable."""
+        index = WalReader(self._run.root.log_at).read()
+        index.require_topics()
+        return index
+
+    def lost_with(
+        self, tried: FailedChoices, choice: RestoreChoice, error: RestoreError
+    ) -> list[int]:
+        """Returns the steps that need a damaged save that a choice needs, ascending.
+
+        Args:
+          tried: where the save is remembered.
+          choice: what could not be restored.
+          error: why not, on this process.
+        """
+        run = self._run
+        found = ledger_steps.find_damaged_save(error, run.root.store_path, run.item)
+        every = run.coordinator.gather("looking for damaged saves", found)
+        blamed = {DamagedSave(*one) for one in every if one is not None}
+        tried.damaged |= {one for one in blamed if one.every_child}
+
+        def find() -> list[int]:
+            if not blamed and not isinstance(error, BrokenChain):
+                return []
+            damaged = tried.damaged | blamed if blamed else set[DamagedSave]()
+            with contextlib.suppress(RestoreError, StorageError):  # Then each step is tried.
+                return sorted(run.root.lost_with(damaged, choice.step))
+            return []
+
+        steps = run.coordinator.from_process_0("finding the steps of a damaged save", find)
+        return [step for step in steps if step not in tried.steps]
+
+    def is_rolled_back(self, point: RecoveryPoint) -> bool:
+        """Returns whether training rolled back past a recovery point since it was found."""
+        run = self._run
+        return run.coordinator.from_process_0(
+            f"looking for {point}", lambda: not WalReader(run.root.log_at).read().counts(point)
+        )
+
+    def find_requested(self, requested: int | RecoveryPoint) -> RestoreChoice:
+        """Returns the requested step, or the recovery point and a step that it replays onto.
+
+        Raises:
+          StepNotFound: the step or recovery point does not exist; the message names the nearest
+            ones.
+        """
+        choice = self.find_existing(requested)
+        if choice is None:
+            raise StepNotFound(
+                f"{self._shown(requested)}: expected a committed step, or a recovery point above "
+                f"one, found neither; {self.describe_nearest(_number(requested))}"
+            )
+        return choice
+
+    def find_existing(self, requested: int | RecoveryPoint) -> RestoreChoice | None:
+        """Like ``find_requested``, but returns None if the step or point does not exist."""
+        run = self._run
+
+        def find() -> _PlainChoice | None:
+            if isinstance(requested, int) and requested in {*run.root.steps()}:
+                return requested, None
+            plan = ledger_steps.plan_to(self._index(), run.root.restorable(), requested)
+            return None if plan is None else (plan.step.step, _plain(plan.point))
+
+        return RestoreChoice.of(run.coordinator.from_process_0(f"finding {requested}", find))
+
+    def points(self) -> list[RecoveryPoint]:
+        """Returns the full recovery points that a committed step makes restorable, newest first."""
+        index = self._index()
+        _, unreached = coverings(index, self._run.root.restorable())
+        return [point for point in index.points() if point.full and point not in unreached]
+
+    def gone_error(self, requested: int | RecoveryPoint) -> StepGone:
+        """Returns the error for a step or recovery point that was removed after it was found."""
+        return StepGone(
+            f"{self._shown(requested)}: expected it to stay while it was read, found it removed: "
+            "retention removes steps, and WAL records go once later steps are committed; "
+            f"{self.describe_nearest(_number(requested))}"
+        )
+
+    def describe_nearest(self, number: int) -> str:
+        """Describes the restorable steps and points nearest to a step, as seen by this process."""
+        steps, found = self._run.root.restorable(), list[RecoveryPoint]()
+        with contextlib.suppress(RestoreError, StorageError):  # The steps are known anyway.
+            found = self.points()
+        near = ledger_steps.nearest(number, steps, found)
+        return f"{near}; all_steps() and recovery_points() list what exists"
+
+    def _shown(self, requested: int | RecoveryPoint) -> str:
+        return f"{self._run.root.at(requested) if isinstance(requested, int) else requested}"
+
+    def _ids(self, steps: set[int]) -> dict[int, SaveId]:
+        """Returns the save ids of the steps whose manifests can be read."""
+        known = self._run.root.saves()
+        return {step: info.save_id for step in steps if (info := known.get(step)) is not None}
+
+
+def _number(requested: int | RecoveryPoint) -> int:
+    return requested if isinstance(requested, int) else requested.step

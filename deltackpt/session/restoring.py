@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores of a manager: agreement between its processes, and the state of the run afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from deltackpt import coordination, events, units
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DamagedWal,
+    DeltackptError,
+    ForeignDirectory,
+    NoIntactStep,
+    RestoreError,
+    SaveFailed,
+    StepGone,
+    StepNotFound,
+    StorageError,
+    TableSelectionError,
+)
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.naming import PyTree
+from deltackpt.format.wal_format import Continues
+from deltackpt.handlers.item_reader import OrbaxItems
+from deltackpt.handlers.items import restore_args
+from deltackpt.outcomes import ReadRows, ReadState, Restored
+from deltackpt.reading import chains, stored_dense
+from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.restore import step_reader
+from deltackpt.restore.placing import same_tables
+from deltackpt.restore.step_reader import Found, Items, Loaded, RowRanges, Service, StepReader
+from deltackpt.save import dense_layout, pending_save, tracking_audit
+from deltackpt.save.dense_save import DenseKeeper
+from deltackpt.save.lineage import Clocks, Reading, new_run
+from deltackpt.session import partial
+from deltackpt.session.restore_choice import FailedChoices, RestoreChoice, RestoreChooser
+from deltackpt.session.restored import RestoredState, same_leaves, to_compare
+from deltackpt.session.run import Run
+from deltackpt.state import tables, touch_state
+from deltackpt.state.touch_state import TouchState
+from deltackpt.storage.ocdbt import ZARRAY
+
+_T = TypeVar("_T")
+
+#: How often to look again if a running trainer removes the chosen step.
+_LISTINGS = 10
+
+
+class Restorer:
+    """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
+
+    def __init__(self, run: Run, extra: dict[str, object]):
+        """Reads nothing yet.
+
+        Args:
+          run: the manager's run.
+          extra: handlers of additional items, by name.
+        """
+        self._run = run
+        self._extra = extra
+        #: Objects of a bucket's journal that were already reported as damaged.
+        self._reported: set[str] = set()
+        self._chooser = RestoreChooser(run)
+        limits = run.options.timeouts
+        self._steps = StepReader(
+            run.root,
+            run.item,
+            run.choice,
+            others=OrbaxItems(run.root, extra),
+            share=(run.coordinator.index, run.coordinator.count),
+            service_secs=limits.service_secs,
+        )
+
+    def newest(
+        self,
+        template: PyTree,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+        *,
+        wal: bool,
+    ) -> Restored | None:
+        """Restores the newest intact step or recovery point; see ``restore_latest``."""
+        run, started = self._run, time.perf_counter()
+        tried = FailedChoices()
+        choice = self._chooser.newest(tried, wal=wal)
+        while choice is not None:
+            began, step = time.perf_counter(), choice.number
+            self._report_lost(tried, step, began)
+            try:
+                result = self._from_any_copy(
+                    choice.step,
+                    lambda choice=choice: self._restore(choice, template, items, progress, service),
+                )
+            except Exception as error:
+                if not isinstance(error, RestoreError) or not error.another_step_may_do:
+                    run.emit_failure("restore", step, error, began)
+                    raise
+                # List again: if a running trainer removed the step's chain or the point's WAL
+                # records, there is a successor, possibly with the same step.
+                again = self._chooser.newest(tried, wal=wal)
+                gone = again is not None and again != choice and again.number >= step
+                gone = gone or _is_gone(error) or self._is_rolled_back(choice)
+                # A trainer may remove steps faster than they are read.
+                is_replaced = _is_gone(error) and again not in (None, choice)
+                if gone and (is_replaced or len(tried.gone) < _LISTINGS):
+                    tried.gone.append((step, error))
+                    choice = again
+                    continue
+                lost = self._chooser.lost_with(tried, choice, error)
+                error = _with_lost(error, lost)
+                tried.add_lost((one for one in lost if one != choice.step), error)
+                run.emit_failure("skip", step, error, began)
+                tried.skip(choice, error)
+                if not isinstance(error, ForeignDirectory):
+                    what = "step" if choice.point is None else "recovery point"
+                    events.warn(f"{what} {step} is skipped, it is not intact: {error}")
+                choice = self._chooser.newest(tried, wal=wal)
+                continue
+            for foreign, error in tried.skipped:
+                if isinstance(error, ForeignDirectory):
+                    events.warn(f"step {foreign} is skipped: {error}")
+            for lost, error in tried.lost:
+                run.emit_failure("skip", lost, error, started)
+                what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
+                events.warn(f"{what} is not intact: {error}")
+            unusable = run.root.unusable()
+            newer = [(one, unusable[one]) for one in sorted(unusable, reverse=True)]
+            newer = [(one, error) for one, error in newer if one > result.step]
+            for number, error in newer:
+                run.emit_failure("skip", number, error, began, log_message=True)
+            skipped = (*newer, *tried.skipped, *tried.lost_points, *self._lost(result.step))
+            return dataclasses.replace(result, skipped=skipped)
+        self._report_lost(tried, -1, started)
+        gone = tried.gone
+        skipped = [*tried.skipped, *tried.lost_points, *self._lost(-1)]
+        if gone and not skipped:
+            run.emit_failure("restore", gone[0][0], gone[0][1], started)
+            raise gone[0][1]
+        if not skipped:
+            return None
+        if all(isinstance(error, ForeignDirectory) for _, error in skipped):
+            # A backup does not help: the directory or the item is the wrong one.
+            raise skipped[0][1]
+        newest = skipped[0][1]
+        why = str(newest)
+        if isinstance(newest, Damaged):  # Its advice is to restore an older step.
+            why = why.removesuffix(f"; {newest.action}")
+        count = sum(not isinstance(error, DamagedWal) for _, error in skipped)
+        found = f"none among {units.count(count, 'step')}" if count else "no step"
+        if count < len(skipped):
+            found = f"{found} and a damaged WAL"
+        error = NoIntactStep(
+            f"{run.root}: expected an intact step, found {found}: {why}; copy the directory back "
+            "from a backup, or start again in an empty one"
+        )
+        run.emit_failure("restore", None, error, started)
+        raise error
+
+    def _report_lost(self, tried: FailedChoices, above: int, started: float) -> None:
+        """Reports the steps above a number that a damaged save of another step has lost."""
+        for step, error in tried.pop_lost(above):
+            self._run.emit_failure("skip", step, error, started)
+
+    def _is_rolled_back(self, choice: RestoreChoice) -> bool:
+        return choice.point is not None and self._chooser.is_rolled_back(choice.point)
+
+    def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
+        """Returns steps above one that a damaged journal lost; reports all its problems."""
+        run, started = self._run, time.perf_counter()
+
+        def look() -> list[tuple[int | None, tuple[str, ...]]]:
+            lost = run.root.lost_steps()
+            steps = sorted((step for step in lost if step > above), reverse=True)
+            told = {id(lost[step]) for step in steps}
+            others = [problem for problem in run.root.problems() if id(problem) not in told]
+            return [
+                *((step, lost[step].__reduce__()[1]) for step in steps),
+                *((None, problem.__reduce__()[1]) for problem in others),
+            ]
+
+        found: list[tuple[int, RestoreError]] = []
+        for step, fields in run.coordinator.from_process_0("looking for what was lost", look):
+            error = Damaged(*fields)
+            if step is not None:
+                found.append((step, error))
+                events.warn(f"step {step} is skipped, since it may not be committed: {error}")
+            elif error.object_name not in self._reported:
+                events.warn(str(error))
+            else:
+                continue
+            self._reported.add(error.object_name)
+            run.emit_failure("skip", step, error, started)
+        return found
+
+    def restore_one(
+        self,
+        requested: int | RecoveryPoint,
+        template: PyTree,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+    ) -> Restored:
+        """Restores one step or recovery point; see ``CheckpointManager.restore``."""
+        started = time.perf_counter()
+        step = requested if isinstance(requested, int) else requested.step
+        try:
+            return self._retry_if_replaced(
+                requested, lambda choice: self._restore(choice, template, items, progress, service)
+            )
+        except Exception as error:
+            self._run.emit_failure("restore", step, error, started)
+            raise
+
+    def _retry_if_replaced(
+        self, requested: int | RecoveryPoint, read: Callable[[RestoreChoice], Restored]
+    ) -> Restored:
+        """Reads what was requested; retries if another step replaced the one it replays onto."""
+        choice = self._chooser.find_requested(requested)
+        # A step below a recovery point may be removed, and its WAL records trimmed, while a later
+        # step makes the point restorable.
+        for _ in range(_LISTINGS):
+            try:
+                return self._from_any_copy(choice.step, lambda choice=choice: read(choice))
+            except RestoreError as error:
+                if not error.another_step_may_do:
+                    raise
+                again = self._chooser.find_existing(requested)
+                if again is None:
+                    # WAL records that are gone without a later step are lost, not trimmed.
+                    newest = self._run.root.newest_step()
+                    trimmed = newest is not None and newest >= choice.number
+                    if _is_gone(error) or trimmed or self._is_rolled_back(choice):
+                        raise self._chooser.gone_error(requested) from error
+                if again is None or again == choice:
+                    raise
+                choice = again
+        raise self._chooser.gone_error(requested)
+
+    def points(self) -> list[RecoveryPoint]:
+        """See ``CheckpointManager.recovery_points``."""
+        return self._chooser.points()
+
+    def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
+        """Reads rows of tables only; see ``CheckpointManager.read``."""
+        started = time.perf_counter()
+
+        def read() -> tuple[Loaded, float, float]:
+            found, found_at = self._find(step, None, ranges, None)
+            with contextlib.ExitStack() as held:
+                return *self._load(found, progress, held), found_at
+
+        try:
+            loaded, read_at, found_at = self._from_any_copy(step, read)
+        except Exception as error:
+            self._run.emit_failure("restore", step, error, started)
+            raise
+        merged = loaded.tables
+        seconds = self._emit_event(step, merged, started, found_at, read_at)
+        return ReadRows(
+            step=step,
+            tables=merged.fields,
+            chain=tuple(info.save_id.step for info in merged.chain),
+            bytes_read=merged.bytes_read,
+            seconds=seconds,
+        )
+
+    def state(self, step: int, template: PyTree, progress: Progress | None) -> ReadState:
+        """Reads leaves by their paths; see ``CheckpointManager.read_state``."""
+        run, items = self._run, OrbaxItems(self._run.root, {})
+        return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
+
+    def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
+        """Reads a step; retries from another copy if a local copy is damaged."""
+        try:
+            return read()
+        except (BrokenChain, Damaged):
+            # With several processes, all would have to read again.
+            if self._run.coordinator.count > 1 or not self._run.root.found_damaged(step):
+                raise
+        return read()
+
+    def _find(
+        self,
+        step: int,
+        template: PyTree,
+        rows: RowRanges | None,
+        service: Service,
+        point: RecoveryPoint | None = None,
+    ) -> tuple[Found, float]:
+        with self._run.coordinator.together(f"finding step {step}"):
+            self._run.root.await_readable(step)
+            found = self._steps.find(step, template, rows, service, point)
+        return found, time.perf_counter()
+
+    def _load(
+        self, found: Found, progress: Progress | None, held: contextlib.ExitStack
+    ) -> tuple[Loaded, float]:
+        own = dataclasses.astuple(found.target.info.save_id)
+        agreed = SaveId(*self._run.coordinator.agree("choosing a save", own))
+        straight = self._run.coordinator.gather("reading dense leaves", found.straight is not None)
+        if not all(straight):  # Orbax's handler needs all processes.
+            found = dataclasses.replace(found, straight=None)
+        with self._run.coordinator.together(f"restoring step {found.step}"):
+            loaded = self._steps.load(found, agreed, progress, held)
+        return loaded, time.perf_counter()
+
+    def _restore(
+        self,
+        choice: RestoreChoice,
+        template: PyTree,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+    ) -> Restored:
+        run, started = self._run, time.perf_counter()
+        step, point = choice.number, choice.point
+        # A recovery point has its own items; the given arguments are for a step.
+        items = None if point is not None else restore_args(items, self._extra, run.item)
+        found, found_at = self._find(choice.step, template, None, service, point)
+        with contextlib.ExitStack() as held:
+            loaded, read_at = self._load(found, progress, held)
+            merged = loaded.tables
+            drawn = run.coordinator.agree("a new run", new_run())
+            identity = touch_state.identity_of(drawn)
+            state, fresh = step_reader.joined(template, found, loaded, identity)
+            extra: dict[str, object] = {}
+            if items:
+                with run.coordinator.together(f"restoring items of step {step}"):
+                    extra = self._steps.items(found, items, loaded.files)
+                    found.check_stays()
+            if loaded.point is not None:
+                extra = loaded.point.items_for(run.coordinator.index, run.coordinator.count)
+        if not run.options.read_only:
+            fresh = self._start_run_from(choice, found, loaded, state, fresh, drawn)
+        seconds = self._emit_event(step, merged, started, found_at, read_at)
+        return Restored(
+            step=step,
+            state=state,
+            touched=fresh,
+            items=extra,
+            chain=tuple(info.save_id.step for info in merged.chain),
+            skipped=(),
+            source=self._sources(merged, point),
+            service_error=loaded.problem,
+            bytes_read=merged.bytes_read,
+            seconds=seconds,
+            point=point,
+        )
+
+    def _sources(self, merged: RestoredTables, point: RecoveryPoint | None) -> tuple[str, ...]:
+        """Returns where each save of a chain was read, and the WAL records above it."""
+        log = () if point is None or merged.point else ("wal",)
+        if merged.source != "storage":
+            return (merged.source,) * len(merged.chain) + log
+        return *(self._run.root.source_of(info.save_id) for info in merged.chain), *log
+
+    def _emit_event(
+        self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
+    ) -> float:
+        """Emits the event of a restore that ends now; returns its duration in seconds."""
+        now = time.perf_counter()
+        event = events.RestoreEvent(
+            step=step,
+            process=coordination.process_index(),
+            chain=tuple(info.save_id.step for info in merged.chain),
+            source=merged.source,
+            bytes_read=merged.bytes_read,
+            find_secs=found_at - started,
+            read_secs=read_at - found_at,
+            place_secs=now - read_at,
+            total_secs=now - started,
+        )
+        self._run.emit(event)
+        return event.total_secs
+
+    def _equals(self, choice: RestoreChoice, split: tables.Split) -> bool:
+        """Returns whether a state equals a step or recovery point, which is read again."""
+        what = f"comparing the state with step {choice.step}"
+        try:
+            found, _ = self._find(choice.step, to_compare(split), None, None, choice.point)
+            with contextlib.ExitStack() as held:
+                loaded, _ = self._load(found, None, held)
+                with self._run.coordinator.together(what):
+                    same = same_leaves(loaded.dense, split.dense)
+                    same = same and same_tables(loaded.tables, split.fields)
+        except (RestoreError, TableSelectionError):
+            return False  # It was removed or damaged, or has other leaves.
+        except DeltackptError:
+            raise
+        except Exception as error:
+            raise SaveFailed(
+                f"{what}: expected to read the step again, since it is already saved, found "
+                f"{error!r}; nothing was saved or lost: save a later step"
+            ) from error
+        return all(self._run.coordinator.gather(what, same))
+
+    def _start_run_from(
+        self,
+        choice: RestoreChoice,
+        found: Found,
+        loaded: Loaded,
+        state: PyTree,
+        fresh: TouchState | None,
+        drawn: str,
+    ) -> TouchState | None:
+        """Makes a restored step the parent of the next save, of the new run ``drawn``."""
+        run, merged = self._run, loaded.tables
+        continues = None
+        if found.plan is not None:
+            point = found.plan.point
+            continues = Continues(epoch=point.epoch, save_id=point.save_id)
+        # Each process may have read another chain to the step; all decide from one.
+        sizes = run.coordinator.agree("what was read", [info.nbytes for info in merged.chain])
+        layout = merged.layout
+        if found.expected is not None and layout.has_rows_of(found.expected.layout):
+            # Training continues in the template's containers, which may differ.
+            layout = found.expected.layout
+        identity, recorded = touch_state.identity_of(drawn), found.target.head.tracking
+        hashed = touch_state.next_identity(identity)
+        readings = (Reading("", identity, 0),)
+        sample, split = None, tables.split(state, run.choice)
+        kept = merged if found.expected is None else split
+        run.tracking.restored(
+            kept.fields,
+            kept.layout,
+            has_touch_state=bool(split.marks),
+            recorded=recorded,
+            identity=hashed,
+        )
+        if run.tracking.tracker is not None:
+            readings = (*readings, Reading("", hashed, 0))
+        clocks = Clocks(readings=readings)
+        if not run.tracking.accepts_touch_state(recorded):
+            fresh = None
+        if fresh is not None:
+            clocks = dataclasses.replace(clocks, windows=pending_save.clocks_of(split, ()).windows)
+            if run.options.deltas.tracking_audit:
+                sample = tracking_audit.of_restored(split, fresh, run.runtime)
+        run.lineage.adopt(
+            merged.chain[-1],
+            run.writable_root.step_dir(found.step),
+            layout,
+            sizes=sizes,
+            clocks=clocks,
+            restores=found.target.head.restores,
+            run=drawn,
+            sample=sample,
+            parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
+            replayed=None if loaded.point is None else loaded.point.rows,
+            continues=continues,
+        )
+        state_at = RestoredState.of(split, functools.partial(self._equals, choice))
+        run.note_restored(found.step, state_at)
+        if run.dense is not None and loaded.point is None and found.expected is not None:
+            self._keep_references(run.dense, found, loaded, split)
+        return fresh
+
+    def _keep_references(
+        self, keeper: DenseKeeper, found: Found, loaded: Loaded, split: tables.Split
+    ) -> None:
+        """Makes the dense leaves of a restored step the references of the next delta."""
+        run = self._run
+        # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
+        if not split.layout.dense or not found.target.has_dense:
+            return
+        try:
+            chain = chains.read_chain(found.target.step_dir, run.item)
+            # Read once more to be compared: what is wrong there is not taken for equal.
+            described = stored_dense.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+        except (RestoreError, StorageError):
+            # Damaged or removed since it was restored: the next delta holds whole leaves.
+            return
+        keeper.adopt(
+            found.target.info.save_id,
+            dense_layout.storable(split.dense),
+            split.layout.dense,
+            run.coordinator.index,
+            {key: bytes(data) for key, data in described.items()},
+            loaded.chunks,
+        )
+
+
+def _with_lost(error: RestoreError, lost: Sequence[int]) -> RestoreError:
+    """Returns an error that also lists the steps that cannot be restored because of it."""
+    if len(lost) < 2:
+        return error
+    which = f"steps {', '.join(map(str, lost))} need it"
+    if isinstance(error, Damaged):
+        return Damaged(error.object_name, error.expected, error.found, f"{which}; {error.action}")
+    return type(error)(f"{error}; {which}")
+
+
+def _is_gone(error: RestoreError) -> bool:
+    return isinstance(error, (StepGone, StepNotFound))

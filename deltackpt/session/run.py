@@ -1,0 +1,624 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that the saves and restores of one manager share, and how it finds touched rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import jax.numpy as jnp
+
+from deltackpt import coordination, events, units
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import OptionError, ProcessMissing, StorageError
+from deltackpt.format.manifest import Layout, SaveId, TrackingName
+from deltackpt.ledger.directory import WritableRoot
+from deltackpt.ledger.steps import Steps
+from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
+from deltackpt.reading.wal_topics import WalTopics
+from deltackpt.resources.runtime import FSYNCS, READS, Runtime
+from deltackpt.save import pending_save
+from deltackpt.save.commit import StepWriters
+from deltackpt.save.dense_save import DenseKeeper, codings
+from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.pending_save import Embeddings
+from deltackpt.session.restored import RestoredState
+from deltackpt.state.tables import Split, Tables
+from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.storage.kafka import Topic
+from deltackpt.tracking.fingerprints import Fields, RowTracker
+
+_logger = logging.getLogger(__name__)
+
+#: Hashing stops after this many saves in a row of which each changed more than half of the rows.
+_WIDE_SAVES = 3
+#: So many changes between a TouchState and fingerprints are taken for a mistake.
+_CHANGES = 3
+_BYTES_A_ROW = 12
+
+
+class RowTracking:
+    """The tracking of one manager; used by one thread at a time.
+
+    Attributes:
+      tracker: hashes the rows; None if a TouchState names them, or nothing does.
+      stopped: whether "auto" gave up hashing because most rows change.
+      hashed_before_restore: whether rows were hashed before a restore: training may go back to its
+        state in memory.
+    """
+
+    def __init__(self, mode: Tracking, *, dense_blocks: bool = False, may_stop: bool = True):
+        """Hashes nothing yet.
+
+        Args:
+          mode: ``DeltaOptions.tracking``.
+          dense_blocks: whether deltas contain blocks of dense leaves, and pay without any table.
+          may_stop: whether "auto" stops hashing if most rows change: not if WAL records need the
+            rows in any case.
+        """
+        self._mode, self._dense_blocks = mode, dense_blocks
+        self._may_stop = may_stop and not dense_blocks
+        self.tracker = RowTracker() if mode == "fingerprints" else None
+        #: What a TouchState has replaced, until a save begins: one that is refused changes nothing.
+        self._left: RowTracker | None = None
+        #: Whether rows were hashed for a save or a record since the start or a restore.
+        self._hashed = False
+        self.hashed_before_restore = False
+        #: What the last save or record used, and how often that has changed.
+        self._used: TrackingName | None = None
+        self._changes = 0
+        self._wide_saves = 0
+        self.stopped = False
+
+    def name(self, split: Split, touched: TouchState | None) -> TrackingName:
+        """Returns what the manifest of a save records."""
+        if self.tracker is not None:
+            return "fingerprints"
+        return "touched" if split.marks or touched is not None else ""
+
+    def choose(self, split: Split, touched: TouchState | None) -> Split:
+        """Chooses the tracking for a state, and returns what it needs of the state.
+
+        Args:
+          split: the state.
+          touched: the TouchState passed by the caller.
+        """
+        tracker = self.chosen(split, touched)
+        if tracker is None:
+            self._left = self.tracker or self._left
+        elif self.tracker is None:
+            tracker, self._left = self._left or tracker, None
+            self._log_cost(split.layout)
+        self.tracker = tracker
+        if self._mode == "auto":
+            self._count_change(self.name(split, touched))
+        # Fingerprints see more than a TouchState in the state.
+        return split if tracker is None else dataclasses.replace(split, marks=())
+
+    def chosen(self, split: Split, touched: TouchState | None) -> RowTracker | None:
+        """Returns what ``choose`` would hash with, None if nothing; changes nothing."""
+        if self._mode != "auto":
+            return self.tracker
+        if split.marks or touched is not None or self.stopped:
+            return None
+        if self.tracker is None and self._is_worthwhile(split.layout):
+            return self._left or RowTracker()
+        return self.tracker
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a TouchState has replaced fingerprints: it need not mark what changed before."""
+        return self._hashed and self._left is not None
+
+    def saved(self) -> None:
+        """Called once a save was begun."""
+        if self.tracker is None:
+            self._left, self._hashed = None, False
+
+    def restored(
+        self,
+        fields: Fields,
+        layout: Layout,
+        *,
+        has_touch_state: bool,
+        recorded: TrackingName,
+        identity: int,
+    ) -> None:
+        """Continues from a restored state.
+
+        Args:
+          fields: its tables and slots.
+          layout: their layout.
+          has_touch_state: whether the state contains a TouchState.
+          recorded: the tracking in the step's manifest.
+          identity: for the fingerprints: another one than that of the TouchState that the restore
+            returns, which does not see what these find.
+        """
+        if self._mode == "auto":
+            if has_touch_state or recorded == "touched" or self.stopped:
+                self.tracker = None
+            elif self.tracker is None and self._is_worthwhile(layout):
+                self.tracker = RowTracker()
+                self._log_cost(layout)
+        self.hashed_before_restore |= self._hashed
+        self._left, self._hashed, self._used = None, False, None
+        if self.tracker is not None:
+            self.tracker.start(fields, layout, identity)
+
+    def accepts_touch_state(self, recorded: TrackingName) -> bool:
+        """Returns whether the next save may use the TouchState of the restored step.
+
+        "auto" may continue with either if the step records neither.
+        """
+        return self.tracker is None or (self._mode == "auto" and recorded != "fingerprints")
+
+    def touch_state(self, split: Split, given: TouchState | None) -> TouchState | None:
+        """Returns the TouchState of a save: the one passed, or what hashing finds now.
+
+        Args:
+          split: the state.
+          given: passed to ``save`` or ``append``.
+
+        Raises:
+          OptionError: a TouchState is passed although ``tracking="fingerprints"``.
+        """
+        if self.tracker is None:
+            return given
+        if given is not None:
+            raise OptionError(
+                'touched: expected none with tracking="fingerprints", which finds the rows by '
+                'itself, found a TouchState; leave it out, or use tracking="auto"'
+            )
+        found = self.tracker.update(split.fields, split.layout)
+        self._hashed = True
+        if self._mode == "auto" and self._may_stop:
+            self._stop_if_useless(self.tracker.changed_share())
+        return found
+
+    def _is_worthwhile(self, layout: Layout) -> bool:
+        return self._dense_blocks or bool(layout.tables)
+
+    def _count_change(self, used: TrackingName) -> None:
+        """Warns once if saves and records pass a TouchState and do not, by turns."""
+        if self._used not in (None, used):
+            self._changes += 1
+            if self._changes == _CHANGES:
+                events.warn(
+                    "some calls of save() and append() were given a TouchState and others were "
+                    "not, and each time the next save is a base: pass touched= to all of them, or "
+                    "to none"
+                )
+        self._used = used
+
+    def _log_cost(self, layout: Layout) -> None:
+        if not (rows := sum(table.rows for table in layout.tables)):
+            return
+        _logger.info(
+            "found no TouchState: detecting changed rows by fingerprints, which need %s on the "
+            "devices (%d bytes per row), and twice that while a save starts",
+            units.size(rows * _BYTES_A_ROW),
+            _BYTES_A_ROW,
+        )
+
+    def _stop_if_useless(self, changed_share: float | None) -> None:
+        """Stops hashing from the next call on, if most rows changed in several saves in a row."""
+        if changed_share is None:
+            return
+        self._wide_saves = self._wide_saves + 1 if changed_share > 0.5 else 0
+        if self._wide_saves >= _WIDE_SAVES and not self.stopped:
+            self.stopped = True
+            events.warn(
+                "more than half of the rows of all tables changed in each of the last "
+                f"{_WIDE_SAVES} saves: fingerprints are no longer computed, and all further saves "
+                "of this manager without a TouchState are bases; if your deltas are still smaller "
+                'than bases, set DeltaOptions(tracking="fingerprints"), which never stops, or pass '
+                "a TouchState; otherwise select only tables in which few rows change"
+            )
+
+
+#: Number of fields that are written at the same time; as many threads encode. Direct writes wait
+#: for the disk: on two cores, a base of 1 GB is durable in 0.84 to 0.90 of the time of two threads,
+#: for the same CPU time, and training is not slower.
+_THREADS = 4
+#: Opens the root, to be written or only read.
+OpenRoot = Callable[[bool], Steps]
+
+
+#: Why a save is a base: a TouchState need not mark what changed while rows were hashed.
+HASHED = "a TouchState replaces the fingerprints of earlier calls"
+
+
+class WalHooks(Protocol):
+    """The WAL's view of the saves of a run; see ``wal.recorder``."""
+
+    @property
+    def begun(self) -> str:
+        """Id of the run whose epoch has begun; empty if it has to begin."""
+        ...
+
+    def begin_epoch(self, split: Split) -> None:
+        """Called before a save if ``begun`` is not its run, with the step that it continues."""
+        ...
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """Called before a save: compares the appended rows with the stamps.
+
+        Raises:
+          TrackingError: rows were touched that no WAL record contains.
+        """
+        ...
+
+    def saved(self) -> None:
+        """Called once a save has started, which contains everything appended so far."""
+        ...
+
+    def refused(self, split: Split) -> None:
+        """Called if the other processes started a save and this one could not."""
+        ...
+
+    def distrust(self, reason: str) -> None:
+        """Called if rows changed without being marked: no record of the run can be restored."""
+        ...
+
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """Called on all processes once a step was deleted; no later record may continue from it.
+
+        Args:
+          step: the deleted save.
+          is_needed: whether WAL records were trimmed that no remaining step covers, so that the WAL
+            must end.
+        """
+        ...
+
+
+class NoWal:
+    """The ``WalHooks`` of a manager without a WAL."""
+
+    begun = ""
+
+    def begin_epoch(self, split: Split) -> None:
+        """See ``WalHooks``."""
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """See ``WalHooks``."""
+
+    def saved(self) -> None:
+        """See ``WalHooks``."""
+
+    def refused(self, split: Split) -> None:
+        """See ``WalHooks``."""
+
+    def distrust(self, reason: str) -> None:
+        """See ``WalHooks``."""
+
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """See ``WalHooks``."""
+
+
+def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
+    """Creates the object that copies dense leaves for blocks and keeps their decoded values."""
+    return DenseKeeper(
+        codings(options.codec, options.max_error),
+        runtime,
+        max_reference_bytes=options.max_reference_bytes,
+        skip_unchanged=options.skip_unchanged,
+    )
+
+
+def _require_shared_log(options: WalOptions | None) -> None:
+    backend = None if options is None else options.backend
+    if backend is not None and not (isinstance(backend, LocalWal) and backend.directory):
+        raise OptionError(
+            "WalOptions.backend: expected a directory that all processes see, found a staging "
+            "directory for each process (Tiers(shared=False)); pass LocalWal(directory=...)"
+        )
+
+
+def _topic(options: ManagerOptions, processes: int) -> Topic | None:
+    """Returns the topic of the WAL, after checking that it can be written to."""
+    if options.wal is None or not isinstance(backend := options.wal.backend, KafkaWal):
+        return None
+    topic = Topic(backend.topic, backend.config)
+    if not options.read_only:
+        topic.check(
+            partitions=processes,
+            message_bytes=backend.chunk_bytes,
+            timeout_secs=options.wal.deadline_secs,
+        )
+    return topic
+
+
+def _coordinator(directory: str | os.PathLike[str], options: ManagerOptions) -> Coordinator:
+    return Coordinator(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
+
+
+def _opening(directory: str | os.PathLike[str]) -> str:
+    return f"{os.fspath(directory)}: opening it"
+
+
+def refuse(
+    directory: str | os.PathLike[str], options: ManagerOptions, error: OptionError
+) -> NoReturn:
+    """Raises an error of a manager's arguments; the other processes report it without waiting."""
+    with contextlib.suppress(ProcessMissing, StorageError):
+        with _coordinator(directory, options).together(_opening(directory), fatal=True):
+            raise error
+    raise error
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """State shared by the saves and restores of a manager.
+
+    Attributes:
+      options: options of the manager.
+      event_handlers: receivers of events.
+      root: the checkpoint directory, whose lease a trainer holds.
+      item: name of the item with the tables.
+      choice: selects the tables.
+      coordinator: the processes that save and restore together.
+      lineage: the saves of this run.
+      runtime: threads and memory of saves.
+      tracking: how touched rows are found.
+      newest: the newest step: first as process 0 found it, then every committed one.
+      restored: the step that the next save continues from, if it is not the newest one.
+      dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
+      wal: receives the saves.
+      topic: the Kafka topic of the WAL.
+      restored_state: the restored state, and where training continued from it.
+      is_emitting: whether event handlers are being called.
+    """
+
+    options: ManagerOptions
+    event_handlers: tuple[events.EventHandler, ...]
+    root: Steps
+    item: str
+    choice: Tables
+    coordinator: Coordinator
+    lineage: Lineage
+    runtime: Runtime
+    tracking: RowTracking
+    newest: int | None
+    restored: int | None = None
+    dense: DenseKeeper | None = None
+    wal: WalHooks = dataclasses.field(default_factory=NoWal)
+    topic: Topic | None = None
+    restored_state: tuple[object, RestoredState] | None = None
+    is_emitting: bool = False
+
+    @classmethod
+    def start(
+        cls,
+        directory: str | os.PathLike[str],
+        item: str,
+        choice: Tables,
+        options: ManagerOptions,
+        event_handlers: tuple[events.EventHandler, ...],
+        open_root: OpenRoot,
+        take_over: Callable[[], None],
+    ) -> Run:
+        """Begins a new run on a root, which process 0 opens before the others.
+
+        Every process checks the options before any lease is taken.
+
+        Args:
+          directory: the root, as the user named it.
+          item: name of the item with the tables.
+          choice: selects the tables.
+          options: options of the manager.
+          event_handlers: receivers of events.
+          open_root: opens the directory, for writing on process 0.
+          take_over: called before the directory is opened.
+
+        Raises:
+          OptionError: the options are not valid for this job or directory.
+        """
+        coordinator, what = _coordinator(directory, options), _opening(directory)
+        with coordinator.together(what, fatal=True):
+            threads = options.background.threads or _THREADS
+            runtime = Runtime(
+                threads,
+                size=max(2 * threads, FSYNCS, min(READS, coordinator.count)) + 1,
+                memory_bytes=options.writes.staging_bytes,
+                bytes_per_sec=options.background.bytes_per_sec,
+                cpus=options.background.cpus,
+                name="deltackpt-save",
+            )
+            dense = keeper(options.dense, runtime)
+            tracking = RowTracking(
+                options.deltas.tracking,
+                dense_blocks=options.dense.deltas == "blocks",
+                may_stop=options.wal is None,
+            )
+            if coordinator.count > 1 and not (
+                options.read_only or (options.tiers or Tiers()).shared
+            ):
+                _require_shared_log(options.wal)
+            topic = _topic(options, coordinator.count)
+            take_over()
+        opened: list[Steps] = []
+
+        def first() -> int | None:
+            opened.append(open_root(not options.read_only))
+            return opened[0].newest_step()
+
+        try:
+            newest = coordinator.from_process_0(what, first, fatal=True)
+            with coordinator.together(what, fatal=True):
+                if not opened:
+                    opened.append(open_root(False))
+            root = opened[0]
+            if topic is not None:
+                root.topics = WalTopics(topic.config)
+            if isinstance(root, WritableRoot) and root.no_shared_fs:
+                root.join(functools.partial(coordinator.gather, what))
+                newest = coordinator.from_process_0(what, root.newest_step, fatal=True)
+            lineage = Lineage(
+                options.deltas.policy,
+                ledger=root if isinstance(root, WritableRoot) else None,
+                item=item,
+                run=coordinator.agree("a new run", new_run()),
+                compacted=options.deltas.bases == "compacted",
+            )
+        except BaseException:
+            for one in opened:
+                one.abandon()
+            raise
+        return cls(
+            options=options,
+            event_handlers=event_handlers,
+            root=root,
+            item=item,
+            choice=choice,
+            coordinator=coordinator,
+            lineage=lineage,
+            runtime=runtime,
+            tracking=tracking,
+            newest=newest,
+            dense=dense if options.dense.deltas == "blocks" else None,
+            topic=topic,
+        )
+
+    @property
+    def writable_root(self) -> WritableRoot:
+        """Returns the checkpoint directory of a manager that can save."""
+        assert isinstance(self.root, WritableRoot)
+        return self.root
+
+    def writers(self, temporary: Path, attempt: int) -> StepWriters:
+        """Returns the processes that write a step.
+
+        Args:
+          temporary: the step's temporary directory.
+          attempt: number of the attempt at a save in this run.
+        """
+        return StepWriters(
+            coordinator=self.coordinator,
+            key=f"{self.lineage.run}-{attempt}",
+            temporary=temporary,
+            runtime=self.runtime,
+            shared_fs=not self.writable_root.no_shared_fs,
+            fsync=self.fsync,
+        )
+
+    @property
+    def fsync(self) -> bool:
+        """Returns whether steps are fsynced."""
+        return self.options.writes.durability == "power"
+
+    def check_above(self, step: int) -> None:
+        """Checks that a step may be saved.
+
+        Raises:
+          OptionError: the step is not greater than the newest or the restored one.
+        """
+        newest = self.newest if self.restored is None else self.restored
+        parent = self.lineage.newest_committed
+        if newest is not None and parent is not None:
+            # A save that was reported as failed may be committed nevertheless.
+            newest = max(newest, parent.step)
+        if (point := self.lineage.forked_from) is not None:
+            newest = max(newest or 0, point.save_id.step)
+        if newest is None or step > newest:
+            return
+        if self.restored is None and self.coordinator.count == 1:
+            # It may have been removed since. A listing may differ from process to process.
+            newest = self.root.newest_step()
+            if newest is None or step > newest:
+                return
+        found = "the same step, which is already saved" if step == newest else "an older one"
+        raise OptionError(
+            f"step {step} in {self.root}: expected a step above {newest}, the newest in the "
+            f"directory or the restored one, found {found}; call restore_latest() or "
+            "restore(step) first to resume from a step, or use an empty directory"
+        )
+
+    def roll_back(self, step: int) -> None:
+        """Moves steps later than the restored one aside, once, before the first save.
+
+        Args:
+          step: the step that is about to be saved.
+        """
+        if self.restored is None:
+            return
+        # The others list no steps before process 0 has moved them.
+        what = f"continuing from step {self.restored} with step {step}"
+        with self.coordinator.together(what, fatal=True):
+            self.writable_root.roll_back(self.restored, self.lineage.run)
+        self.newest, self.restored = self.restored, None
+
+    def end_hashing(self) -> None:
+        """Makes the next save a base if a TouchState has replaced fingerprints.
+
+        The TouchState does not mark rows that changed before. If the saves that hashed rows have
+        failed, their parent may have seen the same TouchState.
+        """
+        if self.tracking.has_left:
+            self.lineage.distrust(HASHED)
+
+    def note_restored(self, step: int, state: RestoredState) -> None:
+        """Records what training continues from."""
+        self.restored = step
+        self.restored_state = self._position, state
+
+    @property
+    def _position(self) -> tuple[object, ...]:
+        return self.restored, self.lineage.newest_committed, self.lineage.forked_from
+
+    def is_restored(self, split: Split, touched: TouchState | None) -> bool:
+        """Returns whether a state is the restored one, alike on every process.
+
+        Args:
+          split: the state.
+          touched: what ``RowTracking.touch_state`` returned.
+        """
+        if self.restored_state is None or self.restored_state[0] != self._position:
+            return False  # Training keeps a state that it had before the last restore.
+        marked, hashed = self.lineage.distrusted is not None, False
+        if self.tracking.tracker is not None:
+            stamps = () if touched is None else touched.stamps.values()
+            # A row that changed may have changed back.
+            hashed = not any(int(jnp.max(each)) for each in stamps)
+        else:
+            marks = Embeddings(split=split, touched=touched).marks
+            clocks = pending_save.clocks_of(split, marks)
+            marked = marked or any(reading.clock for reading in clocks.readings)
+        return self.restored_state[1].is_same(split, self.coordinator, marked=marked, hashed=hashed)
+
+    def emit_failure(
+        self,
+        operation: events.Operation,
+        step: int | None,
+        error: Exception,
+        started: float,
+        *,
+        log_message: bool = False,
+    ) -> None:
+        """Emits a failure event.
+
+        Args:
+          operation: what failed.
+          step: the step, if it concerns one.
+          error: the failure.
+          started: when the operation began, as a ``time.perf_counter()`` value.
+          log_message: whether the error is neither raised nor issued as a warning.
+        """
+        seconds = time.perf_counter() - started
+        process = coordination.process_index()
+        event = events.FailureEvent.of(error, operation, step, process=process, seconds=seconds)
+        self.emit(event, log_message)
+
+    def emit(self, event: events.Event, log_message: bool = True) -> None:
+        """Logs an event and passes it to the handlers, which must not call the manager."""
+        self.is_emitting = True
+        try:
+            events.emit(event, self.event_handlers, log_message=log_message)
+        finally:
+            self.is_emitting = False

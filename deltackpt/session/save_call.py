@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of ``save()``: its arguments, whether it is due, the save in flight, and its failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, SaveFailed, TrackingFailed
+from deltackpt.format.naming import Leaf
+from deltackpt.lazy_import import LazyModule
+from deltackpt.outcomes import Saved
+from deltackpt.restore.step_reader import Items
+from deltackpt.save.commit import Committed
+from deltackpt.save.pending_save import PendingSave, RefusedSave
+from deltackpt.session import retention
+from deltackpt.session.retention import CommittedStep, StepMetadata
+from deltackpt.session.run import Run
+from deltackpt.state.touch_state import TouchState
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+    ocp = LazyModule("orbax.checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveArguments:
+    """The arguments of ``save()`` other than step and state; ``ids`` is from ``append()``."""
+
+    touched: TouchState | None = None
+    items: Items | None = None
+    metrics: Mapping[str, float] | None = None
+    force_base: bool = False
+    custom_metadata: Mapping[str, object] | None = None
+    ids: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("metrics", "custom_metadata"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _as_json(name, given))
+        if not (self.touched is None or isinstance(self.touched, TouchState)):
+            raise OptionError(
+                "touched: expected a TouchState from deltackpt.touched.init() or mark(), found "
+                f"{type(self.touched).__name__}; pass its result"
+            )
+
+
+def _as_json(name: str, given: object) -> dict[str, object]:
+    """Returns a copy as JSON values; scalars of numpy and jax become numbers."""
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{name}: expected a mapping, found {type(given).__name__}")
+    try:
+        return json.loads(json.dumps(dict(given), default=_number))
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"{name}: expected JSON values, found {given!r}: {error}; pass numbers, strings, lists "
+            "and dicts; convert arrays with .tolist()"
+        ) from error
+
+
+def _number(value: Leaf) -> object:
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not one of these")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failure:
+    """A save that failed in the background."""
+
+    step: int
+    cause: Exception
+
+    def error(self, taken: Saved | None) -> SaveFailed:
+        """Returns the error to raise from ``cause``.
+
+        Args:
+          taken: the save that was made since then, or None.
+        """
+        if isinstance(self.cause, DeltackptError):
+            detail = str(self.cause)
+        else:
+            detail = f"{type(self.cause).__name__}: {self.cause}"
+        follow = (
+            "no touched row is lost, save again"
+            if taken is None
+            else f"step {taken.step} is being saved and contains its rows"
+        )
+        if isinstance(self.cause, OutOfSpace) and taken is None:
+            follow = f"keep fewer steps; {follow}"
+        kind = SaveFailed
+        if isinstance(self.cause, DeltackptError) and self.cause.leaves_doubt:
+            kind = TrackingFailed
+            follow = "the next save is a base"
+            if taken is not None:
+                follow = f"step {taken.step} is being saved"
+        error = kind(f"the save of step {self.step} failed: {detail}; {follow}")
+        error.saved = taken
+        return error
+
+
+class Done(NamedTuple):
+    """The result of the background half of a committed save.
+
+    Attributes:
+      room_secs: how long the save waited for room.
+      committed: when the step became visible.
+      warnings: warnings about other problems.
+    """
+
+    room_secs: float
+    committed: Committed
+    warnings: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class InFlight:
+    """The save in flight.
+
+    Attributes:
+      step: the training step.
+      temporary: the directory in which it is written.
+      pending: its tables, or why this process cannot save them.
+      future: future of its background half.
+      started: when ``save()`` was called, as a ``time.perf_counter()`` value.
+      blocked_secs: how long ``save()`` blocked.
+    """
+
+    step: int
+    temporary: Path
+    pending: PendingSave | RefusedSave
+    future: Future[Done]
+    started: float
+    blocked_secs: float = 0.0
+
+    @property
+    def is_reported(self) -> bool:
+        """Returns whether ``save()`` itself raised the error."""
+        return isinstance(self.pending, RefusedSave)
+
+    @property
+    def is_lost(self) -> bool:
+        """Returns whether the save failed and the failure was not reported yet."""
+        return self.future.done() and self.future.exception() is not None
+
+
+def should_save(
+    run: Run,
+    step: int,
+    in_flight: InFlight | None,
+    metrics: Mapping[str, float] | None,
+    preempted: Callable[[int], bool],
+) -> bool:
+    """Returns whether the options select a step; process 0 decides for all processes.
+
+    Args:
+      run: the manager's run.
+      step: the training step.
+      in_flight: the save in flight, if any.
+      metrics: the known metrics of the step.
+      preempted: whether the job will be preempted at a step.
+    """
+    policy = run.options.save_decision_policy
+    if policy is None:
+        return step % (run.options.save_interval_steps or 1) == 0
+
+    def decide() -> bool:
+        now: StepMetadata = {
+            "metrics": dict(metrics or {}),
+            "commit_timestamp_nsecs": time.time_ns(),
+        }
+        previous = retention.committed_steps(run.root)
+        if in_flight is not None and in_flight.step not in [known.step for known in previous]:
+            # It began earlier, and will be committed before the next one.
+            previous.append(CommittedStep(in_flight.step, lambda: now))
+        context = ocp.checkpoint_managers.DecisionContext(
+            is_saving_in_progress=in_flight is not None and not in_flight.future.done(),
+            reached_preemption=preempted(step),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(),
+        )
+        return bool(policy.should_save(CommittedStep(step, lambda: now), previous, context=context))
+
+    return run.coordinator.from_process_0(f"deciding on step {step}", decide)

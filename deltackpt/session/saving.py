@@ -1,0 +1,672 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves of a manager, one at a time: captured on the training thread, written by a worker.
+
+A save copies the touched rows and the dense leaves, lets the handlers start on additional items,
+and passes everything on as a ``commit.StepTransaction``, which is written and committed in the
+background. The next call reports a background failure once, and still makes its own save.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from deltackpt import coordination, events
+from deltackpt.errors import (
+    Damaged,
+    DeltackptError,
+    ProcessMissing,
+    SaveFailed,
+    StorageError,
+    UnsupportedLeaf,
+    WaitTimeout,
+)
+from deltackpt.format import naming
+from deltackpt.format.naming import PyTree
+from deltackpt.handlers import orbax_dense
+from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.ledger.directory import WritableRoot
+from deltackpt.options import WhenBusy
+from deltackpt.outcomes import Saved
+from deltackpt.save import commit, dense_layout, pending_save
+from deltackpt.save.commit import Item, StepTransaction
+from deltackpt.save.dense_save import DenseLeaves
+from deltackpt.save.lineage import UNTRACKED
+from deltackpt.save.pending_save import (
+    Embeddings,
+    PendingSave,
+    PipelineOptions,
+    RefusedSave,
+    SaveReport,
+)
+from deltackpt.session import retention
+from deltackpt.session.run import HASHED, Run
+from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
+from deltackpt.state import placement
+from deltackpt.state import tables as state_tables
+from deltackpt.state.placement import ByLayout
+from deltackpt.state.stacks import array_of
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import TouchState
+from deltackpt.storage.posix import DurableDir
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+#: Names by which Orbax finds the handlers of items; the classes would import Orbax.
+_TABLES_HANDLER = "deltackpt.handlers.v1.DeltaCheckpointableHandler"
+_ORBAX_HANDLERS = {
+    naming.DENSE_ITEM: dense_layout.HANDLER,
+    naming.METRICS: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+}
+#: Reports kept until ``wait_until_finished()``, which a loop may never call.
+_REPORTS = 1000
+
+
+class Saver:
+    """Starts saves and waits for them; used by one thread at a time."""
+
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
+        """Starts nothing yet.
+
+        Args:
+          run: the manager's run.
+          extra: handlers of additional items, by name.
+          owner: the manager, which is kept alive while a save is in flight.
+        """
+        self._run = run
+        self._extra = extra
+        self._owner = owner
+        self._keeps = retention.policy_of(run.options)
+        #: The save that was not waited for yet.
+        self.in_flight: InFlight | None = None
+        #: The step of a save that was put off.
+        self.due: int | None = None
+        self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
+        #: Whether the warnings about idle TouchStates and about missing tracking were issued.
+        self._warned_clocks_unchanged = self._warned_untracked = False
+        self._has_tables = True
+        #: Whether the warning about dense leaves that blocks do not support was issued.
+        self._warned_unusual = False
+        #: Temporary directories of failed saves. Only these: another process may be ahead, and
+        #: write the next step already.
+        self._leftovers: list[Path] = []
+        #: A failure of which a restore or read has only warned; the next save raises it.
+        self.unreported: Failure | None = None
+
+    # On the training thread.
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        arguments: SaveArguments,
+        when_busy: WhenBusy,
+        started: float,
+    ) -> Saved:
+        """Waits for the previous save and starts one; see ``CheckpointManager.save``.
+
+        Args:
+          step: the training step.
+          state: the whole training state.
+          arguments: the other arguments.
+          when_busy: what to do while a save is in flight.
+          started: when the caller started to wait, as a ``time.perf_counter()`` value.
+        """
+        run = self._run
+        if arguments.items is not None:
+            items = save_args(arguments.items, self._extra, run.item)
+            arguments = dataclasses.replace(arguments, items=items)
+        if when_busy != "wait" and self.all_busy():
+            return self._not_now(step, started)
+        met = self.unreported
+        failure = self.wait_finished(run.options.timeouts.save_secs)
+        self.due = None
+        is_first = run.lineage.newest_committed is None
+        if failure is not None and isinstance(failure.cause, ProcessMissing) and failure is not met:
+            # It would be missing for this save as well; a restore since has shown that it is not.
+            raise failure.error(None) from failure.cause
+        try:
+            saved = self._start(step, state, arguments, started)
+        except Exception as error:
+            if failure is not None:
+                error.add_note(f"Before that, {failure.error(None)}")
+            if not _save_continues(error):
+                run.emit_failure("save", step, error, started)
+            raise
+        if saved.kind is not None:
+            self._warn_of_tracking(is_first)
+        if failure is not None:
+            raise failure.error(saved) from failure.cause
+        return saved
+
+    def split(self, state: PyTree, touched: TouchState | None) -> Split:
+        """Returns a state's tables, slots and dense leaves, and its marks unless it hashes rows.
+
+        With ``tracking="auto"`` this decides how touched rows are found.
+
+        Raises:
+          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        """
+        return self._run.tracking.choose(self.parts(state, touched), touched)
+
+    def parts(self, state: PyTree, touched: TouchState | None) -> Split:
+        """Returns a state's tables, slots, dense leaves and marks, without side effects.
+
+        Raises:
+          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        """
+        state_tables.check_touched(touched)
+        return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
+
+    def _start(self, step: int, state: PyTree, arguments: SaveArguments, started: float) -> Saved:
+        run = self._run
+        if run.coordinator.count == 1:
+            # With several processes, the lease holder's commit checks it and informs the others.
+            run.writable_root.check_lease()
+        # First, so that an unsupported leaf does not even cause a rollback.
+        split = self.split(state, arguments.touched)
+        self._has_tables = bool(split.layout.tables)
+        self.go_back(split, arguments.touched)
+        if self._is_restored(step, split, arguments):
+            reason = "it was restored, and nothing has changed since"
+            return Saved.skipped(step, reason, started)
+        run.check_above(step)
+        # The epoch first: without the later steps, points above the restored one would count again.
+        if run.wal.begun != run.lineage.run:
+            run.wal.begin_epoch(split)
+        run.roll_back(step)
+        run.end_hashing()
+        run.writable_root.begin_run(run.lineage.newest_committed, run.lineage.run)
+        attempt = run.lineage.attempts + 1
+        items: dict[str, Item] = {}
+        try:
+            if run.tracking.tracker is None:
+                marks = Embeddings(split=split, touched=arguments.touched).marks
+                run.wal.check(split, marks)
+            pending = self._capture(step, attempt, split, arguments, items)
+        except Exception as error:
+            self._drop(items)
+            self._leftovers.append(self._temporary(step, attempt))
+            if run.coordinator.count > 1:
+                # The others begin it nevertheless, and get the error.
+                run.lineage.count_attempts(attempt)
+                refused = RefusedSave(error)
+                self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
+                run.wal.refused(split)
+            raise
+        flight = self._hand_over(step, attempt, items, pending, arguments, started)
+        run.wal.saved()
+        run.tracking.saved()
+        if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
+            with run.runtime.pace.lifted():
+                self._wait_released(pending, step)
+        blocked_secs = flight.blocked_secs = time.perf_counter() - started
+        intent = pending.intent
+        return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
+
+    def _is_restored(self, step: int, split: Split, arguments: SaveArguments) -> bool:
+        """Returns whether the state is the restored one, unchanged, so that no save is needed."""
+        run, point = self._run, self._run.lineage.forked_from
+        if arguments.force_base or arguments.items or arguments.metrics or arguments.ids:
+            return False
+        if arguments.custom_metadata or not run.lineage.parent_has(split.layout):
+            return False
+        if run.restored is None or step != (run.restored if point is None else point.save_id.step):
+            return False
+        if run.newest is not None and run.newest > step:
+            return False  # Training went back: without a save a restart would find the later steps.
+        return run.is_restored(split, run.tracking.touch_state(split, arguments.touched))
+
+    def _capture_tables(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
+        run = self._run
+        embeddings = Embeddings(
+            split=split,
+            touched=run.tracking.touch_state(split, arguments.touched),
+            lineage=run.lineage,
+            options=PipelineOptions(
+                tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
+                fsync=run.fsync,
+                digests=("item", "step"),
+                processes_secs=run.options.timeouts.processes_secs,
+            ),
+            runtime=run.runtime,
+            force_base=arguments.force_base,
+            dense_bytes=0 if run.dense is None else dense_layout.nbytes(split),
+            copied_bytes=0 if run.dense is not None else dense_layout.nbytes(split),
+            tracking=run.tracking.name(split, arguments.touched),
+        )
+        return pending_save.capture(embeddings, step, run.writable_root.step_dir(step))
+
+    def _capture(
+        self,
+        step: int,
+        attempt: int,
+        split: Split,
+        arguments: SaveArguments,
+        items: dict[str, Item],
+    ) -> PendingSave:
+        """Captures all items of a step, independently of what training does next."""
+        run = self._run
+        pending = items[run.item] = self._capture_tables(step, split, arguments)
+        if split.layout.dense:
+            item = self._dense(step, attempt, split, pending)
+            if item is not None:
+                items[naming.DENSE_ITEM] = item
+        for name, args in (arguments.items or {}).items():
+            items[name] = self._start_item(step, attempt, name, self._extra[name], args)
+        if arguments.metrics and naming.METRICS not in items:
+            items[naming.METRICS] = Metrics(arguments.metrics)
+        pending.wait_copied()
+        return pending
+
+    def _drop(self, items: Mapping[str, Item]) -> None:
+        """Releases what was captured for a step that will not be written."""
+        for item in items.values():
+            if isinstance(item, PendingSave):
+                self._run.lineage.failed(item.intent.save_id)
+                if self._run.dense is not None:
+                    self._run.dense.references.failed(item.intent.save_id)
+        _release(items)
+
+    def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
+        """Captures dense leaves for our own writer or Orbax's; None if the delta has them."""
+        run = self._run
+        leaves = dense_layout.storable(split.dense)
+        try:
+            if run.dense is None:
+                found = DenseLeaves.capture(leaves, run.coordinator.index, run.runtime)
+            else:
+                found = run.dense.capture(leaves, split.layout.dense, run.coordinator.index)
+        except UnsupportedLeaf as error:
+            if run.dense is not None and not self._warned_unusual:
+                self._warned_unusual = True
+                events.warn(
+                    f"step {step}: dense leaves are saved whole, by Orbax's handler, also in "
+                    f"deltas: {error}"
+                )
+            args = orbax_dense.save_args(split.dense)
+            return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+        if pending.intent.kind == "delta":
+            pending.dense = found
+            return None
+        if run.dense is not None:
+            pending.base_dense_bytes = found.nbytes
+            found.keep(pending.intent.save_id)
+        return found
+
+    def _start_item(
+        self, step: int, attempt: int, name: str, handler: object, args: object
+    ) -> HandlerItem:
+        run = self._run
+        item_dir = self._temporary(step, attempt) / name
+        DurableDir(run.writable_root.path, fsync=False).make(item_dir)
+        return HandlerItem.start(handler, item_dir, args, run.runtime)
+
+    def _temporary(self, number: int, attempt: int) -> Path:
+        run = self._run
+        return commit.temporary_dir(
+            run.writable_root.step_dir(number), f"{run.lineage.run}-{attempt}"
+        )
+
+    def _hand_over(
+        self,
+        number: int,
+        attempt: int,
+        items: Mapping[str, Item],
+        pending: PendingSave | RefusedSave,
+        arguments: SaveArguments,
+        started: float,
+    ) -> InFlight:
+        """Starts the background half of a save; returns the save in flight."""
+        run, begun_ns = self._run, time.time_ns()
+        temporary = self._temporary(number, attempt)
+        planned = StepTransaction(
+            final=run.writable_root.step_dir(number),
+            items=items,
+            tables=run.item,
+            writers=run.writers(temporary, attempt),
+            fsync=run.fsync,
+            own_files=lambda: self._own_files(number, items, arguments, begun_ns),
+            check=run.writable_root.check_lease,
+        )
+        nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
+        nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
+        if isinstance(pending, PendingSave) and pending.dense is not None:
+            nbytes += pending.dense.nbytes
+        # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
+        future = run.runtime.start(self._write, planned, nbytes, self._owner)
+        self.in_flight = InFlight(number, temporary, pending, future, started)
+        return self.in_flight
+
+    # In the background.
+
+    @placement.neutral()
+    def _write(self, planned: StepTransaction, nbytes: int, owner: object) -> Done:
+        run, begun = self._run, time.perf_counter()
+        warnings: list[str] = []
+        try:
+            with planned.writers.working():
+                if (warning := run.writable_root.make_room(nbytes)) is not None:
+                    warnings.append(f"step {planned.final.name}: {warning}")
+            room_secs = time.perf_counter() - begun
+            committed = commit.write(planned, run.runtime)
+        except BaseException:
+            _release(planned.items)  # Some items were never started.
+            self._drop_references(planned)
+            run.writable_root.remove_remade(planned.writers.temporary)
+            raise
+        self._keep_references(planned)
+        with run.coordinator.alive():
+            run.writable_root.committed()
+        if run.coordinator.index == 0:
+            try:
+                if self._keeps is None:
+                    run.writable_root.write_kept(None)
+                else:  # After the commit, since the policy counts this step.
+                    retention.enforce(self._keeps, run.writable_root, run.lineage.protected())
+            except Exception as error:
+                warnings.append(f"steps that retention should remove may remain: {error}")
+        return Done(room_secs, committed, tuple(warnings))
+
+    def _drop_references(self, planned: StepTransaction) -> None:
+        """Discards the dense leaves of a failed save as references."""
+        run, pending = self._run, planned.items[planned.tables]
+        if run.dense is not None and isinstance(pending, PendingSave):
+            run.dense.references.failed(pending.intent.save_id)
+
+    def _keep_references(self, planned: StepTransaction) -> None:
+        """Makes the dense leaves of a committed save the references."""
+        run, pending = self._run, planned.items[planned.tables]
+        if run.dense is not None and isinstance(pending, PendingSave):
+            save_id = pending.intent.save_id
+            run.dense.references.committed(save_id, run.lineage.next_parent(save_id))
+
+    def _own_files(
+        self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+    ) -> dict[str, bytes]:
+        """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
+        handlers = {self._run.item: _TABLES_HANDLER, **_ORBAX_HANDLERS}
+        handlers |= {name: _typestr(handler) for name, handler in self._extra.items()}
+        metadata = {
+            "item_handlers": {name: handlers[name] for name in items},
+            "metrics": dict(arguments.metrics or {}),
+            "performance_metrics": {},
+            "init_timestamp_nsecs": begun_ns,
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": dict(arguments.custom_metadata or {}),
+        }
+        found = {naming.STEP_METADATA: json.dumps(metadata).encode()}
+        tables = items[self._run.item]
+        # Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot
+        # open a delta: there the file would only cost an fsync.
+        if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
+            step_dir = self._run.writable_root.step_dir(number)
+            text = f"Checkpoint commit was successful to {step_dir.name}"
+            found[naming.COMMIT_SUCCESS] = text.encode()
+        return found
+
+    # On the training thread again.
+
+    def go_back(self, split: Split, touched: TouchState | None) -> None:
+        """Reverts a restore that was only for inspection: training keeps its earlier state."""
+        lineage = self._run.lineage
+        if self._run.tracking.tracker is not None or not lineage.can_go_back:
+            # Reading the clocks waits for the step that computes them.
+            return
+        marks = Embeddings(split=split, touched=touched).marks
+        if lineage.go_back(pending_save.clocks_of(split, marks)):
+            self._run.restored = lineage.restored
+            if self._run.tracking.hashed_before_restore:
+                lineage.distrust(HASHED)
+
+    def _warn_of_tracking(self, is_first: bool) -> None:
+        """Warns of faults that the audit found, and once if tracking is missing or idle."""
+        assert self.in_flight is not None
+        pending = self.in_flight.pending
+        assert isinstance(pending, PendingSave)
+        step = pending.intent.save_id.step
+        if pending.doubt is not None:
+            events.warn(f"step {step} is saved as a base, because {pending.doubt}")
+            self._run.wal.distrust(pending.doubt)
+        elif not self._has_tables:
+            return
+        elif pending.intent.clocks_unchanged and not self._warned_clocks_unchanged:
+            self._warned_clocks_unchanged = True
+            events.warn(
+                f"step {step}: expected marks since the parent of this delta, found none, so the "
+                "delta contains no row; if the tables did change, pass save() the TouchState that "
+                "the training step returned (touched = touched.mark(touched, ids))"
+            )
+        elif self._run.tracking.stopped:
+            return  # It has warned.
+        elif pending.intent.reason == UNTRACKED and not is_first and not self._warned_untracked:
+            self._warned_untracked = True
+            events.warn(
+                f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
+                "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
+                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
+            )
+
+    def _wait_released(self, pending: PendingSave, step: int) -> None:
+        limit = self._run.options.timeouts.save_secs
+        if not pending.released.wait(limit):
+            raise WaitTimeout(
+                f"step {step}: expected its tables to be written within {limit} s "
+                "(timeouts.save_secs), found the write still running; check the storage"
+            )
+
+    def _not_now(self, step: int, started: float) -> Saved:
+        flight = self.in_flight
+        # Process 0 may be the only process that is still busy.
+        which = "a step" if flight is None else f"step {flight.step}"
+        reason = f"{which} is still being saved"
+        if self._run.options.writes.when_busy == "coalesce":
+            self.due = step
+            reason += "; due, save_if_due() will save it"
+        return Saved.skipped(step, reason, started)
+
+    @property
+    def is_lost(self) -> bool:
+        """Returns whether a save failed, and that was not raised yet."""
+        return self.unreported is not None or (
+            self.in_flight is not None and self.in_flight.is_lost
+        )
+
+    @property
+    def may_commit(self) -> bool:
+        """Returns whether a save that has not failed is in flight or not waited for yet."""
+        return self.in_flight is not None and not self.in_flight.is_lost
+
+    def busy(self) -> bool:
+        """Returns whether a save of this process is in flight."""
+        flight = self.in_flight  # Another thread may clear it now.
+        return flight is not None and not flight.future.done()
+
+    def all_busy(self) -> bool:
+        """Returns, equal on every process, whether process 0 has a save in flight."""
+        return self._run.coordinator.agree("asking for a free writer", self.busy())
+
+    # The end of a save.
+
+    def wait_finished(self, timeout_secs: float) -> Failure | None:
+        """Waits for the save in flight, if any, and reports it.
+
+        Args:
+          timeout_secs: maximum wait.
+
+        Returns:
+          The failure to raise, once: of this save, or of an earlier one that a restore or read
+          found.
+
+        Raises:
+          WaitTimeout: the save is still running.
+        """
+        failure = self._wait_finished(timeout_secs) or self.unreported
+        self.unreported = None
+        return failure
+
+    def _wait_finished(self, timeout_secs: float) -> Failure | None:
+        """Waits for the save in flight, if any, and reports it; returns its failure."""
+        flight, run = self.in_flight, self._run
+        self._emit_root_events()
+        if flight is None:
+            return None
+        if not concurrent.futures.wait([flight.future], timeout_secs).done:
+            raise WaitTimeout(
+                f"save of step {flight.step}: expected it to end within {timeout_secs} s "
+                "(ManagerOptions.timeouts), found it still running; check the storage, then call "
+                "wait_until_finished() again"
+            )
+        self.in_flight = None
+        cause = flight.future.exception()
+        if cause is not None:
+            return self._failed(flight, cause)
+        run.newest = flight.step
+        run.lineage.poll()
+        while self._leftovers:
+            DurableDir(run.writable_root.path).remove(self._leftovers.pop())
+        done = flight.future.result()
+        self._report(flight, done)
+        for text in done.warnings:
+            events.warn(text)
+        try:
+            run.writable_root.collect(run.lineage.protected)
+        except Exception as error:  # The save is valid regardless of the error.
+            text = str(error) if isinstance(error, StorageError) else repr(error)
+            events.warn(f"unneeded files could not be removed: {text}")
+        return None
+
+    def wait_uploaded(self, timeout_secs: float) -> None:
+        """Waits until every save is durable as configured, and reports it.
+
+        Raises:
+          WaitTimeout, FencedError, SaveFailed: as for ``WritableRoot.wait_uploaded``.
+        """
+        if isinstance(root := self._run.root, WritableRoot):
+            try:
+                root.wait_uploaded(timeout_secs)
+            finally:
+                self._emit_root_events()
+
+    def _emit_root_events(self) -> None:
+        """Emits the upload events since the last call."""
+        if isinstance(root := self._run.root, WritableRoot):
+            for event in root.poll_events():
+                if root.emits_events:
+                    self._run.emit(event)
+                if not isinstance(event, events.FailureEvent) or event.step is None:
+                    continue
+                if event.code == Damaged.code:
+                    # Saves on top of it could not be uploaded either.
+                    reason = f"a save cannot be uploaded: {event.message}"
+                    self._run.lineage.lost(event.step, reason)
+
+    def _failed(self, flight: InFlight, cause: BaseException) -> Failure:
+        run = self._run
+        if not isinstance(cause, Exception):
+            cause = SaveFailed(f"{cause!r} ended its thread")
+        failure = Failure(flight.step, cause)
+        if isinstance(flight.pending, PendingSave):
+            run.lineage.failed(flight.pending.intent.save_id)
+        if isinstance(cause, DeltackptError) and cause.leaves_doubt:
+            run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
+            run.wal.distrust(f"the touched rows of step {flight.step} were wrong")
+        # Others may still write to it; remove it after the next committed save.
+        self._leftovers.append(flight.temporary)
+        if not flight.is_reported:
+            run.emit_failure("save", flight.step, failure.cause, flight.started)
+        return failure
+
+    def close(self) -> None:
+        """Stops the threads once they are done, and closes the handlers."""
+        self._run.runtime.close(wait=False)
+        for handler in self._extra.values():
+            if hasattr(handler, "close"):
+                handler.close()
+
+    def wait_finished_or_warn(self) -> None:
+        """Warns about a failed save before a restore; a later call raises the error."""
+        flight = self.in_flight
+        failure = self._wait_finished(self._run.options.timeouts.close_secs)
+        if failure is not None:
+            events.warn(f"the save of step {failure.step} failed: {failure.cause}")
+            if flight is not None and not flight.is_reported:
+                self.unreported = failure
+
+    def _report(self, flight: InFlight, done: Done) -> None:
+        assert isinstance(flight.pending, PendingSave)
+        report, committed = flight.pending.report, done.committed
+        assert report is not None
+        self.reports.append(report)
+        committed_ago_secs = time.perf_counter() - committed.at
+        event = events.SaveEvent(
+            step=flight.step,
+            kind=report.intent.kind,
+            reason=report.intent.reason,
+            process=coordination.process_index(),
+            rows=report.rows,
+            total_rows=report.total_rows,
+            bytes_written=report.bytes_written,
+            ratio=report.bytes_written / max(1, report.base_bytes),
+            blocked_secs=flight.blocked_secs,
+            extract_secs=report.extract_secs,
+            room_secs=done.room_secs,
+            encode_secs=report.encode_secs,
+            write_secs=report.write_secs,
+            digest_secs=report.digest_secs,
+            commit_secs=committed.at - committed.written_at,
+            total_secs=committed.at - flight.started,
+            committed_unix_secs=time.time() - committed_ago_secs,
+            tables=report.tables,
+            dense_bytes=report.dense_bytes,
+            dense=report.dense,
+        )
+        self._run.emit(event)
+
+
+def _release(items: Mapping[str, Item]) -> None:
+    """Releases the memory of items that will not be written."""
+    for item in items.values():
+        if isinstance(item, PendingSave):
+            item.abandon()
+        elif isinstance(item, DenseLeaves):
+            item.release()
+
+
+#: Whether states of a layout have tables or slots that can change in place.
+_host_arrays: ByLayout[bool] = ByLayout()
+
+
+def _has_host_arrays(split: Split) -> bool:
+    """Returns whether a table or slot can change in place while a base is written."""
+
+    def look() -> bool:
+        return any(
+            not isinstance(array_of(leaf), jax.Array)
+            for fields in split.fields.values()
+            for leaf in fields.values()
+        )
+
+    return _host_arrays.get(split.layout, None, look)
+
+
+def _typestr(handler: object) -> str:
+    """Returns the name by which Orbax finds a handler again."""
+    if (typestr := getattr(handler, "typestr", None)) is not None:
+        return typestr()
+    kind = handler if isinstance(handler, type) else type(handler)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _save_continues(error: Exception) -> bool:
+    """Returns whether only a wait timed out, and the save itself continues."""
+    return isinstance(error, WaitTimeout) and not isinstance(error, ProcessMissing)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a follower holds: which rows, the held state, and the next one.
+
+Replica and reader compute which rows a shard holds from a step's layout alone. Shard ``shard`` of
+``shards`` holds that part of the rows of each table, so for tables sharded by rows over as many
+nodes, rows are on the nodes that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.format.manifest import Layout, SaveId, SaveInfo, TableEntry
+from deltackpt.format.row_blocks import Span
+from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.standby.cached_files import CachedFiles
+
+_ALIGNMENT = 64
+
+
+class Region(NamedTuple):
+    """Rows of one field of one table in a replica's memory.
+
+    Attributes:
+      table: the table.
+      field: ``values`` or ``slot.<name>``.
+      rows: virtual rows of the group.
+      columns: all columns of a field as wide as its table, which may be wanted in part; else None.
+      offset: offset of the rows in bytes.
+      trailing: shape of one row.
+      dtype: dtype of the values.
+    """
+
+    table: TableEntry
+    field: str
+    rows: Span
+    columns: Span | None
+    offset: int
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def group(self) -> str:
+        """The table's group."""
+        return self.table.group
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row in bytes."""
+        return math.prod(self.trailing) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all its rows in bytes."""
+        return (self.rows[1] - self.rows[0]) * self.row_bytes
+
+
+#: Whether to hold a field of a table.
+FieldChoice = Callable[[TableEntry, str], bool]
+
+
+def everything(table: TableEntry, field: str) -> bool:
+    """Chooses every field of every table."""
+    return True
+
+
+def regions(
+    target: Layout, shard: int, shards: int, choice: FieldChoice = everything
+) -> tuple[Region, ...]:
+    """Returns the regions of a shard in memory order, without empty ones."""
+    groups = target.group_by_name
+    found: list[Region] = []
+    offset = 0
+    for table in target.tables:
+        group = groups[table.group]
+        first, last = (table.rows * number // shards for number in (shard, shard + 1))
+        for spec in group.fields if first < last else ():
+            if not choice(table, spec.name):
+                continue
+            region = Region(
+                table=table,
+                field=spec.name,
+                rows=(table.offset + first, table.offset + last),
+                columns=group.columns(spec),
+                offset=offset,
+                trailing=spec.trailing,
+                dtype=codecs.dtype_of(spec.dtype),
+            )
+            found.append(region)
+            offset += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(found)
+
+
+def nbytes(held: tuple[Region, ...]) -> int:
+    """Returns the bytes of memory that regions occupy."""
+    return held[-1].offset + held[-1].nbytes if held else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedState:
+    """A state held in memory.
+
+    Attributes:
+      chain: the saves that it was merged from, base first.
+      layout: its tables.
+      sequence: the memory's sequence number while it holds this state.
+      lag_secs: how long after the commit of the newest save, or the capture of the newest record,
+        it was held.
+      point: the newest applied WAL record; None if none was applied.
+      files: files other than tables: for a recovery point the result of ``point_files``, otherwise
+        the files of the newest save. None if the save has no digests, or the files do not fit.
+      files_of: the recovery point that ``files`` belongs to, the newest one with dense leaves; None
+        for the files of the save.
+      replayed: the rows of all applied records.
+      lossless: whether all its saves and records are lossless, so they agree on unchanged rows.
+      changed: table name to the row indices, int64 and ascending, that may differ from the state
+        held before; None if any may.
+      unix_secs: when the save was committed, or the record captured, in seconds since 1970.
+    """
+
+    chain: tuple[SaveInfo, ...]
+    layout: Layout
+    sequence: int
+    lag_secs: float
+    point: RecoveryPoint | None = None
+    files: CachedFiles | None = None
+    files_of: RecoveryPoint | None = None
+    replayed: SeenRows | None = None
+    lossless: bool = False
+    changed: Mapping[str, np.ndarray] | None = None
+    unix_secs: float = 0.0
+
+    @property
+    def save(self) -> SaveInfo:
+        """The newest of its saves."""
+        return self.chain[-1]
+
+    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether the held state is exactly a step, or exactly a recovery point."""
+        return self.save.save_id == save_id and _same(self.point, point)
+
+    def shares_files_with(self, goal: Goal) -> bool:
+        """Returns whether its files also belong to another state."""
+        of_step = self.save.save_id == goal.save_id
+        return self.files is not None and of_step and _same(self.files_of, goal.files_of)
+
+    def serves(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether replaying all records between the step and the point produces a state.
+
+        A run's records contain each row touched up to the last of them, so it does not matter which
+        earlier ones were applied. Records beyond the point may have changed rows that the others
+        lack.
+        """
+        if self.save.save_id != save_id:
+            return False
+        if self.point is None or point is None:
+            return self.point is None
+        of_run = self.point.epoch == point.epoch and self.point.save_id.run == point.save_id.run
+        return of_run and self.point.save_id.attempt <= point.save_id.attempt
+
+    def may_reach(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether it may still reach a state, because it is not known to be past it."""
+        held = self.save.save_id
+        if held != save_id:
+            return held.run != save_id.run or held.step < save_id.step
+        if self.point is None or point is None:
+            return self.point is None
+        return (self.point.epoch, self.point.save_id.attempt) < (
+            point.epoch,
+            point.save_id.attempt,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Goal:
+    """The state to hold.
+
+    Attributes:
+      save: the step.
+      plan: replay plan from the step to a recovery point; None for the step itself.
+      full: replay plan to the newest recovery point on the way that has dense leaves, if any.
+    """
+
+    save: StoredSave
+    plan: ReplayPlan | None
+    full: ReplayPlan | None
+
+    @property
+    def save_id(self) -> SaveId:
+        """Id of the step's save."""
+        return self.save.info.save_id
+
+    @property
+    def point(self) -> RecoveryPoint | None:
+        """The recovery point; None for the step itself."""
+        return None if self.plan is None else self.plan.point
+
+    @property
+    def files_of(self) -> RecoveryPoint | None:
+        """See ``LoadedState``."""
+        return None if self.full is None else self.full.point
+
+
+def _same(one: RecoveryPoint | None, other: RecoveryPoint | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.epoch, one.save_id) == (other.epoch, other.save_id)

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client of a node's server.
+
+Data is transferred between the caller's buffers and the socket, one piece per system call.
+Connections are reused, and every call has a deadline: errors name an unreachable node, and no call
+waits for it indefinitely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import h11
+
+from deltackpt.errors import Damaged, OptionError
+from deltackpt.storage import redaction, wire
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Unanswered, unanswered
+
+#: Idle time of a connection before it is dropped; the server keeps it for longer.
+_MOST_KEPT = 8
+_KEPT_SECS = 60.0
+_CONNECT_SECS = 10.0
+#: Larger bodies wait until the server signals that there is room; smaller ones fit its buffers
+#: anyway.
+_ASKED_FIRST_BYTES = 1 << 16
+#: Limit for an unwanted body, which is received only so that the connection can be reused.
+_MOST_IGNORED_BYTES = 1 << 16
+#: Retries of a request that was dropped without an answer, for example under load.
+_TRIES = 5
+_PAUSE_SECS = 0.02
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})")
+#: Limit for one listing, which is kept in memory.
+_MOST_KEYS = 10_000_000
+#: Statuses after which the same request may succeed.
+_BUSY = frozenset({408, 429, 500, 503, 504})
+
+
+class _Answer(NamedTuple):
+    head: wire.Head
+    body: bytes
+
+
+class Node:
+    """Client of a node's server; thread-safe."""
+
+    def __init__(self, address: str, token: str, *, deadline_secs: float = DEADLINE_SECS):
+        """Sends no request yet.
+
+        Args:
+          address: "host:port".
+          token: the token that the server accepts.
+          deadline_secs: timeout of each request in seconds.
+
+        Raises:
+          OptionError: the address is not valid, or the token cannot be sent.
+        """
+        redaction.check_token(token)
+        self.address = address
+        self._at = _checked(address)
+        self._token = token
+        self._deadline_secs = deadline_secs
+        self._kept: list[tuple[float, wire.Connection]] = []
+        # Stores are not closed explicitly.
+        weakref.finalize(self, _close, self._kept)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
+        """Writes buffers under a key atomically.
+
+        Args:
+          key: the key; an existing object is replaced.
+          parts: buffers to send, in order.
+          absent: fail if the key exists.
+
+        Raises:
+          Exists: the key exists, possibly with these bytes after a lost answer.
+          Refused: the token is invalid, or the node is full.
+          Unanswered: no answer came in time.
+        """
+        body = [memoryview(part).cast("B") for part in parts]
+        fields = [("If-None-Match", "*")] if absent else []
+        self._request("PUT", self._target(key), f"write {key}", fields=fields, body=body)
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> int:
+        """Fills parts in order, see ``Store.read_into``; returns the length of the object.
+
+        Raises:
+          Missing: the object does not exist.
+          Damaged: it is shorter, or longer although ``whole`` is set.
+          Refused: the token is invalid.
+          Unanswered: no answer came in time.
+        """
+        wanted = sum(part.nbytes for part in parts)
+        if start < 0 or not wanted:
+            length = self.length(key)
+            start += length if start < 0 else 0
+            check_range(f"{self.address}/{key}", start, wanted, length, whole=whole)
+            if not wanted:
+                return length
+        into = [part.cast("B") for part in parts]
+        span = [("Range", f"bytes={start}-{start + wanted - 1}")]
+        action = f"read {key}"
+        answer = self._request("GET", self._target(key), action, fields=span, into=into)
+        try:
+            first, stop, total = wire.content_range(answer.head.fields)
+        except wire.Malformed as error:
+            raise self._odd(action, error) from error
+        check_range(f"{self.address}/{key}", start, wanted, total, whole=whole)
+        if (first, stop, answer.head.nbytes) != (start, start + wanted, wanted):
+            raise self._odd(action, wire.Malformed("another range than requested"))
+        return total
+
+    def get(self, key: str) -> bytes:
+        """Returns the bytes under a key.
+
+        Raises:
+          Missing, Refused, Unanswered: same as for ``read_into``.
+        """
+        return self._request("GET", self._target(key), f"read {key}").body
+
+    def length(self, key: str) -> int:
+        """Returns the length of the object under a key.
+
+        Raises:
+          Missing, Refused, Unanswered: same as for ``read_into``.
+        """
+        return self.length_and_version(key)[0]
+
+    def version(self, key: str) -> str:
+        """Returns a value that changes with the object under a key.
+
+        Raises:
+          Missing, Refused, Unanswered: same as for ``read_into``.
+        """
+        return self.length_and_version(key)[1]
+
+    def length_and_version(self, key: str) -> tuple[int, str]:
+        """Returns length and version of the same object.
+
+        Raises:
+          Missing, Refused, Unanswered: same as for ``read_into``.
+        """
+        head = self._request("HEAD", self._target(key), f"read {key}").head
+        return head.nbytes or 0, head.fields.get("etag", "").strip('"')
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """Returns all keys of the node below a folder that sort after ``after``, ascending.
+
+        Raises:
+          Refused, Unanswered: same as for ``read_into``.
+        """
+        found: list[str] = []
+        target, action = wire.target_of(folder), f"list {folder}/"
+        while len(found) <= _MOST_KEYS:
+            after = found[-1] if found else after
+            query = urllib.parse.urlencode({"list": "", "after": after})
+            answer = self._request(
+                "GET", f"{target}?{query}", action, most_bytes=wire.MOST_PAGE_BYTES
+            )
+            try:
+                page = wire.page(answer.body, folder, after)
+            except wire.Malformed as error:
+                raise self._odd(action, error) from error
+            found += page
+            if len(page) < wire.PAGE:
+                return found
+        raise self._odd(action, wire.Malformed(f"more than {_MOST_KEYS:,} keys"))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; missing ones are ignored.
+
+        Raises:
+          Refused, Unanswered: same as for ``read_into``.
+        """
+        for key in keys:
+            with contextlib.suppress(Missing):
+                self._request("DELETE", self._target(key), f"delete {key}")
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        with self._lock:
+            self._is_closed = True
+            _close(self._kept)
+
+    def _target(self, key: str) -> str:
+        if not wire.is_key(key):
+            raise Refused(
+                f"{self.address}/{key}: expected a key of names without control characters, '.' "
+                f"and '..', of {wire.MOST_KEY_BYTES} bytes at most, found another; choose one"
+            )
+        return wire.target_of(key)
+
+    def _request(
+        self,
+        method: str,
+        target: str,
+        action: str,
+        *,
+        fields: Sequence[tuple[str, object]] = (),
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] | None = None,
+        most_bytes: int | None = None,
+    ) -> _Answer:
+        """Sends a request; returns the answer, whose body fills ``into`` if its size matches."""
+        ends_at = time.monotonic() + self._deadline_secs
+        sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
+        sent.append((wire.DIRECT, "1"))
+        if method == "PUT":
+            nbytes = sum(part.nbytes for part in body)
+            sent.append(("Content-Length", nbytes))
+            if nbytes > _ASKED_FIRST_BYTES:
+                sent.append(("Expect", "100-continue"))
+        for left in reversed(range(_TRIES)):
+            try:
+                connection = self._connection(ends_at)
+                try:
+                    head = wire.head(
+                        connection.http, h11.Request, sent, method=method, target=target
+                    )
+                    found = _answered(connection, head, body)
+                    answer, clean = _received(connection, method, found, into, most_bytes)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._keep(connection, clean=clean)
+                break
+            except wire.Dropped as error:
+                with self._lock:  # Connections to a restarted server are useless.
+                    _close(self._kept)
+                pause = _PAUSE_SECS * 2 ** (_TRIES - left)
+                if not left or time.monotonic() + pause > ends_at:
+                    raise self._gone(action, error) from error
+                time.sleep(pause)
+            except TimeoutError as error:
+                raise unanswered(self.address, action, self._deadline_secs) from error
+            except wire.Malformed as error:
+                raise self._odd(action, error) from error
+            except OSError as error:
+                raise self._gone(action, error) from error
+        self._raise_for(answer.head.status, action, allowed=416 if into else None)
+        return answer
+
+    def _raise_for(self, status: int, action: str, *, allowed: int | None) -> None:
+        if status in (200, 201, 206, allowed):
+            return
+        key = action.partition(" ")[2]
+        if status == 404:
+            raise Missing(f"{self.address}/{key}")
+        if status == 412:
+            raise Exists(
+                f"{self.address}/{key}: expected nothing there, found an object; check which "
+                "program wrote it"
+            )
+        found = {
+            401: "an invalid token; use the token of the run, or of the node store",
+            507: "no room; give the node more, or remove objects from it",
+        }.get(status, f"status {status}; check the node, then try again")
+        kind = Unanswered if status in _BUSY else Refused
+        raise kind(f"{self.address}: expected to {action}, found {found}")
+
+    def _gone(self, action: str, error: OSError) -> Unanswered:
+        return Unanswered(
+            f"{self.address}: expected to {action}, found no answer ({error.strerror or error}); "
+            "restart the node, or continue without it"
+        )
+
+    def _odd(self, action: str, error: wire.Malformed) -> Refused:
+        return Refused(
+            f"{self.address}: expected to {action}, found an answer that is not from a node server "
+            f"({error}); check the address"
+        )
+
+    def _connection(self, ends_at: float) -> wire.Connection:
+        """The last used connection if it is still usable, else a new one."""
+        found = None
+        with self._lock:
+            while self._kept and found is None:
+                since, kept = self._kept.pop()
+                if time.monotonic() - since < _KEPT_SECS:
+                    found = kept
+                else:
+                    kept.close()
+        if found is None:
+            within = max(0.001, min(_CONNECT_SECS, ends_at - time.monotonic()))
+            made = socket.create_connection(self._at, within)
+            found = wire.Connection(made, h11.CLIENT)
+        found.renew()
+        found.within(ends_at - time.monotonic())
+        return found
+
+    def _keep(self, connection: wire.Connection, *, clean: bool) -> None:
+        with self._lock:
+            if clean and not self._is_closed and len(self._kept) < _MOST_KEPT:
+                self._kept.append((time.monotonic(), connection))
+                return
+        connection.close()
+
+
+def _answered(connection: wire.Connection, head: bytes, body: Sequence[memoryview]) -> wire.Head:
+    """Sends a request; returns the head of its answer."""
+    waits = connection.http.client_is_waiting_for_100_continue
+    # It may be rejected before the server has read it completely.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send([head] if waits else [head, *body])
+    found = connection.head()
+    if waits and found.status == 100:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.send(body)
+        found = connection.head()
+    return found
+
+
+def _received(
+    connection: wire.Connection,
+    method: str,
+    found: wire.Head,
+    into: Sequence[memoryview] | None,
+    most_bytes: int | None,
+) -> tuple[_Answer, bool]:
+    """Receives the body of an answer; returns also whether another request may follow."""
+    status, nbytes = found.status, found.nbytes
+    if nbytes is None:
+        raise wire.Malformed("no length")
+    is_object = (method, status) == ("GET", 200)
+    if into is not None and is_object:
+        raise wire.Malformed("no range")
+    if is_object and most_bytes is not None and nbytes > most_bytes:
+        raise wire.Malformed(f"{nbytes} bytes, above the limit of {most_bytes}")
+    body, clean = b"", True
+    if method == "HEAD":
+        pass
+    elif into is not None and status == 206:
+        clean = nbytes == sum(part.nbytes for part in into)
+        for part in into if clean else ():
+            connection.fill(part)
+    elif is_object or nbytes <= _MOST_IGNORED_BYTES:
+        body = _body(connection, nbytes)
+    else:
+        clean = False
+    # A body may have been rejected before it was sent completely.
+    clean = clean and (method != "PUT" or status == 201)
+    return _Answer(found, body), clean and not connection.begun and not wire.closes(found.fields)
+
+
+def _body(connection: wire.Connection, nbytes: int) -> bytes:
+    """Reads a body into memory that grows with the data: an answer may claim any length."""
+    found = bytearray()
+    while len(found) < nbytes:
+        begun = len(found)
+        found += bytes(min(nbytes - begun, max(wire.PIECE_BYTES, begun)))
+        with memoryview(found) as memory:
+            connection.fill(memory[begun:])
+    return bytes(found)
+
+
+def _close(kept: list[tuple[float, wire.Connection]]) -> None:
+    while kept:
+        kept.pop()[1].close()
+
+
+def check_range(shown: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
+    """Checks that a range is in an object of ``total`` bytes, and reaches its end if required.
+
+    Raises:
+      Damaged: it is not, or does not.
+    """
+    stop = start + wanted
+    if start < 0 or stop > total or (whole and stop != total):
+        expected = wanted if whole or start < 0 else stop
+        raise Damaged(shown, f"{expected} bytes", f"{total} bytes")
+
+
+def addresses_of(text: str, *, shown: str | None = None) -> list[str]:
+    """Returns the sorted, distinct nodes that a URL names: "host:port,host:port".
+
+    Args:
+      text: that part of the URL.
+      shown: the URL for errors.
+
+    Raises:
+      OptionError: the URL names no node, or an invalid address.
+    """
+    found = text.split(",")
+    for address in found:
+        _checked(address, shown=shown)
+    if len({*found}) != len(found):
+        shown = shown or f"nodes://{text}"
+        raise OptionError(
+            f"{shown}: expected each node once, found one twice; remove the duplicate"
+        )
+    return sorted(found)
+
+
+def _checked(address: str, *, shown: str | None = None) -> tuple[str, int]:
+    """Host and port of an address."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        shown = shown or redaction.shown(f"nodes://{address}")
+        raise OptionError(
+            f"{shown}: expected node addresses as host:port, separated by commas, found something "
+            "else; correct them"
+        )
+    return found[1] or found[2], int(found[3])

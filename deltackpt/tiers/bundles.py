@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles: the files of a save as one stream, for replicas that hold complete saves.
+
+A bundle consists of a prefix of 16 bytes, a record of the files with their digests, and the files
+end to end. Its CRC32C is computed from the digests, so creating one reads nothing; its consumer
+reads it once, in pieces of any length. Extents and peers identify a bundle only by its reference.
+Every file is checked against its digest when it is unpacked.
+``docs/reference/format.md`` specifies the bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import secrets
+import struct
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.records import MOST_BYTES
+from deltackpt.reading import inventory, stored_saves
+from deltackpt.storage import digests, posix
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digest, Streamed
+from deltackpt.storage.store import Missing, store_path
+from deltackpt.tiers.staging import Orders, RunLineage, StagingDir
+
+_MAGIC = "deltackpt.pack"
+_PREFIX = struct.Struct("<8sQ")
+_PREFIX_MAGIC = b"dckpack1"
+_KEY = re.compile(r"([0-9a-z]{1,64})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,9})")
+_PIECE_BYTES = 4 << 20
+
+
+class BundleRef(NamedTuple):
+    """Reference to a bundle.
+
+    Attributes:
+      key: unique key of the bundle; ``BundleName.key``.
+      nbytes: length of the stream in bytes.
+      crc32c: CRC32C of the stream.
+    """
+
+    key: str
+    nbytes: int
+    crc32c: int
+
+
+class BundleName(NamedTuple):
+    """The save in a bundle, and when it was made.
+
+    Attributes:
+      run: run of the save.
+      attempt: attempt of the save.
+      step: step of the save.
+      epoch: epoch of the claim under which the save's run began.
+      era: number of rollbacks under that claim before the run began.
+      part: the process, if several have a staging directory each; otherwise 0.
+    """
+
+    run: str
+    attempt: int
+    step: int
+    epoch: int
+    era: int
+    part: int
+
+    @property
+    def key(self) -> str:
+        """The key: lower-case letters, digits and dots."""
+        return ".".join(map(str, self))
+
+    @property
+    def save_id(self) -> SaveId:
+        """The save in the bundle."""
+        return SaveId(self.run, self.step, self.attempt)
+
+    @classmethod
+    def of(cls, key: str) -> BundleName | None:
+        """Parses a key; returns None for a foreign one."""
+        match = _KEY.fullmatch(key)
+        return cls(match[1], *(int(match[group]) for group in range(2, 7))) if match else None
+
+
+class Reader(Protocol):
+    """The bytes of a stored bundle."""
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fills ``out`` with the bytes from offset ``start`` on.
+
+        Raises:
+          Damaged: the bytes differ from those written.
+        """
+        ...
+
+
+class Bundle(Reader, Protocol):
+    """A bundle to store; several threads may read it."""
+
+    @property
+    def ref(self) -> BundleRef:
+        """Its reference."""
+        ...
+
+
+class Tier(Protocol):
+    """A store of bundles near the staging directory.
+
+    Attributes:
+      name: value of ``Restored.source`` for saves recovered from it.
+    """
+
+    name: str
+
+    def refs(self) -> list[BundleRef]:
+        """Returns the complete bundles, as far as is known without reading them."""
+        ...
+
+    def open(self, ref: BundleRef) -> AbstractContextManager[Reader]:
+        """Opens a bundle for reading.
+
+        Raises:
+          Damaged, StorageError: the bundle is not readable.
+        """
+        ...
+
+    def put(self, bundle: Bundle) -> None:
+        """Stores a bundle durably. Idempotent.
+
+        Raises:
+          StorageError: too little room, or writing failed; existing bundles are kept.
+        """
+        ...
+
+    def delete(self, refs: Collection[BundleRef]) -> None:
+        """Deletes bundles; missing ones are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Closes the store; stored bundles remain."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BundleManifest:
+    """Manifest of a bundle.
+
+    Attributes:
+      save_id: id of the save.
+      epoch: same as in ``BundleName``.
+      era: same as in ``BundleName``.
+      past: ancestors of the save's run, as in ``RunLineage``.
+      root: URL of the checkpoint directory.
+      holder: holder of that epoch's claim; it distinguishes successive directories at one URL.
+      part: same as in ``BundleName``.
+      parts: number of parts.
+      files: length, CRC32C and tail of each file, as in ``Digest``, by its path below the step; in
+        the order of the stream.
+    """
+
+    save_id: SaveId
+    epoch: int
+    era: int
+    past: dict[str, int]
+    root: str
+    holder: str
+    part: int
+    parts: int
+    files: dict[str, tuple[int, int, int]]
+
+    @property
+    def name(self) -> BundleName:
+        """The bundle's name."""
+        run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
+        return BundleName(run, attempt, step, self.epoch, self.era, self.part)
+
+    @property
+    def lineage(self) -> RunLineage:
+        """The lineage of the save's run."""
+        return RunLineage(
+            run=self.save_id.run,
+            epoch=self.epoch,
+            holder=self.holder,
+            era=self.era,
+            past=self.past,
+        )
+
+
+class StagedBundle:
+    """A bundle of a step directory's files, which are read on demand."""
+
+    def __init__(self, step_dir: Path, contents: BundleManifest):
+        """Reads nothing."""
+        record = manifest.to_bytes(contents, _MAGIC)
+        self._step_dir = step_dir
+        self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record
+        self._names = [*contents.files]
+        lengths = (length for length, _, _ in contents.files.values())
+        #: Offset of each file, and the end of the last one.
+        self._starts = [*itertools.accumulate(lengths, initial=len(self._head))]
+        total = digests.crc32c(np.frombuffer(self._head, np.uint8))
+        for found in contents.files.values():
+            total = digests.joined(total, whole_crc32c(Digest(*found)), found[0])
+        self._label = BundleRef(contents.name.key, self._starts[-1], total)
+
+    @property
+    def ref(self) -> BundleRef:
+        """See ``Bundle``."""
+        return self._label
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Bundle``; raises Missing if the step was removed concurrently."""
+        if start < 0 or start + len(out) > self._label.nbytes:
+            raise ValueError(f"{self._label.key}: bytes {start} to {start + len(out)} of a bundle")
+        if start < len(self._head):
+            taken = min(len(self._head) - start, len(out))
+            out[:taken] = self._head[start : start + taken]
+            start, out = start + taken, out[taken:]
+        number = bisect.bisect_right(self._starts, start) - 1
+        while len(out):
+            taken = min(self._starts[number + 1] - start, len(out))
+            if taken:
+                self._read_file(self._names[number], start - self._starts[number], out[:taken])
+            start, out, number = start + taken, out[taken:], number + 1
+
+    def _read_file(self, name: str, start: int, out: memoryview) -> None:
+        path = self._step_dir / name
+        try:
+            with open(path, "rb", buffering=0) as file:
+                while len(out):
+                    count = os.preadv(file.fileno(), [out], start)
+                    if count == 0:
+                        shown = posix.object_name(path)
+                        raise Damaged(shown, f"{len(out)} more bytes", "its end")
+                    start, out = start + count, out[count:]
+        except FileNotFoundError as error:
+            raise Missing(str(path)) from error
+        except OSError as error:
+            raise posix.unreadable(path, error) from error
+
+
+def manifest_of(
+    step_dir: Path,
+    save_id: SaveId,
+    item: str,
+    *,
+    lineage: RunLineage,
+    root: str,
+    part: int = 0,
+    parts: int = 1,
+) -> BundleManifest:
+    """Returns the manifest of a bundle: every file of a committed step, with its digest.
+
+    Digests are taken from the step's own records. Files without one, such as those of foreign
+    handlers, are read. ``Missing`` means that the step was removed concurrently.
+    """
+    if not step_dir.is_dir():
+        raise Missing(str(step_dir), "no such step")
+    known = inventory.read_inventory(step_dir, item, unreadable=True).files
+    found: dict[str, tuple[int, int, int]] = {}
+    for name in sorted(store_path(step_dir).keys()):
+        digest = known.get(name)
+        if digest is None:
+            digest = digests.digest_file(step_dir / name)
+        found[name] = digest[:3]
+    return BundleManifest(
+        save_id=save_id,
+        epoch=lineage.epoch,
+        era=lineage.era,
+        past=lineage.past,
+        root=root,
+        holder=lineage.holder,
+        part=part,
+        parts=parts,
+        files=found,
+    )
+
+
+def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders) -> StagedBundle:
+    """Returns the bundle of a staged save, under the current orders.
+
+    Raises:
+      Missing: it was evicted, or another save has its step.
+      Damaged: its manifest is not readable.
+    """
+    step_dir = stage.steps / str(save_id.step)
+    contents = manifest_of(
+        step_dir,
+        save_id,
+        item,
+        lineage=orders.lineage(save_id.run) or _unknown(save_id, orders),
+        root=orders.url,
+        part=orders.process if orders.no_shared_fs else 0,
+        parts=orders.processes if orders.no_shared_fs else 1,
+    )
+    if stored_saves.read_info(store_path(step_dir), item).save_id != save_id:
+        raise Missing(str(step_dir), "another save in its place")
+    return StagedBundle(step_dir, contents)
+
+
+def _unknown(save_id: SaveId, orders: Orders) -> RunLineage:
+    """Lineage for an unknown run: no known ancestors."""
+    return RunLineage(
+        run=save_id.run, epoch=orders.epoch, holder=orders.holder, era=orders.era, past={}
+    )
+
+
+def whole_crc32c(digest: Digest) -> int:
+    """Returns the CRC32C of a complete file from its digest, which omits the last four bytes."""
+    tail = digest.tail.to_bytes(min(digest.length, digests.CRC_BYTES), "little")
+    return digests.crc32c(np.frombuffer(tail, np.uint8), digest.crc32c)
+
+
+def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
+    """Returns the manifest of a stored bundle, and the offset of its first file.
+
+    Raises:
+      Damaged: the bundle is altered, or is another one.
+    """
+    prefix = bytearray(_PREFIX.size)
+    if ref.nbytes < len(prefix):
+        expected = f"a bundle of at least {len(prefix)} bytes"
+        raise Damaged(ref.key, expected, f"{ref.nbytes} bytes")
+    reader.read_into(0, memoryview(prefix))
+    magic, length = _PREFIX.unpack(prefix)
+    if magic != _PREFIX_MAGIC or length > min(ref.nbytes - len(prefix), MOST_BYTES):
+        raise Damaged(ref.key, "the beginning of a bundle", f"{bytes(prefix[:8])!r}, {length}")
+    record = bytearray(length)
+    reader.read_into(len(prefix), memoryview(record))
+    found: BundleManifest = manifest.from_bytes(
+        bytes(record), BundleManifest, name=ref.key, magic=_MAGIC
+    )
+    start = len(prefix) + length
+    digests.check_digests(found.files, ref.key)
+    if found.name.key != ref.key:
+        raise Damaged(ref.key, "the bundle of that name", f"{found.name.key}")
+    if start + sum(length for length, _, _ in found.files.values()) != ref.nbytes:
+        raise Damaged(ref.key, f"{ref.nbytes} bytes", "files of another total length")
+    return found, start
+
+
+def unpack(reader: Reader, ref: BundleRef, folder: Path, *, fsync: bool) -> BundleManifest:
+    """Extracts the files of a bundle, each checked against its digest, into a new folder.
+
+    Raises:
+      Damaged: a byte differs from the packed one.
+    """
+    contents, start = read_manifest(reader, ref)
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    with posix.typed_errors(folder, "unpack a save"):
+        folder.mkdir(parents=True)
+    batch = FileBatch(folder, fsync=fsync)
+    with contextlib.closing(batch):
+        for name, found in contents.files.items():
+            path, streamed = folder / name, Streamed()
+            batch.make(path.parent)
+            with batch.new(path) as file:
+                for offset in range(0, found[0], _PIECE_BYTES):
+                    piece = buffer[: min(_PIECE_BYTES, found[0] - offset)]
+                    reader.read_into(start + offset, piece)
+                    streamed.add(piece)
+                    file.append(np.frombuffer(piece, np.uint8))
+            streamed.check(f"{ref.key}/{name}", Digest(*found))
+            start += found[0]
+        batch.force()
+    return contents
+
+
+def save_of(ref: BundleRef) -> SaveId | None:
+    """Returns the save of a bundle; None for a foreign key."""
+    name = BundleName.of(ref.key)
+    return None if name is None else name.save_id
+
+
+def newest_first(refs: Collection[BundleRef]) -> list[tuple[BundleName, BundleRef]]:
+    """Returns bundles with their names, newest first; foreign keys are ignored."""
+    named = [(name, ref) for ref in refs if (name := BundleName.of(ref.key)) is not None]
+    return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
+
+
+def temporary_folder(folder: Path, step: str) -> Path:
+    """Returns where a step is unpacked before it is renamed; ignored as a leftover after a kill."""
+    return folder / f"{step}{naming.TEMPORARY}-recalled-{secrets.token_hex(8)}"

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicates staged saves to peers, and drops peer copies of evicted ones.
+
+Peers mirror the staging directory: saves are pushed in order, and dropped once they are evicted
+from it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from deltackpt.errors import Damaged
+from deltackpt.format.manifest import SaveId
+from deltackpt.storage.store import Missing
+from deltackpt.tiers import bundles
+from deltackpt.tiers.bundles import BundleRef
+from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
+from deltackpt.tiers.peers import PeerGroup, PeerTier
+from deltackpt.tiers.staging import Orders, StagingDir, key_of
+
+#: Seconds between two queries of the peers' contents: an agent may have lost all of it.
+_ASK_SECS = 10.0
+
+
+class Pusher(Cursor):
+    """Mirrors a staging directory to peer nodes."""
+
+    tier = "peers"
+
+    def __init__(self, stage: StagingDir):
+        """Sends no request yet."""
+        super().__init__(stage)
+        self._peers: PeerTier | None = None
+        self._stamp: object = None
+        self._surveyed_at = 0.0
+        #: What peers hold: complete bundles, and partial ones.
+        self._held: dict[SaveId, BundleRef] = {}
+        self._parts: set[BundleRef] = set()
+        self._is_ended = False
+
+    def start(self, trainer: Trainer) -> threading.Thread:
+        """Starts a thread that runs until ``end``."""
+        thread = threading.Thread(
+            target=self.run, args=(trainer,), name="deltackpt-push", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        """Stops the thread after its current work."""
+        self._is_ended = True
+        self.trainer.wake(is_waiting=self.trainer.is_waiting)
+
+    def is_done(self) -> bool:
+        """See ``Cursor``."""
+        return self._is_ended
+
+    def is_retried(self, error: Exception) -> bool:
+        """See ``Cursor``: errors of any kind are retried, until the end."""
+        return super().is_retried(error) and not self._is_ended
+
+    def step(self) -> bool:
+        """See ``Cursor``."""
+        before = self.stage.orders()
+        if before is None:
+            return False
+        found = self.scan(before.item)
+        # The order matters: saves that are staged by now were made under these or earlier orders.
+        orders = self.stage.orders()
+        peers = None if orders is None else self._opened(orders)
+        if orders is None or peers is None:
+            return False
+        self.report(holder=orders.holder)
+        self.forget_replaced(found)
+        staged = {one.info.save_id for one in found if one.info is not None}
+        #: A peer may have the only intact copy of these.
+        unreadable = {one.step for one in found if one.info is None}
+        if orders.began:
+            known = {one: bundles.save_of(one) for one in (*self._held.values(), *self._parts)}
+            gone = {
+                one
+                for one, save_id in known.items()
+                if save_id not in staged and (save_id is None or save_id.step not in unreadable)
+            }
+            self._drop(gone, peers)
+        for save in found:
+            if save.key in self.progress.damaged:
+                continue
+            if save.info is None:
+                self.report_unreadable(save, orders.item)
+            elif save.info.save_id not in self._held:
+                self._push(save, save.info.save_id, orders, peers)
+                return not self._is_ended
+        if orders.began:
+            self._drop(self._parts - {*self._held.values()}, peers)
+            self._parts.clear()
+        self._report_held()
+        return False
+
+    def _push(self, save: StagedSave, save_id: SaveId, orders: Orders, peers: PeerTier) -> None:
+        try:
+            bundle = bundles.staged_bundle(self.stage, save_id, orders.item, orders)
+            peers.put(bundle)
+        except Missing:
+            return  # It was evicted concurrently.
+        except Damaged as error:
+            self.report_damaged(save, str(error))
+        else:
+            self._held[save_id] = bundle.ref
+        self._report_held()
+
+    def _report_held(self) -> None:
+        keys = tuple(sorted(key_of(one.step, one) for one in self._held))
+        self.report(saves=keys, problem=None, code="", problem_unix_secs=0.0)
+
+    def _drop(self, refs: set[BundleRef], peers: PeerTier) -> None:
+        """Drops peer copies of evicted saves, and partial ones."""
+        if refs:
+            peers.delete(refs)
+            self._held = {one: ref for one, ref in self._held.items() if ref not in refs}
+            self._parts -= refs
+
+    def _opened(self, orders: Orders) -> PeerTier | None:
+        """The peers that the trainer has found; reconnects if they changed."""
+        stamp = self.stage.peers_stamp()
+        if stamp != self._stamp or self._peers is None:
+            data = self.stage.peers()
+            if data is None:
+                return None
+            if self._peers is not None:
+                self._peers.close()
+                self._peers = None
+            self._peers = PeerTier(PeerGroup.from_bytes(data))
+            self._refresh_survey(self._peers, orders)
+            self._stamp = stamp
+        elif time.monotonic() - self._surveyed_at > _ASK_SECS:
+            self._refresh_survey(self._peers, orders)
+        return self._peers
+
+    def _refresh_survey(self, peers: PeerTier, orders: Orders) -> None:
+        """Queries what peers hold of this process's saves, and of departed processes."""
+        part, parts = (orders.process, orders.processes) if orders.no_shared_fs else (0, 1)
+        found = peers.survey()
+        named = bundles.newest_first(found.complete)
+        self._held = {name.save_id: ref for name, ref in named if name.part == part}
+        named = bundles.newest_first(found.every)
+        self._parts = {
+            ref for name, ref in named if name.part == part or (part == 0 and name.part >= parts)
+        }
+        self._surveyed_at = time.monotonic()

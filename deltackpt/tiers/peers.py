@@ -1,0 +1,546 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles in the memory of other nodes: complete copies, or erasure-coded fragments.
+
+A bundle is processed in segments of 16 MiB. Each is split into k + m fragments (a copy is a
+fragment with k = 1) for k + m other nodes, which rendezvous hashing selects. Fragments are
+self-describing by their key::
+
+    <root>/<pack>/<bytes>.<crc32c>/<k>.<m>.<segment>.<number>.<crc32c of the fragment>
+
+There is no index: a reader queries all peer agents, and any k fragments of each segment suffice.
+Every fragment is verified completely before any of its bytes are used. A corrupt one is skipped,
+and named in the error if too few remain.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from deltackpt.errors import ClosedError, Damaged, OptionError, StorageError
+from deltackpt.format import manifest
+from deltackpt.storage import striping
+from deltackpt.storage.digests import crc32c
+from deltackpt.storage.node_client import Node
+from deltackpt.tiers import erasure
+from deltackpt.tiers.bundles import Bundle, BundleRef, Reader
+
+_MAGIC = "deltackpt.keepers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerNode:
+    """A node that holds other nodes' fragments in its memory.
+
+    Attributes:
+      node: its name, which stays the same if its address changes.
+      address: its server's address, "host:port".
+      rack: its failure domain; "" if unknown.
+    """
+
+    node: str
+    address: str
+    rack: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerGroup:
+    """The peers of a node, how they store bundles, and the token that they accept.
+
+    Attributes:
+      root: prefix of all keys; one per checkpoint directory.
+      own: this process's node, which stores no fragments of its own saves.
+      token: the token that peer agents accept.
+      nodes: all peer nodes, including ``own``.
+      k: number of fragments that restore a bundle; 1 for copies.
+      m: number of additional fragments.
+      deadline_secs: deadline of each request in seconds.
+    """
+
+    root: str
+    own: str
+    token: str = dataclasses.field(repr=False)
+    nodes: tuple[PeerNode, ...]
+    k: int
+    m: int
+    deadline_secs: float = 10.0
+
+    @property
+    def others(self) -> tuple[PeerNode, ...]:
+        """All nodes except ``own``."""
+        return tuple(one for one in self.nodes if one.node != self.own)
+
+    def require_nodes(self) -> None:
+        """Checks that there are at least as many other nodes as fragments."""
+        found, needed = len(self.others), self.k + self.m
+        if found < needed:
+            how = f"Copies(copies={needed})" if self.k == 1 else f"Erasure(k={self.k}, m={self.m})"
+            others = ", ".join(one.node for one in self.others) or "none"
+            raise OptionError(
+                f"Tiers.peers={how}: expected {needed} nodes besides this one, found {found} "
+                f"({others}); add nodes, or request fewer fragments"
+            )
+
+    def to_bytes(self) -> bytes:
+        """Serializes the record with its token; anyone who can read it can access the peers."""
+        return manifest.to_bytes(self, _MAGIC)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PeerGroup:
+        """Parses the result of ``to_bytes``."""
+        return manifest.from_bytes(data, cls, name="neighbours.msgpack", magic=_MAGIC)
+
+
+#: Concurrent connections that transfer fragments.
+_THREADS = 8
+#: How long an unresponsive node is avoided while there are others.
+_PASSED_OVER_SECS = 30.0
+#: How long the nodes' answers about their contents are cached.
+_LISTED_SECS = 30.0
+_Result = TypeVar("_Result")
+
+
+class Survey(NamedTuple):
+    """What the peers hold.
+
+    Attributes:
+      complete: bundles of which k + m other nodes hold a fragment each: ``put`` sends nothing.
+      whole: bundles with enough fragments of each segment.
+      every: bundles of which any fragment exists.
+    """
+
+    complete: set[BundleRef]
+    whole: set[BundleRef]
+    every: set[BundleRef]
+
+
+class PeerTier:
+    """Other nodes' memory as a ``Tier``; one thread at a time writes and drops bundles."""
+
+    name = "peers"
+
+    def __init__(self, group: PeerGroup):
+        """Sends no request yet."""
+        self._group = group
+        self._code = erasure.code_of(group.k, group.m)
+        self._racks = {one.node: one.rack for one in group.others if one.rack}
+        self._others = [one.node for one in group.others]
+        #: Includes this node: it may hold another trainer's saves as that trainer's peer.
+        self._nodes = {
+            one.node: Node(one.address, group.token, deadline_secs=group.deadline_secs)
+            for one in group.nodes
+        }
+        #: When nodes last failed, and how; affects only the order in which they are tried.
+        self._failed: dict[str, tuple[float, str]] = {}
+        #: Pending deletions, by node.
+        self._left: dict[str, set[BundleRef]] = {}
+        #: The last result of ``refs``, and its time.
+        self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-peers")
+
+    def refs(self) -> list[BundleRef]:
+        """See ``Tier``: those of which responding nodes hold enough fragments of each segment."""
+        every = self._found()
+        self._listed = time.monotonic(), every
+        return sorted({one.ref for one, where in every.items() if erasure.is_whole(one, where)})
+
+    def silent(self) -> str:
+        """Returns the nodes that did not answer the last request, with the error; "" if none."""
+        with self._lock:
+            return "; ".join(f"{node} ({why})" for node, (_, why) in sorted(self._failed.items()))
+
+    def survey(self) -> Survey:
+        """Queries every node once for what it holds."""
+        found, mine = self._found(), (self._code.k, self._code.m)
+        complete = {
+            one.ref
+            for one, where in found.items()
+            if (one.k, one.m) == mine and erasure.is_complete(one, self._elsewhere(where))
+        }
+        whole = {one.ref for one, where in found.items() if erasure.is_whole(one, where)}
+        return Survey(complete, whole, {one.ref for one in found})
+
+    def _elsewhere(self, where: erasure.Where) -> erasure.Where:
+        """The same without this node."""
+        others = {*self._others}
+        return {
+            segment: {one: [node for node in nodes if node in others] for one, nodes in of.items()}
+            for segment, of in where.items()
+        }
+
+    @contextlib.contextmanager
+    def open(self, ref: BundleRef) -> Iterator[Reader]:
+        """See ``Tier``: reads a segment at a time from the nodes that answer.
+
+        Raises:
+          StorageError: too few fragments exist; the message names the missing ones and the nodes.
+        """
+        since, listed = self._listed
+        if time.monotonic() - since > _LISTED_SECS:
+            listed = {}
+        every = {one: where for one, where in listed.items() if one.ref == ref}
+        whole = [one for one in every if erasure.is_whole(one, every[one])]
+        if not whole:
+            every = {one: where for one, where in self._found(ref).items() if one.ref == ref}
+            whole = [one for one in every if erasure.is_whole(one, every[one])]
+        if not whole:
+            raise self._too_few(ref, every)
+        # Fragments that are pieces of the bundle need no decoding: k = 1 first.
+        coding = min(whole, key=lambda one: (one.k, one.m))
+        yield _SegmentReader(self, coding, every[coding])
+
+    def put(self, bundle: Bundle) -> None:
+        """See ``Tier``: returns once k + m other nodes have acknowledged each segment.
+
+        A lost or full node is replaced by the next in order; fragments that still exist from an
+        earlier attempt are not sent again.
+
+        Raises:
+          Damaged: its bytes do not match its reference.
+          StorageError: too few nodes accept it; the message lists the others with their errors.
+        """
+        ref, mine = bundle.ref, erasure.FragmentCoding(bundle.ref, self._code.k, self._code.m)
+        where = self._found(ref, self._others).get(mine, {})
+        refused: dict[str, str] = {}
+        buffer = memoryview(bytearray(erasure.padded_bytes(mine.k, erasure.segment_bytes(ref, 0))))
+        pending, total = [*range(erasure.segments(ref.nbytes))], 0
+        is_first = True
+        while pending:
+            before = len(refused)
+            for segment in pending:
+                padded = _read_segment(bundle, segment, self._code.k, buffer)
+                if is_first:
+                    total = _crc([padded[: erasure.segment_bytes(ref, segment)]], total)
+                self._put_segment(ref, segment, padded, where.get(segment, {}), refused)
+            if is_first and total != ref.crc32c:
+                self.delete([ref])
+                raise Damaged(
+                    ref.key,
+                    f"a bundle with crc32c {ref.crc32c:08x}",
+                    f"{total:08x}",
+                    "its files changed while they were read, or since they were written",
+                )
+            is_first = False
+            if len(refused) == before:
+                return
+            # Fragments sent to a node that died mid-push are lost; query placement again.
+            where = self._found(ref, self._others).get(mine, {})
+            pending = [
+                segment
+                for segment in range(erasure.segments(ref.nbytes))
+                if len(erasure.placed_of(where.get(segment, {}))) < mine.k + mine.m
+            ]
+
+    def delete(self, refs: Collection[BundleRef]) -> None:
+        """See ``Tier``; the next call retries nodes that do not answer."""
+        wanted = set(refs)
+
+        def delete(node: str) -> None:
+            gone = wanted | self._left.get(node, set())
+            keys = [
+                key
+                for key in self._nodes[node].keys(self._group.root)
+                if (one := erasure.Fragment.of(key)) is not None and one.ref in gone
+            ]
+            self._nodes[node].delete(keys)
+
+        done = self._asked(delete, self._nodes)
+        for node in self._nodes:
+            if node in done:
+                self._left.pop(node, None)
+            else:
+                self._left.setdefault(node, set()).update(wanted)
+
+    def close(self) -> None:
+        """See ``Tier``."""
+        self._pool.shutdown(cancel_futures=True)
+        for node in self._nodes.values():
+            node.close()
+
+    # Placement.
+
+    def _found(
+        self, ref: BundleRef | None = None, nodes: Iterable[str] | None = None
+    ) -> dict[erasure.FragmentCoding, erasure.Where]:
+        """What responding nodes hold, of one bundle or all; queries all nodes by default."""
+        folder = self._group.root if ref is None else f"{self._group.root}/{ref.key}"
+        asked = [*(self._nodes if nodes is None else nodes)]
+        listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
+        found: dict[erasure.FragmentCoding, erasure.Where] = {}
+        for node in asked:
+            for key in listed.get(node, ()):
+                one = erasure.Fragment.of(key)
+                if one is not None:
+                    where = found.setdefault(erasure.FragmentCoding(one.ref, one.k, one.m), {})
+                    where.setdefault(one.segment, {}).setdefault(one, []).append(node)
+        return found
+
+    def _asked(self, ask: Callable[[str], _Result], nodes: Iterable[str]) -> dict[str, _Result]:
+        """Answers of nodes, queried in parallel; failed nodes are omitted."""
+        asked = {node: self._submit(ask, node) for node in nodes}
+        found = {}
+        for node, future in asked.items():
+            try:
+                found[node] = _result(future)
+            except StorageError as error:
+                self._note_failed(node, error)
+            else:
+                with self._lock:
+                    self._failed.pop(node, None)
+        return found
+
+    def _submit(self, work: Callable[..., _Result], *given: object) -> Future[_Result]:
+        try:
+            return self._pool.submit(work, *given)
+        except RuntimeError as error:
+            raise _closed() from error
+
+    def _note_failed(self, node: str, error: Exception) -> None:
+        with self._lock:
+            self._failed[node] = (time.monotonic(), str(error))
+
+    def _in_order(self, ref: BundleRef) -> list[str]:
+        """All other nodes: preferred ones for the bundle first, recently failed ones last."""
+        now = time.monotonic()
+        found = striping.ranked(ref.key, self._others, racks=self._racks)
+        never = (float("-inf"), "")
+        with self._lock:
+            late = {
+                node for node in found if now - self._failed.get(node, never)[0] < _PASSED_OVER_SECS
+            }
+        return [node for node in found if node not in late] + [n for n in found if n in late]
+
+    # Sending.
+
+    def _put_segment(
+        self,
+        ref: BundleRef,
+        segment: int,
+        padded: memoryview,
+        there: Mapping[erasure.Fragment, list[str]],
+        refused: dict[str, str],
+    ) -> None:
+        """Sends missing fragments of a segment to distinct nodes; adds errors to ``refused``."""
+        placed = erasure.placed_of(there)
+        missing = [n for n in range(self._code.k + self._code.m) if n not in placed]
+        if not missing:
+            return
+        every = erasure.fragments(self._code, padded)
+        names = {
+            number: erasure.Fragment(
+                ref, self._code.k, self._code.m, segment, number, _crc(every[number])
+            )
+            for number in missing
+        }
+        # The first node in order gets the first fragment, so a changed order moves few of them.
+        while missing:
+            free = [
+                node
+                for node in self._in_order(ref)
+                if node not in refused and node not in placed.values()
+            ]
+            if len(free) < len(missing):
+                raise self._no_room(ref, placed, refused)
+            sent = {
+                number: (
+                    node,
+                    self._submit(
+                        self._nodes[node].put, names[number].key(self._group.root), every[number]
+                    ),
+                )
+                for number, node in zip(missing, free)
+            }
+            for number, (node, future) in sent.items():
+                try:
+                    _result(future)
+                except StorageError as error:
+                    refused[node] = str(error)
+                    self._note_failed(node, error)
+                else:
+                    placed[number] = node
+            missing = [number for number in missing if number not in placed]
+
+    def _no_room(
+        self, ref: BundleRef, placed: Mapping[int, str], refused: Mapping[str, str]
+    ) -> StorageError:
+        needed = self._code.k + self._code.m
+        said = "; ".join(f"{node}: {why}" for node, why in sorted(refused.items()))
+        return StorageError(
+            f"{ref.key}: expected {needed} other nodes that accept a fragment each, found "
+            f"{len(placed)} of {len(self._others)} ({said or 'there are no more'}); add nodes, "
+            "give their peer agents more memory, or restart lost nodes"
+        )
+
+    # Reading.
+
+    def segment_into(
+        self,
+        coding: erasure.FragmentCoding,
+        segment: int,
+        there: Mapping[erasure.Fragment, list[str]],
+        out: memoryview,
+    ) -> None:
+        """Fills a buffer with a segment's padded bytes from nodes that hold its fragments."""
+        code = self._code
+        if (coding.k, coding.m) != (code.k, code.m):
+            code = erasure.code_of(coding.k, coding.m)
+        sources = self._sources(coding, there)
+        problems: list[str] = []
+        further: dict[int, memoryview] = {}
+        pieces = [
+            [erasure.piece(code.k, stripe, i) for stripe in erasure.stripes(code.k, out)]
+            for i in range(code.k)
+        ]
+        got: set[int] = set()
+        while len(got) < code.k:
+            wanted = [number for number in sorted(sources) if number not in got]
+            asked = {}
+            for number in wanted[: code.k - len(got)]:
+                one, node = sources[number].pop(0)
+                if not sources[number]:
+                    del sources[number]
+                if number < code.k:
+                    parts = pieces[number]
+                else:
+                    further[number] = memoryview(bytearray(len(out) // code.k))
+                    parts = [further[number]]
+                asked[number] = (node, self._submit(self._fetch, one, node, parts))
+            if not asked:
+                raise self._unreadable(coding, segment, problems, len(got))
+            for number, (node, future) in asked.items():
+                try:
+                    _result(future)
+                    got.add(number)
+                except (StorageError, Damaged) as error:
+                    problems.append(f"fragment {number} on {node}: {error}")
+                    further.pop(number, None)
+        lost = set(range(code.k)) - got
+        if lost:
+            erasure.restore(code, out, further, lost)
+
+    def _fetch(self, one: erasure.Fragment, node: str, parts: list[memoryview]) -> None:
+        key = one.key(self._group.root)
+        self._nodes[node].read_into(key, 0, parts, whole=True)
+        found = _crc(parts)
+        if found != one.crc32c:
+            raise Damaged(key, f"bytes with crc32c {one.crc32c:08x}", f"{found:08x}")
+
+    def _sources(
+        self, coding: erasure.FragmentCoding, there: Mapping[erasure.Fragment, list[str]]
+    ) -> dict[int, list[tuple[erasure.Fragment, str]]]:
+        """The nodes that hold each fragment, by number; nodes of the same rack first."""
+        own = next((o.rack for o in self._group.nodes if o.node == self._group.own), "")
+        found: dict[int, list[tuple[erasure.Fragment, str]]] = {}
+        for one, nodes in there.items():
+            found.setdefault(one.number, []).extend((one, node) for node in nodes)
+        for entries in found.values():
+            entries.sort(key=lambda entry: not own or self._racks.get(entry[1]) != own)
+        if coding.k == 1:
+            numbers = sorted(found, key=lambda n: not own or self._racks.get(found[n][0][1]) != own)
+            # Copies are identical: the nearest gets the lowest number.
+            return {i: found[number] for i, number in enumerate(numbers)}
+        return found
+
+    def _too_few(
+        self, ref: BundleRef, every: Mapping[erasure.FragmentCoding, erasure.Where]
+    ) -> StorageError:
+        told = []
+        for coding, where in every.items():
+            for segment in range(erasure.segments(ref.nbytes)):
+                held = erasure.placed_of(where.get(segment, {}))
+                if len(held) < coding.k:
+                    gone = [n for n in range(coding.k + coding.m) if n not in held]
+                    told.append(
+                        f"segment {segment} lacks fragments {_listed(gone)} and needs {coding.k} "
+                        f"of {coding.k + coding.m}"
+                    )
+                    break
+        with self._lock:
+            failed = sorted(self._failed.items())
+        silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
+        return StorageError(
+            f"{ref.key}: expected a complete bundle on {len(self._nodes)} nodes, found "
+            f"{'; '.join(told) or 'no fragment'} (nodes that do not answer: {silent or 'none'}); "
+            "reconnect those nodes if their memory is intact, or resume from the checkpoint "
+            "directory"
+        )
+
+    def _unreadable(
+        self, coding: erasure.FragmentCoding, segment: int, problems: Iterable[str], got: int
+    ) -> StorageError:
+        return StorageError(
+            f"{coding.ref.key}: expected {coding.k} fragments of segment {segment}, found {got} "
+            f"({'; '.join(problems) or 'no others'}); resume from the checkpoint directory"
+        )
+
+
+def _result(future: Future[_Result]) -> _Result:
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError as error:  # Closed while it was queued.
+        raise _closed() from error
+
+
+def _closed() -> ClosedError:
+    return ClosedError(
+        "peers: expected open connections, found them closed because other peers were found; retry"
+    )
+
+
+class _SegmentReader:
+    """Reads a bundle a segment at a time, each verified completely; the last one is cached."""
+
+    def __init__(self, tier: PeerTier, coding: erasure.FragmentCoding, where: erasure.Where):
+        self._tier, self._coding, self._where = tier, coding, where
+        first = erasure.padded_bytes(coding.k, erasure.segment_bytes(coding.ref, 0))
+        self._buffer = memoryview(bytearray(first))
+        self._at = -1
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Reader``."""
+        if start < 0 or start + len(out) > self._coding.ref.nbytes:
+            raise ValueError(
+                f"{self._coding.ref.key}: bytes {start} to {start + len(out)} of a bundle"
+            )
+        while len(out):
+            segment, offset = divmod(start, erasure.SEGMENT_BYTES)
+            self._fill(segment)
+            taken = min(erasure.segment_bytes(self._coding.ref, segment) - offset, len(out))
+            out[:taken] = self._buffer[offset : offset + taken]
+            start, out = start + taken, out[taken:]
+
+    def _fill(self, segment: int) -> None:
+        if segment == self._at:
+            return
+        self._at = -1
+        nbytes = erasure.segment_bytes(self._coding.ref, segment)
+        padded = self._buffer[: erasure.padded_bytes(self._coding.k, nbytes)]
+        self._tier.segment_into(self._coding, segment, self._where[segment], padded)
+        self._at = segment
+
+
+def _read_segment(bundle: Bundle, segment: int, k: int, buffer: memoryview) -> memoryview:
+    nbytes = erasure.segment_bytes(bundle.ref, segment)
+    padded = buffer[: erasure.padded_bytes(k, nbytes)]
+    bundle.read_into(segment * erasure.SEGMENT_BYTES, padded[:nbytes])
+    padded[nbytes:] = bytes(len(padded) - nbytes)
+    return padded
+
+
+def _crc(parts: Iterable[memoryview], total: int = 0) -> int:
+    for part in parts:
+        total = crc32c(np.frombuffer(part, np.uint8), total)
+    return total
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging directory, where saves are made, and the records that trainer and replicator share.
+
+A staging directory is local to a node::
+
+    stage.lock              held by the replicator, of which there is one
+    orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
+    starting.msgpack        the same by a trainer that starts, for the other processes of its job
+    neighbours.msgpack      written by the trainer: peer addresses and their token
+    progress.msgpack        written by the replicator: what is uploaded, and what blocks it
+    pushed.msgpack          the same for peers
+    entry.msgpack           and the newest entry of the remote journal
+    promoter.log            the replicator's log
+    steps/                  the saves: a checkpoint directory like any other
+    aside/                  superseded and damaged saves
+
+Records are replaced atomically. Orders are fsynced before anything relies on them. Progress is not
+fsynced: it can be rebuilt from the remote directory. Either process can therefore be killed at any
+time, and its successor can resume.
+
+A trainer writes its orders only once it has started. A start that fails or is killed therefore has
+nothing to undo here, regardless of other starts. The orders of the newest lease are in force. If an
+older trainer stalls between its lease check and the write, it does not replace them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+
+from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
+from deltackpt.format import manifest
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import entries
+from deltackpt.ledger.entries import Entry, ObjectKey
+from deltackpt.storage import posix
+from deltackpt.storage.posix import DurableDir
+
+_ORDERS = "deltackpt.stage.orders"
+_PROGRESS = "deltackpt.stage.progress"
+#: Number of earlier runs that a lineage records.
+_MOST_RUNS = 256
+#: Number of uploads that the progress records.
+MOST_RECENT = 256
+#: The tiers that a replicator fills.
+TierName = Literal["remote", "peers"]
+_PROGRESS_NAMES: dict[TierName, str] = {"remote": "progress.msgpack", "peers": "pushed.msgpack"}
+_NAMES = {
+    *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
+    *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
+    "starting.msgpack",
+}
+_ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunLineage:
+    """The ancestors of a run's saves.
+
+    Attributes:
+      run: id of the run.
+      epoch: epoch of the claim under which it began.
+      holder: holder of that claim.
+      era: number of rollbacks under that claim before it began.
+      past: for the newest earlier runs that it descends from, the greatest attempt of each.
+    """
+
+    run: str
+    epoch: int
+    holder: str
+    era: int
+    past: dict[str, int]
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """When it began: greater epochs, then generations, are later."""
+        return self.epoch, self.era
+
+    def has(self, save_id: SaveId) -> bool:
+        """Returns whether the run's saves descend from a save of an earlier run."""
+        return save_id.attempt <= self.past.get(save_id.run, -1)
+
+    def followed(self, save_id: SaveId) -> dict[str, int]:
+        """Returns the ancestors of a run that resumes from a save of this one."""
+        return dict([*self.past.items(), (save_id.run, save_id.attempt)][-_MOST_RUNS:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RollBack:
+    """A rollback of saves.
+
+    Attributes:
+      number: number of the orders that first contained it.
+      after: the step from which training resumed.
+      run: the run that resumed.
+      saves: every save of a later step that was, or may have been, uploaded.
+    """
+
+    number: int
+    after: int
+    run: str
+    saves: tuple[SaveId, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retired:
+    """A save or compacted base that is no longer needed.
+
+    Attributes:
+      number: number of the orders that first contained it.
+      step: its step.
+      item: for a base, the item that it belongs to.
+      save_id: its id.
+      after: the newest staged save at that time; until it is uploaded, the remote directory still
+        needs what it replaces. None if no save was staged.
+    """
+
+    number: int
+    step: int
+    item: str | None
+    save_id: SaveId
+    after: SaveId | None = None
+
+    @property
+    def object_key(self) -> ObjectKey:
+        """The key of its unit in the remote directory."""
+        return ObjectKey(self.step, self.item)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a trainer orders the replicator to do.
+
+    Attributes:
+      number: increases with every write.
+      lease: epoch of the trainer's lease of the staging directory.
+      stage: id of the staging directory.
+      url: URL of the remote directory.
+      endpoint: address of its server; None for the provider's default.
+      item: name of the deltackpt item in a step.
+      holder: holder of the claim for all changes; empty before there is one.
+      epoch: epoch of that claim.
+      began: whether training has begun under that claim.
+      goes_on: the save from which it resumed.
+      era: number of rollbacks since then under the claim.
+      lines: lineages of the runs with staged saves.
+      rolled_back: rollbacks to apply in this order, before any staged save is uploaded.
+      retired: retirements, each applied once the save in its ``after`` is uploaded.
+      bytes_per_sec: upload rate limit.
+      store_secs: timeout of a request in seconds.
+      process: the process that owns the staging directory.
+      processes: number of staging directories, if each process has its own.
+    """
+
+    number: int
+    lease: int
+    stage: str
+    url: str
+    endpoint: str | None
+    item: str
+    holder: str = ""
+    epoch: int = 0
+    began: bool = False
+    goes_on: SaveId | None = None
+    era: int = 0
+    lines: tuple[RunLineage, ...] = ()
+    rolled_back: tuple[RollBack, ...] = ()
+    retired: tuple[Retired, ...] = ()
+    bytes_per_sec: float | None = None
+    store_secs: float = 60.0
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def no_shared_fs(self) -> bool:
+        """Whether the staging directory holds only a part of each save."""
+        return self.processes > 1
+
+    def next_generation(self, run: str) -> dict[str, Any]:
+        """Returns the fields that a rollback by a run changes; its WAL may have begun before."""
+        era = self.era + 1
+        own = (dataclasses.replace(one, era=era) if one.run == run else one for one in self.lines)
+        return {"era": era, "lines": (*own,)}
+
+    def lineage(self, run: str) -> RunLineage | None:
+        """Returns a run's lineage; None if unknown."""
+        return next((one for one in self.lines if one.run == run), None)
+
+    def without(self, lost: Collection[SaveId]) -> Orders:
+        """Returns the orders without the retirements that wait for one of some lost saves."""
+        kept = tuple(one for one in self.retired if one.after not in lost)
+        return dataclasses.replace(self, retired=kept)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadRecord:
+    """An uploaded save; times are in seconds since 1970."""
+
+    number: int
+    save_id: SaveId
+    nbytes: int
+    objects: int
+    seconds: float
+    lag_secs: float
+    committed_unix_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierProgress:
+    """Which staged saves have reached a tier; the fields from ``pid`` on are for the remote one.
+
+    Attributes:
+      holder: holder of the claim under which the replicator runs.
+      saves: saves that peers hold completely, by ``key_of``.
+      damaged: saves that cannot reach the tier, by ``key_of``, with the reason.
+      problem: why nothing reaches the tier; None if nothing blocks it.
+      code: code of that error.
+      problem_unix_secs: since when, in seconds since 1970.
+      pid: id of the replicator's process.
+      orders: number of the newest orders carried out, except for their retirements.
+      retired: retirements of orders up to this number are done.
+      entry: number of the newest remote journal entry that it has seen.
+      held: for each staged run, the greatest attempt that was ever committed remotely.
+      recent: the newest uploads; their numbers count all uploads of this holder.
+      fenced: message about the trainer that took the remote directory, if any.
+    """
+
+    holder: str
+    saves: tuple[str, ...] = ()
+    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
+    problem: str | None = None
+    code: str = ""
+    problem_unix_secs: float = 0.0
+    pid: int = 0
+    orders: int = 0
+    retired: int = 0
+    entry: int = 0
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    recent: tuple[UploadRecord, ...] = ()
+    fenced: str | None = None
+
+    def has(self, save_id: SaveId) -> bool:
+        """Returns whether a save has reached the tier, even if it has been removed since."""
+        is_committed = self.held.get(save_id.run, -1) >= save_id.attempt
+        return is_committed or key_of(save_id.step, save_id) in self.saves
+
+
+def key_of(step: int, save_id: SaveId | None) -> str:
+    """Returns the name of a save in the progress; just the step if its manifest is unreadable."""
+    return f"step.{step}" if save_id is None else f"{save_id.run}.{save_id.attempt}.{step}"
+
+
+def step_of(key: str) -> int:
+    """Returns the step in a result of ``key_of``."""
+    return int(key.rpartition(".")[2])
+
+
+class StagingDir:
+    """The staging directory.
+
+    Attributes:
+      path: the directory itself.
+      steps: the checkpoint directory in it.
+      lock: the lock file that the replicator holds.
+      log: the replicator's log file.
+      fetched: where remote files are cached briefly.
+    """
+
+    def __init__(self, path: Path):
+        """Does no I/O."""
+        self.path = path
+        self.steps = path / "steps"
+        self.lock = path / "stage.lock"
+        self.log = path / "promoter.log"
+        self.fetched = path / "fetched"
+        self._starting = path / "starting.msgpack"
+        self._entry = path / "entry.msgpack"
+        self._peers = path / "neighbours.msgpack"
+
+    def make(self) -> None:
+        """Creates it and its folders, private to this user, since they hold the weights."""
+        for folder in (self.path, self.steps, self.aside("")):
+            DurableDir(folder, private=True).create()
+
+    def aside(self, why: str) -> Path:
+        """Returns a folder for saves that readers should no longer find."""
+        return self.path / "aside" / why
+
+    def _leases(self) -> list[int]:
+        """The leases with orders, ascending."""
+        if not self.path.is_dir():
+            return []
+        found = map(_ORDERS_NAME.fullmatch, posix.listing(self.path))
+        return sorted(int(one[1]) for one in found if one is not None)
+
+    def _orders(self, lease: int) -> Path:
+        return self.path / f"orders.{lease}.msgpack"
+
+    def _progress(self, tier: TierName) -> Path:
+        return self.path / _PROGRESS_NAMES[tier]
+
+    def orders(self) -> Orders | None:
+        """Returns the orders of the newest trainer that has started; None if there were never any.
+
+        Raises:
+          Damaged, FormatTooNew: the record is not readable.
+        """
+        while leases := self._leases():
+            found = _read_orders(self._orders(leases[-1]))
+            if found is not None:
+                return found
+            # A newer trainer has removed the file since it was listed.
+        return None
+
+    def announced(self) -> Orders | None:
+        """Returns the orders that a trainer last announced; None if there were never any."""
+        return _read_orders(self._starting)
+
+    def order(self, orders: Orders) -> None:
+        """Writes orders durably; without effect if a newer lease has orders."""
+        path = self._orders(orders.lease)
+        self._write(path, manifest.to_bytes(orders, _ORDERS), fsync=True)
+        for lease in self._leases():
+            if lease < orders.lease:
+                with contextlib.suppress(OSError):  # A leftover is harmless.
+                    self._orders(lease).unlink()
+
+    def announce(self, orders: Orders) -> None:
+        """Writes the orders of a trainer that starts, which are not in force yet."""
+        self._write(self._starting, manifest.to_bytes(orders, _ORDERS))
+
+    def orders_stamp(self) -> object:
+        """Returns a value that changes with the orders; cheap."""
+        with contextlib.suppress(StorageError):
+            if leases := self._leases():
+                return leases[-1], _stamp(self._orders(leases[-1]))
+        return None
+
+    def progress(self, holder: str, tier: TierName = "remote") -> TierProgress:
+        """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
+        path = self._progress(tier)
+        try:
+            data = posix.read_bytes(path)
+            found = manifest.from_bytes(data, TierProgress, name=path.name, magic=_PROGRESS)
+        except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
+            return TierProgress(holder=holder)
+        return found if found.holder == holder else TierProgress(holder=holder)
+
+    def peers(self) -> bytes | None:
+        """Returns the peers that the trainer has found, or None."""
+        return _read(self._peers)
+
+    def note_peers(self, data: bytes | None) -> None:
+        """Records the addresses of peers, and the token that they accept."""
+        if data is None:
+            self._peers.unlink(missing_ok=True)
+        else:
+            self._write(self._peers, data)
+
+    def peers_stamp(self) -> object:
+        """Returns a value that changes with the recorded peers; cheap."""
+        return _stamp(self._peers)
+
+    def entry(self) -> bytes | None:
+        """Returns the newest remote journal entry that the replicator has seen, or None."""
+        return _read(self._entry)
+
+    def report_entry(self, entry: Entry) -> None:
+        """Passes the newest remote journal entry to the trainer, which then need not fetch it."""
+        self._write(self._entry, entries.to_bytes(entry))
+
+    def report(self, progress: TierProgress, tier: TierName = "remote") -> None:
+        """Reports the progress of a tier to the trainer."""
+        self._write(self._progress(tier), manifest.to_bytes(progress, _PROGRESS))
+
+    def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
+        """Writes a record that only this user can read."""
+        DurableDir(path.parent, fsync=fsync, private=True).write(path, data)
+
+
+def _read(path: Path) -> bytes | None:
+    """Reads a record; None if it does not exist or cannot be read."""
+    with contextlib.suppress(RestoreError):
+        return posix.read_bytes(path)
+    return None
+
+
+def _read_orders(path: Path) -> Orders | None:
+    """Reads orders; None if there is no such file."""
+    try:
+        data = posix.read_bytes(path)
+    except Damaged:
+        if not os.path.lexists(path):
+            return None
+        raise
+    return manifest.from_bytes(data, Orders, name=str(path), magic=_ORDERS)
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def default_stage(url: str, endpoint: str | None) -> Path:
+    """Returns the default staging directory of a URL: the same in each process of a user."""
+    named = os.path.expandvars("$XDG_CACHE_HOME")
+    try:
+        cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OptionError(
+            f"Tiers.staging_dir: expected a home directory for the staging directory of {url}, "
+            "found none; set a local directory"
+        ) from error
+    known = hashlib.sha256(f"{url}\n{endpoint or ''}".encode()).hexdigest()[:16]
+    return cache / "deltackpt" / "stages" / known
+
+
+def check_stage(stage: StagingDir, url: str, endpoint: str | None) -> Orders | None:
+    """Returns the orders in a staging directory, which must belong to a URL.
+
+    Raises:
+      OptionError: it is the staging directory of another URL.
+      Damaged: its orders are altered.
+    """
+    try:
+        found = stage.orders()
+    except Damaged as error:
+        error.action = (
+            f"if every save in {stage.steps} was uploaded, remove {stage.path}; otherwise copy it "
+            "to another directory first"
+        )
+        raise
+    if found is not None and (found.url, found.endpoint) != (url, endpoint):
+        at = f" at {found.endpoint}" if found.endpoint else ""
+        raise OptionError(
+            f"Tiers.staging_dir={str(stage.path)!r}: expected the staging directory of {url}, "
+            f"found that of {found.url}{at}; use a separate staging directory for each URL"
+        )
+    if found is None and stage.path.is_dir():
+        foreign = {*posix.listing(stage.path)} - _NAMES
+        if any(not name.startswith(".") for name in foreign):
+            raise OptionError(
+                f"Tiers.staging_dir={str(stage.path)!r}: expected an empty directory or a staging "
+                f"directory, found {sorted(foreign)[:5]}; use another directory"
+            )
+    return found

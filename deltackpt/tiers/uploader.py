@@ -1,0 +1,616 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uploads the saves of a staging directory to the remote checkpoint directory, one after the other.
+
+All remote changes are made here, under the trainer's claim and in this order: the start of
+training, rollbacks, then the saves, parents first, and retirements. All files of a save are
+uploaded before one journal entry makes it visible. A kill in between leaves files that no entry
+names; they are swept later.
+
+If each process of a job has a staging directory, each uploader uploads its part of a save to a
+path that is derived from the claim and the save, and reports that with an object in the remote
+``meeting/``. Process 0's uploader, whose staging directory describes the complete save, commits
+once all have reported. An uploader that cannot upload its part reports that instead, and the save
+is not committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DeltackptError,
+    FencedError,
+    RestoreError,
+    StepGone,
+    StorageError,
+    TargetDiffers,
+)
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.ledger.entries import SAVES, CatalogEntry, ObjectKey, prefix_epoch
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.upload import Uploaded, describe, send
+from deltackpt.reading import inventory, stored_saves
+from deltackpt.resources.runtime import Pace
+from deltackpt.storage import buckets
+from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import StorePath, Unanswered
+from deltackpt.tiers.cursor import IDLE_SECS, Cursor, StagedSave
+from deltackpt.tiers.staging import (
+    MOST_RECENT,
+    Orders,
+    StagingDir,
+    TierProgress,
+    UploadRecord,
+    key_of,
+)
+from deltackpt.tiers.wal_upload import WalUpload
+
+_logger = logging.getLogger(__name__)
+
+#: Folder of the reports of several uploaders.
+MEETING = "meeting"
+_PART = "deltackpt.stage.part"
+#: Shortest and longest interval between two polls of the other uploaders' reports.
+_OTHERS_SECS = (0.05, 2.0)
+#: Maximum delay of a part, for any time between saves.
+MOST_DELAY_SECS = 60.0
+
+
+class _Superseded(DeltackptError):
+    """Another trainer took over the staging directory; abandon the in-flight upload."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadPart:
+    """An uploader's report on its part of a save.
+
+    Attributes:
+      process: the process whose part it is.
+      nbytes: size of the uploaded files.
+      objects: number of uploaded objects.
+      problem: why the save cannot be uploaded; None if the part was uploaded.
+    """
+
+    process: int
+    nbytes: int = 0
+    objects: int = 0
+    problem: str | None = None
+
+
+class Parts:
+    """The reports of all uploaders on one save; of a single uploader, they are not stored."""
+
+    def __init__(self, at: StorePath | None):
+        """Reads nothing yet; ``at`` is the folder of the reports."""
+        self._at = at
+        self._known: dict[int, UploadPart] = {}
+
+    def publish(self, part: UploadPart) -> None:
+        """Stores a report. Idempotent."""
+        if self._at is not None:
+            at = self._at / f"{part.process}.msgpack"
+            at.store.put(at.key, manifest.to_bytes(part, _PART))
+        self._known[part.process] = part
+
+    def read(self) -> dict[int, UploadPart]:
+        """Returns the reports by process; process 0 may replace its own."""
+        for name in [] if self._at is None else self._at.keys():
+            process = int(name.partition(".")[0])
+            if self._at is not None and (process not in self._known or process == 0):
+                at = self._at / name
+                data = at.store.get(at.key)
+                self._known[process] = manifest.from_bytes(
+                    data, UploadPart, name=str(at), magic=_PART
+                )
+        return dict(self._known)
+
+    def remove(self) -> None:
+        """Removes the reports after the commit, which the journal records."""
+        if self._at is not None:
+            self._at.store.delete([(self._at / name).key for name in self._at.keys()])
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Upload:
+    """A save that is being uploaded.
+
+    Attributes:
+      save: the staged save.
+      info: its entry in the chain.
+      orders: the trainer's orders.
+      journal: journal of the remote directory.
+      prefix: destination of its files.
+      parts: reports of all uploaders.
+      done: files already uploaded.
+      sent: the report of this uploader.
+      began: when its upload started, in ``time.perf_counter()`` seconds.
+    """
+
+    save: StagedSave
+    info: SaveInfo
+    orders: Orders
+    journal: Journal
+    prefix: str
+    parts: Parts
+    done: set[str] = dataclasses.field(default_factory=set)
+    sent: UploadPart | None = None
+    began: float = 0.0
+
+    @classmethod
+    def of(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
+        """An upload that has not begun; in a job of several uploaders, all derive the same path."""
+        unit, save_id = ObjectKey(save.step), info.save_id
+        if orders.no_shared_fs:
+            known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
+            prefix = journal.prefix(unit, hashlib.sha256(known.encode()).hexdigest()[:12])
+            parts = Parts(journal.root / MEETING / prefix.removeprefix(f"{SAVES}/"))
+        else:
+            prefix, parts = journal.prefix(unit), Parts(None)
+        return cls(save=save, info=info, orders=orders, journal=journal, prefix=prefix, parts=parts)
+
+    def require_parent(self) -> None:
+        """Checks that the parent was uploaded; reads the journal if that is not known."""
+        parent, journal = self.info.parent, self.journal
+        if parent is None or journal.known.exists(parent.save_id):
+            return
+        if not journal.state().exists(parent.save_id):
+            raise BrokenChain(
+                f"step {self.info.step_dir}: expected its parent {parent.step_dir} (save id "
+                f"{parent.save_id}) to be uploaded, found that it is not; the next base will be "
+                "uploaded"
+            )
+
+    def is_staged(self) -> bool:
+        """Whether the save is still where it was found."""
+        try:
+            found = stored_saves.read_info(self.save.at, self.orders.item)
+        except Damaged:
+            return self.save.at.is_dir()
+        return found.save_id == self.info.save_id
+
+
+class Uploader(Cursor):
+    """Uploads saves from one staging directory, one at a time."""
+
+    tier = "remote"
+
+    def __init__(
+        self,
+        stage: StagingDir,
+        orders: Orders | None = None,
+        progress: TierProgress | None = None,
+        *,
+        adopts: bool = False,
+    ):
+        """Reads nothing yet; with ``adopts``, it continues for other trainers."""
+        super().__init__(stage, progress)
+        self._orders = orders
+        self._orders_stamp: object = None
+        self._adopts = adopts
+        self._journal: Journal | None = None
+        self._pace = Pace()
+        #: Saves that are not complete yet, by key.
+        self._uploads: dict[str, _Upload] = {}
+        #: Seconds until a part is due; None if no part is waiting for its turn.
+        self._turn_secs: float | None = None
+        self._patience = _OTHERS_SECS[0]
+        self._log = WalUpload(stage)
+        #: Whether the remote directory may hold files to sweep.
+        self._is_littered = True
+        #: The newest withdrawn epoch whose files were swept.
+        self._withdrawn = 0
+
+    def is_done(self) -> bool:
+        """See ``Cursor``; tidies the remote directory first."""
+        self._copy_entry()
+        self._sweep()
+        if not self.trainer.is_gone:
+            return False
+        if self._orders is None:
+            return self.stage.orders() is None
+        if self._is_changed() or self.waiting():
+            return False
+        return self._journal is None or not self._log.nbytes(self._journal)
+
+    def rest_secs(self) -> float:
+        """See ``Cursor``: less while other uploaders are to report, or before a part is due."""
+        if any(one.sent is not None for one in self._uploads.values()):
+            found = self._patience
+            self._patience = min(self._patience * 1.3, _OTHERS_SECS[1])
+            return found
+        self._patience = _OTHERS_SECS[0]
+        return IDLE_SECS if self._turn_secs is None else min(IDLE_SECS, self._turn_secs)
+
+    def is_retried(self, error: Exception) -> bool:
+        """See ``Cursor``; a fenced uploader waits for the orders of another trainer."""
+        if isinstance(error, _Superseded):
+            return self._adopts
+        if isinstance(error, FencedError):
+            self.report_failure(error, fenced=str(error))
+            if self.trainer.is_gone and not self._adopts:
+                return False
+            while not self.trainer.is_gone and not self._is_changed():
+                self.trainer.wait(self.trainer.signals, IDLE_SECS)
+            return not self.trainer.is_gone or self._is_changed()
+        if not isinstance(error, (StorageError, RestoreError)):
+            raise error
+        self.report_failure(error)
+        if self.trainer.is_gone and isinstance(error, RestoreError):
+            # The staging directory or the journal is damaged: waiting does not fix that.
+            raise error
+        return True
+
+    # ---- one step
+
+    def step(self) -> bool:
+        """Carries out pending orders, and uploads one save; returns whether it did."""
+        # The order matters: saves that are staged by now were made after these orders.
+        found = self._staged()
+        orders = self._load()
+        if orders is None or not orders.holder:
+            return False
+        journal = self._resumed(orders)
+        self.forget_replaced(found)
+        others = orders.process > 0 and any(one.sent is not None for one in self._uploads.values())
+        if others or self.progress.problem is not None:
+            # Commits whose responses were lost may have succeeded, here or elsewhere.
+            journal.check()
+        self._carry_out(orders, journal)
+        self._retire(orders, journal)
+        self._report_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
+        # Before the saves: the staged saves were made after the epoch headers of their runs.
+        self._log.upload_headers(journal)
+        self._log.trim(journal)
+        waiting = [one for one in found if self._is_waiting(one)]
+        self._forget_others({one.key for one in waiting})
+        self._turn_secs = None
+        for save in waiting:
+            if save.info is None:
+                if save.step not in journal.known.steps:
+                    self.report_unreadable(save, orders.item)
+            elif not journal.known.was_committed(save.info.save_id):
+                if self._advance(save, save.info, found, orders, journal):
+                    return True
+        return self._log.step(journal, self._pace, every=self.trainer.is_gone)
+
+    def waiting(self) -> list[int]:
+        """Returns the staged steps that were not uploaded yet."""
+        return [one.step for one in self._staged() if self._is_waiting(one)]
+
+    def _is_waiting(self, save: StagedSave) -> bool:
+        """Whether a save is waiting, according to the last report."""
+        if save.key in self.progress.damaged:
+            return False
+        if save.info is not None:
+            return not self.progress.has(save.info.save_id)
+        return self._journal is None or save.step not in self._journal.known.steps
+
+    def _staged(self) -> list[StagedSave]:
+        item = naming.EMBEDDINGS_ITEM if self._orders is None else self._orders.item
+        return self.scan(item)
+
+    def _load(self) -> Orders | None:
+        if self._is_changed():
+            stamp = self.stage.orders_stamp()
+            self._orders, self._orders_stamp = self.stage.orders(), stamp
+        return self._orders
+
+    def _is_changed(self) -> bool:
+        return self._orders is None or self.stage.orders_stamp() != self._orders_stamp
+
+    def _resumed(self, orders: Orders) -> Journal:
+        if self._journal is not None and self.progress.holder == orders.holder:
+            return self._journal
+        if self._journal is not None:
+            self._journal = None
+            raise _Superseded(f"{self.stage.path}: another trainer has taken over")
+        place = buckets.locate(orders.url, endpoint=orders.endpoint)
+        journal = Journal(
+            place.open(deadline_secs=orders.store_secs),
+            while_waiting=lambda: self._check_orders(orders),
+        )
+        self.progress = self.stage.progress(orders.holder)
+        if journal.resume(orders.holder).lease.pending and orders.process == 0:
+            journal.start()  # The trainer has started, but the store did not answer.
+        if orders.no_shared_fs and orders.process == 0:
+            _remove_reports(journal.root, orders.epoch)
+        self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
+        self._uploads, self._is_littered = {}, True
+        self._log = WalUpload(self.stage)
+        return journal
+
+    def _check_orders(self, orders: Orders) -> None:
+        """Checks for a takeover during an upload; called by several threads."""
+        if self.stage.orders_stamp() == self._orders_stamp:
+            return
+        with contextlib.suppress(RestoreError):
+            newest = self.stage.orders()
+            if newest is not None and newest.holder != orders.holder:
+                raise _Superseded(f"{self.stage.path}: another trainer has taken over")
+
+    # ---- orders
+
+    def _carry_out(self, orders: Orders, journal: Journal) -> None:
+        """Applies pending orders. Idempotent."""
+        done = self.progress.orders
+        if orders.number == done:
+            return
+        if orders.process == 0:
+            if orders.began and not journal.claimed.began:
+                journal.begin_run(orders.goes_on, [orders.stage])
+            for one in orders.rolled_back:
+                if one.number > done:
+                    steps = journal.roll_back(one.after, one.run, only=frozenset(one.saves))
+                    if steps:
+                        _logger.info("resuming from step %d, %s rolled back", one.after, steps)
+        self._report_state(journal, orders=orders.number)
+
+    def _retire(self, orders: Orders, journal: Journal) -> None:
+        """Retires what was ordered, if its replacement, or a later one, is uploaded."""
+        waiting = [one for one in orders.retired if one.number > self.progress.retired]
+        come = (
+            one.number for one in waiting if one.after is None or self._has_come(one.after, journal)
+        )
+        newest = max(come, default=None)
+        if newest is None:
+            return
+        ready = {one.object_key: one.save_id for one in waiting if one.number <= newest}
+        try:
+            journal.retire(
+                lambda state: (
+                    one.prefix
+                    for unit, one in state.standings.items()
+                    if ready.get(unit) == one.save_id
+                )
+            )
+        except StorageError:
+            self._is_littered = True  # Its files may still exist, but nothing refers to them.
+            raise
+        self._report_state(journal, retired=newest)
+
+    def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
+        """Whether a save was uploaded; or a later one, if it cannot be."""
+        state = journal.known
+        if state.was_committed(save_id):
+            return True
+        is_damaged = key_of(save_id.step, save_id) in self.progress.damaged
+        return is_damaged and max(state.steps, default=-1) > save_id.step
+
+    def _copy_entry(self) -> None:
+        """Copies the newest entry, once for many consecutive saves."""
+        if self._journal is not None and self._orders is not None and self._orders.process == 0:
+            self._journal.copy_newest()
+
+    def _sweep(self) -> None:
+        """Deletes remote files of interrupted uploads, which are harmless, once per occasion."""
+        if self._journal is None or self._orders is None or self._orders.process > 0:
+            return
+        withdrawn = self._journal.known.entry.withdrawn
+        if self._is_littered or withdrawn > self._withdrawn:
+            self._is_littered, self._withdrawn = False, withdrawn
+            try:
+                count = self._journal.sweep()
+            except StorageError as error:
+                self._is_littered = isinstance(error, Unanswered)
+                self.report_failure(error)
+                return
+            if count:
+                _logger.info("deleted %d objects that no journal entry names", count)
+
+    def _report_state(self, journal: Journal, **changes: object) -> None:
+        """Reports the remote contents according to the journal, and other changes."""
+        runs = {info.save_id.run for info in self._infos.values() if info is not None}
+        entry = journal.known.entry
+        held = {run: attempt for run, attempt in entry.promoted.items() if run in runs}
+        if entry.number != self.progress.entry:
+            # Before its number, so that a reader of the number finds the entry.
+            self.stage.report_entry(entry)
+        holder = journal.claimed.lease.holder
+        self.report(entry=entry.number, held=held, holder=holder, **changes)
+
+    # ---- one save
+
+    def _advance(
+        self,
+        save: StagedSave,
+        info: SaveInfo,
+        found: Sequence[StagedSave],
+        orders: Orders,
+        journal: Journal,
+    ) -> bool:
+        """Uploads a part of a save, which process 0 commits; returns whether it did anything."""
+        upload = self._uploads.get(save.key)
+        if upload is None:
+            upload = self._uploads[save.key] = _Upload.of(save, info, orders, journal)
+        upload.save, upload.info, upload.orders = save, info, orders
+        digests: dict[str, Digest] | None = None
+        is_sent = upload.sent is not None
+        if upload.sent is None:
+            self._turn_secs = self._until_turn(save, found, orders)
+            if self._turn_secs is not None:
+                return False
+            upload.began = upload.began or time.perf_counter()
+            part = upload.parts.read().get(orders.process)
+            if part is None:
+                part, digests = self._send(upload)
+                upload.parts.publish(part)
+            upload.sent, self._patience = part, _OTHERS_SECS[0]
+        parts = upload.parts.read()
+        problem = next((one.problem for one in parts.values() if one.problem is not None), None)
+        if problem is None and orders.process == 0:
+            problem = self._never_coming(upload, parts, found)
+        if problem is not None:
+            if orders.process > 0 and parts.get(0, upload.sent).problem is None:
+                return False  # Process 0 reports it to all, or has committed it another way.
+            self._fail(upload, problem)
+            return True
+        if orders.process > 0 or len(parts) < orders.processes:
+            return not is_sent
+        if self._must_wait(info, found):
+            return False
+        try:
+            digests = digests or inventory.every_digest(save.at, orders.item)
+            objects = sum(one.objects for one in parts.values())
+            put = describe(digests, journal.root / upload.prefix, objects)
+            upload.require_parent()
+            if not upload.is_staged():
+                raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
+            unit = ObjectKey(save.step)
+            journal.commit(
+                CatalogEntry.of(
+                    info, unit, upload.prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
+                )
+            )
+        except (RestoreError, TargetDiffers) as error:
+            # Training continued without it.
+            self._fail(upload, str(error))
+            return True
+        upload.parts.remove()
+        del self._uploads[save.key]
+        self._report_uploaded(upload, put)
+        return True
+
+    def _send(self, upload: _Upload) -> tuple[UploadPart, dict[str, Digest] | None]:
+        """Uploads this staging directory's own files; returns a report, and the known digests."""
+        orders, at = upload.orders, upload.save.at
+        # ``every`` has the digests of all files of the save if this process knows them.
+        every: dict[str, Digest] | None = None
+        try:
+            if not orders.no_shared_fs:
+                upload.require_parent()
+            if orders.process > 0:
+                own = inventory.only_at(at, orders.item, orders.process)
+            else:
+                every = inventory.every_digest(at, orders.item)
+                own = dict(every)
+                for other in range(1, orders.processes):
+                    for name in inventory.only_at(at, orders.item, other):
+                        own.pop(name, None)
+            objects = send(
+                at,
+                own,
+                upload.journal.root / upload.prefix,
+                done=upload.done,
+                pace=self._pace,
+                on_bytes=lambda count: self._check_orders(orders),
+            )
+        except RestoreError as error:
+            of = f"the part of process {orders.process}: " if orders.no_shared_fs else ""
+            return UploadPart(process=orders.process, problem=f"{of}{error}"), None
+        nbytes = sum(digest.length for digest in own.values())
+        return UploadPart(process=orders.process, nbytes=nbytes, objects=objects), every
+
+    def _until_turn(
+        self, save: StagedSave, found: Sequence[StagedSave], orders: Orders
+    ) -> float | None:
+        """Seconds until a part is due; None means now, also if a later save is waiting as well."""
+        is_hurried = self.trainer.is_gone or self.trainer.is_waiting
+        if not orders.no_shared_fs or is_hurried or save.step != found[-1].step:
+            return None
+        made = sorted(_made_secs(one.at) for one in found)
+        return delay_secs(made, time.time(), orders.process, orders.processes) or None
+
+    def _never_coming(
+        self, upload: _Upload, parts: Mapping[int, UploadPart], found: Sequence[StagedSave]
+    ) -> str | None:
+        """Why parts of a save will never arrive: their uploaders have moved on to a later one."""
+        missing, step = {*range(upload.orders.processes)} - parts.keys(), upload.save.step
+        for later in found:
+            known = self._uploads.get(later.key)
+            if not missing or later.step <= step or known is None:
+                continue
+            if not (moved_on := missing & known.parts.read().keys()):
+                continue
+            # Reports come in order of steps: this one may have come after ``parts`` was read.
+            if moved_on := sorted(moved_on - upload.parts.read().keys()):
+                return f"process {moved_on[0]} has no part of step {step}, and one of {later.step}"
+        return None
+
+    def _must_wait(self, info: SaveInfo, found: Sequence[StagedSave]) -> bool:
+        """Returns whether a save's parent, or an earlier save of its run, may still be uploaded."""
+        parent, own = info.parent, info.save_id
+        # Once a save of a run is committed, the earlier ones of the run count as uploaded.
+        return any(
+            (parent is not None and other == parent.save_id)
+            or (other.run == own.run and other.attempt < own.attempt)
+            for one in found
+            if one.info is not None and self._is_waiting(one)
+            for other in (one.info.save_id,)
+        )
+
+    def _fail(self, upload: _Upload, problem: str) -> None:
+        """Reports to all why a save cannot be uploaded, unless it is not staged any more."""
+        if upload.orders.process == 0:
+            upload.parts.publish(UploadPart(process=0, problem=problem))
+        if upload.is_staged():
+            self.report_damaged(upload.save, problem)
+        self._forget_others(self._uploads.keys() - {upload.save.key})
+
+    def _forget_others(self, kept: Collection[str]) -> None:
+        """Forgets all uploads but some; their files are swept."""
+        for key in self._uploads.keys() - kept:
+            upload = self._uploads.pop(key)
+            # Without a shared file system, other uploaders may still send files there.
+            if not upload.orders.no_shared_fs:
+                upload.journal.abandon_upload(upload.prefix)
+                self._is_littered = True
+
+    def _report_uploaded(self, upload: _Upload, put: Uploaded) -> None:
+        save, recent, now = upload.save, self.progress.recent, time.time()
+        record = UploadRecord(
+            number=recent[-1].number + 1 if recent else 1,
+            save_id=upload.info.save_id,
+            nbytes=put.nbytes,
+            objects=put.objects + 1,
+            seconds=time.perf_counter() - upload.began,
+            lag_secs=max(0.0, now - _made_secs(save.at)),
+            committed_unix_secs=now,
+        )
+        self._report_state(upload.journal, recent=(*recent, record)[-MOST_RECENT:])
+        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, put.nbytes, record.seconds)
+
+
+def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:
+    """Returns how long an uploader of several waits with the newest staged save, in seconds.
+
+    All processes save at the same step, and the slowest one determines the duration of a training
+    step. Uploader *i* of *n* therefore starts at *i / n* of the time between two saves, so its load
+    affects one process at a time. There is no delay if that time is unknown or the clock changed.
+
+    Args:
+      made: times at which the staged saves were made, in order.
+      now: the current time of the same clock.
+      process: index of the uploader's process.
+      processes: number of processes.
+    """
+    if len(made) < 2:
+        return 0.0
+    interval, age = made[-1] - made[-2], now - made[-1]
+    share = min(MOST_DELAY_SECS, process / processes * interval)
+    return max(0.0, share - age) if age >= 0 else 0.0
+
+
+def _remove_reports(root: StorePath, epoch: int) -> None:
+    """Removes the reports of superseded claims."""
+    at = root / MEETING
+    for name in at.folders():
+        of = prefix_epoch(f"{SAVES}/{name}")
+        if of is not None and of < epoch:
+            at.store.delete([(at / name / one).key for one in (at / name).keys()])
+
+
+def _made_secs(at: StorePath) -> float:
+    """When a staged save was made, in seconds since 1970."""
+    try:
+        return os.stat(at).st_mtime
+    except OSError:  # The save was removed concurrently.
+        return time.time()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures a batch from the training state: which rows, and their copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.row_blocks import VALUES, Span
+from deltackpt.policies import BitWidthPolicy, CodecChoice
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save import dense_layout, pending_save
+from deltackpt.save.branch import Clocks
+from deltackpt.save.capture import SegmentSource, StagedRows
+from deltackpt.save.dense_save import DenseKeeper, DenseLeaves
+from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
+from deltackpt.state.placement import ByLayout
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks, match_marks
+from deltackpt.wal.record_batch import Batch, RecordedItem
+
+#: Flags for all rows of a table are set and looked through where there are at most so many for each
+#: number: with more it is faster to sort the numbers.
+_MOST_FLAGS = 64
+#: Table name to row numbers, int64 ascending.
+Rows = Mapping[str, np.ndarray]
+
+
+def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
+    """Returns the rows that a caller names as touched.
+
+    Args:
+      ids: tables, by their paths or the ends of exactly one path each, to row indices, in any order
+        and shape.
+      layout: layout of the tables.
+      clocks: the state of tracking.
+
+    Raises:
+      OptionError: a table does not exist; indices are not integers, or are outside the table;
+        or there are gradient accumulators, whose rows move later.
+    """
+    if clocks.windows:
+        raise OptionError(
+            "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
+            "a window; omit them: the stamps record which rows moved"
+        )
+    names = _meant.get(layout, tuple(ids), lambda: _tables_meant(ids, layout))
+    found: dict[str, np.ndarray] = {}
+    for (given, indices), (name, count) in zip(ids.items(), names, strict=True):
+        rows = np.asarray(indices)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise OptionError(
+                f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; pass row indices"
+            )
+        flat = rows.astype(np.int64, copy=False).reshape(-1)
+        # Without its sign a negative one is beyond all tables.
+        if flat.size and int(flat.view(np.uint64).max()) >= count:
+            raise OptionError(
+                f"ids[{given!r}]: expected rows from 0 to {count - 1}, found {rows.min()} to "
+                f"{rows.max()}; pass the indices that the training step looked up"
+            )
+        rows = _ascending(flat, count)
+        found[name] = rows if name not in found else np.union1d(found[name], rows)
+    return found
+
+
+#: Names and rows of the tables that the keys of ``ids`` mean.
+_meant: ByLayout[tuple[tuple[str, int], ...]] = ByLayout()
+
+
+def _tables_meant(given: Iterable[str], layout: Layout) -> tuple[tuple[str, int], ...]:
+    tables = {table.name: table.rows for table in layout.tables}
+    found = []
+    for one in given:
+        name = naming.meant(one, tables, OptionError)
+        if name not in tables:
+            raise OptionError(
+                f"ids[{one!r}]: expected one of {sorted(tables)}, found no such table"
+            )
+        found.append((name, tables[name]))
+    return tuple(found)
+
+
+def _ascending(indices: np.ndarray, rows: int) -> np.ndarray:
+    """Returns sorted unique row indices."""
+    if rows > _MOST_FLAGS * len(indices):
+        return row_blocks.distinct(indices)
+    # For 16,384 ids of 80,000 rows, 5 times as fast as sorting and 15 times as np.unique.
+    held = np.zeros(rows, bool)
+    held[indices] = True
+    return held.nonzero()[0]
+
+
+def sources_of(
+    split: Split, marks: Sequence[Marks], rows: Rows | None, runtime: Runtime
+) -> Sources:
+    """Returns the parts of the state that this process reads for a record.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and the one passed by the caller.
+      rows: the touched rows, if the caller names them.
+      runtime: provides the threads that read the stamps.
+
+    Raises:
+      TrackingError: a TouchState does not fit the tables, or the touched rows are unknown.
+    """
+    stamps = match_marks(marks, split.layout) if marks else {}
+    sources = Sources(split.layout, split.fields, stamps, runtime)
+    if rows is None and not marks:
+        raise TrackingError(
+            "append: expected a TouchState or ids, found neither; pass append() the TouchState "
+            "that the training step returned, or the rows that it looked up"
+        )
+    return sources
+
+
+def given_rows(rows: Rows | None, pending: Rows, layout: Layout) -> TouchedRows | None:
+    """Combines the rows that a caller names with the pending ones; None if it names none."""
+    return None if rows is None else including(_given(rows, layout), pending, layout)
+
+
+def segments_of(
+    sources: Sources,
+    *,
+    since: Mapping[str, int],
+    given: TouchedRows | None,
+    pending: Rows,
+    always: bool,
+) -> list[SegmentSource]:
+    """Returns this process's rows of a record.
+
+    Args:
+      sources: the result of ``sources_of``.
+      since: TouchState path to the clock after which rows are touched.
+      given: the result of ``given_rows``.
+      pending: pending rows to include if the stamps determine the touched rows.
+      always: whether to include fields that are ``always`` written.
+    """
+    layout = sources.layout
+    if given is None:
+        sources.stamps.scan(since)
+        given = including(sources.stamps.touched, pending, layout)
+    return [*sources.segments(whole=False, touched=given, always=always)]
+
+
+def _given(rows: Rows, layout: Layout) -> TouchedRows:
+    """Returns what provides the rows that a caller names as touched."""
+    given, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
+
+    def find(group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        return within(given.get(group, nothing), spans)
+
+    return find
+
+
+def capture(
+    save_id: SaveId,
+    split: Split,
+    segments: Sequence[SegmentSource],
+    *,
+    full: bool,
+    items: Sequence[RecordedItem],
+    codec: str | BitWidthPolicy | CodecChoice | None,
+    restores: int,
+    process: int,
+    runtime: Runtime,
+    references: DenseKeeper | None,
+    reserved_bytes: int,
+    started: float,
+) -> Batch:
+    """Copies rows and dense leaves, consistent with each other.
+
+    Args:
+      save_id: id of the record.
+      split: the state.
+      segments: the result of ``segments_of``.
+      full: whether to include dense leaves.
+      items: additional items.
+      codec: codec of the tables' rows; None for those of deltas.
+      restores: number of times that training was restored.
+      process: index of this process.
+      runtime: provides the memory for the copies.
+      references: references of the dense leaves; None if they are stored in full.
+      reserved_bytes: see ``Batch``.
+      started: when ``append()`` was called, as a ``time.perf_counter()`` value.
+
+    Raises:
+      OptionError: a record cannot contain one of the dense leaves.
+    """
+    choices = _choices(split, codec)
+    plans = pending_save.planned(choices, "delta", restores)
+    rows = StagedRows(segments, lambda one: pending_save.codecs_of(plans[one.group]), runtime)
+    leaves: DenseLeaves | None = None
+    try:
+        if full and split.layout.dense:
+            leaves = _dense(split, process, runtime, references)
+        rows.wait()
+    except BaseException:
+        rows.release()
+        if leaves is not None:
+            leaves.release()
+        raise
+    return Batch(
+        save_id=save_id,
+        full=full,
+        rows=rows,
+        layout=split.layout,
+        choices=choices,
+        plans=plans,
+        dense=leaves,
+        items=items,
+        reserved_bytes=reserved_bytes,
+        unix_ns=time.time_ns(),
+        started=started,
+    )
+
+
+def _choices(
+    split: Split, codec: str | BitWidthPolicy | CodecChoice | None
+) -> Mapping[str, Mapping[str, CodecChoice]]:
+    if codec is None:
+        return split.codecs
+    chosen = CodecChoice.of(codec)
+    return {
+        group: {field: chosen if field == VALUES else choice for field, choice in fields.items()}
+        for group, fields in split.codecs.items()
+    }
+
+
+def _dense(
+    split: Split, process: int, runtime: Runtime, references: DenseKeeper | None
+) -> DenseLeaves:
+    leaves = dense_layout.storable(split.dense)
+    try:
+        if references is not None:
+            return references.capture(leaves, split.layout.dense, process)
+        return DenseLeaves.capture(leaves, process, runtime)
+    except UnsupportedLeaf as error:
+        raise OptionError(
+            f"append: expected dense leaves that a WAL record can contain, found that {error}; "
+            'append only soft records, with WalOptions(dense="soft"), and save() steps'
+        ) from error

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the training state that one ``append()`` copies, and its record.
+
+Rows and dense leaves are copied before ``append()`` returns, so they are consistent. Rows are
+encoded in the background like those of deltas, with the same error budgets. A lossy row is always
+encoded from its live value, so errors do not add up over records.
+
+Changes of dense leaves are blocks, encoded as ``ManagerOptions.dense`` sets, relative to the
+decoded previous full record in the same file. Errors of lossy codecs do not add up: each record
+corrects the errors of the previous one. The WAL has its own references, from the newest written
+batch. If a batch fails, it is abandoned with everything else that is not durable, and the next
+record is whole, in a new part.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import OptionError
+from deltackpt.format import manifest, row_blocks
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.row_blocks import VALUES
+from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
+from deltackpt.policies import CodecChoice
+from deltackpt.resources.runtime import Runtime
+from deltackpt.save.capture import BusyClock, SegmentSource, StagedRows
+from deltackpt.save.dense_save import DenseKeeper, DenseLeaves, WrittenDense
+from deltackpt.save.shard import Field, Plans, fields_of, write_segments
+from deltackpt.state import paths
+from deltackpt.storage import parts
+from deltackpt.storage.parts import SegmentSink
+from deltackpt.wal.segment_files import FilledRecord
+
+#: Consecutive full records that are relative to the previous one; the next one is whole.
+_AGAINST = 15
+
+
+class WrittenLeaves(NamedTuple):
+    """Dense leaves that were written.
+
+    Attributes:
+      dense: their record and stored bytes.
+      against: see ``RecordHead.against``.
+    """
+
+    dense: WrittenDense
+    against: int | None
+
+
+class DenseRecords:
+    """Writes the dense leaves of the records of one epoch; used by one thread."""
+
+    def __init__(self, keeper: DenseKeeper | None):
+        """Makes the first record whole.
+
+        Args:
+          keeper: keeps the references; None if all records are whole.
+        """
+        self._keeper = keeper
+        self._reference: SaveId | None = None
+        self._count = 0
+
+    def restart(self) -> None:
+        """Makes the next full record whole, for a new file or after a batch was abandoned."""
+        if self._keeper is not None and self._reference is not None:
+            self._keeper.references.failed(self._reference)
+        self._reference, self._count = None, 0
+
+    def write(
+        self,
+        dense: DenseLeaves,
+        save_id: SaveId,
+        sink_of: Callable[[str], SegmentSink],
+    ) -> WrittenLeaves:
+        """Writes the dense leaves of a record.
+
+        Args:
+          dense: what was captured.
+          save_id: id of the record.
+          sink_of: returns the destination of a segment.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+        if self._keeper is None:
+            return WrittenLeaves(dense.write_layer(sink_of, save_id, None), None)
+        if self._count > _AGAINST:
+            self.restart()
+        self._count += 1
+        against, self._reference = self._reference, save_id
+        written = dense.write_layer(sink_of, save_id, against)
+        return WrittenLeaves(written, None if against is None else against.attempt)
+
+    def written(self, save_id: SaveId) -> None:
+        """Releases the copies of earlier records: a record was written."""
+        if self._keeper is not None and self._reference == save_id:
+            self._keeper.references.committed(save_id, save_id)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Batch:
+    """The data that one process appends in one call.
+
+    Attributes:
+      save_id: id of its record.
+      full: whether it contains the dense leaves.
+      rows: rows that are copied, or are being copied.
+      layout: tables and groups.
+      choices: group name to field name to the codec of the WAL.
+      plans: the first codecs to try.
+      dense: copied dense leaves of a full record.
+      items: additional items, by name.
+      reserved_bytes: memory that is reserved for it until it is durable.
+      unix_ns: when it was captured.
+      started: the same time, as a ``time.perf_counter()`` value.
+      blocked_secs: how long ``append()`` blocked.
+      figures: measurements of writing it, once it is written.
+    """
+
+    save_id: SaveId
+    full: bool
+    rows: StagedRows
+    layout: Layout
+    choices: Mapping[str, Mapping[str, CodecChoice]]
+    plans: Plans
+    dense: DenseLeaves | None
+    items: Sequence[RecordedItem]
+    reserved_bytes: int
+    unix_ns: int
+    started: float
+    blocked_secs: float = 0.0
+    figures: Figures | None = None
+
+    def release(self) -> None:
+        """Releases its memory. Idempotent."""
+        self.rows.release()
+        if self.dense is not None:
+            self.dense.release()
+
+    @property
+    def row_count(self) -> int:
+        """Returns the number of rows; rows with several column ranges count once per range."""
+        return sum(len(one.rows) for one in self.rows.segments if VALUES in one.fields)
+
+    @property
+    def row_indices(self) -> dict[str, np.ndarray]:
+        """Returns table name to the indices of its rows, int64 ascending.
+
+        Rows of fields that are ``always`` written are not included.
+        """
+        found: dict[str, np.ndarray] = {}
+        for segment in self.rows.segments:
+            if not isinstance(segment.rows, np.ndarray):
+                continue
+            for table in manifest.tables_of_group(
+                self.layout.group_by_name[segment.group], self.layout.tables
+            ):
+                part = row_blocks.row_slice(segment.rows, table.offset, table.offset + table.rows)
+                rows = segment.rows[part] - table.offset
+                if len(rows):
+                    held = found.get(table.name)
+                    found[table.name] = rows if held is None else np.union1d(held, rows)
+        return found
+
+
+class Figures(NamedTuple):
+    """Measurements of writing a batch.
+
+    Attributes:
+      nbytes: bytes of its record.
+      dense_bytes: bytes of dense leaves among them.
+      encode_secs: seconds until all arrays were encoded; long ones are written meanwhile.
+      write_secs: seconds after that until the operating system had accepted the record.
+    """
+
+    nbytes: int
+    dense_bytes: int
+    encode_secs: float
+    write_secs: float
+
+
+class RecordedItem(NamedTuple):
+    """An additional item of a WAL record."""
+
+    name: str
+    kind: Literal["bytes", "json"]
+    data: bytes
+
+
+def items_of(given: Mapping[str, object] | None) -> tuple[RecordedItem, ...]:
+    """Returns additional items as stored: bytes unchanged, other values as JSON.
+
+    Raises:
+      OptionError: an item is neither bytes nor JSON, or its name is not a valid string: a reader
+        would treat its record, and all later ones, as damaged.
+    """
+    for name in given or {}:
+        if not isinstance(name, str) or paths.printable(name) != name:
+            raise OptionError(
+                f"items: expected valid strings as names, found {name!r} ({type(name).__name__}); "
+                "rename it"
+            )
+    found = []
+    for name, value in sorted((given or {}).items()):
+        if isinstance(value, bytes):
+            found.append(RecordedItem(name, "bytes", value))
+            continue
+        try:
+            found.append(RecordedItem(name, "json", json.dumps(value).encode()))
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"items[{name!r}]: expected bytes or a JSON value, found "
+                f"{type(value).__name__}: {error}; pass what a data iterator's get_state() returns"
+            ) from error
+    return tuple(found)
+
+
+def as_json(given: Mapping[str, object] | None) -> dict[str, object]:
+    """Returns additional items for a step that is saved instead of a record: bytes as base64."""
+    return {
+        name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+        for name, value in (given or {}).items()
+    }
+
+
+def write_record(
+    batch: Batch,
+    dense: DenseRecords,
+    sink_of: Callable[[str], SegmentSink],
+    runtime: Runtime,
+) -> tuple[FilledRecord, int]:
+    """Writes the arrays of a batch, whose rows must be in host memory.
+
+    Args:
+      batch: the captured data.
+      dense: writes its dense leaves.
+      sink_of: returns the destination of a segment.
+      runtime: runs the encoding.
+
+    Returns:
+      The record, and the stored bytes of its dense leaves.
+
+    Raises:
+      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
+        allowed.
+      StorageError: the store reported an error.
+    """
+
+    def described(source: SegmentSource) -> list[Field]:
+        return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)
+
+    # Most records are written before another thread would begin.
+    segments = write_segments(batch.rows, sink_of, described, runtime, BusyClock(), threads=1)
+    leaves = None
+    if batch.dense is not None:
+        leaves = dense.write(batch.dense, batch.save_id, sink_of)
+        segments += leaves.dense.record.segments
+    if data := b"".join(item.data for item in batch.items):
+        entry = row_blocks.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
+        parts.write_array(sink_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
+    head = RecordHead(
+        part=0,
+        part_start=0,
+        full=batch.full,
+        unix_ns=batch.unix_ns,
+        values=None if leaves is None else packed_values(leaves.dense.record.values),
+        against=None if leaves is None else leaves.against,
+        items=tuple(
+            RecordItem(name=one.name, kind=one.kind, nbytes=len(one.data)) for one in batch.items
+        ),
+    )
+    return FilledRecord(head, segments), 0 if leaves is None else leaves.dense.nbytes

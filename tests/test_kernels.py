@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled kernels compute the bits of their fallbacks, on every instruction set of this CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine import required
+
+from deltackpt import codecs, kernels
+from deltackpt.resources.host_memory import aligned_buffer
+from deltackpt.save import encode
+
+#: "" is the fallback.
+PATHS = ["avx512", "avx2", "baseline", ""]
+WIDTHS = [1, 3, 16, 63, 64, 65, 100]
+
+
+@pytest.fixture(params=PATHS, autouse=True, scope="module")
+def path(request):
+    """Forces one instruction set."""
+    required(bool(kernels.instruction_sets()), "deltackpt._kernels is not built: run make kernels")
+    if request.param and request.param not in kernels.instruction_sets():
+        pytest.skip(f"this CPU has no {request.param}")
+    with kernels.forced(request.param):
+        assert kernels.instruction_set() == request.param
+        yield request.param
+
+
+def test_a_module_that_was_built_from_another_source_is_not_used(monkeypatch, built):
+    assert kernels._imported() is built
+    monkeypatch.setattr(built, "SOURCE_CRC32", built.SOURCE_CRC32 ^ 1)
+    with pytest.warns(UserWarning, match="built from another version.*run make kernels"):
+        assert kernels._imported() is None
+
+
+# Arguments.
+
+
+@pytest.fixture
+def built(path):
+    """The compiled module."""
+    if not path:
+        pytest.skip("the fallback checks nothing")
+    from deltackpt import _kernels
+
+    return _kernels
+
+
+def test_an_unknown_instruction_set_is_an_error(built):
+    with pytest.raises(ValueError, match="expected one of paths"):
+        built.use("mmx")
+
+
+# Rows.
+
+
+@given(st.data())
+def test_gathered_rows_are_those_of_numpy(data):
+    dtypes = ["float32", "bfloat16", "float16", "float64", "int8", "bool", "int4"]
+    dtype = np.dtype(data.draw(st.sampled_from(dtypes)))
+    width, length = data.draw(st.sampled_from(WIDTHS)), data.draw(st.integers(1, 40))
+    source = np.random.default_rng(0).integers(0, 2, (length, width)).astype(dtype)
+    rows = data.draw(st.lists(st.integers(0, length - 1), max_size=50))
+    out = np.ones((len(rows), width), dtype)
+    kernels.gather(source, np.array(rows, data.draw(st.sampled_from(["i4", "i8"]))), out)
+    assert out.tobytes() == source[rows].tobytes()
+
+
+def test_large_gathers_bypass_the_caches_and_copy_the_same_rows():
+    source = np.random.default_rng(0).standard_normal((1000, 64)).astype(np.float32)
+    rows = np.arange(40_000) * 7 % 1000
+    out = aligned_buffer(len(rows) * 256).view(np.float32).reshape(-1, 64)
+    assert out.nbytes > 8 << 20
+    kernels.gather(source, rows, out)
+    np.testing.assert_array_equal(out, source[rows])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,)])
+def test_rows_without_items_and_scalars_are_gathered(shape):
+    source = np.ones(shape, ml_dtypes.bfloat16)
+    out = np.zeros((0, *shape[1:]), source.dtype)
+    kernels.gather(source, np.empty(0, np.int64), out)
+
+
+@pytest.mark.parametrize("rows", [[4], [0, -1], [2**62], [-(2**63)]])
+def test_a_row_out_of_range_is_an_error_and_writes_nothing(rows):
+    source, out = np.ones((4, 3), np.float32), np.zeros((len(rows), 3), np.float32)
+    with pytest.raises(IndexError, match="expected rows in 0 to 3"):
+        kernels.gather(source, np.array(rows), out)
+    assert not out.any()
+
+
+def test_bad_arguments_of_gather_are_errors(built):
+    source, rows, out = np.ones((4, 3), np.float32), np.arange(2), np.zeros((2, 3), np.float32)
+    with pytest.raises(TypeError, match="rows: expected items of 8 bytes, found 4"):
+        built.gather(source, 4, 3, rows.astype(np.int32), out)
+    with pytest.raises(ValueError, match="out: expected 6 items, found 3"):
+        built.gather(source, 4, 3, rows, out[:1])
+    with pytest.raises(ValueError, match="do not overlap"):
+        built.gather(source, 4, 3, rows, source[:2])
+    with pytest.raises(ValueError, match="at least one item"):
+        built.gather(source, 4, 0, rows, out)
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        built.gather(source[:, ::2], 4, 2, rows, out)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        built.gather(source, 4, 3, rows, out)
+
+
+LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
+SPECIAL = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-40, 2.0**-48, 3e38, 65504.0, 2.0**48]
+
+
+def rows_of(draw, width: int, dtype: str) -> np.ndarray:
+    """Rows (40, width): normal ones of many scales, constant ones, grids, bits, special values."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shape = (40, width)
+    rows = random.standard_normal(shape, np.float32)
+    rows *= np.exp2(random.integers(-60, 60, (40, 1))).astype(np.float32)
+    rows[:4] = np.round(rows[:4] * 4) / 4
+    rows[4:8] = random.integers(0, 5, (4, width)) * np.float32(0.1)
+    rows[8] = rows[8, 0]
+    rows[9:12] = random.integers(0, 2**32, (3, width), np.uint32).view(np.float32)
+    for row in rows[12:20]:
+        chosen = draw(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=4))
+        row[random.integers(0, width, len(chosen))] = chosen
+    with np.errstate(over="ignore", invalid="ignore"):
+        return rows.astype(dtype)
+
+
+@given(st.data())
+def test_scanned_stamps_are_those_of_numpy(data):
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    stamps = np.zeros(data.draw(st.integers(0, 300)), np.int32)
+    clock = data.draw(st.sampled_from([0, 5, -1, 2**31 - 1, -(2**31)]))
+    stamps[random.random(len(stamps)) < data.draw(st.sampled_from([0, 0.02, 0.5, 1]))] = 6
+    stamps = stamps[data.draw(st.integers(0, 20)) :]
+    found = kernels.scan(stamps, clock, 2**40)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, np.flatnonzero(stamps > clock) + 2**40)
+
+
+def test_more_stamps_than_are_scanned_at_once_are_scanned(monkeypatch):
+    monkeypatch.setattr(kernels, "_SCANNED_AT_ONCE", 100)
+    stamps = np.arange(1001, dtype=np.int32)
+    np.testing.assert_array_equal(kernels.scan(stamps, 50), np.arange(51, 1001))
+    assert len(kernels.scan(stamps[::2], 50)) == 475
+
+
+def test_bad_arguments_of_scan_are_errors(built):
+    stamps, out = np.ones(4, np.int32), np.empty(4, np.int64)
+    with pytest.raises(ValueError, match="out: expected 4 items, found 3"):
+        built.scan(stamps, 0, 0, out[:3])
+    with pytest.raises(TypeError, match="stamps: expected items of 4 bytes, found 8"):
+        built.scan(stamps.astype(np.int64), 0, 0, out)
+    with pytest.raises(OverflowError):
+        built.scan(stamps, 2**31, 0, out)
+
+
+#: XLA compiles a program for each codec, width and dtype, so each codec is drawn with three.
+CASES = list(itertools.product([1, 3, 63, 65, 100], ["float32", "bfloat16", "float16"]))
+
+
+@pytest.mark.parametrize("path", [""], indirect=True)
+@pytest.mark.parametrize("name", LOSSY)
+@settings(max_examples=15)
+@given(st.data())
+def test_encoded_rows_are_those_of_xla_on_every_path(path, name, data):
+    codec = codecs.get(name)
+    at = LOSSY.index(name)
+    cases = [(64, "float32"), CASES[7 * at % 15], CASES[(7 * at + 5) % 15]]
+    width, dtype = data.draw(st.sampled_from(cases))
+    rows = rows_of(data.draw, width, dtype if isinstance(codec, codecs.Uniform) else "float32")
+    expected = encode.on_host(codec, rows)
+    found = []
+    for each in kernels.instruction_sets():
+        with kernels.forced(each):
+            found.append(encode.on_host(codec, rows))
+    for one in found:
+        assert one.arrays.keys() == expected.arrays.keys()
+        for suffix, array in expected.arrays.items():
+            np.testing.assert_array_equal(one.arrays[suffix], array)
+        np.testing.assert_array_equal(one.representable, expected.representable)
+        assert one.squared_error.tobytes() == found[0].squared_error.tobytes()
+        assert one.squared_norm.tobytes() == found[0].squared_norm.tobytes()
+    # XLA adds in another order. Squares below 2**-126 become 0, or add up before they do.
+    least, norm = width * 2.0**-126, expected.squared_norm
+    np.testing.assert_allclose(found[0].squared_norm, norm, rtol=1e-5, atol=least)
+    missed = np.abs(found[0].squared_error - expected.squared_error)
+    assert (missed <= 1e-5 * norm + least).all()
+
+
+@pytest.mark.parametrize("name", ["int4", "adaptive3", "fp16"])
+def test_no_rows_are_encoded_to_no_rows(path, name):
+    codec = codecs.get(name)
+    found = encode.on_host(codec, np.empty((0, 64), np.float32))
+    assert all(len(array) == 0 for array in [*found.arrays.values(), *found[1:]])
+
+
+def test_bad_arguments_of_encoders_are_errors(built):
+    rows, codec = np.ones((3, 8), np.float32), (4, False, 0, 0, 0.0, 1e-9, 1e9)
+    codes, scale = np.empty((3, 4), np.uint8), np.empty(3, np.uint16)
+    offset, held, figure = scale.copy(), np.empty(3, bool), np.empty(3, np.float32)
+    good = [rows, "float32", 8, codec, codes, scale, offset, held, figure, figure.copy()]
+    built.encode_uniform(*good)
+    for at, bad, error in [
+        (0, rows.ravel()[:-1], "expected rows of 8 items, found 23 items"),
+        (0, rows.astype(np.float64), "rows: expected items of 4 bytes, found 8"),
+        (1, "float64", "expected float32, bfloat16 or float16, found float64"),
+        (1, "bfloat16", "rows: expected items of 2 bytes, found 4"),
+        (2, 0, "expected a positive number, found 0"),
+        (2, 2**62, "expected a positive number"),
+        (2, 5, "expected rows of 5 items"),
+        (3, (5, *codec[1:]), "expected 2, 3, 4 or 8 bits"),
+        (3, (8, *codec[1:]), "codes: expected 24 items, found 12"),
+        (4, codes[:2], "codes: expected 12 items, found 8"),
+        (5, scale[:2], "scale: expected 3 items, found 2"),
+        (6, None, "an offset unless symmetric"),
+        (7, held[:2], "held: expected 3 items, found 2"),
+        (8, figure.astype(float), "squared_error: expected items of 4 bytes"),
+        (9, figure, "do not overlap"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=error):
+            built.encode_uniform(*good[:at], bad, *good[at + 1 :])
+    with pytest.raises(ValueError, match="codes: expected 24 items, found 3"):
+        built.encode_shorter(rows, 8, "float16", 1e-9, 1e9, scale, held, figure, figure.copy())
+    with pytest.raises(ValueError, match="expected bfloat16 or float16, found half"):
+        built.encode_shorter(rows, 8, "half", 1e-9, 1e9, scale, held, figure, figure.copy())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@settings(max_examples=20)
+@given(st.data())
+def test_decoded_rows_are_those_of_numpy_on_every_path(path, name, data):
+    codec, width = codecs.get(name), data.draw(st.sampled_from(WIDTHS))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    count = data.draw(st.integers(0, 40))
+    stored = {}
+    for suffix, array in codec.stored((width,), np.dtype(np.float32)).items():
+        shape = (count, *array.trailing)
+        # Any bits, such as those of a damaged file; codes after the last are not 0 either.
+        stored[suffix] = random.integers(0, 256, (*shape, array.dtype.itemsize), np.uint8)
+        stored[suffix] = stored[suffix].view(array.dtype).reshape(shape)
+    out, expected = np.full((2, count, width), 7, np.float32)
+    with np.errstate(all="ignore"):
+        codec.decode(stored, out)
+        with kernels.forced(""):
+            codec.decode(stored, expected)
+    # The payload of a NaN is not defined.
+    same = (out.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(out) & np.isnan(expected))
+    assert same.all()
+
+
+def test_bad_arguments_of_decoders_are_errors(built):
+    codes, scale = np.zeros((3, 4), np.uint8), np.zeros(3, np.uint16)
+    good = [codes, scale, scale, 4, 8, np.empty((3, 8), np.float32)]
+    built.decode_uniform(*good)
+    for at, bad, error in [
+        (0, codes[:2], "codes: expected 12 items, found 8"),
+        (1, scale[:2], "scale: expected 3 items, found 2"),
+        (2, scale[:2], "offset: expected 3 items, found 2"),
+        (3, 5, "expected 2, 3, 4 or 8 bits"),
+        (3, 8, "codes: expected 24 items, found 12"),
+        (4, 7, "out: expected rows of 7 items"),
+        (4, -1, "a positive width"),
+        (5, np.empty((3, 8)), "out: expected items of 4 bytes, found 8"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=error):
+            built.decode_uniform(*good[:at], bad, *good[at + 1 :])
+    with pytest.raises(ValueError, match="out: expected 3 items, found 24"):
+        built.widen_halves(scale, good[-1])
+
+
+# Blocks.
