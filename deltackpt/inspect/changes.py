@@ -134,11 +134,7 @@ class Diff:
 
 
 def pandas() -> types.ModuleType:
-    """Imports pandas.
-
-    Raises:
-      MissingExtra: pandas is not installed.
-    """
+    """Imports pandas, or raises ``MissingExtra``."""
     try:
         import pandas as module
     except ImportError as error:

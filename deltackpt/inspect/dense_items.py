@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of a step, read lazily and without Orbax: Orbax's items, and blocks of a chain.
 
-Orbax's ``_METADATA`` describes the files: each array is a Zarr array, by default in an OCDBT
-database, under the leaf's keys joined with ``.``; strings are in a JSON file. Orbax's data has no
-checksums. Before the first element is read, all files of the item are therefore checked against
-the step's digests, and again if a file has changed since. Names need only the metadata; shapes and
-dtypes are read without that check. A step that a stock Orbax manager committed has no digests.
-
-Leaves stored as blocks appear as those of the item that Orbax's handler would have written. A leaf
-is decoded and verified as a whole, from its newest blocks back to the base. The base's item is
-checked once for all leaves, and again if one of its files has changed since.
+Orbax's data has no checksums. Before the first element is read, all files of the item are therefore
+checked against the step's digests, and again if a file has changed since. Names, shapes and dtypes
+are read without that check. A step that a stock Orbax manager committed has no digests. Leaves
+stored as blocks appear as those of the item that Orbax's handler would have written.
 """
 
 from __future__ import annotations
@@ -77,14 +72,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         digests: bool,
         exists: Callable[[], bool],
     ):
-        """Internal: index ``Step.items``.
-
-        Args:
-          item_dir: directory of the item.
-          entries: paths of the leaves in the state, if the manifest has them.
-          digests: whether the step has digests of its files.
-          exists: returns whether the step's directory is still the one that was opened.
-        """
+        """Internal: index ``Step.items``."""
         self._dir = store_path(item_dir)
         self._exists = exists
         self._digests = digests
@@ -285,11 +273,9 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 
     def _has(self, name: str) -> bool:
-        """Whether the item has such a file besides the arrays."""
         return (self._dir / name).is_file()
 
     def _names_in(self, folder: str) -> list[str]:
-        """The files of a folder of the item."""
         return [f"{folder}/{name}" for name in (self._dir / folder).keys()]
 
     def _read(self, name: str) -> bytes:
@@ -446,10 +432,7 @@ DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
 
 
 def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], str]:
-    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value.
-
-    Those leaves are None and empty containers, such as optax's ``MaskedNode`` and ``EmptyState``.
-    """
+    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value."""
     shown, empty = [], 0
     for leaf in leaves:
         if leaf.kind in PLACEHOLDERS:
@@ -482,14 +465,7 @@ class DenseOfBlocks(DenseItem):
         *,
         exists: Callable[[], bool],
     ):
-        """Internal: index ``Step.items``.
-
-        Args:
-          item_dir: where the item would be.
-          saves: the chain of the step or recovery point.
-          entries: paths of the leaves in the state.
-          exists: returns whether the step's directory is still the one that was opened.
-        """
+        """Internal: index ``Step.items``."""
         super().__init__(item_dir, entries, digests=True, exists=exists)
         self._saves = saves
 
@@ -549,11 +525,7 @@ class SavedLeaf:
 
 
 def saved_leaves(save: StoredSave) -> tuple[SavedLeaf, ...]:
-    """Returns each dense leaf's blocks in a save; empty if the leaves are in Orbax's item.
-
-    Raises:
-      Damaged: a record, or the block indices of a segment, are missing or altered.
-    """
+    """Returns each dense leaf's blocks in a save; empty if the leaves are in Orbax's item."""
     if save.head.dense_blocks is None:
         return ()
     names = {".".join(entry.key): path_name(entry.path) for entry in save.layout.dense}

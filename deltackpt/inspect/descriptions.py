@@ -27,13 +27,7 @@ MOST_LINES = 40
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[object]], caption: str = "") -> str:
-    """Returns an HTML table; numbers are aligned to the right, long tables cut in the middle.
-
-    Args:
-      columns: headings.
-      lines: a value for each column; None is shown as an en dash.
-      caption: plain text above the table.
-    """
+    """Returns an HTML table; None is shown as an en dash, and long tables are cut in the middle."""
     out = ['<table class="deltackpt" style="border-spacing:0.8em 0.2em">']
     if caption:
         out.append(f'<caption style="text-align:left">{html.escape(caption)}</caption>')
@@ -284,12 +278,7 @@ class Wal:
 
 
 def wal_of(found: WalState, steps: Mapping[int, SaveId]) -> Wal:
-    """Summarizes a WAL.
-
-    Args:
-      found: its state.
-      steps: the steps that can be restored, by number.
-    """
+    """Summarizes a WAL; ``steps`` are those that can be restored, by number."""
     unreached = [] if found.index is None else coverings(found.index, steps)[1]
     return Wal(
         epochs=tuple(_epoch(state, unreached) for state in found.epochs),

@@ -103,15 +103,8 @@ def history(
 ) -> History:
     """See ``Checkpoints.history``.
 
-    Args:
-      read: returns the save of a step.
-      saves_of: returns the chain of a step; called only if the parent was not read before.
-      steps: the steps, ascending.
-      table: the table.
-      rows: int (rows,), in any order.
-      field: the field.
-      all_steps: whether to ignore steps that have been removed.
-      log: the WAL whose recovery points to include.
+    ``saves_of`` returns a step's chain, and is called only if the parent was not read before.
+    ``all_steps`` ignores steps that have been removed.
     """
     asked = _checked_rows(rows)
     table = named(table, _tables_at(read, steps, all_steps))
@@ -184,7 +177,6 @@ def _at_points(
 def _tables_at(
     read: Callable[[int], StoredSave], steps: Sequence[int], all_steps: bool
 ) -> set[str]:
-    """Names of the tables of some steps."""
     found: set[str] = set()
     for step in steps:
         try:
@@ -261,17 +253,12 @@ class _Walk:
 
     @property
     def known_steps(self) -> dict[int, SaveId]:
-        """Steps whose rows were read, by number."""
         return {one.step: one for one, values in self._values.items() if values is not None}
 
     def along(
         self, save: StoredSave, plan: ReplayPlan, points: Sequence[RecoveryPoint]
     ) -> Iterator[tuple[RecoveryPoint, _State]]:
-        """The states at recovery points above a save, oldest first.
-
-        Raises:
-          DamagedWal: a WAL record is missing or altered.
-        """
+        """The states at recovery points above a save, oldest first."""
         found = entry_of(save.layout, self._table, self._field)
         values = self._values.get(save.info.save_id)
         if found is None or values is None:

@@ -232,11 +232,7 @@ class Saves:
 
 
 class PointSaves(Saves):
-    """A chain, and the WAL records that lead from its step to a recovery point.
-
-    Attributes:
-      plan: the records to replay.
-    """
+    """A chain, and the WAL records that lead from its step to a recovery point."""
 
     def __init__(
         self,
@@ -303,11 +299,7 @@ class RowIndexCache:
         return StoredRows(self.of(part, segment))
 
     def of(self, part: StoredPart, segment: Segment) -> Rows:
-        """Returns the rows of a segment.
-
-        Raises:
-          Damaged: row indices are missing or altered.
-        """
+        """Returns the rows of a segment; ``Damaged`` if row indices are missing or altered."""
         record = part.record
         key = (part.item_dir, record.save_id, record.process, segment.name)
         with self._lock:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for the plots: figures without pyplot, colors, axes in steps and bytes.
-
-Importing this module needs the extra ``plots``.
-"""
+"""Helpers for the plots: figures without pyplot, colors, axes in steps and bytes."""
 
 from __future__ import annotations
 
@@ -66,12 +63,7 @@ class Picture(Figure):
 
 
 def axes(ax: Axes | None, height: float = 3.6) -> Axes:
-    """Returns the given axes, or the axes of a new figure, in deltackpt's style.
-
-    Args:
-      ax: where to draw; a new figure by default.
-      height: height of a new figure in inches.
-    """
+    """Returns the axes, or those of a new figure of ``height`` inches, in deltackpt's style."""
     if ax is None:
         ax = Picture(figsize=(9.0, height), layout="constrained").subplots()
     ax.spines[["top", "right"]].set_visible(False)
@@ -103,12 +95,7 @@ def note(ax: Axes, text: str) -> None:
 
 
 def legend(ax: Axes, entries: Sequence[tuple[str, object]]) -> None:
-    """Puts a legend beside the axes.
-
-    Args:
-      ax: the axes.
-      entries: labels and artists; labels are plain text and may start with ``_``.
-    """
+    """Puts a legend beside the axes; labels are plain text and may start with ``_``."""
     if not entries:
         return
     labels, drawn = zip(*entries)
@@ -126,12 +113,7 @@ def legend(ax: Axes, entries: Sequence[tuple[str, object]]) -> None:
 
 
 def short(name: str) -> str:
-    """Shortens a name for a legend: replaces the middle of a long name with an ellipsis.
-
-    Examples:
-      >>> short("params/embeddings/users"), len(short("x" * 80))
-      ('params/embeddings/users', 34)
-    """
+    """Replaces the middle of a long name with an ellipsis."""
     if len(name) <= _NAME_LENGTH:
         return name
     half = (_NAME_LENGTH - 1) // 2
@@ -164,13 +146,7 @@ def _ticks(steps: Sequence[int], room: float) -> list[int]:
 
 
 def byte_axis(ax: Axes, sizes: Iterable[int], label: str) -> None:
-    """Sets up the y axis for bytes: logarithmic if they span more than a factor of 16.
-
-    Args:
-      ax: the axes.
-      sizes: the sizes in bytes; zeros are ignored.
-      label: label of the axis.
-    """
+    """Sets up the y axis for bytes: logarithmic if they span more than a factor of 16."""
     ax.set_ylabel(label)
     known = [size for size in sizes if size > 0] or [1]
     if max(known) / min(known) > _LOG_RATIO:
@@ -188,13 +164,7 @@ def _bytes_label(value: float, _: object) -> str:
 
 
 def share_axis(ax: Axes, shares: np.ndarray, label: str) -> None:
-    """Sets up the y axis for percentages: logarithmic if they span more than a factor of 16.
-
-    Args:
-      ax: the axes.
-      shares: the shares; NaN and zeros are ignored.
-      label: label of the axis.
-    """
+    """Sets up the y axis for percentages, like ``byte_axis``; NaN and zeros are ignored."""
     ax.set_ylabel(label)
     known = shares[np.isfinite(shares) & (shares > 0)]
     low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
@@ -258,14 +228,9 @@ def draw_links(
 
 
 def svg(picture: Figure, prefix: str) -> str:
-    """Renders a figure as an ``<svg>`` element for embedding in a page.
+    """Renders a figure as an ``<svg>`` element, with ``prefix`` before its ids.
 
-    Lines and text have the page's color (``currentColor``), the background is transparent, and
-    text stays text.
-
-    Args:
-      picture: the figure.
-      prefix: prefix of its ids, which makes them unique within the page.
+    Lines and text have the page's color, the background is transparent, and text stays text.
     """
     for text in picture.findobj(Text):
         text.set_color(INK)

@@ -43,8 +43,6 @@ _SINGLED_OUT = 100
 
 
 class _Markers(TypedDict, total=False):
-    """The look of a line and its markers, as arguments of ``Axes.plot``."""
-
     color: str
     marker: str
     markersize: float
@@ -418,7 +416,6 @@ def _field_name(table: str, field: str) -> str:
 
 
 def _known(names: Sequence[str], known: Mapping[str, object]) -> list[str]:
-    """Resolves table names."""
     found = [naming.meant(name, known, OptionError) for name in names]
     for name in found:
         if name not in known:
@@ -446,10 +443,7 @@ def _column_edges(steps: Sequence[int]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Drift:
-    """Distances of rows from their values at the first of some steps.
-
-    ``distances`` is (steps, rows), chosen from ``total_steps`` and ``total_rows``.
-    """
+    """Distances (steps, rows) of rows from their values at the first of some steps."""
 
     steps: list[int]
     distances: np.ndarray

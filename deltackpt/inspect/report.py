@@ -109,32 +109,18 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """A snapshot of a directory, so that all parts of the page agree.
-
-    Attributes:
-      saves: all saves, ascending.
-      compacted: bytes on disk of compacted bases, by step.
-      step: the newest step with an intact chain.
-      problems: steps that cannot be restored, ascending, and why.
-      fields: figures of every field of every table, by table.
-      dense: the listed dense leaves of the step, as lines under ``DENSE_COLUMNS``.
-      dense_note: a note about the leaves that are not listed.
-      dense_saved: the dense leaves that the step's save stores as blocks.
-      wal: the WAL epochs, as lines under ``EPOCH_COLUMNS``, newest first.
-      point: the newest full recovery point; None without one.
-      unread: what could not be read for the page, and why.
-    """
+    """A snapshot of a directory, so that all parts of the page agree."""
 
     saves: Sequence[Save]
-    compacted: Mapping[int, int]
-    step: Step | None
+    compacted: Mapping[int, int]  #: Bytes on disk.
+    step: Step | None  #: The newest with an intact chain.
     problems: Mapping[int, str]
     fields: Mapping[str, Sequence[tuple[Save, TableFigures]]]
-    dense: Sequence[Sequence[object]] = ()
+    dense: Sequence[Sequence[object]] = ()  #: Under ``DENSE_COLUMNS``.
     dense_note: str = ""
     dense_saved: Sequence[SavedLeaf] = ()
-    wal: Sequence[Sequence[object]] = ()
-    point: RecoveryPoint | None = None
+    wal: Sequence[Sequence[object]] = ()  #: Under ``EPOCH_COLUMNS``, newest first.
+    point: RecoveryPoint | None = None  #: The newest full one.
     unread: Sequence[str] = ()
 
     @property
@@ -280,7 +266,6 @@ def _sections(facts: _Facts) -> Iterator[tuple[str, str]]:
 
 
 def _further(facts: _Facts) -> Iterator[str]:
-    """The sections that only some directories have."""
     for at, name in _sections(facts):
         yield f'<h2 id="{at}">{name}</h2>'
         if at == "wal":
