@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges one part of a plan, rows of tables and dense leaves, from their chain into a base.
 
-An attempt writes to its own directory, which becomes the part by one rename: chunks of tables, the
-item of the dense leaves, the digests of all of them, and a manifest. Several processes may attempt
-the same part; names of OCDBT files are random, so the first attempt to finish is the part.
-
-A worker uses its memory for row indices of the deltas, for data that is being read and decoded, for
-chunks that are being written, and, with the rest, for the window of rows that is being merged. With
-a larger window, fewer chunks of compressed deltas are read twice. A part is divided into ranges of
-rows whose row indices fit into the memory, and a range into windows. Dense leaves are merged before
-the tables, in pieces that fit into the same memory.
+A part is divided into ranges of rows whose row indices fit into the memory, and a range into
+windows. Dense leaves are merged first, in pieces that fit into the same memory.
 """
 
 from __future__ import annotations
@@ -73,21 +66,10 @@ def merge_part(
     memory_bytes: int,
     on_bytes: Callable[[int], None] = stored_dense.uncounted,
 ) -> MergedPart:
-    """Writes one part of the new base, and fsyncs it.
+    """Writes one part of the new base, and fsyncs it; ``on_bytes`` counts the bytes of merged rows.
 
-    Idempotent, and may run concurrently in several processes: the first to finish writes the part.
-
-    Args:
-      plan: the plan.
-      number: number of the part.
-      memory_bytes: memory limit in bytes.
-      on_bytes: called with the bytes of rows that were merged.
-
-    Raises:
-      StepGone: the step was removed.
-      Damaged, BrokenChain: the chain is not intact.
-      OptionError: the memory limit is too low.
-      OutOfSpace, StorageError: the storage failed.
+    Several processes may attempt the same part, each in its own directory. The first rename wins:
+    names of OCDBT files are random, so files of two attempts cannot be mixed.
     """
     done = written_part(plan, number)
     if done is not None:
@@ -133,17 +115,7 @@ def most_workers(
     memory_bytes: int,
     targets: Targets | None = None,
 ) -> int:
-    """Returns how many workers can run in parallel within a memory limit.
-
-    Args:
-      plan: the plan.
-      chain: the chain to merge.
-      memory_bytes: memory limit of all workers together, in bytes.
-      targets: the rows to merge; all by default.
-
-    Raises:
-      OptionError: the limit is too low for one worker.
-    """
+    """Returns how many workers fit into a memory limit; ``OptionError`` if not even one does."""
     least = math.ceil((_LEAST_BYTES + _compressed_bytes(chain, targets)) / _SPENT)
     if sizes := [value.nbytes for value in stored_dense.listed(chain[-1])]:
         least = max(least, _LEAST_BYTES + _COPIES * max(sizes))
@@ -156,11 +128,7 @@ def most_workers(
 
 
 class _PartMerge:
-    """Merges one part.
-
-    Attributes:
-      bytes_read: bytes of the stored arrays of tables that were read.
-    """
+    """Merges one part; ``bytes_read`` counts the bytes of stored arrays of tables."""
 
     def __init__(
         self,
@@ -223,7 +191,6 @@ class _PartMerge:
         return written
 
     def _segment(self, name: str, group: GroupEntry, span: Span) -> Segment:
-        """Writes one segment."""
         self._row_indices = _RowIndices()
         place = ZarrSegmentSink(self._attempt, self._number, name, self._batch)
         fields = [self._field(place, group, spec, span) for spec in group.fields]
@@ -233,7 +200,6 @@ class _PartMerge:
     def _field(
         self, place: ZarrSegmentSink, group: GroupEntry, spec: FieldSpec, span: Span
     ) -> StoredField:
-        """Writes the array of one field of a segment."""
         codec = codecs.get(spec.codec)
         assert codecs.is_lossless(codec)
         (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
@@ -349,7 +315,6 @@ class _PartMerge:
         )
 
     def _share(self) -> Share:
-        """The part's share of the rows."""
         owned_cells, covers = {}, []
         for group, span in self._spans:
             cells = sum(width(spec.trailing) for spec in group.fields)
@@ -396,7 +361,6 @@ class _RowIndices:
         self._held: dict[tuple[StorePath, int, str], StoredRows] = {}
 
     def move(self, span: Span) -> None:
-        """Moves to another range of rows."""
         if span != self._span:
             self._span, self._held = span, {}
 

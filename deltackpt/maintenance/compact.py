@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compaction: merges a chain into a new base next to the steps, without the trainer.
 
-There are three stages: ``plan`` divides the rows into parts, ``merge_part`` writes one part in any
-process that sees the directory, and ``publish`` makes the base visible by one rename. ``compact``
-runs all of them.
+``plan`` divides the rows into parts, ``merge_part`` writes one part in any process that sees the
+directory, and ``publish`` makes the base visible by one rename.
 
-A compacted base replaces the step that it was merged from in chains: it has that step's save id and
-contains every row bit for bit as a restore of the step returns it. It is stored like the base of
-several processes, so readers need no special code. Rows are never re-encoded: values that a lossy
-codec has changed are stored as they are. The step does not change and keeps its dense leaves. If it
-has them as blocks, the base contains them decoded, as Orbax's item.
-
-Until the rename, everything is in a temporary directory, which the next compaction removes. A
-killed compaction therefore has no effect.
+A compacted base replaces its step in chains: it has that step's save id and contains every row bit
+for bit as a restore returns it. It is stored like the base of several processes, so readers need
+no special code. Rows are never re-encoded: values that a lossy codec has changed are stored as
+they are. The step keeps its dense leaves; if it has them as blocks, the base contains them decoded,
+as Orbax's item. A killed compaction leaves only a temporary directory, which the next one removes.
 """
 
 from __future__ import annotations
@@ -238,18 +234,9 @@ def _put_base(journal: Journal, folder: Path, unit: ObjectKey) -> None:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Locks a directory for compaction, and removes leftovers of interrupted compactions.
+    """Locks a directory for compaction, and removes leftovers of killed ones.
 
-    The kernel releases the lock when the process ends.
-
-    Args:
-      directory: the checkpoint directory.
-
-    Raises:
-      AlreadyCompacting: another process has the lock.
-      StepNotFound: the directory does not exist.
-      ForeignDirectory: it is not a checkpoint directory.
-      StorageError: the directory cannot be written.
+    Raises ``AlreadyCompacting`` if another process, while it lives, has the lock.
     """
     if not directory.is_dir():
         raise StepNotFound(
@@ -272,15 +259,7 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def publish(plan: CompactionPlan) -> None:
-    """Makes the base visible by one rename; everything is fsynced before and after it.
-
-    Does nothing if the save already has a compacted base.
-
-    Raises:
-      Damaged: a part is missing or altered.
-      StepGone: the step was removed or replaced.
-      StorageError: the storage failed.
-    """
+    """Makes the base visible by one rename, unless the save already has a compacted base."""
     with contextlib.suppress(Damaged):
         if stored_saves.read_compacted(plan.step_dir, plan.save_id, plan.item) is not None:
             return

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts what a restore of a step reads, and how long it takes on this machine.
 
-Sizes are read from manifests and digests. The time is measured on a sample: some of the step's rows
-are read, verified, decoded and merged like in a restore, for a limited time. The result is
-extrapolated by kind of save and codec.
+Sizes come from manifests and digests; the time from a restore of a sample of the rows.
 """
 
 from __future__ import annotations
@@ -46,19 +44,9 @@ _CHUNKS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """One save that would be read.
+    """One save that would be read; sizes are those of its files of tables and slots."""
 
-    Attributes:
-      name: its relative path; for a compacted base, ``compacted/<step>/<item>``.
-      kind: base or delta.
-      compacted: whether it is a compacted base.
-      rows: number of table rows that it contains.
-      nbytes: bytes of its files of tables and slots.
-      file_count: number of these files.
-      codecs: the codecs of its fields.
-    """
-
-    name: str
+    name: str  #: For a compacted base, ``compacted/<step>/<item>``.
     kind: str
     compacted: bool
     rows: int
@@ -69,15 +57,7 @@ class SavePlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """One table with its slots.
-
-    Attributes:
-      table: name of the table.
-      rows: number of its rows.
-      rows_read: number of rows read, over the whole chain.
-      bytes_read: bytes of their files; files of several tables are divided in proportion to rows.
-      memory_bytes: bytes of all of its rows and slots in host memory.
-    """
+    """One table with its slots; files of several tables are divided in proportion to rows."""
 
     table: str
     rows: int
@@ -90,15 +70,8 @@ class TablePlan:
 class Estimate:
     """Predicted duration of a restore, with the current contents of the page cache.
 
-    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices.
-
-    Attributes:
-      records_secs: seconds to read the manifests and digests of the chain; measured in full.
-      tables_secs: seconds to read, verify, decode and merge tables and slots; extrapolated.
-      dense_secs: seconds to check the files of the dense leaves; extrapolated.
-      sampled_bytes: stored bytes of tables and slots in the sample.
-      sampled_share: ``sampled_bytes`` as a share of all.
-      wal_secs: for a recovery point, seconds to read and verify its WAL records; extrapolated.
+    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices. All but
+    ``records_secs`` are extrapolated from a sample.
     """
 
     records_secs: float
@@ -116,39 +89,22 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """What a restore of a step, or of a recovery point, reads.
-
-    Attributes:
-      step: the step; for a recovery point, its training step.
-      chain: the saves that it reads, base first.
-      tables: the tables.
-      bytes_read: bytes of the files of tables and slots that it reads.
-      file_count: number of these files.
-      memory_bytes: host memory for all tables and slots, in bytes.
-      dense_bytes: bytes of the files of all other items. For dense leaves stored as blocks, these
-        are all their blocks in the chain and the base's item.
-      dense_file_count: number of these files.
-      merged_bytes: maximum size in bytes of a compacted base for the step, including dense leaves
-        if compaction would write them.
-      estimate: how long it should take.
-      point: the recovery point, whose dense leaves are read from the WAL; None for a step.
-      wal_bytes: bytes of the WAL records from the step below it to the recovery point.
-      wal_records: upper bound of the number of these records per process.
-    """
+    """What a restore of a step, or of a recovery point, reads."""
 
     step: int
-    chain: tuple[SavePlan, ...]
+    chain: tuple[SavePlan, ...]  #: Base first.
     tables: tuple[TablePlan, ...]
     bytes_read: int
     file_count: int
     memory_bytes: int
+    #: Files of all other items: if dense leaves are blocks, their blocks and the base's item.
     dense_bytes: int
     dense_file_count: int
-    merged_bytes: int
+    merged_bytes: int  #: Maximum size of a compacted base for the step.
     estimate: Estimate
     point: RecoveryPoint | None = None
     wal_bytes: int = 0
-    wal_records: int = 0
+    wal_records: int = 0  #: Upper bound, per process.
 
 
 def restore_plan(
@@ -160,16 +116,7 @@ def restore_plan(
 ) -> RestorePlan:
     """Determines what a restore of a step or recovery point reads, and estimates its duration.
 
-    Args:
-      directory: the checkpoint directory: a path, or a bucket URL.
-      step: the step, a full recovery point, or its training step; the newest step by default.
-      item: name of deltackpt's item in the step.
-      endpoint: address of a bucket's server, if it is not the provider's own.
-
-    Raises:
-      StepNotFound: the step or recovery point does not exist.
-      StepGone: the step was removed while it was read.
-      RestoreError: its chain is broken, or damage was found in the part that was read.
+    ``step`` is a step, a full recovery point, or its training step; the newest step by default.
     """
     opened = open_steps(directory, item=item, endpoint=endpoint)
     step = opened.newest_step() if step is None else step
@@ -222,12 +169,6 @@ def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StoredSegment:
-    """A segment of tables in a save of the chain.
-
-    Attributes:
-      files: its bytes in each file, without ``zarr.json``, by path below the item's folder.
-    """
-
     save: StoredSave
     part: StoredPart
     segment: Segment
@@ -259,7 +200,6 @@ class _StoredSegment:
 
     @functools.cached_property
     def rows(self) -> dict[str, int]:
-        """Number of its rows by table."""
         members = manifest.tables_of_group(self.group, self.save.head.tables)
         for encoding in self.segment.encodings:
             return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}

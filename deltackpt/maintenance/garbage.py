@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds steps and compacted bases that no kept step needs, and removes obsolete WAL epochs.
 
-No step and no base is removed here. What remains must be intact: the compacted bases that replace
-removable steps, and the newest kept chain, are read and checked.
+What remains must be intact: the bases that replace steps, and the newest kept chain, are checked.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ from deltackpt.storage.store import Stamp, StorePath
 def remove_wal_epoch(at: WalFolder, number: int) -> None:
     """Removes a WAL epoch: its segments first, because only its header names them.
 
-    Args:
-      at: the folder of the epoch headers.
-      number: number of the epoch. If its header cannot be read, segments in another directory stay.
-
-    Raises:
-      StorageError: the store reported an error.
+    If its header cannot be read, segments in another directory stay.
     """
     folders, logs = {at.segments(number)}, WalReader(at)
     with contextlib.suppress(RestoreError):  # Its other directory is not known.
@@ -57,14 +51,7 @@ Kind = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Removable:
-    """An object that nothing needs.
-
-    Attributes:
-      name: its relative path in the checkpoint directory.
-      kind: kind of the object.
-      reason: why it can be removed.
-      nbytes: bytes of its files.
-    """
+    """An object that nothing needs; ``name`` is its relative path in the checkpoint directory."""
 
     name: str
     kind: Kind
@@ -74,12 +61,7 @@ class Removable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which steps to keep, in addition to those that their chains need; by default, every step.
-
-    Attributes:
-      keep_last: number of newest steps to keep.
-      keep_every: keep the steps that are multiples of it.
-    """
+    """Steps to keep: the newest ones, and multiples of ``keep_every``; every step by default."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -106,14 +88,7 @@ class GarbageFinder:
     """Finds the steps and compacted bases that can be removed."""
 
     def __init__(self, opened: Steps, item: str, retention: Retention, checked: Checked):
-        """Initializes the search; reads nothing.
-
-        Args:
-          opened: the steps.
-          item: name of deltackpt's item in them.
-          retention: which steps to keep.
-          checked: cache of checks; it is updated.
-        """
+        """Initializes the search; reads nothing, and will update ``checked``."""
         self._root = opened
         self._at = opened.store_path
         self._item = item
@@ -122,14 +97,7 @@ class GarbageFinder:
         self._notes: list[str] = []
 
     def find(self) -> tuple[list[Removable], list[str]]:
-        """Finds steps that retention does not keep, and compacted bases that no chain uses.
-
-        Returns:
-          The removable objects, steps newest first; and notes on objects that are kept, and why.
-
-        Raises:
-          StorageError: the steps cannot be read.
-        """
+        """Returns removable steps, newest first, and bases; and notes on what is kept, and why."""
         saves = self._root.saves()
         infos = {step: info for step, info in saves.items() if info is not None}
         unreadable = sorted(set(saves) - set(infos))

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Garbage collection for a directory whose trainer has ended.
-
-A running trainer does this itself. Garbage collection removes leftovers of interrupted saves,
-deletions and compactions, compacted bases that no chain uses, and obsolete WAL epochs. On request,
-it also removes older steps and rolled-back runs.
+"""Garbage collection for a directory whose trainer has ended; a running trainer does this itself.
 
 A save in flight looks like an interrupted one, so nothing is removed while a trainer may be
-running. Garbage collection takes the lease, like a starting trainer. A trainer that is still alive
-is therefore fenced at its next commit, and cannot commit references to what was removed. The lease
-names the process and host that took it. Unless the caller asserts that no trainer is running, this
-must be an ended process of this host, and the lease, the newest step and unfinished saves must not
-have changed for an hour: process ids mean nothing across containers.
-
-``garbage`` determines which steps and bases to remove.
+running. Garbage collection takes the lease, like a starting trainer: a trainer that is still alive
+is fenced at its next commit, and cannot commit references to what was removed. Unless the caller
+asserts that no trainer is running, the lease must name an ended process of this host, and the
+lease, the newest step and unfinished saves must not have changed for an hour: process ids mean
+nothing across containers.
 """
 
 from __future__ import annotations
@@ -52,21 +46,13 @@ QUIET_SECS = 3600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collectable:
-    """What can be removed from a directory, or was removed.
-
-    Attributes:
-      directory: the directory.
-      removable: objects to remove; steps newest first, so that no kept step loses its parent.
-      kept: steps that stay.
-      notes: objects that are kept although their removal was requested, and why.
-      in_use: why a trainer may be running; None if none can be.
-    """
+    """What can be removed from a directory, or was removed."""
 
     directory: str
-    removable: tuple[Removable, ...]
+    removable: tuple[Removable, ...]  #: Newest first, so that no kept step loses its parent.
     kept: tuple[int, ...]
-    notes: tuple[str, ...]
-    in_use: str | None
+    notes: tuple[str, ...]  #: What is kept although its removal was requested.
+    in_use: str | None  #: Why a trainer may be running.
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +68,7 @@ def collectable(
     rolled_back: bool = False,
     endpoint: str | None = None,
 ) -> Collectable:
-    """Finds what nothing needs; changes nothing.
-
-    Args:
-      directory: the checkpoint directory: a path, or a bucket URL.
-      item: name of deltackpt's item in the steps.
-      retention: which steps stay.
-      rolled_back: whether to remove runs that a rollback moved aside.
-      endpoint: address of a bucket's server, if it is not the provider's own.
-
-    Raises:
-      ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
-    """
+    """Finds what nothing needs, on request with rolled-back runs; changes nothing."""
     return _find_garbage(_opened(directory, item, endpoint), retention, rolled_back, {})
 
 
@@ -106,24 +81,10 @@ def collect(
     offline: bool = False,
     endpoint: str | None = None,
 ) -> Collectable:
-    """Removes what nothing needs; if it is interrupted, each step is complete or gone.
+    """Removes and returns what nothing needs; if it is interrupted, each step is complete or gone.
 
-    Args:
-      directory: the checkpoint directory: a path, or a bucket URL.
-      item: name of deltackpt's item in the steps.
-      retention: which steps stay.
-      rolled_back: whether to remove runs that a rollback moved aside.
-      offline: the caller asserts that no trainer is running.
-      endpoint: address of a bucket's server, if it is not the provider's own.
-
-    Returns:
-      What was removed.
-
-    Raises:
-      InUse: a trainer may be running, or a copy to the directory is.
-      AlreadyCompacting: a compaction is running.
-      FencedError: a trainer started during the removal; what was not removed yet stays.
-      ForeignDirectory, StorageError: the directory cannot be read or written.
+    Raises ``InUse`` if a trainer may be running, unless ``offline`` asserts that none is. After
+    ``FencedError``, because a trainer started during the removal, the rest stays.
     """
     opened, checked = _opened(directory, item, endpoint), Checked()
     first = _find_garbage(opened, retention, rolled_back, checked)
@@ -295,16 +256,9 @@ class _Bucket:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Locks a directory against garbage collection and copies to it.
+    """Locks a directory against garbage collection and copies to it, or raises ``InUse``.
 
-    The kernel releases the lock when the process ends.
-
-    Args:
-      path: the directory; it is created if it is missing.
-
-    Raises:
-      InUse: another process has the lock.
-      StorageError: the directory cannot be written.
+    Creates a missing directory. The kernel releases the lock when the process ends.
     """
     place = path / naming.COPYING
     name = place / "lock"
@@ -322,7 +276,6 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _remove_empty(path: Path) -> None:
-    """Removes empty folders."""
     directory = DurableDir(path)
     for place in (naming.COMPACTED, naming.TRASH):
         for folder in directory.entries(path / place):

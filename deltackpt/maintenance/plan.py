@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction plans: which rows of a step's tables are in which part of the new base.
-
-A plan is a pure description that any process can execute.
-"""
+"""Compaction plans: pure descriptions of which rows of a step's tables are in which part."""
 
 from __future__ import annotations
 
@@ -27,30 +24,17 @@ _PART_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompactionPlan:
-    """A plan for a compaction.
-
-    Attributes:
-      directory: the checkpoint directory.
-      item: name of deltackpt's item in the steps.
-      step: the step to compact.
-      save_id: its save id, which is also that of the base.
-      temporary: name of the temporary directory below ``compacted/``.
-      parts: spans of virtual rows of each part, by group.
-      nbytes: bytes of all rows of all fields, before encoding.
-      deltas: number of deltas to merge.
-      dense_bytes: bytes of the dense leaves if the step has them as blocks; otherwise 0, and the
-        base has no dense leaves.
-    """
+    """A plan for a compaction."""
 
     directory: Path
     item: str
     step: int
     save_id: SaveId
     temporary: str
-    parts: tuple[tuple[tuple[str, Span], ...], ...]
-    nbytes: int
+    parts: tuple[tuple[tuple[str, Span], ...], ...]  #: Virtual rows of each part, by group.
+    nbytes: int  #: Before encoding.
     deltas: int
-    dense_bytes: int = 0
+    dense_bytes: int = 0  #: 0 unless the step has its dense leaves as blocks.
 
     @property
     def step_dir(self) -> Path:
@@ -70,20 +54,9 @@ class CompactionPlan:
 def plan(
     directory: Path, *, item: str = naming.EMBEDDINGS_ITEM, step: int | None = None, parts: int = 1
 ) -> CompactionPlan | None:
-    """Divides the rows of a step's tables into parts of nearly equal bytes.
+    """Divides the rows of a step, by default the newest, into parts of nearly equal bytes.
 
-    Args:
-      directory: the checkpoint directory.
-      item: name of deltackpt's item in the steps.
-      step: the step; the newest by default.
-      parts: number of parts; multiplied if parts would be larger than 4 GiB.
-
-    Returns:
-      The plan; None if the chain is only a base, compacted or not.
-
-    Raises:
-      StepNotFound: the step does not exist.
-      RestoreError: its chain is broken or damaged.
+    Returns None if the chain is only a base. There are more parts if they would exceed 4 GiB.
     """
     if step is None:
         step = Root.open(directory, item=item, read_only=True).newest_step()
@@ -111,12 +84,7 @@ def plan(
 
 
 def chain(plan: CompactionPlan) -> tuple[StoredSave, ...]:
-    """Reads the chain to merge.
-
-    Raises:
-      StepGone: the step was removed or replaced since the plan was made.
-      RestoreError: its chain is broken or damaged.
-    """
+    """Reads the chain to merge; raises ``StepGone`` if the step was replaced since the plan."""
     found = chains.read_chain(plan.step_dir, plan.item)
     if found[-1].info.save_id != plan.save_id:
         raise stored_saves.gone(plan.step_dir, during="compacted", instead="compact")

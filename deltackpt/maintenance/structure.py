@@ -22,16 +22,9 @@ from deltackpt.resources import host_memory
 
 
 def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
-    """Yields inconsistencies between the records of a save.
+    """Yields inconsistencies of a save's records: (path in the item's directory, expected, found).
 
-    Args:
-      save: a save whose files match its digests; row indices are read from them.
-
-    Yields:
-      (relative path in the item's directory, what was expected, what was found).
-
-    Raises:
-      Damaged: an array is missing or altered.
+    The save's files must match its digests: row indices are read from them.
     """
     parts = save.parts()
     bounds.check_paths(save.layout, save.name)

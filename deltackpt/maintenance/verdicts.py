@@ -17,15 +17,7 @@ Stops = Literal["chain", "step", "points", "nothing"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A damaged object.
-
-    Attributes:
-      object_name: its relative path in the checkpoint directory.
-      expected: what was expected.
-      found: what was found.
-      stops: what cannot be restored because of it: ``chain`` (the save and every chain through it),
-        ``step`` (only the step), ``points`` (recovery points), or ``nothing``.
-    """
+    """A damaged object; its name is its relative path in the checkpoint directory."""
 
     object_name: str
     expected: str
@@ -45,27 +37,16 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveVerdict:
-    """Result for one save: a step, or a compacted base.
+    """Result for one save: a step, or a compacted base."""
 
-    Attributes:
-      name: its relative path: ``120``, or ``compacted/120``.
-      kind: base or delta; None if its manifest cannot be read.
-      save_id: its id; None if its manifest cannot be read.
-      parent: step directory of its parent; None without a parent, or if it is not known.
-      file_count: number of files that were read.
-      nbytes: bytes of these files.
-      problems: damage in the save.
-      notes: what was not checked, and why.
-    """
-
-    name: str
-    kind: str | None
+    name: str  #: ``120``, or ``compacted/120``.
+    kind: str | None  #: Like the save id, None if its manifest cannot be read.
     save_id: SaveId | None
-    parent: str | None
+    parent: str | None  #: Its step directory.
     file_count: int
     nbytes: int
     problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  #: What was not checked, and why.
 
     def stops(self, *what: Stops) -> bool:
         """Returns whether one of its problems has one of these effects."""
@@ -74,33 +55,20 @@ class SaveVerdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepVerdict:
-    """Whether a step can be restored.
-
-    Attributes:
-      step: the step.
-      restorable: whether it can be restored, bit for bit.
-      chain: names of the saves that a restore reads, base first; empty if it cannot be restored.
-      broken_by: why it cannot be restored: damaged saves, or a description of the broken chain.
-    """
+    """Whether a step can be restored bit for bit."""
 
     step: int
     restorable: bool
-    chain: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()  #: Saves that a restore reads, base first.
     broken_by: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointVerdict:
-    """Whether a full recovery point can be restored.
-
-    Attributes:
-      point: the recovery point.
-      step: the step to which its WAL records are applied; None if it cannot be restored.
-      broken_by: why it cannot be restored; empty if it can.
-    """
+    """Whether a full recovery point can be restored."""
 
     point: RecoveryPoint
-    step: int | None
+    step: int | None  #: Where a replay starts; None if it cannot be restored.
     broken_by: str = ""
 
     @property
@@ -111,14 +79,9 @@ class PointVerdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalReport:
-    """Result for the write-ahead log.
+    """Result for the write-ahead log; ``notes`` are not damage.
 
-    Attributes:
-      points: a verdict for each full recovery point, ascending; without those whose records were
-        trimmed because a newer step replaces them.
-      problems: damage in the valid epochs.
-      notes: incomplete ends and invalid epochs; not damage.
-      file_count: number of files that were read.
+    ``points`` lacks those whose records were trimmed because a newer step replaces them.
     """
 
     points: tuple[PointVerdict, ...] = ()
@@ -129,21 +92,7 @@ class WalReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RootReport:
-    """Result of verifying a directory.
-
-    Attributes:
-      directory: the directory.
-      steps: a verdict for each step, ascending.
-      saves: a report on each save that was verified.
-      points: a verdict for each full recovery point, ascending.
-      problems: all damage: of the directory itself (its leases), then of its saves, then of its
-        WAL.
-      notes: leftovers of interrupted saves, deletions and compactions, and unknown names; not
-        damage.
-      file_count: number of files that were read.
-      bytes_read: bytes of these files.
-      seconds: elapsed time.
-    """
+    """Result of verifying a directory; ``notes`` are leftovers and unknown names, not damage."""
 
     directory: str
     steps: tuple[StepVerdict, ...]

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification of a checkpoint directory: every byte, every record, every chain.
 
-Saves are verified one by one: the records against each other, every file against the digests, rows
-against their groups. Chains are checked last, from the results of their saves. The report states
-for each step whether it can be restored, or why not.
-
 Trainers, compactions and retention may run during a verification. Objects that they remove are not
 reported as damage, and replacements are verified too.
 """
@@ -64,19 +60,9 @@ def verify_root(
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> RootReport:
-    """Re-reads and checks everything in a directory; needs neither jax nor Orbax.
+    """Re-reads and checks everything in a directory, or ``steps`` and what they need.
 
-    Args:
-      directory: the checkpoint directory: a path, or a bucket URL.
-      item: name of deltackpt's item in the steps; found in the newest step by default.
-      steps: verify only these, with what they need; everything by default.
-      endpoint: address of a bucket's server, if it is not the provider's own.
-      progress: called with bytes read and total bytes, from several threads.
-
-    Raises:
-      StepNotFound: a step does not exist, or the directory has no steps.
-      StepGone: one of ``steps`` was removed during the verification.
-      ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
+    Neither jax nor Orbax is needed. ``progress`` is called from several threads.
     """
     started = time.perf_counter()
     opened = open_steps(directory, item=item, endpoint=endpoint)
@@ -122,8 +108,6 @@ def verify_root(
 
 
 class _Audit:
-    """The verification of the saves of a directory."""
-
     def __init__(
         self,
         opened: Steps,
@@ -145,11 +129,7 @@ class _Audit:
         return tuple(report for _, report, _ in found)
 
     def run(self) -> tuple[StepVerdict, ...]:
-        """Verifies the requested steps; again if a chain lacks something that was replaced.
-
-        Returns:
-          A verdict for each requested step.
-        """
+        """Verifies the requested steps; again if a chain lacks something that was replaced."""
         verdicts: tuple[StepVerdict, ...] = ()
         for _ in range(_MOST_ROUNDS):
             fresh = self._verify_new()

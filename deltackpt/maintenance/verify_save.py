@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of one save: records against each other, files against digests, rows against groups.
-
-``verify`` judges the chains.
-"""
+"""Verification of one save: its records, files against digests, rows against groups."""
 
 from __future__ import annotations
 
@@ -25,21 +22,12 @@ from deltackpt.storage.store import Stamp, StorePath
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CommittedSave:
-    """A committed step or compacted base, as it was when it was listed.
-
-    Attributes:
-      name: its relative path in the checkpoint directory.
-      item: name of deltackpt's item in it.
-      step_dir: the step, or the folder ``compacted/<step>``, which may contain bases of several
-        items.
-      folder: directory of its files: the step, or the item in that folder.
-      stamp: identity of ``folder``.
-    """
+    """A committed step or compacted base, as it was when it was listed."""
 
     name: str
     item: str
-    step_dir: StorePath
-    folder: StorePath
+    step_dir: StorePath  #: Or ``compacted/<step>``, which may contain bases of several items.
+    folder: StorePath  #: Of its files: the step, or the item of a compacted base.
     stamp: Stamp
 
     @property
@@ -62,11 +50,7 @@ class CommittedSave:
         return self.folder.tree_bytes()
 
     def read(self) -> StoredSave:
-        """Reads and checks its manifests.
-
-        Raises:
-          RestoreError, StorageError: as for ``stored_saves.read_save``.
-        """
+        """Reads and checks its manifests."""
         if not self.is_base:
             return stored_saves.read_save(self.step_dir, self.item)
         root = self.step_dir.parent.parent
@@ -89,15 +73,7 @@ def committed_saves(root: Steps, item: str) -> Iterator[CommittedSave]:
 def verify_save(
     save: CommittedSave, on_bytes: Callable[[int], None]
 ) -> tuple[SaveVerdict, SaveInfo | None]:
-    """Re-reads and checks everything in a save.
-
-    Args:
-      save: the save.
-      on_bytes: called with bytes read, from several threads.
-
-    Returns:
-      The report, and the information that chains need; None if its manifest cannot be read.
-    """
+    """Checks everything in a save; also returns what chains need, or None without a manifest."""
     found = inventory.read_inventory(save.step_dir, save.item, shown=save.name, unreadable=True)
     damage = list(found.damage)
     damage += digests.check_files(

@@ -38,16 +38,7 @@ from deltackpt.storage import ocdbt
 
 
 def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalReport:
-    """Re-reads and checks the valid epochs of a WAL.
-
-    Args:
-      opened: the checkpoint directory.
-      steps: the steps that can be restored.
-      meter: counts the bytes that are read.
-
-    Raises:
-      StorageError: the directory of the WAL cannot be read.
-    """
+    """Checks the valid epochs of a WAL; ``steps`` are those that can be restored."""
     audit = _WalAudit(opened, read_wal_state(opened.log_at), meter)
     audit.verify_epochs()
     points = audit.verdicts(steps)
@@ -60,8 +51,6 @@ def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter)
 
 
 class _WalAudit:
-    """The verification of a WAL."""
-
     def __init__(self, opened: Steps, found: WalState, meter: ProgressMeter):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -75,7 +64,6 @@ class _WalAudit:
         self._trimmed: set[SaveId] = set()
 
     def verify_epochs(self) -> None:
-        """Verifies the valid WAL epochs."""
         found, forked_from = self._found, None
         if found.problem is not None:
             name = naming.epoch_name(found.epochs[0].number)
@@ -125,7 +113,6 @@ class _WalAudit:
             )
 
     def _check(self, record: WalRecord, head: EpochHeader) -> None:
-        """Checks rows and items of a record."""
         try:
             rows = wal_rows.rows_of(record, head.layout)
             reader.fill((), Targets(()), records=[[rows]], over_parent=True)
@@ -169,7 +156,6 @@ class _WalAudit:
             self._own[point.save_id] = self._add_error(Damaged(name, expected, found))
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
-        """Returns a verdict for each full recovery point."""
         index = self._found.index
         if index is None:
             return ()
@@ -260,8 +246,6 @@ _Void = Callable[[WalRecord, Damaged | StorageError | str], None]
 
 
 class _Value(NamedTuple):
-    """A value of a record; only array metadata has its bytes."""
-
     file: bool
     key: str
     text: bytes
@@ -282,7 +266,6 @@ class _DenseCheck:
         self._damaged: set[str] = set()
 
     def check(self, record: WalRecord, void: _Void) -> list[_Value]:
-        """Returns the values of a record."""
         try:
             found = dense_state.at_record(record, self._records, self._known)
         except (Damaged, StorageError) as error:

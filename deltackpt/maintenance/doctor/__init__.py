@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a directory, the machine and package versions for obstacles to saves and restores.
-
-Neither jax nor Orbax is imported or needs to be installed.
-"""
+"""Checks a directory, the machine and package versions; jax and Orbax need not be installed."""
 
 from __future__ import annotations
 
@@ -28,17 +25,9 @@ def examine(
     read_only: bool = False,
     endpoint: str | None = None,
 ) -> tuple[Finding, ...]:
-    """Checks a checkpoint directory, the machine and the installed packages.
+    """Returns findings about a directory, which need not exist, the machine and the packages.
 
-    Writes small files to a temporary directory inside ``directory``, which is always removed.
-
-    Args:
-      directory: the checkpoint directory, which need not exist; None to check only the machine.
-      read_only: write nothing; skips the checks that need writing.
-      endpoint: address of a bucket's server, if it is not the provider's own.
-
-    Returns:
-      The findings; those of the directory first.
+    Unless ``read_only``, writes small files to a temporary directory inside ``directory``.
     """
     found: list[Finding] = []
     if directory is not None:

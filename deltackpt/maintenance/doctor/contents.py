@@ -25,13 +25,7 @@ from deltackpt.storage.store import store_path
 
 
 def dense_findings(opened: Steps) -> Iterator[Finding]:
-    """Checks the manifest of the newest step, and the dense leaves in its shards.
-
-    Reads records and block indices, but no data: ``deltackpt verify`` reads everything.
-
-    Args:
-      opened: the steps.
-    """
+    """Checks the newest step's manifest, and the block indices of dense leaves; reads no data."""
     newest = opened.newest_step()
     if newest is None:
         return
@@ -84,12 +78,7 @@ _LEAST_BASE_BYTES = 16 << 20
 
 
 def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
-    """Checks the WAL; yields nothing without one.
-
-    Args:
-      opened: the checkpoint directory.
-      steps: its committed steps, by number.
-    """
+    """Checks the WAL; yields nothing without one."""
     try:
         found = read_wal_state(opened.log_at)
     except DeltackptError as error:
@@ -252,10 +241,7 @@ def _problem(subject: str, found: str, meaning: str, action: str = "") -> Findin
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
-    """Checks a bucket: latency, journal, steps, leftovers and claim.
-
-    Unless ``read_only``, also checks that it refuses a conditional write of an existing key.
-    """
+    """Checks a bucket; unless ``read_only``, probes its conditional writes too."""
     from deltackpt.ledger.journal import Journal
     from deltackpt.ledger.opening import refuse_foreign
     from deltackpt.storage import buckets

@@ -31,17 +31,10 @@ SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The result of one check.
+    """The result of one check; names of ``figures`` end in units.
 
-    Attributes:
-      area: ``directory``, ``machine`` or ``software``.
-      subject: what was checked.
-      severity: ``ok``; ``note``: worth knowing; ``warning``: works, but slower or with weaker
-        guarantees; ``problem``: saves or restores fail, or their guarantees do not hold.
-      found: what was found.
-      meaning: what that means for checkpoints; empty if it is obvious.
-      action: what to do; empty if nothing has to be done.
-      figures: machine-readable values; names end in units.
+    A ``warning`` means that saves are slower or have weaker guarantees. A ``problem`` means that
+    saves or restores fail, or that their guarantees do not hold.
     """
 
     area: Area = "directory"
@@ -97,12 +90,7 @@ class Mount:
 
 
 def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """Returns the mount that contains a path; None if it is not in the table.
-
-    Args:
-      path: absolute, without symbolic links.
-      mountinfo: contents of ``/proc/self/mountinfo``.
-    """
+    """Returns the mount of an absolute path without symbolic links; None if the table lacks it."""
     found = None
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
@@ -125,12 +113,7 @@ def _unescaped(text: str) -> str:
 
 
 def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Finding:
-    """Reports the guarantees of a file system, from its type and mount options.
-
-    Args:
-      mount: the file system; None if unknown.
-      read_only: whether the directory is only for reading.
-    """
+    """Reports the guarantees of a file system, from its type and mount options."""
     if mount is None:
         meaning = "The kind of file system cannot be determined on this system."
         return Finding(subject="file system", severity="note", found="unknown", meaning=meaning)
@@ -210,14 +193,7 @@ def room_findings(path: Path) -> Iterator[Finding]:
 
 
 def semantics_findings(scratch: Path) -> Iterator[Finding]:
-    """Checks that O_EXCL is exclusive and that renames are atomic.
-
-    Args:
-      scratch: an empty directory; files are left there.
-
-    Raises:
-      OSError: an operation failed.
-    """
+    """Checks that O_EXCL is exclusive and that renames are atomic, in an empty directory."""
     for subject, check, meaning in (
         ("exclusive creation", _creates_exclusively, "Two trainers could both hold the lease."),
         ("rename", _renames, "An incomplete step could become visible, or replace another."),
@@ -269,17 +245,7 @@ def _renames(scratch: Path) -> str:
 
 
 def measured_fsync_secs(scratch: Path) -> tuple[float, float]:
-    """Measures the median times to make a small file and a rename durable.
-
-    Args:
-      scratch: a directory; files are left there.
-
-    Returns:
-      Seconds to fsync a file of 4 KiB, and to rename it and fsync its directory.
-
-    Raises:
-      OSError: an operation failed.
-    """
+    """Returns median seconds to fsync a file of 4 KiB, and to rename it and fsync its directory."""
     written, renamed = [], []
     folder = os.open(scratch, os.O_RDONLY)
     try:
@@ -337,9 +303,7 @@ def memory_finding() -> Finding:
 def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
     """Returns the lowest memory limit of a process's control groups; None without a limit.
 
-    Args:
-      groups: contents of ``/proc/self/cgroup``.
-      mounted: mount point of the control groups.
+    ``groups`` is the contents of ``/proc/self/cgroup``.
     """
     limits = []
     for line in groups.splitlines():
@@ -486,14 +450,7 @@ def _installed(name: str) -> str | None:
 
 
 def version_finding(name: str, found: str | None, supported: str, *, required: bool) -> Finding:
-    """Checks the version of a package.
-
-    Args:
-      name: name of the package, or ``python``.
-      found: its version; None if it is not installed.
-      supported: the supported range, such as ``>=1.2,<2``.
-      required: whether deltackpt cannot work without it.
-    """
+    """Checks the version of a package, or ``python``; ``found`` is None if it is not installed."""
     wanted = ",".join(sorted(supported.split(","), reverse=True))
     action = f'pip install "{name}{wanted}"' if name != "python" else f"use python {wanted}"
     figures = {"version": found, "supported": wanted}
