@@ -241,7 +241,7 @@ def own_address() -> str:
 
 
 def _token(path: Path | None) -> str:
-    """Returns the token that clients must send; checks that only the owner can read its file."""
+    """Returns the token that clients must send; only the owner may be able to read its file."""
     if path is None:
         from deltackpt.storage import buckets
 

@@ -31,14 +31,11 @@ _target = click.argument("target", type=terminal.UserPath())
 
 
 class _Rows(click.ParamType):
-    """A half-open range of rows, such as ``0:1000``."""
-
     name = "start:stop"
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, int]:
-        """See ``click.ParamType``."""
         start, colon, stop = value.partition(":")
         if not (colon and start.isdecimal() and stop.isdecimal()):
             self.fail(f"{value!r}: expected a range of rows such as 0:1000", param, ctx)

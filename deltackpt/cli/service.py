@@ -113,12 +113,7 @@ def print_ended(directory: str, count: int, *, as_json: bool) -> None:
 
 
 def connect(address: str) -> None:
-    """Connects to a running Ray cluster; never starts one.
-
-    Raises:
-      MissingExtra: ray is not installed.
-      ServiceUnavailable: the cluster does not exist, or does not answer within 20 s.
-    """
+    """Connects to a running Ray cluster within 20 s; never starts one."""
     service.require_ray()
     import ray
 

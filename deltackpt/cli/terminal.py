@@ -113,15 +113,7 @@ _LEAST_LAST = 24
 
 @contextlib.contextmanager
 def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr if that is a terminal; removes it at the end.
-
-    Args:
-      label: what is in progress.
-      quiet: show no bar.
-
-    Yields:
-      A callback for the bytes done and the total bytes.
-    """
+    """Yields a callback for bytes done and total; shows a bar on stderr if that is a terminal."""
     import rich.console  # Half the import time of numpy, and most commands show no progress.
     import rich.progress
 
@@ -162,15 +154,10 @@ def plain(value: Any) -> Any:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Prints a table; columns that contain only numbers are aligned to the right.
+    """Prints a table; columns that contain only numbers are aligned to the right, None is ``-``.
 
     If the table is too wide for the terminal, the last column is wrapped or left out. If stdout is
     not a terminal, nothing is shortened.
-
-    Args:
-      columns: headings.
-      rows: a value for each column; None is shown as ``-``.
-      title: line above the table.
     """
     # Without rich: importing it would take a tenth of the time of ``ls``.
     cells = [[_cell(value) for value in row] for row in rows]
