@@ -48,14 +48,7 @@ __all__ = [
 
 
 def require_ray(what: str = "the restore service") -> None:
-    """Checks that ray can be imported.
-
-    Args:
-      what: the feature that needs it, for the message.
-
-    Raises:
-      MissingExtra: ray cannot be imported.
-    """
+    """Raises ``MissingExtra``, which names the feature ``what``, if ray cannot be imported."""
     try:
         importlib.import_module("ray")
     except ImportError as error:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RestoreActor: a ``Follower`` as a Ray actor.
 
-Calls run in threads of their own, so a status query never waits for a read. The Follower advances
-in another thread and keeps polling even if the directory has errors.
+Calls run in threads of their own; the Follower advances in another and keeps polling after errors.
 """
 
 from __future__ import annotations
@@ -33,13 +32,6 @@ class RestoreActor:
     """Holds one shard of a directory's tables in memory; see ``Follower`` and ``protocol``."""
 
     def __init__(self, directory: str, replica: Replica, options: ServiceOptions):
-        """Starts following the directory in the background.
-
-        Args:
-          directory: the checkpoint directory.
-          replica: its shard and index.
-          options: options of the service.
-        """
         os.nice(options.nice)
         self._directory, self._replica, self._options = directory, replica, options
         self._follower: Follower | None = None
@@ -82,10 +74,7 @@ class RestoreActor:
         timeout_secs: float,
         point: tuple[int, str, int, int] | None = None,
     ) -> bytes:
-        """Pins a state for a reader.
-
-        Returns a packed ``Pinned``. ``point`` is as in ``protocol.point_of``.
-        """
+        """Pins a state for a reader; returns a packed ``Pinned``. ``point``: see ``point_of``."""
         follower, wanted = self._follower, SaveId(run, step, attempt)
         if follower is None:
             return protocol.packed(Pinned(refused=f"{self._replica}: {self._health}"))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compactor: merges long chains of a directory into new bases, in the background, on all nodes.
 
-A Ray task merges each part of a new base, on any node with room, at lowered priority. A lost task
-is run again; merging a part is idempotent.
+Ray reruns a lost task; merging a part is idempotent.
 """
 
 from __future__ import annotations
@@ -41,14 +40,7 @@ class Compactor:
     """Keeps the chain of the newest step short; a Ray actor, one per service."""
 
     def __init__(self, directory: str, shards: int, options: ServiceOptions):
-        """Starts polling in the background.
-
-        Args:
-          directory: the checkpoint directory.
-          shards: the service's number of shards: as many parts are merged at a time, if memory
-            suffices.
-          options: options of the service.
-        """
+        """Starts polling; at most ``shards`` parts are merged at a time."""
         assert options.compact_after is not None
         os.nice(options.nice)
         self._directory, self._shards, self._options = directory, shards, options

@@ -16,10 +16,7 @@ from deltackpt.tiers.peers import PeerGroup
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:
-    """Returns the directory's service, or None; also None if this process is not connected to Ray.
-
-    A process that has not imported ray is not connected, and this does not import it.
-    """
+    """Returns the directory's service; None if there is none or Ray is not connected."""
     if sys.modules.get("ray") is None:
         return None
     from deltackpt.service import restore_service
@@ -28,13 +25,7 @@ def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None
 
 
 def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> None:
-    """Checks that enough nodes have peer agents of a directory; see ``service.peer_agents``.
-
-    Raises:
-      MissingExtra: ray is not installed.
-      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
-      OptionError: there are too few nodes.
-    """
+    """Checks that enough nodes have peer agents of a directory; ``OptionError`` if too few."""
     service.require_ray("Tiers.peers")
     from deltackpt.service import peer_agents
 
@@ -49,12 +40,7 @@ def peer_group(
     *,
     earlier: PeerGroup | None = None,
 ) -> PeerGroup:
-    """Returns the peers of a directory on all nodes; see ``service.peer_agents.peer_group``.
-
-    Raises:
-      MissingExtra: ray is not installed.
-      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
-    """
+    """Returns the peers of a directory on all nodes; see ``service.peer_agents.peer_group``."""
     service.require_ray("Tiers.peers")
     from deltackpt.service import peer_agents
 

@@ -63,14 +63,7 @@ class Session:
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        """Checks that the workers are the processes of one JAX job.
-
-        Args:
-          directory: the manager's checkpoint directory.
-
-        Raises:
-          OptionError: each worker would train alone; see ``check_processes``.
-        """
+        """Checks that the workers are the processes of one JAX job; see ``check_processes``."""
         check_processes()
         self._directory = os.fspath(directory)
         self._announced: ray.train.PreemptionInfo | None = None
@@ -210,6 +203,5 @@ def trainer(
 
 
 def _plain(value: object) -> object:
-    """Converts a scalar of any array library to a Python number."""
     item = getattr(value, "item", None)
     return value if item is None else item()

@@ -122,10 +122,7 @@ def stop(directory: str | os.PathLike[str], item: str = naming.EMBEDDINGS_ITEM) 
 
 
 def living_nodes() -> list[str]:
-    """Returns Ray's ids of the nodes by address; only nodes with CPUs, if there are any.
-
-    A head node without CPUs is not meant to run work.
-    """
+    """Returns Ray's ids of the nodes by address; only nodes with CPUs, if there are any."""
     if not ray.is_initialized():
         raise ServiceUnavailable(
             "expected a process connected to Ray, found that ray.init() was not called; connect "
@@ -140,7 +137,7 @@ def living_nodes() -> list[str]:
 
 
 def _actor_options(name: str, node: str, memory_bytes: int | None = None) -> dict[str, object]:
-    """Options of a detached actor that prefers a node."""
+    """Returns the options of a detached actor that prefers a node."""
     return {
         "name": name,
         "namespace": protocol.NAMESPACE,

@@ -41,17 +41,7 @@ _RACK_LABELS = ("deltackpt/rack", "ray.io/availability-zone")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgentState:
-    """A peer agent's description of itself.
-
-    Attributes:
-      node: Ray's id of its node.
-      address: address of its server.
-      pid: its process id.
-      memory_bytes: its capacity in bytes.
-      free_bytes: unused capacity in bytes.
-      fragments: number of fragments held.
-      claimed: whether a trainer has given it a token.
-    """
+    """A peer agent's description of itself; ``claimed`` if a trainer has given it a token."""
 
     node: str
     address: str
@@ -91,16 +81,10 @@ class PeerAgent:
         return manifest.to_bytes(state, _MAGIC)
 
     def admit(self, holder: str, token: str, claims: bool) -> str:
-        """Admits clients that show the token of a claim.
+        """Admits another token of a claim; revokes the tokens of other claims.
 
-        Args:
-          holder: the claim's holder number; later claims have greater ones.
-          token: admitted in addition to the same claim's other tokens; tokens of other claims are
-            revoked.
-          claims: whether this claim just took over the directory.
-
-        Returns:
-          The server's address; "" if another claim's tokens are valid.
+        A later claim has a greater ``holder``; ``claims`` if it just took over the directory.
+        Returns the server's address; "" if another claim's tokens are valid.
         """
         if self._holder == holder:
             self._tokens.admit(token)
@@ -128,13 +112,7 @@ def peer_group(
     """Starts missing peer agents of a directory, and registers a token with all of them.
 
     The newest claim fences earlier ones. The token of an ``earlier`` result under the same claim is
-    reused for new nodes and restarted agents.
-
-    Returns:
-      The agents that answered; ``PeerGroup.require_nodes`` checks whether they are enough.
-
-    Raises:
-      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
+    reused for new nodes and restarted agents. The result holds only the agents that answered.
     """
     token = secrets.token_urlsafe(32) if earlier is None else earlier.token
     asked = {
@@ -146,18 +124,14 @@ def peer_group(
 
 
 def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> None:
-    """Checks that enough peer agents answer, without changing any agent's token.
-
-    Raises:
-      OptionError: there are too few.
-    """
+    """Raises ``OptionError`` if too few peer agents answer; changes no agent's token."""
     asked = {node: one.describe.remote() for node, one in _started(root, item, how).items()}
     answers = _answers(asked, _START_SECS)
     _peer_group(root, item, how, "", dict.fromkeys(answers, "unused")).require_nodes()
 
 
 def _started(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> dict[str, Any]:
-    """The agents on all living nodes; missing ones are started."""
+    """Returns the agents on all living nodes; starts missing ones."""
     key = protocol.key(root, item)
     remote: Any = ray.remote
     actor = remote(PeerAgent)
@@ -211,7 +185,7 @@ def states(root: str | os.PathLike[str], item: str) -> dict[str, AgentState | No
 
 
 def _state(node: str, answer: bytes | None) -> AgentState | None:
-    """An agent's state; None if it did not answer or has another version."""
+    """Returns an agent's state; None if it did not answer or has another version."""
     with contextlib.suppress(RestoreError):
         if answer is not None:
             return manifest.from_bytes(answer, AgentState, name=f"peer agent {node}", magic=_MAGIC)
@@ -234,7 +208,7 @@ def agent_name(key: str, node: str) -> str:
 
 
 def _found(key: str) -> dict[str, Any]:
-    """A directory's actors that Ray knows, by node."""
+    """Returns a directory's actors that Ray knows, by node."""
     found = {}
     prefix = agent_name(key, "")
     for name in protocol.listed():
@@ -245,7 +219,7 @@ def _found(key: str) -> dict[str, Any]:
 
 
 def _answers(asked: dict[str, ray.ObjectRef[_T]], secs: float) -> dict[str, _T]:
-    """The answers that arrived in time, by node."""
+    """Returns the answers that arrived in time, by node."""
     done, _ = (
         ray.wait([*asked.values()], num_returns=len(asked), timeout=secs) if asked else ([], 0)
     )
@@ -259,7 +233,7 @@ def _answers(asked: dict[str, ray.ObjectRef[_T]], secs: float) -> dict[str, _T]:
 
 
 def _racks() -> dict[str, str]:
-    """Failure domains of the nodes that have such a label."""
+    """Returns the failure domains of the nodes that have such a label."""
     found = {}
     for node in ray.nodes():
         labels = node.get("Labels") or {}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and actors of the hot standby, and messages between its replicas and clients.
 
-Ray would pickle the records, and a pickle of another version's class may not load. A replica
-therefore answers with the bytes of ``manifest.to_bytes``.
+A replica answers with ``manifest.to_bytes``: another version may not load Ray's pickle.
 """
 
 from __future__ import annotations
@@ -90,11 +89,7 @@ def node_id() -> str:
 
 
 def actor(replica: Replica) -> Any:
-    """Returns the actor of a replica.
-
-    Raises:
-      ServiceUnavailable: the actor no longer exists.
-    """
+    """Returns the actor of a replica; raises ``ServiceUnavailable`` if it no longer exists."""
     try:
         return ray.get_actor(replica.name, namespace=NAMESPACE)
     except ValueError as error:
@@ -104,12 +99,7 @@ def actor(replica: Replica) -> Any:
 
 
 def answer(replica: Replica, call: ray.ObjectRef[_T], timeout_secs: float) -> _T:
-    """Returns a replica's answer to a call.
-
-    Raises:
-      ServiceUnavailable: no answer in time: the actor or its node died, or Ray's object store is
-        full.
-    """
+    """Returns a replica's answer; raises ``ServiceUnavailable`` if none arrives in time."""
     try:
         return ray.get(call, timeout=timeout_secs)
     except ray.exceptions.GetTimeoutError as error:
@@ -197,19 +187,8 @@ _Record = TypeVar("_Record", "Description", "Pinned")
 class Description:
     """A replica's description of itself: identity, contents and health.
 
-    Attributes:
-      protocol: the replica's ``PROTOCOL``.
-      version: its deltackpt version.
-      directory: the checkpoint directory.
-      node: Ray's id of its node.
-      pid: its process id.
-      health: its current activity or problem, as text.
-      code: code of the current error, or empty.
-      save_id: id of the save that it holds.
-      newest_step: the newest committed step that it sees.
-      point: the recovery point above that save that it holds; None if it holds the save itself.
-      lag_secs: seconds from the commit of ``save_id``, or from ``point``, until it held that state.
-      nbytes: bytes of memory used for rows.
+    ``code`` is that of the current error, or empty. ``lag_secs`` is the time from the commit of
+    ``save_id``, or from ``point`` above it, until the replica held that state.
     """
 
     protocol: int = PROTOCOL
@@ -230,20 +209,10 @@ class Description:
 class Pinned:
     """A state that a replica keeps for a reader.
 
-    Attributes:
-      protocol: the replica's ``PROTOCOL``.
-      version: its deltackpt version.
-      pin: number of the pin; 0 if the state is not pinned.
-      refused: why the state is not pinned.
-      soon: whether the replica is following and may hold the state soon.
-      held: the save that it holds.
-      epoch: number of the WAL epoch of ``point``.
-      point: the recovery point above ``held`` that it holds; None if it holds the save itself.
-      address: path of its memory for processes on the same machine.
-      sequence: sequence number of the memory.
-      chain: ids of the saves that the state was merged from, base first.
-      files: files of the step or recovery point other than its tables, if held.
-      files_address: path of those files for processes on the same machine.
+    ``pin`` is 0 if the state is not pinned: ``refused`` is the reason, and ``soon`` whether the
+    replica may hold it soon. ``point``, of the WAL ``epoch``, is the recovery point above the save
+    ``held``. ``chain`` lists the merged saves, base first. ``address`` and ``files_address`` are
+    paths of memory for processes on the same machine; ``sequence`` is that of the memory.
     """
 
     protocol: int = PROTOCOL
@@ -269,10 +238,7 @@ def plain_point(point: RecoveryPoint | None) -> tuple[int, str, int, int] | None
 
 
 def point_of(plain: tuple[int, str, int, int]) -> RecoveryPoint:
-    """Returns the recovery point of a ``plain_point``.
-
-    Its time is not set, since no caller reads it.
-    """
+    """Returns the recovery point of a ``plain_point``, without its time, which no caller reads."""
     return RecoveryPoint(plain[0], SaveId(*plain[1:]), full=True, unix_secs=0.0)
 
 
@@ -282,11 +248,7 @@ def packed(record: Description | Pinned) -> bytes:
 
 
 def unpacked(data: bytes, kind: type[_Record], replica: str) -> _Record:
-    """Decodes an answer.
-
-    Raises:
-      ServiceMismatch: another version encoded it.
-    """
+    """Decodes an answer; raises ``ServiceMismatch`` if another version encoded it."""
     try:
         found = manifest.from_bytes(data, kind, name=replica, magic=_MAGIC)
         if found.protocol == PROTOCOL:

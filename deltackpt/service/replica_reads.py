@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One restore from a hot standby: pin a state on every needed replica, read it, verify it.
 
-Contiguous memory of a replica on this machine is mapped copy-on-write and stays valid for the
-reader (``standby.shared_memory``); the rest is copied. Replicas on other machines are read in
-parallel. If a replica does not answer, or has advanced to another state, another replica of the
-shard is used.
+Contiguous memory of a replica on this machine is mapped copy-on-write (``standby.shared_memory``).
 """
 
 from __future__ import annotations
@@ -69,17 +66,8 @@ def reading(
 ) -> Iterator[RestoredTables]:
     """Reads the wanted parts of a save, and the files other than its tables.
 
-    Args:
-      save: the step, from its manifest in storage.
-      replicas: for each shard, its replicas in the order in which to try them.
-      wanted: what to restore; by default every table and slot in full.
-      timeout_secs: maximum wait in seconds for a state to be held, and for each answer.
-      point: the recovery point to restore, if any; see ``RowSource``. Replicas may be at different
-        earlier WAL records.
-
-    Raises:
-      ServiceUnavailable: for some needed shard, no replica held the save in time.
-      ServiceMismatch: a replica belongs to another run or version.
+    ``replicas`` holds the replicas of each shard in the order in which to try them. They may be at
+    earlier WAL records than ``point``.
     """
     started = time.perf_counter()
     buffers, targets = empty_buffers(save.layout, wanted)
@@ -117,11 +105,7 @@ class _Pin(NamedTuple):
     memory: MemoryReader | None
 
     def check(self) -> None:
-        """Checks that the replica's memory still holds the state.
-
-        Raises:
-          ServiceUnavailable: it has advanced.
-        """
+        """Raises ``ServiceUnavailable`` if the replica's memory has advanced to another state."""
         if self.memory is not None and self.memory.sequence != self.pinned.sequence:
             raise ServiceUnavailable(
                 f"{self.replica}: expected its state not to change while it was copied, found that "
@@ -154,7 +138,6 @@ class _Pins:
             ) from self._error
 
     def add(self, replica: Replica, pinned: Pinned) -> _Pin:
-        """Adds a pin to renew."""
         assert pinned.address is not None
         memory = None
         with contextlib.suppress(OSError):  # The memory is on another machine.
@@ -180,8 +163,6 @@ class _Pins:
 
 
 class _Read:
-    """State that all shards of one restore share."""
-
     def __init__(
         self,
         save: StoredSave,
@@ -272,7 +253,7 @@ class _Read:
             self._pins.end(pin)
 
     def _files_of(self, pin: _Pin) -> dict[str, np.ndarray]:
-        """The files of a state: mapped, or fetched from another machine."""
+        """Returns the files of a state, mapped or fetched from another machine."""
         pinned, memory = pin.pinned, None
         assert pinned.files_address is not None
         with contextlib.suppress(OSError):
@@ -297,7 +278,7 @@ class _Read:
         return found
 
     def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
-        """The buffer to map from a replica's memory, if that holds all of it contiguously."""
+        """Returns the buffer to map from a replica's memory, if all of it is contiguous there."""
         if (copy.start, copy.stop) != copy.target.rows:
             return None
         if copy.target.columns != copy.region.columns:
@@ -315,7 +296,6 @@ class _Read:
         self._runtime.map(lambda piece: _put(piece, _rows(memory, piece)), _pieces(copies))
 
     def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
-        """Requests rows piece by piece."""
         actor = protocol.actor(pin.replica)
         waiting: list[tuple[_Copy, ray.ObjectRef[np.ndarray | str]]] = []
         pieces = _pieces(copies)
@@ -339,7 +319,6 @@ class _Read:
 
 
 def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[_Copy]:
-    """The copies that a shard's rows need."""
     found = []
     for region in loaded_state.regions(save.layout, shard, count):
         for target in targets.over(
@@ -360,7 +339,6 @@ def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
 
 
 def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
-    """Complete rows in a replica's memory."""
     region = copy.region
     offset = region.offset + (copy.start - region.rows[0]) * region.row_bytes
     return memory.array(offset, (copy.stop - copy.start, *region.trailing), region.dtype)

@@ -108,12 +108,7 @@ class RestoreService:
         timeout_secs: float = 10.0,
         point: RecoveryPoint | None = None,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
-        """Reads the wanted parts of a step from the replicas' memory; see ``RowSource``.
-
-        Raises:
-          ServiceUnavailable: for some needed shard, no replica held the save in time.
-          ServiceMismatch: the service belongs to another directory, run or version.
-        """
+        """Reads the wanted parts of a step from the replicas' memory; see ``RowSource``."""
         place = _resolved(self.directory), self.item
         if place != (_resolved(str(save.step_dir.parent)), save.item):
             raise ServiceMismatch(
@@ -205,7 +200,7 @@ class RestoreService:
         return found
 
     def _by_shard(self, timeout_secs: float) -> list[list[Replica]]:
-        """The replicas of each shard, in the order in which to try them."""
+        """Returns the replicas of each shard, in the order in which to try them."""
         replicas = self.replicas()
         count = replicas[0].shards
         by_shard: list[list[Replica]] = [[] for _ in range(count)]
