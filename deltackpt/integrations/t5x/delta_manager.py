@@ -221,10 +221,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return epath.Path(self._links.model_dir)
 
     def all_steps(self) -> Sequence[int]:
-        """Returns the steps of the model directory, ascending.
-
-        They are committed deltackpt steps and T5X's own checkpoints.
-        """
+        """Returns the committed deltackpt steps and T5X's own checkpoints, ascending."""
         return sorted({*self._committed(), *self._links.others()})
 
     def latest_step(self) -> int | None:
@@ -482,7 +479,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
     def _saved_form(
         self, train_state: TrainState, transformation_fns: Sequence[Transformation]
     ) -> dict[str, PyTree]:
-        """The state dict as it is saved."""
         state = train_state.state_dict()
         if transformation_fns:
             # T5X's per-parameter record, which its functions receive and return.
@@ -563,7 +559,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return os.fspath(path), is_stock
 
     def _is_own(self, links: StepLinks) -> bool:
-        """Whether these names are in this job's model directory."""
         return links.model_dir.resolve() == self._links.model_dir.resolve()
 
     def _readable(self, links: StepLinks, step: int) -> int:
@@ -592,7 +587,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
 
     def _restore_data(self, step: inspect.Step) -> None:
-        """Sets the data iterator to its position at a step."""
         if self._dataset_iterator is None:
             return
         self._check_position(step)
@@ -657,7 +651,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         fallback_state: Mapping[str, PyTree] | None,
         transformation_fns: Sequence[Transformation],
     ) -> TrainState:
-        """Restores a T5X checkpoint with T5X's code."""
         stock = checkpoints.OrbaxCheckpointManagerInterface(
             self._directory,
             self._train_state,

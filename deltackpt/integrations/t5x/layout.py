@@ -116,11 +116,7 @@ def _mirrors(leaves: Mapping[str, Leaf], params: Collection[str]) -> list[str]:
 
 
 def model_dir_of(directory: str | os.PathLike[str]) -> Path:
-    """Returns the model directory; ``directory`` may also be one of its checkpoints.
-
-    Raises:
-      UnsupportedRoot: the directory is a URL.
-    """
+    """Returns the model directory; ``directory`` may be one of its checkpoints, but no URL."""
     if "://" in os.fspath(directory):
         raise UnsupportedRoot(
             f"{os.fspath(directory)}: expected a model directory in a file system, found a URL; "
@@ -132,17 +128,9 @@ def model_dir_of(directory: str | os.PathLike[str]) -> Path:
 
 
 class StepLinks:
-    """Manages T5X's names for the steps below ``<model_dir>/deltackpt``.
-
-    Other entries with a T5X name, such as T5X's own checkpoints, are not touched.
-    """
+    """Manages the names of steps of a T5X model directory; leaves T5X's own checkpoints alone."""
 
     def __init__(self, model_dir: str | os.PathLike[str]):
-        """Stores the path; does no I/O.
-
-        Args:
-          model_dir: T5X's model directory.
-        """
         self.model_dir = Path(model_dir)
 
     @property
@@ -155,28 +143,17 @@ class StepLinks:
         return [step for step in self._named() if self._is_link(step)]
 
     def others(self) -> list[int]:
-        """Returns the steps whose T5X name is not one of these links, ascending.
-
-        They are checkpoints that T5X itself wrote.
-        """
+        """Returns the steps that T5X itself wrote, whose names are not these links, ascending."""
         return [
             step for step in self._named() if self._path(step).is_dir() and not self._is_link(step)
         ]
 
     def newest_of(self, steps: Collection[int]) -> int | None:
-        """Returns the newest of these steps that has a link, or None.
-
-        Args:
-          steps: the committed steps.
-        """
+        """Returns the newest of these steps that has a link, or None."""
         return max(set(self.steps()) & set(steps), default=None)
 
     def add(self, step: int) -> None:
-        """Creates a step's link durably; an existing name is kept.
-
-        Raises:
-          StorageError: the file system reported an error.
-        """
+        """Creates a step's link durably; an existing name is kept."""
         path = self._path(step)
         if os.path.lexists(path):
             return
@@ -185,14 +162,7 @@ class StepLinks:
             fsync_path(self.model_dir)
 
     def match(self, steps: Collection[int]) -> None:
-        """Creates a link for each of these steps, and removes all other links.
-
-        Args:
-          steps: the committed steps, and the one in flight.
-
-        Raises:
-          StorageError: the file system reported an error.
-        """
+        """Links these steps, the committed ones and the one in flight; removes other links."""
         for step in set(self.steps()) - set(steps):
             with posix.typed_errors(self._path(step), "remove a link"):
                 self._path(step).unlink(missing_ok=True)

@@ -69,7 +69,6 @@ class ModelLeaves:
     """The abstract leaves of a train state, by path."""
 
     def __init__(self, train_state: TrainState, partitioner: Partitioner):
-        """Takes a T5X train state with abstract leaves, and its partitioner."""
         self._train_state = train_state
         self._partitioner = partitioner
 
@@ -90,10 +89,7 @@ class ModelLeaves:
         )
 
     def template(self, stored: Mapping[str, Leaf]) -> PyTree:
-        """Returns the template for resuming.
-
-        It has the model's tree and placement, and the checkpoint's dtypes.
-        """
+        """Returns the template for resuming: the model's tree and placement, the stored dtypes."""
         return self._tree(
             {
                 name: jax.ShapeDtypeStruct(
@@ -104,12 +100,7 @@ class ModelLeaves:
         )
 
     def read(self, chosen: Mapping[str, Leaf]) -> dict[str, jax.Array]:
-        """Reads this process's part of these leaves onto its devices; waits for no other process.
-
-        Raises:
-          TemplateMismatch: a leaf's shape differs from the model's.
-          RestoreError: a leaf cannot be read.
-        """
+        """Reads this process's part of these leaves onto its devices, without other processes."""
         return {name: self._place(name, leaf) for name, leaf in chosen.items()}
 
     def placed(
@@ -118,15 +109,9 @@ class ModelLeaves:
         fallback_state: Mapping[str, PyTree],
         dtype: DTypeLike | None,
     ) -> dict[str, PyTree]:
-        """Returns the model's state dict with its leaves on the devices.
+        """Returns the model's state dict on the devices, from ``found`` or else ``fallback_state``.
 
-        Args:
-          found: leaves by path, lazy ones or arrays.
-          fallback_state: T5X state dict that provides the leaves that were not found.
-          dtype: dtype of the parameters; None keeps the stored dtypes.
-
-        Raises:
-          TemplateMismatch: a leaf is missing, or its shape differs from the model's.
+        ``dtype`` is that of the parameters; None keeps the stored dtypes.
         """
         found = {**flat(fallback_state), **found}
         missing = self._leaves.keys() - found.keys()
@@ -140,7 +125,6 @@ class ModelLeaves:
 
     @functools.cached_property
     def _leaves(self) -> dict[str, Leaf]:
-        """The model's abstract leaves."""
         return flat(self._train_state.state_dict())
 
     @functools.cached_property
@@ -167,7 +151,7 @@ class ModelLeaves:
         )
 
     def _tree(self, leaves: Mapping[str, Leaf]) -> dict[str, PyTree]:
-        """The model's state dict with other leaves; empty nodes are kept."""
+        """Returns the model's state dict with other leaves; empty nodes are kept."""
         whole = traverse_util.flatten_dict(
             self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
         )
@@ -175,11 +159,7 @@ class ModelLeaves:
 
 
 def leaves_of(found: inspect.Step) -> dict[str, Leaf]:
-    """Returns lazy leaves of a step; shapes and dtypes are read now, values when indexed.
-
-    Raises:
-      RestoreError: the step cannot be read.
-    """
+    """Returns lazy leaves of a step; shapes and dtypes are read now, values when indexed."""
     leaves: dict[str, Leaf] = {
         path: table.field(field)
         for table in found.tables.values()
@@ -194,13 +174,7 @@ def leaves_of(found: inspect.Step) -> dict[str, Leaf]:
 def chosen_values(
     chosen: Mapping[str, Leaf], stored: Mapping[str, Leaf], values: Mapping[str, Leaf]
 ) -> dict[str, Leaf]:
-    """Returns the values of the chosen lazy leaves.
-
-    Args:
-      chosen: the result of ``ModelLeaves.chosen``.
-      stored: the lazy leaves that were passed to ``ModelLeaves.chosen``.
-      values: the values of ``stored``, under the same paths.
-    """
+    """Returns the values of leaves that ``ModelLeaves.chosen`` chose from ``stored``."""
     names = {id(leaf): name for name, leaf in stored.items()}
     return {
         name: values[names[id(leaf)]] if id(leaf) in names else leaf

@@ -74,7 +74,7 @@ class BestByMetric:
 
 
 def _metric_values(model_dir: Path, metric: str, steps: Sequence[int]) -> dict[int, float]:
-    """Values of a summary by step; NaN is ignored."""
+    """Returns the values of a summary by step, without NaN."""
     found = checkpoints.populate_metrics_for_steps(os.fspath(model_dir), metric, steps)
     return {step: float(value) for step, value in found.items() if not np.isnan(value)}
 
@@ -87,10 +87,7 @@ def policy_of(
     mode: Literal["max", "min"],
     keep_without: bool,
 ) -> PreservationPolicy | None:
-    """Returns the preservation policy for T5X's arguments to ``DeltaCheckpointManager``.
-
-    None keeps all steps.
-    """
+    """Returns the preservation policy for T5X's arguments; None keeps all steps."""
     if keep is None:
         return None
     policy = _policies.LatestN(keep)
