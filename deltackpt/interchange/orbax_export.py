@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a step as a plain Orbax checkpoint, which both APIs of stock Orbax restore.
 
-The target is a v0 ``CheckpointManager`` directory with one step and one item, ``default``.
-``ocp.CheckpointManager(target)`` restores it directly, ``ocp.StandardCheckpointer`` and
-``ocp.PyTreeCheckpointer`` from the path ``target/STEP/default``, and ``v1.load`` from the path
-``target/STEP``.
+The target is a v0 ``CheckpointManager`` directory with one step and the item ``default``.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _refuse_trainer(opened: Root) -> None:
 
 
 def _without_touched(state: PyTree, choice: Tables) -> PyTree:
-    """The state with a fresh TouchState in place of each of the template's."""
+    """Returns the state with a fresh TouchState in place of each of the template's."""
     parts = split(state, choice)
     return join(state, parts.layout, parts.fields, parts.dense, None)
 

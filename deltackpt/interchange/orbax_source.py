@@ -46,12 +46,7 @@ _Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxSource:
-    """A pytree stored by Orbax.
-
-    Attributes:
-      path: the directory that holds its metadata.
-      step: the training step, if an enclosing directory names it.
-    """
+    """A pytree stored by Orbax; ``step`` if an enclosing directory names it."""
 
     path: Path
     step: int | None
@@ -59,19 +54,8 @@ class OrbaxSource:
     def read(self, template: PyTree = None) -> PyTree:
         """Restores the pytree; does not modify the source.
 
-        Args:
-          template: the state's structure, with arrays or ``jax.ShapeDtypeStruct`` leaves whose
-            shardings are used. The source does not need to hold its ``TouchState``, nor the
-            ``TrackState`` around an optimizer state.
-
-        Returns:
-          The state, with the template's TouchState. Without a template, nested dicts and lists of
-          numpy arrays.
-
-        Raises:
-          TemplateMismatch: the template's leaves, shapes or dtypes differ from the source's.
-          Damaged: the source is not readable.
-          StepGone: the source changed while it was read.
+        The source need not hold the template's ``TouchState``, nor the ``TrackState`` around an
+        optimizer state. Without a template, returns nested dicts and lists of numpy arrays.
         """
         before, template = _files(self.path), placement.resolved(template)
         try:
@@ -116,7 +100,6 @@ class OrbaxSource:
 
     @property
     def _described(self) -> DenseItem:
-        """Describes its leaves, without their values."""
         return DenseItem(self.path, digests=False, exists=self.path.is_dir)
 
     def _raise_if_changed(
@@ -130,17 +113,10 @@ class OrbaxSource:
 
 
 def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) -> OrbaxSource:
-    """Finds the pytree of a checkpoint directory.
+    """Finds the pytree of a pytree, a step (the pytree ``item``) or a directory of steps.
 
-    Args:
-      source: a pytree, a step, or a directory of steps.
-      item: name of the pytree in its step; may be None if there is only one.
-      step: which of several steps (default: the newest).
-
-    Raises:
-      StepNotFound: the directory, step or item does not exist.
-      ForeignDirectory: the source is not a finished stock Orbax checkpoint.
-      OptionError: the step has several items and ``item`` is None.
+    ``item`` may be None if there is only one; ``step`` selects one of several, by default the
+    newest.
     """
     path = posix.user_path(source)
     if not path.is_dir():
@@ -161,12 +137,7 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
 
 
 def with_numbers(state: PyTree, stored: Mapping[str, DenseLeaf]) -> PyTree:
-    """Converts scalars to Python numbers in a state that was read without a template.
-
-    Args:
-      state: nested dicts and lists, with arrays in place of numbers.
-      stored: the stored leaves by '/'-joined path, which record their types.
-    """
+    """Converts the arrays that ``stored`` records as scalars to Python numbers."""
     scalars = {name for name, leaf in stored.items() if leaf.kind == "scalar"}
 
     def original(path: tree_util.KeyPath, leaf: Leaf) -> Leaf:
@@ -218,7 +189,7 @@ def _is_pytree(path: Path) -> bool:
 
 
 def _items(step_dir: Path) -> list[str]:
-    """Names of the pytrees in a step; empty if it is not a step."""
+    """Returns the names of the pytrees in a step; empty if it is not a step."""
     found = sorted(path.parent.name for path in step_dir.glob(f"*/{METADATA}"))
     if (step_dir / naming.STEP_METADATA).is_file():
         return found
@@ -233,7 +204,7 @@ def _number(path: Path) -> int | None:
 
 
 def _files(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Sizes and times of all files, to detect changes."""
+    """Returns sizes and times of all files, to detect changes."""
     found = {}
     for folder, _, inside in os.walk(directory):
         for name in inside:
@@ -250,10 +221,7 @@ def _files(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 class _RequestedLeaf(NamedTuple):
-    """A leaf requested by a template.
-
-    Its position there, its key in the source, the leaf itself.
-    """
+    """A leaf requested by a template: its position there, its key in the source, the leaf."""
 
     position: int
     key: _Key
@@ -261,7 +229,6 @@ class _RequestedLeaf(NamedTuple):
 
 
 def _wanted(template: PyTree, stored: Mapping[_Key, object], path: Path) -> list[_RequestedLeaf]:
-    """Returns the leaves that a template requests, by stored key."""
     own = _asked_for(template)
     for keyed in (own, _asked_for(_untracked(template))):
         wanted = [one._replace(key=other.key) for one, other in zip(own, keyed, strict=True)]
@@ -295,7 +262,7 @@ def _asked_for(template: PyTree) -> list[_RequestedLeaf]:
 
 
 def _untracked(template: PyTree) -> PyTree:
-    """The template with optimizer states unwrapped from their ``TrackState``."""
+    """Returns the template with optimizer states unwrapped from their ``TrackState``."""
 
     def is_track_state(node: object) -> bool:
         return isinstance(node, TrackState)
@@ -313,7 +280,7 @@ def _filled(template: PyTree, values: Mapping[int, object]) -> PyTree:
 
 
 def _leaves(tree: PyTree) -> dict[_Key, Leaf]:
-    """The non-empty leaves of nested dicts and lists, by key."""
+    """Returns the non-empty leaves of nested dicts and lists, by key."""
     found = tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
     return {_key(path): leaf for path, leaf in found if not paths.is_empty(leaf)}
 
@@ -323,7 +290,7 @@ def _is_leaf(node: object) -> bool:
 
 
 def _as_stored(leaf: object) -> Leaf:
-    """Requests for the leaves that no template requests: Orbax restores all or nothing."""
+    """Returns requests for the other leaves: Orbax restores all or nothing."""
     if isinstance(leaf, ocp.metadata.StringMetadata):
         return ""
     if isinstance(leaf, ocp.metadata.ScalarMetadata):

@@ -36,13 +36,7 @@ _KNOWN = {"bool", "float16", "float32", "float64"} | {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Column:
-    """A column of a table's file.
-
-    Attributes:
-      name: name of the column: ``values``, or ``slot.<name>``.
-      array: its rows.
-      dtype: dtype of the column.
-    """
+    """A column of a table's file: ``values`` or ``slot.<name>``, with the dtype as stored."""
 
     name: str
     array: LazyArray
@@ -50,7 +44,6 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Elements in a row."""
         return math.prod(self.array.shape[1:])
 
 
@@ -139,7 +132,6 @@ def _pyarrow() -> types.ModuleType:
 
 
 def _chosen(step: Step, patterns: Sequence[str]) -> list[str]:
-    """Names of the tables that match the patterns, sorted."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name for name in step.tables if naming.matches(pattern, name)}

@@ -52,11 +52,7 @@ class Exported:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a local path.
-
-    Raises:
-      UnsupportedRoot: the path has a URL scheme.
-    """
+    """Returns the absolute path of a local path; raises ``UnsupportedRoot`` for a URL."""
     if _SCHEME.match(os.fspath(path)):
         raise UnsupportedRoot(
             f"{redaction.shown(path)}: expected a file system path, found a URL scheme; export to "
@@ -66,11 +62,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def chosen(step: Step, patterns: str | Sequence[str]) -> set[str]:
-    """Returns the paths of a step's tables, slots and dense leaves that match some globs.
-
-    Raises:
-      OptionError: a glob matches none of them.
-    """
+    """Returns the paths of a step's tables, slots and dense leaves that match some globs."""
     slots = {path for table in step.tables.values() for path in table.leaves.values()}
     every, found = slots | {*step.dense}, set[str]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -91,21 +83,10 @@ def _is_placeholder(step: Step, name: str) -> bool:
 
 @contextlib.contextmanager
 def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """Yields a new directory, which is renamed to ``target`` if the block succeeds.
+    """Yields a new directory, which is fsynced and renamed to ``target`` if the block succeeds.
 
-    All files are flushed to disk before the rename. A killed process leaves a hidden directory
-    ``.<name>.<id>.tmp`` next to the target.
-
-    Args:
-      target: path of the export; parent directories are created.
-      needed_bytes: lower bound of the bytes to be written.
-
-    Yields:
-      The directory to write into.
-
-    Raises:
-      TargetExists: the target exists.
-      OutOfSpace, StorageError: the file system reported an error.
+    A killed process leaves a hidden directory ``.<name>.<id>.tmp`` next to the target.
+    ``needed_bytes`` is a lower bound of what will be written.
     """
     _refuse_existing(target)
     temporary = temporary_beside(target)

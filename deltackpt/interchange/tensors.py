@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports a step in the safetensors format, with Hugging Face's conventions for shards.
-
-Rows are streamed; see ``format.dtypes``.
-"""
+"""Exports a step in the safetensors format, with Hugging Face's conventions for shards."""
 
 from __future__ import annotations
 
@@ -33,13 +30,7 @@ _WITHOUT_TENSOR = (*PLACEHOLDERS, "string")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tensor:
-    """One tensor of the export.
-
-    Attributes:
-      name: '/'-joined path of the leaf.
-      array: a lazy array, or a dense leaf.
-      dtype: the stored dtype; differs from the leaf's if the format lacks that type.
-    """
+    """A tensor of the export, named by path; ``dtype`` is wider if the format lacks the leaf's."""
 
     name: str
     array: LazyArray | DenseLeaf
