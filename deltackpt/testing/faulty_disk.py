@@ -116,7 +116,6 @@ class _Rule:
         self._left = times
 
     def applies(self, call: DiskCall, below: str) -> bool:
-        """Whether it applies to this call; counts it."""
         if self._left == 0 or call.name not in self._calls:
             return False
         if not self._path.search(below):

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class _Stopped(BaseException):
-    """The actor was killed."""
+    pass
 
 
 class _Turns:
@@ -50,7 +50,6 @@ class _Turns:
         self.failures: list[BaseException] = []
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Starts an actor, which waits for its first turn."""
         turn = threading.Semaphore(0)
 
         def run() -> None:
@@ -80,7 +79,6 @@ class _Turns:
             raise _Stopped
 
     def kill(self, name: str) -> None:
-        """Ends an actor at its next request."""
         self._killed.add(name)
 
     def go(self) -> bool:
@@ -93,7 +91,6 @@ class _Turns:
 
     @property
     def names(self) -> list[str]:
-        """Actors that have not ended."""
         return sorted(self._waiting)
 
 
@@ -123,12 +120,10 @@ class _FaultyStore:
             raise Unanswered("no answer came in time")
 
     def get(self, key):
-        """Returns an object, or fails."""
         self._asked()
         return self.held.get(key)
 
     def keys(self, folder, *, after=""):
-        """Lists keys, or fails."""
         self._asked()
         return self.held.keys(folder, after=after)
 
@@ -160,7 +155,6 @@ class _FaultyStore:
             raise Unanswered("its answer lost")
 
     def delete(self, keys):
-        """Deletes objects, possibly later."""
         for key in [*keys]:
             self.turns.wait()
             if self._drawn.random() < self.faults / 2:
@@ -173,12 +167,9 @@ class _FaultyStore:
 class Observed:
     """What the actors observed.
 
-    Attributes:
-      committed: prefixes whose commit returned, and the record that it returned.
-      claimed: epochs that trainers claimed, except those withdrawn.
-      withdrawn: epochs whose claims were, or may have been, withdrawn.
-      rolled_back: prefixes of saves whose rollback returned.
-      damaged: number of objects that were removed or damaged.
+    ``committed`` maps the prefixes whose commit returned to the record that it returned.
+    ``withdrawn`` epochs were, or may have been, withdrawn; ``claimed`` excludes withdrawn ones.
+    ``rolled_back`` holds the prefixes of saves whose rollback returned.
     """
 
     committed: list[tuple[str, CatalogEntry]] = dataclasses.field(default_factory=list)
@@ -300,7 +291,6 @@ class JournalModel:
             self.observed.damaged += 1
 
     def _damaged(self, data: bytes) -> bytes | None:
-        """The object after a removal, a truncation or a flipped bit."""
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
         return self.drawn.choice((None, data[:middle], flipped))

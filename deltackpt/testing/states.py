@@ -53,15 +53,10 @@ def start() -> tuple[dict[str, PyTree], touched.TouchState]:
 def move(
     state: dict[str, PyTree], seed: int, *, rows: int = 20
 ) -> tuple[dict[str, PyTree], dict[str, jax.Array]]:
-    """Makes one step: it changes some rows with their slots, and all dense leaves.
+    """Changes at most ``rows`` rows per table with their slots, and all dense leaves.
 
-    Args:
-      state: of ``initial``, or of an earlier step.
-      seed: determines the step.
-      rows: maximum number of changed rows per table.
-
-    Returns:
-      The new state, and the int32 ids of the changed rows by the tables' full names.
+    ``seed`` determines the step. Returns the new state, and the int32 ids of the changed rows by
+    the tables' full names.
     """
     rng = np.random.default_rng(seed)
     ids = {}
