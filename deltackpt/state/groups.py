@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups tables: tables with equal fields, codecs and row sharding form one virtual table.
 
-Names and offsets are derived from the tables' names, so every process finds the same groups. A
-table with a key column has a group to itself, so that it can grow without moving other tables.
+Names and offsets come from the tables' names, so every process finds the same groups. A table with
+a key column has a group to itself, so that it can grow without moving other tables.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ _GroupKey = tuple[tuple[FieldSpec, ...], tuple[CodecChoice, ...], tuple[object, 
 
 @dataclasses.dataclass
 class TableFields:
-    """A table's fields before its group is known.
-
-    Attributes:
-      name: name of the table.
-      fields: field name to the position of its leaf, and whether it is always written whole.
-      key: the field with the id of each row; None without one.
-    """
+    """A table's fields, before its group is known: field to its leaf's position and ``always``."""
 
     name: str
     fields: dict[str, tuple[int, bool]]
@@ -58,18 +52,7 @@ class Grouped(NamedTuple):
 def group_tables(
     found: list[TableFields], flat: Flat, codec: CodecOption, slot_codec: CodecOption
 ) -> Grouped:
-    """Returns groups and table entries of tables sorted by name.
-
-    Args:
-      found: the tables.
-      flat: the leaves of the state.
-      codec: how values are stored, for all tables or by table path pattern.
-      slot_codec: the same, for slots.
-
-    Raises:
-      TableSelectionError: a codec's pattern matches no table, or a dtype cannot be stored.
-      OptionError: a codec cannot store the rows of a table.
-    """
+    """Returns groups and table entries of tables sorted by name."""
     names = [table.name for table in found]
     values_of = _choices("codec", codec, names)
     slots_of = _choices("slot_codec", slot_codec, names)

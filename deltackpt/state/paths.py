@@ -119,11 +119,7 @@ def _entry(key: Any) -> KeyEntry:
 
 
 def check_select(select: object) -> None:
-    """Checks that ``select`` has one of the forms of ``Select``.
-
-    Raises:
-      OptionError: it has another form, or is empty.
-    """
+    """Raises ``OptionError`` unless ``select`` has a form of ``Select`` and is not empty."""
     if isinstance(select, (str, re.Pattern)) or callable(select):
         if select != "":
             return
@@ -137,11 +133,7 @@ def check_select(select: object) -> None:
 
 
 def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[object]) -> list[int]:
-    """Returns positions of the leaves that ``select`` selects, ascending.
-
-    Raises:
-      TableSelectionError: a pattern matches nothing; the message lists the paths.
-    """
+    """Returns positions of the leaves that ``select`` selects, ascending."""
     names = [path_name(path) for path in paths]
     if callable(select):
         found = {i for i, path in enumerate(paths) if select(path, leaves[i])}
@@ -194,11 +186,7 @@ def table_fault(leaf: object) -> str | None:
 
 
 def check_template(template: PyTree) -> None:
-    """Checks that a template was not created inside a jitted function, which cannot place arrays.
-
-    Raises:
-      TemplateMismatch: a leaf is a tracer.
-    """
+    """Raises ``TemplateMismatch`` for tracers: inside a jitted function no array can be placed."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(template)):
         flat = flatten_with_paths(template, lambda node: False)
         traced = (
@@ -213,14 +201,7 @@ def check_template(template: PyTree) -> None:
 
 
 def narrowed(leaf: Leaf) -> str | None:
-    """Describes a template's leaf whose 64-bit values jax would truncate to 32 bits.
-
-    Args:
-      leaf: an array or a ``jax.ShapeDtypeStruct``.
-
-    Returns:
-      The problem and how to fix it; None if jax keeps the values, or if the leaf is a numpy array.
-    """
+    """Describes a leaf that jax would truncate to 32 bits; None for numpy and other leaves."""
     if isinstance(leaf, np.ndarray) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return None
     kept = jax.dtypes.canonicalize_dtype(leaf.dtype)

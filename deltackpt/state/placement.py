@@ -67,10 +67,7 @@ _NEUTRAL: tuple[
 
 @contextlib.contextmanager
 def neutral() -> Iterator[None]:
-    """Leaves the contexts of the caller.
-
-    Inside a trace the mesh stays, since it belongs to the traced program.
-    """
+    """Leaves the contexts of the caller; inside a trace the mesh stays, as the program's own."""
     set_now = [
         (context, values[0])
         for name, values, context in _NEUTRAL
@@ -116,25 +113,17 @@ _MOST = 8
 class ByLayout(Generic[_T]):
     """Caches results by layout and other inputs; evicts the oldest. Thread-safe.
 
-    A layout is compared by identity: ``tables.split`` returns the same object for states of equal
-    structure, shapes, dtypes and shardings, and comparing two of a thousand tables would cost more
-    than this cache saves. It must not contain arrays.
+    A layout is compared by identity: ``tables.split`` returns the same object for equal states, and
+    comparing two of a thousand tables would cost more than this cache saves. It contains no arrays.
     """
 
     def __init__(self) -> None:
-        """Creates an empty cache."""
         self._lock = threading.Lock()
         # With the layout, whose identity no other has while it is kept.
         self._known: dict[tuple[int, Hashable], tuple[Layout, _T]] = {}
 
     def get(self, layout: Layout, rest: Hashable, make: Callable[[], _T]) -> _T:
-        """Returns the result for a layout, computing it if it is not cached.
-
-        Args:
-          layout: the state's layout.
-          rest: all other inputs of the result.
-          make: computes it; errors are not cached.
-        """
+        """Returns the result for a layout and all other inputs; errors are not cached."""
         key = id(layout), rest
         with self._lock:
             known = self._known.get(key)  # Hashing a thousand shardings takes a millisecond.
@@ -173,10 +162,7 @@ def on_host(array: object) -> bool:
 
 
 def in_host_memory(array: object) -> bool:
-    """Returns whether a device's array is in host memory.
-
-    Device programs cannot gather rows there.
-    """
+    """Returns whether a device's array is in host memory, where programs cannot gather rows."""
     return isinstance(array, jax.Array) and array.sharding.memory_kind in HOST_MEMORY
 
 
@@ -185,15 +171,8 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
 
     A ``jax.ShapeDtypeStruct`` cannot express that an array is uncommitted. If it names the default
     device while other leaves are on several devices, its sharding is dropped: no program can use
-    arrays that are committed to one device and to several.
-
-    Args:
-      template: any pytree.
-      error: class of the error to raise.
-
-    Raises:
-      DeltackptError: a sharding is over an ``AbstractMesh``, or is a ``PartitionSpec``, and the
-        current mesh does not fit it; names each such leaf.
+    arrays that are committed to one device and to several. Raises ``error`` for an ``AbstractMesh``
+    or a ``PartitionSpec`` that the current mesh does not fit.
     """
     leaves, treedef = jax.tree.flatten(template)
     abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -257,7 +236,6 @@ def _described(template: PyTree, faults: Mapping[int, _NoMesh], mesh: jax.shardi
 
 
 def _default_device() -> Device:
-    """Returns the device that JAX creates arrays on."""
     device = _config.jax_default_device
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
@@ -265,12 +243,9 @@ def _default_device() -> Device:
 
 
 def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Array:
-    """Creates a ``jax.Array`` from a whole numpy array, placed like a leaf.
+    """Creates a ``jax.Array``, placed like a leaf, from a numpy array that all processes have.
 
-    Args:
-      value: the same in all processes.
-      leaf: an array, or a leaf of a ``resolved`` template.
-      may_alias: whether no other code writes to the value.
+    If ``may_alias``, no other code writes to the value.
     """
     sharding = sharding_of(leaf)
     if sharding is None:
@@ -287,15 +262,11 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
 def assembled(
     leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray], *, may_alias: bool
 ) -> jax.Array:
-    """Creates a ``jax.Array`` from parts in host memory, placed like a leaf.
+    """Creates a ``jax.Array`` from parts in host memory, placed like a leaf and in its shape.
 
-    Args:
-      leaf: an array, or a leaf of a ``resolved`` template; the result has its shape.
-      boxes: device to the part that it holds; a single device if the leaf is uncommitted.
-      held: the parts in host memory.
-      may_alias: whether no other code writes to the parts. The CPU backend then uses parts without
-        a copy if only one device holds them; with two devices, donations would overwrite each
-        other's rows.
+    If ``may_alias``, no other code writes to the parts. The CPU backend then uses parts without a
+    copy if only one device holds them; with two devices, donations would overwrite each other's
+    rows.
     """
     sharding = sharding_of(leaf)
     if sharding is None:
@@ -318,10 +289,7 @@ def assembled(
 
 
 def like(array: jax.Array, leaf: object) -> jax.Array:
-    """Moves an array to the placement of a leaf, if that is uncommitted or has a layout.
-
-    If the leaf has a sharding, the array must already have it.
-    """
+    """Moves an array to the placement of a leaf, if that is uncommitted or has a layout."""
     if sharding_of(leaf) is not None:
         return _laid_out(array, leaf)
     if not array.is_fully_addressable or _lies_like(array, leaf):
@@ -389,13 +357,7 @@ ITSELF = -1
 
 
 class OwnedShare(NamedTuple):
-    """Rows that this process writes.
-
-    Attributes:
-      box: box of the table that contains the rows.
-      shard: index of the array's addressable shard that holds them, or ``ITSELF``.
-      skip: number of rows of the shard before these rows.
-    """
+    """Rows of a box that this process writes: after ``skip`` rows of a shard, or of ``ITSELF``."""
 
     box: Box
     shard: int
@@ -413,14 +375,8 @@ class _Owned(NamedTuple):
 def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[OwnedShare]:
     """Returns the rows of one field of a table that this process writes; equal for equal arrays.
 
-    Args:
-      leaf: (rows, *trailing), a ``jax.Array`` with any sharding. A numpy array is assumed to be
-        equal on every process.
-      stamps: the table's stamps, (rows,); None if touched rows are not needed.
-      turn: index of the table, used to spread small tables over the devices.
-
-    Raises:
-      TrackingError: no process holds both some rows and their stamps.
+    A numpy array is assumed to be equal on every process. ``stamps`` is None if touched rows are
+    not needed; ``turn``, the table's index, spreads small tables over the devices.
     """
     row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
     if not isinstance(leaf, jax.Array):
@@ -456,12 +412,7 @@ def shard_data(array: Leaf, shard: int) -> Leaf:
 
 
 def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
-    """Returns the box of each device of this process.
-
-    Args:
-      sharding: the field's sharding.
-      shape: the field's shape, (rows, *trailing).
-    """
+    """Returns the box of each device of this process."""
     # Declared as optional, but each device of a process has an index.
     indices: Mapping[Device, Any] = sharding.addressable_devices_indices_map(shape)
     return {
@@ -472,12 +423,7 @@ def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
 
 
 def device_boxes(leaf: Leaf) -> dict[Any, Box]:
-    """Returns the box of each device of this process, for a leaf that is to be placed.
-
-    Args:
-      leaf: (rows, *trailing), abstract or not. The key of the only box is None if no device must
-        hold it.
-    """
+    """Returns the box of each device of this process; of None if no device must hold the leaf."""
     sharding = sharding_of(leaf)
     if sharding is None:
         return {None: whole(leaf.shape)}
@@ -485,11 +431,7 @@ def device_boxes(leaf: Leaf) -> dict[Any, Box]:
 
 
 def shared_rows(stamps: Leaf) -> frozenset[Span]:
-    """Returns rows of the stamps that this and other processes hold, by shard.
-
-    Args:
-      stamps: (rows,); a numpy array is assumed to be the same on every process.
-    """
+    """Returns rows of the stamps that this and other processes hold, by shard."""
     if not isinstance(stamps, jax.Array):
         return frozenset({(0, stamps.shape[0])} if coordination.process_count() > 1 else ())
     return _shared_rows(stamps.sharding, stamps.shape, coordination.process_index())

@@ -35,12 +35,9 @@ _OPT_STATE = "opt_state"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One slot of one table.
+    """One slot of one table, by the positions of their leaves; ``name`` is like ``opt_state/0/mu``.
 
-    Attributes:
-      table, leaf: positions of the table's leaf and of the slot's.
-      name: path of the params-like tree that holds the slot, e.g. ``opt_state/0/mu``.
-      always: the slot is a factored statistic, whose rows all move at every step.
+    ``always``: the slot is a factored statistic, whose rows all move at every step.
     """
 
     table: int
@@ -52,9 +49,8 @@ class Slot:
 def optimizer_leaves(tree: PyTree, flat: Flat) -> list[bool | None]:
     """Returns for each leaf: None outside optimizer states, else whether the state is still typed.
 
-    An optimizer state is a node with the key ``opt_state``, an optax state, or a tuple of such
-    states as ``optax.chain`` makes them. It lacks its types in an nnx ``State`` and if it was
-    restored as plain dicts and lists.
+    An optimizer state is a node with the key ``opt_state``, an optax state, or a tuple of them. It
+    lacks its types in an nnx ``State`` and if it was restored as plain dicts and lists.
     """
     typed = {path for path in paths.nodes(tree, _is_optax_state) if path}
     roots = {path[:depth] for path in typed for depth in range(1, len(path) + 1)}
@@ -68,11 +64,7 @@ def optimizer_leaves(tree: PyTree, flat: Flat) -> list[bool | None]:
 
 
 def is_always(slot: Slot, always: str | Sequence[str]) -> bool:
-    """Returns whether a slot is written whole: a factored statistic, or named by a pattern.
-
-    A pattern matches a slot's whole name, or its last component: ``v_row`` matches
-    ``opt_state/0/v_row``.
-    """
+    """Returns whether a slot is a factored statistic or has the name, or last component, given."""
     patterns = [always] if isinstance(always, str) else always
     last = slot.name.rpartition("/")[2]
     return slot.always or any(
@@ -96,12 +88,7 @@ def _is_optax_state(node: object) -> bool:
 
 
 def find_slots(flat: Flat, tables: Sequence[int], optimizer: Sequence[bool | None]) -> list[Slot]:
-    """Returns slots of the tables at the positions ``tables``; ``optimizer`` is optimizer_leaves.
-
-    Raises:
-      TableSelectionError: a params-like part of the optimizer state fits several params trees
-        equally well; the message lists them.
-    """
+    """Returns slots of the tables at these positions; ``optimizer`` is ``optimizer_leaves``."""
     outside = [i for i, typed in enumerate(optimizer) if typed is None]
     inside = [i for i, typed in enumerate(optimizer) if typed is not None]
     params = list(_containers(_trie(flat, outside), ()))
@@ -230,14 +217,7 @@ _NAMED_SO = re.compile(r"(?:^|[/_.])(?:ema|ewma|swa|polyak|avg|average[ds]?|aver
 
 
 class Average(NamedTuple):
-    """A leaf that looks like an average of a table.
-
-    Attributes:
-      leaf: position of the leaf in the state.
-      name: its '/'-joined path.
-      table: path of the table.
-      chosen: whether it is a table itself.
-    """
+    """A leaf that looks like an average of ``table``; ``chosen`` if it is a table itself."""
 
     leaf: int
     name: str
@@ -253,13 +233,8 @@ def averages_of(
 ) -> tuple[Average, ...]:
     """Finds leaves with a table's shape and with its path except for the first component.
 
-    Leaves that are tables themselves are included only if their names are typical of averages.
-
-    Args:
-      paths: paths of the state's leaves.
-      leaves: the leaves.
-      chosen: positions of the tables.
-      outside: positions of dense leaves outside optimizer states.
+    Leaves that are tables themselves are included only if their names are typical of averages;
+    ``outside`` has the positions of dense leaves outside optimizer states.
     """
     return tuple(_found(paths, leaves, chosen, outside))
 

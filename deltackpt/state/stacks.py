@@ -53,12 +53,7 @@ class StackMember:
 
 
 class MemberRun(NamedTuple):
-    """Consecutive rows of a stacked array with every S-th id of a member, S the number of shards.
-
-    Attributes:
-      row, id: the first row, and the id that it holds.
-      count: number of rows.
-    """
+    """Consecutive rows of a stacked array, the first with ``id``, then every S-th for S shards."""
 
     row: int
     id: int
@@ -190,11 +185,7 @@ def _padded(size: int, multiple: int) -> int:
 class MemberRows:
     """One table in a stacked array, which looks like an array (rows, *trailing); copies nothing.
 
-    Attributes:
-      array: the stacked array, or a template of it; None if only views of it are held.
-      stack, member: which of its rows belong to the table.
-      columns: index of its columns that belong to the table; () if all do.
-      shape, dtype: of the table.
+    ``array`` is None if only views of it are held; ``columns`` is () if all are the table's.
     """
 
     def __init__(self, array: Leaf, stack: StackedTable, member: StackMember):
@@ -228,10 +219,7 @@ class MemberRows:
         return placement.on_host(self.array)
 
     def detached(self) -> MemberRows | jax.Array:
-        """Returns the rows in a form that outlives a donation of the stacked array.
-
-        They are views if the array is in host memory, and a copy of the table if it is on devices.
-        """
+        """Returns rows that outlive a donation: views in host memory, a copy on devices."""
         if not self.on_host:
             return self.on_device(np.arange(len(self)))
         found = MemberRows(self.array, self.stack, self.member)
@@ -239,12 +227,7 @@ class MemberRows:
         return found
 
     def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the rows of some ids in host memory: (len(ids), *trailing).
-
-        Args:
-          ids: (n,) integers.
-          out: where to copy them, in the shape and dtype of the result; None for a new array.
-        """
+        """Returns the rows of some ids in host memory, (len(ids), *trailing)."""
         if out is None:
             out = np.empty((len(ids), *self.shape[1:]), self.dtype)
         if not self.on_host:
@@ -300,12 +283,7 @@ def _gathered(array: jax.Array, rows: np.ndarray, *, width: int | None) -> jax.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredMember:
-    """A table of a stacked array as it was read from a checkpoint.
-
-    Attributes:
-      rows: (rows, *trailing), in host memory.
-      target: where they belong in the template.
-    """
+    """A table of a stacked array as it was read into host memory, and where it belongs."""
 
     rows: np.ndarray
     target: MemberRows
@@ -383,21 +361,7 @@ class StackedView(NamedTuple):
 def expanded(
     found: Sequence[TableFields], flat: Flat, stacks: Mapping[str, StackedTable]
 ) -> tuple[list[TableFields], Flat, tuple[StackedView, ...]]:
-    """Replaces stacked tables by their members.
-
-    Args:
-      found: the tables.
-      flat: leaves and paths of the state.
-      stacks: table path pattern to the layout of the stacked array.
-
-    Returns:
-      The tables sorted by name; the leaves with those of the members appended, whose paths are
-      below the stacked leaf's; and the appended leaves as views.
-
-    Raises:
-      TableSelectionError: a pattern matches no table or a table two patterns, a leaf has not the
-        shape of its stack, or it is split by columns or among several processes.
-    """
+    """Replaces stacked tables by their members, sorted by name, whose leaves are appended views."""
     unused = set(stacks)
     tables: list[TableFields] = []
     leaves, all_paths, views = list(flat.leaves), list(flat.paths), []
@@ -471,11 +435,7 @@ def _misshapen(name: str, leaf: Leaf, stack: StackedTable) -> str:
 
 
 def by_leaf(fields: Mapping[str, object]) -> dict[str, list[RestoredMember | MemberRows]]:
-    """Returns the path name of each stacked leaf to its members.
-
-    Args:
-      fields: path name of each field of a table to its leaf, or to what was restored.
-    """
+    """Returns the path name of each stacked leaf to its members."""
     found: dict[str, list[RestoredMember | MemberRows]] = {}
     for name, value in fields.items():
         if isinstance(value, (RestoredMember, MemberRows)):

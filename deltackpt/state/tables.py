@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tables, and the split of a state into tables, slots and dense leaves.
 
-``split`` splits a state into tables with slots, dense leaves and the TouchState; ``join`` puts them
-together. Its results are cached by the structure of the state, since the training thread splits at
-every save.
+Splits are cached by the structure of the state: the training thread splits at every save.
 """
 
 from __future__ import annotations
@@ -221,21 +219,10 @@ def join(
     dense: Mapping[str, object],
     touched: TouchState | None,
 ) -> PyTree:
-    """Puts the parts of a state together.
+    """Puts the parts of a state together; the inverse of ``split``.
 
-    Args:
-      template: a state of the target structure, abstract or not; None makes nested dicts and lists.
-      layout: paths of tables and dense leaves.
-      fields: table name to field name to leaf.
-      dense: nested dicts of the dense leaves, as by ``split``.
-      touched: replaces the template's TouchStates; None puts fresh ones.
-
-    Returns:
-      The state. Without a template it has no TouchState; tuples become lists, named ones dicts.
-
-    Raises:
-      TemplateMismatch: the template has a leaf that the parts lack.
-      TrackingError: ``touched`` lacks a table of the template's TouchState.
+    Without a template, the state is nested dicts and lists, without TouchState. ``touched``
+    replaces the template's TouchStates; None puts fresh ones.
     """
     by_name = {
         path_name(path): fields[table.name][field]
@@ -305,11 +292,7 @@ def _signature(leaf: Leaf) -> Hashable:
 
 
 def check_touched(touched: TouchState | None) -> None:
-    """Checks a TouchState that is passed in addition to those of a state.
-
-    Raises:
-      UnsupportedLeaf: one of its arrays has no values.
-    """
+    """Raises ``UnsupportedLeaf`` if an array of a TouchState passed by the caller has no values."""
     _check_readable({"touched": touched}, jax.tree.leaves(touched))
 
 
@@ -486,7 +469,6 @@ def _dense_slots(
 def _choose(
     flat: Flat, tables: Tables, tracked: set[int], optimizer: list[bool | None]
 ) -> list[TableFields]:
-    """Returns the tables with their slots, in the order of their names."""
     names = [path_name(path) for path in flat.paths]
     usable = [
         i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
@@ -566,7 +548,6 @@ def _explicit_slots(
 def _add_keys(
     tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
 ) -> None:
-    """Gives tables the key columns that the user declared."""
     if tables.key is None:
         return
     field = row_blocks.slot_field(row_blocks.KEY_SLOT)

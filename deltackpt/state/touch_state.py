@@ -67,12 +67,8 @@ class Marks(NamedTuple):
 class TouchSite(NamedTuple):
     """The position of a TouchState among the leaves of a state.
 
-    Attributes:
-      path: its key path.
-      positions: positions of its leaves: a single one if its type is intact; otherwise the clock,
-        the stamps in the order of ``names``, and the identity.
-      names: the tables of the stamps; () if the type is intact.
-      touched: its content.
+    If its type is intact, it is one leaf, and ``names`` is (). Otherwise ``positions`` has the
+    clock, the stamps in the order of ``names``, and the identity.
     """
 
     path: KeyPath
@@ -283,9 +279,6 @@ def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
 
     A key names the table with the same path; otherwise the only table whose path ends with the key,
     because ``track`` only sees paths within the params.
-
-    Raises:
-      TrackingError: a table has no stamps, two tables share some, or the row counts differ.
     """
     found = matched(touched, layout)
     for table in layout.tables:
@@ -295,15 +288,7 @@ def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
 
 
 def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, jax.Array]]:
-    """Returns the stamps of each table: table name to path to stamps, (rows,) int32.
-
-    Args:
-      marks: the TouchStates of a save; a table may have stamps in any of them.
-      layout: the tables.
-
-    Raises:
-      TrackingError: a table has no stamps in any, or as for ``match_touched``.
-    """
+    """Returns table name to path to stamps; each table must have stamps in one of ``marks``."""
     found: dict[str, dict[str, jax.Array]] = {table.name: {} for table in layout.tables}
     for place, touched in marks:
         for table, key in matched(touched, layout).items():
@@ -322,11 +307,7 @@ def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
 
 
 def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Returns table name to the key of its stamps, for tables that have stamps.
-
-    Raises:
-      TrackingError: two tables share stamps, or the row counts differ.
-    """
+    """Returns table name to the key of its stamps, for tables that have stamps."""
     lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
     return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
 
