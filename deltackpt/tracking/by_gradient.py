@@ -35,15 +35,9 @@ _STEPS, _QUIET = 5, 3
 
 
 def touched_rows(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns which rows of a gradient are not all +0.0, and which contain a NaN.
+    """Returns which rows of a gradient are not all +0.0, and which contain a NaN: (rows,) bool.
 
     A negative zero counts as touched, since an update of +0.0 changes a value of -0.0.
-
-    Args:
-      gradient: gradient of a table, (rows, ...).
-
-    Returns:
-      Two arrays of (rows,) bool.
     """
     (pieces,) = folded(gradient)
     patterns, nans = bits(pieces) != 0, _is_nan(pieces)
@@ -73,12 +67,7 @@ def _is_nan(leaf: PyTree) -> jax.Array | None:
 
 
 def with_negative_zeros(updates: PyTree, tables: Collection[KeyPath]) -> PyTree:
-    """Replaces zeros in the tables' updates with -0.0: adding +0.0 would change a value of -0.0.
-
-    Args:
-      updates: an optimizer's updates, structured like its params.
-      tables: paths of the tables in the params.
-    """
+    """Replaces zeros in the tables' updates with -0.0: adding +0.0 would change a value of -0.0."""
     flat = paths.flatten_with_paths(updates, _is_masked)
     _, treedef = paths.flatten(updates, _is_masked)
     leaves = [
@@ -97,17 +86,7 @@ def check(
     state: PyTree,
     tables: Collection[KeyPath],
 ) -> None:
-    """Checks that an optimizer moves a row of these tables only if its gradient is not zero.
-
-    Args:
-      optimizer: the wrapped optimizer.
-      params: the params that it was initialized with, abstract or not.
-      state: the optimizer's state.
-      tables: paths of the tables in the params.
-
-    Raises:
-      TrackingError: the optimizer moves other rows, or it is unknown whether it does.
-    """
+    """Raises ``TrackingError`` unless an optimizer moves only rows with a gradient."""
     for kind in sorted(_unknown(state, tables)):
         raise TrackingError(
             f'track, rule="gradient": expected an optimizer whose state is of '
@@ -130,7 +109,6 @@ def check(
 
 
 def _unknown(state: PyTree, tables: Collection[KeyPath]) -> set[str]:
-    """Returns names of unknown state types that do not exclude the tables."""
     return {type(one).__name__ for one in _states(state) if not _leaves_out(one, tables)}
 
 

@@ -137,16 +137,10 @@ def check_marked(
     stamps: Mapping[str, Mapping[str, Any]],
     since: Mapping[str, int],
 ) -> None:
-    """Checks that every row that changed on this process is stamped.
+    """Raises ``TrackingError`` if a row changed on this process that no TouchState stamped since.
 
-    Args:
-      before: table name to earlier fingerprints, (rows, 2).
-      now: table name to current fingerprints.
-      stamps: table name to TouchState path to the stamps, (rows,).
-      since: TouchState path to its clock when ``before`` was computed.
-
-    Raises:
-      TrackingError: rows changed, but no TouchState stamped them; the message lists them.
+    ``stamps`` maps table to path of a TouchState to stamps, ``since`` such a path to its earlier
+    clock.
     """
     faults = []
     for table, rows in now.items():
@@ -179,7 +173,6 @@ def check_marked(
 
 
 def _local_rows(flags: jax.Array) -> np.ndarray:
-    """Returns the rows of this process, ascending, whose flag is set."""
     found = [
         np.flatnonzero(np.asarray(shard.data)) + (shard.index[0].start or 0)
         for shard in flags.addressable_shards
@@ -306,8 +299,7 @@ def _placed(tables: Mapping[str, jax.Array]) -> dict[str, tuple[object, object]]
 def on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
     """Returns the tables and their hashed slots on devices, as arguments for ``fingerprints``.
 
-    A table on the host is placed on a CPU device, because an accelerator may lack the memory for
-    it.
+    A host's table goes to a CPU device, because an accelerator may lack the memory for it.
     """
     found = {}
     for name, slots in _hashed_slots(layout).items():
