@@ -43,15 +43,7 @@ class AbstractEmbeddings:
 
 @placement.neutral()
 def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
-    """Restores one item of a step, for the adapters of Orbax.
-
-    Args:
-      item_dir: directory of the item in a committed step.
-      abstract: what to restore, and where to put it.
-
-    Raises:
-      RestoreError: the step is not readable, or does not match ``abstract``.
-    """
+    """Restores one item of a committed step, for the adapters of Orbax."""
     saves = read_chain(item_dir.parent, item_dir.name)
     if abstract is None or abstract.tables is None:
         return restore_tables(saves)
@@ -98,11 +90,7 @@ def check_width(what: str, leaf: object) -> None:
 
 
 def wanted_of(templates: Mapping[str, Mapping[str, object]]) -> Wanted:
-    """Returns what this process needs of some tables: its shards' boxes, or everything.
-
-    Args:
-      templates: table name to field name to the template's leaf.
-    """
+    """Returns what this process needs of some tables: its shards' boxes, or everything."""
     return {
         name: {
             field: sorted(set(placement.device_boxes(leaf).values()))
@@ -115,12 +103,9 @@ def wanted_of(templates: Mapping[str, Mapping[str, object]]) -> Wanted:
 def place(
     merged: RestoredTables, templates: Mapping[str, Mapping[str, Leaf]]
 ) -> dict[str, dict[str, Leaf]]:
-    """Places merged buffers as the template's leaves: in their shardings, or on the host.
+    """Places what ``restore_tables`` read for ``wanted_of(templates)`` as the template's leaves.
 
-    Args:
-      merged: the result of ``restore_tables`` for ``wanted_of(templates)``.
-      templates: table name to field name to the template's leaf; a numpy leaf returns the buffer
-        itself, a table of a stacked array a ``RestoredMember``, which ``tables.join`` needs.
+    A numpy leaf returns the buffer itself, a table of a stacked array a ``RestoredMember``.
     """
     rows = {table.name: table.rows for table in merged.layout.tables}
     placed: dict[str, dict[str, Leaf]] = {}
@@ -190,12 +175,7 @@ def same_bits(one: object, two: object) -> bool:
 
 
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
-    """Returns whether merged buffers equal tables and slots bit for bit, on this process's shards.
-
-    Args:
-      merged: the result of ``restore_tables`` for ``wanted_of(leaves)``.
-      leaves: table name to field name to array.
-    """
+    """Returns whether merged buffers equal this process's shards of ``leaves`` bit for bit."""
     return all(
         same_bits(merged.buffers[name][field][box], part)
         for name, fields in leaves.items()

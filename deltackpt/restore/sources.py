@@ -98,20 +98,12 @@ class ItemFiles(Protocol):
 
 
 class DenseFiles:
-    """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step.
-
-    Attributes:
-      fresh: same as in ``StoredItem``; the item's contents must not be modified.
-    """
+    """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step."""
 
     fresh = False
 
     def __init__(self, found: DenseValues):
-        """Writes nothing yet.
-
-        Args:
-          found: contents of the item.
-        """
+        """Keeps the contents, which must not be modified; writes nothing yet."""
         self._found = found
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -129,11 +121,7 @@ class DenseFiles:
         return DenseValues(found, self._found.files)
 
     def folder(self, item: str) -> Path:
-        """See ``ItemFiles``.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """See ``ItemFiles``."""
         if self._folder is None:
             found = self._found
             nbytes = sum(value.nbytes for value in found.values.values())
@@ -163,15 +151,10 @@ class StepFiles:
     def __init__(
         self, files: Mapping[str, np.ndarray], shown: str, dense: DenseFiles | None = None
     ):
-        """Checks the digests only.
+        """Checks the digests only: damaged if they are missing or altered.
 
-        Args:
-          files: contents of each file, by POSIX path below the step.
-          shown: the step's name in errors.
-          dense: its dense leaves, if they are not files of the step.
-
-        Raises:
-          Damaged: the digests are missing or altered.
+        ``files`` has the contents by POSIX path below the step, ``dense`` leaves that are not
+        files.
         """
         self._files = files
         self._shown = shown
@@ -185,11 +168,7 @@ class StepFiles:
         return any(name.startswith(f"{item}/") for name in self._digests)
 
     def folder(self, item: str) -> Path:
-        """Returns a folder with the files of an item, and no others.
-
-        Raises:
-          Damaged: a file is missing or altered.
-        """
+        """Returns a folder with the verified files of an item, and no others."""
         if self._dense is not None and item in self._dense:
             return self._dense.folder(item)
         if item not in self._folders:

@@ -68,12 +68,10 @@ Service = RowSource | Literal["auto"] | None
 
 
 class DenseRead(NamedTuple):
-    """Dense leaves that were read.
+    """Dense leaves that were read, as nested dicts.
 
-    Attributes:
-      leaves: nested dicts.
-      chunks: for leaves placed on devices, keys of Orbax's database to the (bytes,) uint8 buffers
-        they were read into. The buffers must not be modified: on the CPU a leaf may alias one.
+    ``chunks``: for leaves placed on devices, keys of Orbax's database to the (bytes,) uint8 buffers
+    they were read into. The buffers must not be modified: on the CPU a leaf may alias one.
     """
 
     leaves: dict[str, PyTree]
@@ -86,17 +84,10 @@ class ItemReader(Protocol):
     def dense(
         self, step: int, abstract: dict[str, PyTree] | None, files: ItemFiles | None = None
     ) -> DenseRead:
-        """Reads the dense leaves of a committed step.
+        """Reads the dense leaves of a committed step, with the shardings of ``abstract``.
 
-        Args:
-          step: number of the step.
-          abstract: the leaves to restore, nested dicts with the target shardings; None for
-            everything, as numpy arrays.
-          files: files of the step that are available without storage.
-
-        Raises:
-          TemplateMismatch: the step has other leaves.
-          RestoreError: the leaves are not readable, or another process did not join the read.
+        None reads everything as numpy arrays. All processes must call it; ``files`` replaces
+        storage.
         """
         ...
 
@@ -105,24 +96,15 @@ class ItemReader(Protocol):
     ) -> Callable[[], DenseRead] | None:
         """Returns a reader of dense leaves that needs no other process.
 
-        Args:
-          step: number of the step.
-          abstract: same as for ``dense``.
-          verify: whether it verifies all files of the dense leaves; else the caller does.
-
-        Returns:
-          Same as ``dense``; None if the caller must verify the files and call ``dense`` instead.
+        None if the caller must verify the files and call ``dense``. ``verify``: the reader verifies
+        them.
         """
         ...
 
     def items(
         self, step: int, items: Items, files: ItemFiles | None = None
     ) -> Mapping[str, object]:
-        """Reads additional items that a committed step holds.
-
-        Raises:
-          RestoreError: another process did not join the read.
-        """
+        """Reads additional items that a committed step holds, with all other processes."""
         ...
 
 
@@ -130,18 +112,9 @@ class ItemReader(Protocol):
 class Found:
     """What a restore will read.
 
-    Attributes:
-      step: number of the step.
-      target: the step.
-      saves: its chain; None if a source is tried first.
-      source: a source that may have the tables in memory.
-      problem: why an existing source is unusable.
-      expected: the template's parts.
-      wanted: wanted parts of the tables; None for all.
-      dense: whether dense leaves are restored too.
-      plan: WAL records that lead from the step to a recovery point; None to restore the step.
-      straight: reads dense leaves without the other processes, and verifies them if there are no
-        others; None if all must call ``ItemReader.dense``.
+    ``saves`` is None if ``source`` is tried first, ``problem`` why an existing source is unusable,
+    ``wanted`` None for all. ``straight`` reads dense leaves without the other processes, and
+    verifies them if there are no others; None if all must call ``ItemReader.dense``.
     """
 
     step: int
@@ -156,14 +129,7 @@ class Found:
     straight: Callable[[], DenseRead] | None = None
 
     def check_stays(self, *others: SaveId) -> None:
-        """Checks that the step is still the same save, in every source that was used.
-
-        Args:
-          *others: saves from which parts were read, or that other processes found.
-
-        Raises:
-          StepGone: it was removed, and another save may have its number.
-        """
+        """Raises ``StepGone`` if the step is another save now, or was one of ``others``."""
         if {*others} - {self.target.info.save_id}:
             raise stored_saves.gone(self.target.step_dir)
         stored_saves.check_exists(self.target)
@@ -171,16 +137,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """The data that a restore has read.
-
-    Attributes:
-      tables: merged tables and slots.
-      dense: leaves that are neither tables nor slots.
-      chunks: same as in ``DenseRead``.
-      problem: why no source was used.
-      files: the step's other files from a source.
-      point: contents of the recovery point other than its tables; None for a step.
-    """
+    """The data that a restore has read; ``problem`` is why no source was used."""
 
     tables: RestoredTables
     dense: dict[str, PyTree]
@@ -203,16 +160,7 @@ class StepReader:
         share: tuple[int, int],
         service_secs: float,
     ):
-        """Reads nothing yet.
-
-        Args:
-          root: directory of the steps.
-          item: name of the item of the tables.
-          choice: which leaves of a template are tables.
-          others: reads dense leaves and items.
-          share: index of this process, and the number of reading processes.
-          service_secs: maximum wait for a source in seconds.
-        """
+        """Reads nothing yet; ``share`` is this process's index and the number of readers."""
         self._root = root
         self._item = item
         self._choice = choice
@@ -231,17 +179,8 @@ class StepReader:
         """Finds a step, its chain unless a source may provide it, and what is wanted of it.
 
         Checks this process's share of the step's files, unless a source may have them; dense leaves
-        may be checked while they are read.
-
-        Args:
-          step: number of the step.
-          template: the state's structure, or a state that is already split; None for numpy arrays.
-          rows: read only these, without dense leaves.
-          service: a source that may have the tables in memory.
-          point: recovery point to restore by replaying onto the step.
-
-        Raises:
-          RestoreError: the step is not readable, or does not match the template.
+        may be checked while they are read. ``rows`` restricts the read to these, without dense
+        leaves.
         """
         paths.check_template(template)
         step_dir = self._root.at(step)
@@ -302,16 +241,10 @@ class StepReader:
         progress: Progress | None,
         held: contextlib.ExitStack,
     ) -> Loaded:
-        """Reads merged tables, and dense leaves.
+        """Reads merged tables, and dense leaves; ``agreed`` is the save that all processes read.
 
-        Args:
-          found: the step.
-          agreed: the save that all processes read.
-          progress: called with the bytes read and the total.
-          held: closes the sources of additional items.
-
-        Raises:
-          RestoreError: the step is not readable.
+        ``progress`` gets the bytes read and the total; ``held`` closes the sources of additional
+        items.
         """
         with self._detect_removal(found):
             merged, files, point, problem = self._from_memory(found, held)
@@ -355,16 +288,7 @@ class StepReader:
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, object]:
-        """Reads additional items of a step, by name.
-
-        Args:
-          found: the step.
-          items: the argument for each item's handler.
-          files: the step's files from a source.
-
-        Raises:
-          TemplateMismatch: the step was saved without one of them.
-        """
+        """Reads additional items of a step, by name, with an argument for each item's handler."""
         step_dir = found.target.step_dir
         with self._detect_removal(found):
 
@@ -463,14 +387,7 @@ class StepReader:
 def joined(
     template: PyTree, found: Found, loaded: Loaded, identity: int
 ) -> tuple[PyTree, TouchState | None]:
-    """Builds the whole state with a fresh TouchState; nested dicts and lists without a template.
-
-    Args:
-      template: the state's structure.
-      found: what to restore.
-      loaded: what was read.
-      identity: identity of the fresh TouchState.
-    """
+    """Builds the whole state with a fresh TouchState; nested dicts and lists without a template."""
     expected, merged = found.expected, loaded.tables
     if expected is None:
         return state_tables.join(None, merged.layout, merged.fields, loaded.dense, None), None

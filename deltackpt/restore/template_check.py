@@ -23,18 +23,9 @@ NOTHING = "no such array"
 def check_template(
     expected: Layout, fields: Mapping[str, Mapping[str, object]], save: StoredSave
 ) -> None:
-    """Checks that a step holds the tables and slots of a template.
+    """Raises ``TemplateMismatch`` unless a step holds the tables and slots of a template.
 
     A table may have grown: if the template's leaf is an array, its additional rows are kept.
-
-    Args:
-      expected: the template's layout.
-      fields: table name to field name to the template's leaf.
-      save: the step.
-
-    Raises:
-      TemplateMismatch: a table or slot is missing on either side, differs in shape or dtype, or has
-        a dtype that JAX would truncate to 32 bits.
     """
     step = save.info.save_id.step
     for table, leaves in fields.items():
@@ -72,13 +63,10 @@ def check_template(
 def mismatch(
     step: int, faults: Mapping[str, tuple[str, str]], advice: str | None = None
 ) -> TemplateMismatch:
-    """Returns the error for leaves in which a template and a step differ.
+    """Returns the error for leaves in which a template and a step differ, the most important first.
 
-    Args:
-      step: the step.
-      faults: each leaf's name in errors, the most important first, mapped to what the template has
-        and what the step has; ``NOTHING`` if it lacks the leaf.
-      advice: what to do; by default to use another template, or ``read_state``.
+    A fault is what the template and the step have; ``NOTHING`` if one lacks the leaf. The default
+    advice is to use another template, or ``read_state``.
     """
     (first, (want, have)), *rest = faults.items()
     if advice is None:
@@ -153,7 +141,6 @@ def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
 
 
 def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
-    """Describes a table or field: rows, shape of a row, dtype."""
     groups = target.group_by_name
     return {
         (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
