@@ -80,13 +80,7 @@ _Box = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """An array with uncompressed chunks.
-
-    Attributes:
-      name: in the database.
-      chunks: shape of a chunk.
-      is_number: whether the leaf was a Python number.
-    """
+    """An array with uncompressed chunks, by its name in the database."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,7 +90,6 @@ class _Stored:
 
     @property
     def leaf(self) -> orbax_dense.StoredLeaf:
-        """Returns the leaf that it stores."""
         return orbax_dense.StoredLeaf(
             "number" if self.is_number else "array", self.shape, self.dtype
         )
@@ -139,15 +132,7 @@ class StoredLeaves:
     """The leaves of an item, by their descriptions."""
 
     def __init__(self, item: StoredItem | DenseFiles, name: str):
-        """Reads the descriptions.
-
-        Args:
-          item: name of the item of the step.
-          name: its name in errors.
-
-        Raises:
-          Damaged: they are missing, altered, or not valid descriptions.
-        """
+        """Reads the descriptions; damaged if they are missing, altered or invalid."""
         self._item = item
         self._name = name
         self._outline = item.outline
@@ -160,10 +145,7 @@ class StoredLeaves:
     def need_no_orbax(self, abstract: dict[str, Any] | None, values: OrbaxValues) -> bool:
         """Returns whether nearly all of an item can be read straight into a template's placement.
 
-        Args:
-          abstract: as for ``restored``.
-          values: values of the item. All chunks of each array must exist, because TensorStore fills
-            missing chunks.
+        All chunks of each array must exist, because TensorStore fills missing chunks.
         """
         wanted = None if abstract is None else orbax_dense.by_key(abstract)
         if wanted is not None and wanted.keys() != self._kinds.keys():
@@ -210,14 +192,7 @@ class StoredLeaves:
     def restored(self, abstract: dict[str, Any] | None, step: int) -> DenseRead:
         """Returns the leaves, checked as by ``orbax_dense.check`` and ``orbax_dense.restored``.
 
-        Args:
-          abstract: what to restore, with the target shardings; None for everything, on the host
-            except typed keys.
-          step: the step, for errors.
-
-        Raises:
-          TemplateMismatch: the step has other leaves.
-          Damaged: a value is missing or altered.
+        Without ``abstract``, everything is on the host except typed keys.
         """
         return self._restored(abstract, {*self._kinds}, step)
 
@@ -345,7 +320,6 @@ class StoredLeaves:
         return found
 
     def _described(self, keys: Iterable[KeyPath]) -> dict[str, memoryview]:
-        """Returns descriptions of arrays."""
         names = (f"{'.'.join(key)}/{ZARRAY}" for key in keys)
         return {name: self._outline.values[name] for name in names if name in self._outline.values}
 

@@ -35,12 +35,7 @@ class OrbaxItems:
     """The ``ItemReader`` of a manager."""
 
     def __init__(self, root: Steps, handlers: Mapping[str, Any]):
-        """Reads nothing yet.
-
-        Args:
-          root: directory of the steps.
-          handlers: handlers of additional items, by name.
-        """
+        """Reads nothing yet; ``handlers`` are those of additional items."""
         self._root = root
         self._handlers = handlers
 
@@ -96,12 +91,7 @@ class OrbaxItems:
         return read
 
     def some(self, step: int, keys: Collection[tuple[str, ...]]) -> dict[str, Any]:
-        """Returns some dense leaves on the host, verified; all of them if the item has no digests.
-
-        Args:
-          step: the step.
-          keys: keys of leaves that the step has.
-        """
+        """Returns some dense leaves on the host, verified; all if the item has no digests."""
         if (chain := self._own(step)) is None:
             return self.dense(step, None).leaves
         return chains.read_whole(

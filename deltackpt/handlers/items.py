@@ -41,11 +41,8 @@ class HandlerItem:
     def start(cls, handler: Any, item_dir: Path, args: Any, runtime: Runtime) -> HandlerItem:
         """Makes the handler capture its data; training may continue afterwards.
 
-        Args:
-          handler: an Orbax handler.
-          item_dir: existing directory of the item, in the step's temporary directory.
-          args: its save arguments.
-          runtime: a thread for work that cannot be done in a running event loop.
+        ``item_dir`` exists, in the step's temporary directory; ``runtime`` is a thread for work
+        that cannot be done in a running event loop.
         """
         # Orbax is imported for its handlers alone.
         from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
@@ -126,18 +123,7 @@ _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 def sorted_handlers(
     handlers: Mapping[str, Any] | None,
 ) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
-    """Separates deltackpt's item from Orbax's items.
-
-    Args:
-      handlers: item names to handlers.
-
-    Returns:
-      Name and tables of deltackpt's item, and the other handlers.
-
-    Raises:
-      OptionError: not exactly one value is a ``Tables``, another value is not a handler, or a name
-        is not a valid item name.
-    """
+    """Returns name and tables of deltackpt's item, and the other handlers."""
     if handlers is not None and not isinstance(handlers, Mapping):
         raise OptionError(
             "handlers: expected a mapping of item names to handlers, found "
@@ -177,15 +163,7 @@ def save_args(
 
     Orbax's handlers copy arrays before ``save()`` returns, but read JSON and protobuf values when
     they write them, so that a later change by the caller would be saved. These are copied here.
-
-    Args:
-      items: item names to save arguments, as passed by the user.
-      handlers: handlers of additional items, by name; a JSON handler is added for each new JSON
-        item.
-      tables: name of deltackpt's own item.
-
-    Raises:
-      OptionError: no handler accepts an argument.
+    Adds a JSON handler to ``handlers`` for each new JSON item.
     """
     checked = _checked(items, handlers, tables, 0)
     return {name: _as_it_is(name, args) for name, args in checked.items()}
@@ -194,11 +172,7 @@ def save_args(
 def restore_args(
     items: Mapping[str, Any] | None, handlers: dict[str, Any], tables: str
 ) -> dict[str, ocp.args.CheckpointArgs]:
-    """Returns the restore arguments of additional items; None leaves an item to its handler.
-
-    Raises:
-      OptionError: no handler accepts an argument.
-    """
+    """Returns the restore arguments of additional items; None leaves an item to its handler."""
     return _checked(items, handlers, tables, 1)
 
 

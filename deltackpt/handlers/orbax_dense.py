@@ -55,13 +55,9 @@ def save_args(dense: dict[str, Any]) -> ocp.args.PyTreeSave:
 
 
 def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
-    """Returns why a dense leaf cannot be stored, or None.
+    """Returns why a dense leaf cannot be stored, or None; ``key`` is its path in the item.
 
     The result depends only on type, shape and dtype, except for Python integers and strings.
-
-    Args:
-      leaf: the leaf.
-      key: its path in the nested dicts of the item.
     """
     if _has_halves("".join(key)):
         return "has a lone surrogate in its path, which is not valid Unicode"
@@ -116,13 +112,7 @@ def _dtype_fault(leaf: Any) -> str | None:
 
 
 def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTreeRestore:
-    """Returns restore arguments of the dense leaves.
-
-    Args:
-      abstract: what to restore, with the target shardings, like the argument of ``save_args``; None
-        restores everything, arrays as numpy arrays.
-      stored: Orbax's metadata of the stored item.
-    """
+    """Returns restore arguments of the dense leaves for the item's metadata; None: all as numpy."""
     if abstract is None:
         kinds = jax.tree.map(_host_args, stored.tree, is_leaf=_is_leaf_metadata)
         return ocp.args.PyTreeRestore(restore_args=kinds)
@@ -133,11 +123,7 @@ def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTre
 
 
 def abstract(stored: Any) -> dict[str, Any]:
-    """Returns shapes and dtypes of stored leaves; other leaves stay as Orbax describes them.
-
-    Args:
-      stored: Orbax's metadata of the stored item.
-    """
+    """Returns shapes and dtypes of stored leaves; other leaves stay as Orbax describes them."""
     return jax.tree.map(_abstract, stored.tree, is_leaf=_is_leaf_metadata)
 
 
@@ -145,10 +131,8 @@ def abstract(stored: Any) -> dict[str, Any]:
 class StoredLeaf:
     """What is known of a stored leaf before it is read.
 
-    Attributes:
-      kind: a number is a Python number; a string may represent an array without elements.
-      shape: its shape.
-      dtype: its dtype; None for a string.
+    A number is a Python number. A string may represent an array without elements; its dtype is
+    None.
     """
 
     kind: Literal["array", "number", "string"]
@@ -157,11 +141,7 @@ class StoredLeaf:
 
 
 def described(stored: Any) -> dict[str, Any]:
-    """Returns each stored leaf as a ``StoredLeaf``; empty containers and other leaves stay.
-
-    Args:
-      stored: Orbax's metadata of the stored item.
-    """
+    """Returns each stored leaf as a ``StoredLeaf``; empty containers and other leaves stay."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, ocp.metadata.StringMetadata):
@@ -175,17 +155,7 @@ def described(stored: Any) -> dict[str, Any]:
 
 
 def check(abstract: dict[str, Any], stored: dict[str, Any], step: int) -> None:
-    """Checks leaves of the template against those of the step; Orbax would cast or drop some.
-
-    Args:
-      abstract: the leaves to restore, like the argument of ``save_args``.
-      stored: each stored leaf, by ``described``.
-      step: the step, for errors.
-
-    Raises:
-      TemplateMismatch: a leaf is missing on either side, has another kind, shape or dtype, or has a
-        dtype that jax would truncate to 32 bits.
-    """
+    """Checks leaves of the template against those of the step; Orbax would cast or drop some."""
     wanted, found = by_key(abstract), by_key(stored)
     faults = {}
     for key in (*wanted, *sorted(found.keys() - wanted.keys())):
@@ -200,16 +170,7 @@ def check(abstract: dict[str, Any], stored: dict[str, Any], step: int) -> None:
 
 
 def from_folder(item_dir: epath.Path, abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
-    """Restores the dense leaves of an item with Orbax's handler.
-
-    Args:
-      item_dir: directory of the item.
-      abstract: the leaves to restore, as for ``restore_args``.
-      step: the step, for errors.
-
-    Raises:
-      TemplateMismatch: as for ``check`` and ``restored``.
-    """
+    """Restores the dense leaves of an item with Orbax's handler."""
     with contextlib.closing(handler()) as reader:
         metadata = reader.metadata(item_dir)
         if abstract is not None:
@@ -223,17 +184,7 @@ def from_folder(item_dir: epath.Path, abstract: dict[str, Any] | None, step: int
 
 
 def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
-    """Returns the dense leaves as they were passed to ``save_args``.
-
-    Args:
-      found: the leaves that Orbax restored.
-      abstract: the requested leaves, as for ``restore_args``.
-      step: the step, for errors.
-
-    Raises:
-      TemplateMismatch: a value does not fit into the template's type, or an array without elements
-        is a different one.
-    """
+    """Returns the leaves that Orbax restored as they were passed to ``save_args``."""
     found = jax.tree.map(_original, found, is_leaf=_is_leaf)
     if abstract is None:
         return found
@@ -248,9 +199,7 @@ def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) 
 def typed(found: dict[str, Any], about: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Replaces key data with typed keys in leaves restored without a template.
 
-    Args:
-      found: the leaves.
-      about: contents of the item's metadata files.
+    ``about``: contents of the item's metadata files.
     """
     impls: dict[str, str] = {}
     for data in about:

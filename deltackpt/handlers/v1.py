@@ -26,15 +26,7 @@ from deltackpt.state import placement
 
 @placement.neutral()
 def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordinator]:
-    """Captures the rows: the blocking half of a save without deltackpt's manager.
-
-    Args:
-      embeddings: the tables and slots to save.
-      item_dir: the item's directory, as Orbax names it; it need not exist yet.
-
-    Returns:
-      The save, and the processes that write it.
-    """
+    """Captures the rows: the blocking half of a save without deltackpt's manager."""
     root, secs = str(item_dir.parent.parent), embeddings.options.processes_secs
     coordinator = Coordinator(root, secs)
     if embeddings.lineage is None:
@@ -49,9 +41,8 @@ def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordi
 def final_step_dir(item_dir: Path) -> Path:
     """Returns the committed step directory of an item that is being saved.
 
-    Args:
-      item_dir: ``<root>/<step>.orbax-checkpoint-tmp/<item>``, or ``<root>/<step>/<item>`` if Orbax
-        commits by a file.
+    ``item_dir`` is ``<root>/<step>.orbax-checkpoint-tmp/<item>``, or ``<root>/<step>/<item>`` if
+    Orbax commits by a file.
     """
     step_dir = item_dir.parent
     name, _, _ = step_dir.name.partition(naming.TEMPORARY)
@@ -59,11 +50,7 @@ def final_step_dir(item_dir: Path) -> Path:
 
 
 def step_number(step_dir: Path) -> int:
-    """Returns the step of a step directory's name, 0 for a checkpoint outside a sequence.
-
-    Raises:
-      OptionError: the step is greater than any that a record can represent.
-    """
+    """Returns the step of a step directory's name, 0 for a checkpoint outside a sequence."""
     found = re.search(r"(\d+)$", step_dir.name)
     return naming.as_step(int(found[1])) if found else 0
 
