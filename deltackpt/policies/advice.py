@@ -103,11 +103,7 @@ def advise_interval(
 
 
 def longest(candidates: Mapping[str, float]) -> Advice:
-    """Returns the advice that satisfies all candidates: an optimum, and its lower bounds.
-
-    Args:
-      candidates: reason to interval in seconds.
-    """
+    """Returns the longest interval of reason to seconds: an optimum and its lower bounds."""
     reason = max(candidates, key=lambda name: candidates[name])
     return Advice(interval_secs=candidates[reason], reason=reason)
 
@@ -278,8 +274,6 @@ def advise_regime(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """The same for every combination."""
-
     mtbr_secs: float
     step_secs: float
     max_overhead: float
@@ -293,13 +287,9 @@ _Figures = float | np.ndarray
 class _Terms:
     """The loss at given ratios, as a function of the finest interval T; arrays over the ratios.
 
-    Attributes:
-      times: the interval of each kind, in T.
-      stall_secs: stalls of all kinds within T.
-      replay_secs: the part of a restore that is proportional to 1 / T, times T.
-      fixed_secs: the rest of a restore.
-      late_secs: from the newest save of the finest kind until it is durable.
-      shortest_secs: lower bound of T by persist times.
+    ``times`` are in T; ``replay_secs`` is the part of a restore that is proportional to 1 / T,
+    times T; ``late_secs`` from the newest save of the finest kind until it is durable;
+    ``shortest_secs`` bounds T by persist times.
     """
 
     times: Sequence[_Figures]
@@ -353,7 +343,6 @@ def _terms(
 def _shares(
     terms: _Terms, interval_secs: _Figures, run: _Run
 ) -> tuple[_Figures, _Figures, _Figures]:
-    """Returns shares of training time: stalls, repeated work, restores."""
     return (
         terms.stall_secs / interval_secs,
         (interval_secs / 2 + terms.late_secs) / run.mtbr_secs,
@@ -487,7 +476,6 @@ class MeasuredCosts:
     """
 
     def __init__(self) -> None:
-        """Creates a handler without figures."""
         self._measured: dict[RecoveryKind, collections.deque[_Measurement]] = {
             kind: collections.deque(maxlen=_KEPT) for kind in ("wal", "delta", "base")
         }
