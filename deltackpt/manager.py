@@ -331,14 +331,8 @@ class CheckpointManager:
         announced a preemption, or a SIGTERM arrived since the first call, the step is saved even if
         another save is in flight, and the call returns when it is durable.
 
-        Args:
-          step: the training step. A plain int costs least; the call waits for a jax scalar.
-          state: the state at that step.
-          touched: as for ``save``.
-          items: as for ``save``.
-          metrics: as for ``save``.
-          custom_metadata: as for ``save``.
-          force_base: as for ``save``.
+        The arguments are those of ``save``. A plain int as the step costs least; the call waits for
+        a jax scalar.
 
         Returns:
           The result; None if nothing was due.
@@ -662,15 +656,8 @@ class CheckpointManager:
         Restoring an older one rolls back: the next save or WAL record moves later steps aside and
         invalidates later recovery points.
 
-        Args:
-          step: the step; a recovery point from ``recovery_points()``; or the step of such a point.
-          abstract_state: as for ``restore_latest``.
-          service: as for ``restore_latest``.
-          items: as for ``restore_latest``.
-          progress: as for ``restore_latest``.
-
-        Returns:
-          The step or recovery point.
+        ``step`` is a step, a recovery point from ``recovery_points()``, or the step of such a
+        point; the other arguments are those of ``restore_latest``.
 
         Raises:
           OptionError: ``step`` is not a valid step.
