@@ -23,72 +23,42 @@ _PAUSE_SECS = 1.0
 
 
 class SaveRequest(NamedTuple):
-    """A process's request to all processes.
-
-    Attributes:
-      reason: why a step must be saved.
-      restarts_wal: whether the WAL restarts with it, which invalidates earlier records.
-    """
+    """A process's request that all processes save a step."""
 
     reason: str
-    restarts_wal: bool
+    restarts_wal: bool  # The WAL restarts with the step: earlier records are invalid.
 
 
 class Proposal(NamedTuple):
-    """A call at which all processes should save.
+    """A call at which all processes should save."""
 
-    Attributes:
-      id: number of the proposal, from 1.
-      number: number of the ``append()`` call.
-      request: the request that caused it.
-    """
-
-    id: int
-    number: int
+    id: int  # From 1.
+    number: int  # Of the ``append()`` call.
     request: SaveRequest
 
 
 class ProcessStatus(NamedTuple):
-    """Process 0's view of a process.
+    """What a process sends to process 0."""
 
-    Attributes:
-      calls: how often it had called ``append()`` when it sent this.
-      last_proposal: id of the last proposal that it received, 0 before the first.
-      accepted: whether it accepted that.
-      passed: id of the last proposal whose call it has passed.
-      request: what it needs.
-      grown: bytes appended since the last step.
-      dense: bytes of its dense leaves.
-    """
-
-    calls: int = 0
-    last_proposal: int = 0
+    calls: int = 0  # Calls of ``append()`` by then.
+    last_proposal: int = 0  # Id of the last one received; 0 before the first.
     accepted: bool = False
-    passed: int = 0
+    passed: int = 0  # Id of the last proposal whose call it has passed.
     request: SaveRequest | None = None
-    grown: int = 0
-    dense: int = 0
+    grown: int = 0  # Bytes appended since the last step.
+    dense: int = 0  # Bytes of its dense leaves.
 
 
 class Member:
     """One process's part in the agreement."""
 
     def __init__(self, calls: int = 0) -> None:
-        """Starts without proposals.
-
-        Args:
-          calls: how often ``append()`` was called.
-        """
         self._calls = calls
         self._last_proposal: Proposal | None = None
         self._accepted = False
 
     def call(self) -> Proposal | None:
-        """Counts a call of ``append()``.
-
-        Returns:
-          A proposal whose outcome must be known before anything else.
-        """
+        """Counts a call of ``append()``; returns a proposal whose outcome must be known first."""
         self._calls += 1
         last_proposal = self._last_proposal
         if last_proposal is not None and self._accepted and last_proposal.number == self._calls:
@@ -125,15 +95,9 @@ class AgreedOutcome(NamedTuple):
 
 
 class Leader:
-    """The decisions of process 0."""
+    """The decisions of process 0; a proposal stays open for at most ``deadline_secs``."""
 
     def __init__(self, count: int, deadline_secs: float):
-        """Starts without a proposal.
-
-        Args:
-          count: number of processes.
-          deadline_secs: how long a proposal stays open that is neither accepted by all nor refused.
-        """
         self._count = count
         self._deadline_secs = deadline_secs
         self._ahead = _LEAST_AHEAD
@@ -152,17 +116,7 @@ class Leader:
     def next_action(
         self, now: float, statuses: Mapping[int, ProcessStatus], request: SaveRequest | None
     ) -> Proposal | AgreedOutcome | None:
-        """Returns the next action.
-
-        Args:
-          now: current time in seconds.
-          statuses: the known statuses of the processes.
-          request: the combined request of all processes.
-
-        Returns:
-          A proposal to send to all; the outcome of the previous one, for ``record_outcome``; or
-          None.
-        """
+        """Returns a proposal to send, an outcome to write for ``record_outcome``, or None."""
         if (proposal := self._open) is not None:
             replies = [one for one in statuses.values() if one.last_proposal == proposal.id]
             accepted = [one.accepted for one in replies]
@@ -191,13 +145,7 @@ class Leader:
         return self._open
 
     def record_outcome(self, now: float, *, is_agreed: bool, refused: bool) -> None:
-        """Records the outcome of the open proposal.
-
-        Args:
-          now: current time in seconds.
-          is_agreed: whether all save.
-          refused: whether a process was past the call: the next proposal may follow at once.
-        """
+        """Records an outcome; if ``refused``, the next proposal may follow at once."""
         assert self._open is not None
         if is_agreed:
             self._agreed, self._pause_secs = self._open.id, _PAUSE_SECS
@@ -208,12 +156,6 @@ class Leader:
 
 
 def too_long(statuses: Mapping[int, ProcessStatus], max_wal_ratio: float, base_bytes: int) -> bool:
-    """Returns whether the WAL of all processes exceeds what a restore should replay.
-
-    Args:
-      statuses: statuses of the processes.
-      max_wal_ratio: limit, as a multiple of a base.
-      base_bytes: bytes of all tables and slots, without dense leaves.
-    """
+    """Returns whether all WALs exceed the ratio to a base; ``base_bytes`` lacks dense leaves."""
     dense = sum(one.dense for one in statuses.values())
     return sum(one.grown for one in statuses.values()) > max_wal_ratio * (base_bytes + dense)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transports the messages of ``agreement`` between processes, and watches for processes that lag.
 
-Messages use the job's coordination service, which also works while the disk is full. A thread waits
-for the next proposal; on process 0 it also makes them. Statuses are sent when they change, so an
-idle agreement sends nothing.
+They use the job's coordination service, which works while the disk is full. Statuses are sent when
+they change, so an idle agreement sends nothing.
 """
 
 from __future__ import annotations
@@ -43,27 +42,15 @@ class AgreementThread:
     def __init__(
         self,
         coordinator: Coordinator,
-        key: str,
+        key: str,  # Prefix of all keys of this epoch.
         progress: WalProgress,
         *,
         calls: int,
         max_wal_ratio: float,
-        base_bytes: int,
-        deadline_secs: float,
+        base_bytes: int,  # Of a base without dense leaves.
+        deadline_secs: float,  # How far a process may lag; how long a proposal stays open.
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Sends nothing before ``start``.
-
-        Args:
-          coordinator: carries the messages.
-          key: prefix of all keys of this epoch.
-          progress: progress of the processes.
-          calls: how often ``append()`` was called.
-          max_wal_ratio: how large the WAL of all may grow, as a multiple of a base.
-          base_bytes: bytes of a base without dense leaves.
-          deadline_secs: how far a process may lag; how long a proposal stays open.
-          clock: in seconds.
-        """
         self._coordinator, self._key = coordinator, key
         self._progress = progress
         self._index, self._count = progress.process, progress.count
@@ -89,20 +76,13 @@ class AgreementThread:
     # On the training thread.
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread, which sends the first messages."""
         self._send_status()
         self._thread = threading.Thread(target=self._work, name="deltackpt-agree", daemon=True)
         self._thread.start()
 
     def call(self) -> SaveRequest | None:
-        """Counts a call of ``append()``; every process makes the same calls.
-
-        Returns:
-          Why all processes save a step at this one; None if they do not.
-
-        Raises:
-          StorageError: that cannot be determined.
-        """
+        """Counts a call of ``append()``; returns why all processes save a step at it, or None."""
         with self._lock:
             proposal = self._member.call()
         if proposal is None:
@@ -134,12 +114,7 @@ class AgreementThread:
         self._send_status()
 
     def grew(self, nbytes: int, dense_bytes: int) -> None:
-        """Reports the size of this process's WAL.
-
-        Args:
-          nbytes: bytes since the last step.
-          dense_bytes: bytes of its dense leaves.
-        """
+        """Reports the bytes of this process's WAL since the last step, and of its dense leaves."""
         self._dense = dense_bytes
         share = self._max_wal_ratio * (self._base_bytes + dense_bytes) / self._count / _SHARES
         if abs(nbytes - self._grown) >= share:
@@ -177,11 +152,7 @@ class AgreementThread:
                 self._closed.wait(_IDLE_SECS)
 
     def run_round(self) -> None:
-        """Runs one round: process 0 decides, then all receive.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Runs one round: process 0 decides, then all receive."""
         if self._index == 0:
             self._lead()
             self._check_lag()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled audit of the WAL: checks that each sampled row that changed is in a record.
 
-Each save keeps a sample of rows (``save.tracking_audit``). Every fourth record compares a slice of
-it and keeps the new bits, so that about 50 records cover the sample. The other rows keep their old
-bits, so a later record finds a change that an earlier one missed.
+Every fourth record compares a slice of the newest save's sample and keeps the new bits; about 50
+records cover it. The other rows keep their old bits, so a later record finds a missed change.
 """
 
 from __future__ import annotations
@@ -28,28 +27,19 @@ _EVERY, _ROWS = 4, 128
 
 @dataclasses.dataclass(eq=False)
 class _Slice:
-    """A few rows of one group as they were at the last comparison.
-
-    Attributes:
-      group: its name.
-      where: see ``tracking_audit.Samples``.
-      rows: virtual, int64 ascending.
-      bits: field name to the bits, uint8 (n, row_bytes).
-      since: the clocks after which rows may have moved since; None if these are not known.
-    """
+    """A few rows of one group as they were at the last comparison."""
 
     group: str
-    where: Where
-    rows: np.ndarray
-    bits: Mapping[str, np.ndarray]
-    since: Clocks | None
+    where: Where  # See ``tracking_audit.Samples``.
+    rows: np.ndarray  # Virtual, int64 ascending.
+    bits: Mapping[str, np.ndarray]  # Field name to uint8 (n, row_bytes).
+    since: Clocks | None  # Rows may have moved after these clocks; None if unknown.
 
 
 class Audit:
     """Compares a few rows for each record; used by the training thread."""
 
     def __init__(self) -> None:
-        """Compares nothing before ``start``."""
         self._known: Known | None = None
         self._slices: collections.deque[_Slice] = collections.deque()
         self._calls = 0
@@ -64,24 +54,15 @@ class Audit:
     def compare(
         self,
         sources: Sources,
-        given: TouchedRows | None,
+        given: TouchedRows | None,  # The rows of the record; None if the stamps determine them.
         *,
         clocks: Clocks,
-        since: Mapping[str, int],
-        settled: Clocks | None,
+        since: Mapping[str, int],  # TouchState path to the clock of the previous record.
+        settled: Clocks | None,  # Rows may still move after these; None if unknown.
     ) -> str | None:
-        """Compares the next slice if one is due; accelerator rows are compared at the next call.
+        """Compares the next slice if one is due; describes changed rows in no record, else None.
 
-        Args:
-          sources: the data that this process reads.
-          given: the rows of the record; None if the stamps determine them.
-          clocks: the clocks of the TouchStates at the record.
-          since: TouchState path to the clock of the previous record.
-          settled: the clocks after which rows may still move; None if unknown.
-
-        Returns:
-          A description of the rows that changed but are in no record; None if no such row was
-          found.
+        Accelerator rows are compared at the next call.
         """
         found, call, self._calls = self.poll(), self._calls, self._calls + 1
         if found is not None or call % _EVERY:

@@ -32,18 +32,7 @@ Rows = Mapping[str, np.ndarray]
 
 
 def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
-    """Returns the rows that a caller names as touched.
-
-    Args:
-      ids: tables, by their paths or the ends of exactly one path each, to row indices, in any order
-        and shape.
-      layout: layout of the tables.
-      clocks: the state of tracking.
-
-    Raises:
-      OptionError: a table does not exist; indices are not integers, or are outside the table;
-        or there are gradient accumulators, whose rows move later.
-    """
+    """Returns the rows that ``append(ids=...)`` names, checked and sorted, by full table name."""
     if clocks.windows:
         raise OptionError(
             "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
@@ -99,17 +88,7 @@ def _ascending(indices: np.ndarray, rows: int) -> np.ndarray:
 def sources_of(
     split: Split, marks: Sequence[Marks], rows: Rows | None, runtime: Runtime
 ) -> Sources:
-    """Returns the parts of the state that this process reads for a record.
-
-    Args:
-      split: the state.
-      marks: its TouchStates, and the one passed by the caller.
-      rows: the touched rows, if the caller names them.
-      runtime: provides the threads that read the stamps.
-
-    Raises:
-      TrackingError: a TouchState does not fit the tables, or the touched rows are unknown.
-    """
+    """Returns the parts of the state that this process reads for a record."""
     stamps = match_marks(marks, split.layout) if marks else {}
     sources = Sources(split.layout, split.fields, stamps, runtime)
     if rows is None and not marks:
@@ -128,20 +107,12 @@ def given_rows(rows: Rows | None, pending: Rows, layout: Layout) -> TouchedRows 
 def segments_of(
     sources: Sources,
     *,
-    since: Mapping[str, int],
+    since: Mapping[str, int],  # TouchState path to the clock after which rows are touched.
     given: TouchedRows | None,
-    pending: Rows,
-    always: bool,
+    pending: Rows,  # Included if the stamps determine the touched rows.
+    always: bool,  # Whether to include fields that are ``always`` written.
 ) -> list[SegmentSource]:
-    """Returns this process's rows of a record.
-
-    Args:
-      sources: the result of ``sources_of``.
-      since: TouchState path to the clock after which rows are touched.
-      given: the result of ``given_rows``.
-      pending: pending rows to include if the stamps determine the touched rows.
-      always: whether to include fields that are ``always`` written.
-    """
+    """Returns this process's rows of a record."""
     layout = sources.layout
     if given is None:
         sources.stamps.scan(since)
@@ -164,35 +135,17 @@ def capture(
     split: Split,
     segments: Sequence[SegmentSource],
     *,
-    full: bool,
+    full: bool,  # Whether to include dense leaves.
     items: Sequence[RecordedItem],
-    codec: str | BitWidthPolicy | CodecChoice | None,
+    codec: str | BitWidthPolicy | CodecChoice | None,  # Of table rows; None as for deltas.
     restores: int,
     process: int,
     runtime: Runtime,
-    references: DenseKeeper | None,
+    references: DenseKeeper | None,  # Of the dense leaves; None if they are stored in full.
     reserved_bytes: int,
-    started: float,
+    started: float,  # When ``append()`` was called, of ``time.perf_counter()``.
 ) -> Batch:
-    """Copies rows and dense leaves, consistent with each other.
-
-    Args:
-      save_id: id of the record.
-      split: the state.
-      segments: the result of ``segments_of``.
-      full: whether to include dense leaves.
-      items: additional items.
-      codec: codec of the tables' rows; None for those of deltas.
-      restores: number of times that training was restored.
-      process: index of this process.
-      runtime: provides the memory for the copies.
-      references: references of the dense leaves; None if they are stored in full.
-      reserved_bytes: see ``Batch``.
-      started: when ``append()`` was called, as a ``time.perf_counter()`` value.
-
-    Raises:
-      OptionError: a record cannot contain one of the dense leaves.
-    """
+    """Copies rows and dense leaves, consistent with each other."""
     choices = _choices(split, codec)
     plans = pending_save.planned(choices, "delta", restores)
     rows = StagedRows(segments, lambda one: pending_save.codecs_of(plans[one.group]), runtime)

@@ -47,21 +47,11 @@ class OpenEpoch:
         self,
         run: Run,
         head: EpochHeader,
-        root: Path,
-        directory: Path,
+        root: Path,  # Exists, and is never recreated.
+        directory: Path,  # With the segments of all processes, in the root.
         runtime: Runtime,
-        references: DenseKeeper | None,
+        references: DenseKeeper | None,  # What dense leaves are relative to, unless whole.
     ):
-        """Writes nothing yet.
-
-        Args:
-          run: the manager's run.
-          head: header of the epoch.
-          root: an existing directory, which is never recreated.
-          directory: with the segments of all processes, in the root.
-          runtime: writes and encodes the records.
-          references: what dense leaves are relative to; None if they are whole.
-        """
         options = run.options.wal
         assert options is not None
         self.head = head
@@ -110,7 +100,7 @@ class OpenEpoch:
     def open(
         cls, run: Run, head: EpochHeader, runtime: Runtime, references: DenseKeeper | None
     ) -> OpenEpoch:
-        """Opens an epoch whose header exists; see ``OpenEpoch``."""
+        """Opens an epoch whose header exists."""
         root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
         if head.directory is not None:
             root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
@@ -138,11 +128,7 @@ class OpenEpoch:
             )
 
     def newest_point(self, *, fresh: bool) -> RecoveryPoint | None:
-        """Returns the newest full point that every process is known to have.
-
-        Args:
-          fresh: whether to read the other processes' progress now.
-        """
+        """Returns the newest full point that all processes have; ``fresh`` reads progress now."""
         number = self.progress.of_all(fresh=fresh)
         with self._lock:
             found = (
@@ -156,15 +142,8 @@ class OpenEpoch:
     def truncate(self, step: SaveId) -> None:
         """Removes records that no restore needs: those up to a step, and all earlier epochs.
 
-        Each process removes its own records of this epoch, and process 0 all earlier epochs. The
-        uploader removes files in a bucket.
-
-        Args:
-          step: a committed step that restores may still fall back to: the one before the newest, so
-            that a damaged step costs nothing.
-
-        Raises:
-          StorageError: the store reported an error.
+        Pass the step before the newest, so that a damaged step costs nothing. Each process removes
+        its own records, process 0 the earlier epochs, and the uploader files in a bucket.
         """
         if step.run != self.head.run:
             return
@@ -199,33 +178,18 @@ def write_head(
     logs: WalReader,
     *,
     run: str,
-    layout: Layout | None,
+    layout: Layout | None,  # None without a WAL.
     process_count: int,
-    base: SaveId | None,
-    continues: Continues | None,
-    directory: str | None,
-    topic: WalTopic | None,
+    base: SaveId | None,  # The step that training continues from.
+    continues: Continues | None,  # The restored recovery point.
+    directory: str | None,  # Of the segments, if not next to the headers.
+    topic: WalTopic | None,  # Holds the records instead of segments.
     wal_dir: Path,
 ) -> int:
-    """Writes the header of a new epoch; earlier epochs are valid only up to its fork point.
+    """Writes the header of a new epoch, and returns its number.
 
-    Args:
-      logs: the WAL of the root.
-      run: id of the run.
-      layout: layout of the logged state; None without a WAL.
-      process_count: number of processes that append.
-      base: the step that training continues from.
-      continues: the restored recovery point, if any.
-      directory: directory of the segments, if they are not next to the headers. It gets a copy of
-        the header, so that a reader there can find the root of the segments.
-      topic: the Kafka topic that holds the records instead of segments.
-      wal_dir: directory of the headers.
-
-    Returns:
-      The number of the epoch.
-
-    Raises:
-      StorageError: it cannot be written.
+    Earlier epochs are valid only up to its fork point. ``directory`` gets a copy of the header, so
+    that a reader there can find the root of the segments.
     """
     while True:
         number = max(logs.numbers(), default=-1) + 1
@@ -262,20 +226,7 @@ def write_head(
 def write_end(
     run: Run, logs: WalReader, base: SaveId | None, continues: Continues | None = None
 ) -> int:
-    """Writes a header without a WAL, which invalidates the records above its fork point.
-
-    Args:
-      run: the manager's run.
-      logs: the WAL of the root.
-      base: the step that training continues from.
-      continues: the restored recovery point, if any.
-
-    Returns:
-      The number of the epoch.
-
-    Raises:
-      StorageError: it cannot be written.
-    """
+    """Writes a header without a WAL, which invalidates the records above its fork point."""
     return write_head(
         logs,
         run=run.lineage.run,
@@ -293,18 +244,12 @@ class EndedWal(NoWal):
     """The ``WalHooks`` of a manager that saves without a WAL: ends the WAL of earlier runs."""
 
     def __init__(self, run: Run):
-        """Writes nothing yet; ``run`` is the manager's."""
         self._run = run
         self._logs = WalReader(run.writable_root.log_at)
         self.begun = ""
 
     def begin_epoch(self, split: Split) -> None:
-        """See ``WalHooks``: writes a header if the directory has a WAL.
-
-        Raises:
-          FencedError: another trainer took over the directory.
-          StorageError: the header cannot be written.
-        """
+        """See ``WalHooks``: writes a header if the directory has a WAL."""
         run, lineage = self._run, self._run.lineage
         # As before a save: without its WAL, a staging directory cannot be resumed from.
         run.writable_root.begin_run(lineage.newest_committed, lineage.run)
@@ -330,17 +275,7 @@ class EndedWal(NoWal):
 
 
 def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
-    """Reads the header that process 0 has written.
-
-    Args:
-      run: the manager's run.
-      logs: the WAL of the root.
-      number: number of the epoch.
-
-    Raises:
-      OptionError: this process does not see the WAL directory of process 0.
-      Damaged: the header is missing or altered.
-    """
+    """Reads the header that process 0 has written."""
     options = run.options.wal
     assert options is not None
     backend = options.backend

@@ -32,23 +32,14 @@ _BUFFER_BYTES = 2 << 20
 
 
 def here(topic: Topic) -> WalTopic:
-    """Returns the topic with its ends: no record of a later epoch is before them.
-
-    Raises:
-      StorageError: the topic cannot be read.
-    """
+    """Returns the topic with its ends: no record of a later epoch is before them."""
     offsets = topic.offsets()
     starts = tuple(offsets[partition].stop for partition in sorted(offsets))
     return WalTopic(name=topic.name, cluster=topic.cluster(), starts=starts)
 
 
 def refuse_foreign(topic: Topic, logs: WalReader) -> None:
-    """Checks that no other checkpoint directory uses a topic: truncation would delete its records.
-
-    Raises:
-      OptionError: the topic has messages, and no WAL epoch of this directory names it.
-      StorageError: the topic cannot be read.
-    """
+    """Raises ``OptionError`` if another directory uses a topic: truncation deletes records."""
     if all(offsets.start == offsets.stop for offsets in topic.offsets().values()):
         return
     for number in logs.numbers():
@@ -72,7 +63,6 @@ class _RecordBytes:
         self._data = np.empty(0, np.uint8)
 
     def write(self, start: int, data: np.ndarray) -> None:
-        """See ``LayerSink``."""
         stop = start + len(data)
         with self._lock:
             if stop > len(self._data):
@@ -85,7 +75,6 @@ class _RecordBytes:
         """See ``LayerSink``."""
 
     def view(self, nbytes: int) -> memoryview:
-        """Returns the record."""
         return self._data[:nbytes].data
 
 
@@ -95,23 +84,13 @@ class KafkaWriter(RecordWriter):
     def __init__(
         self,
         topic: Topic,
-        at: WalTopic,
+        at: WalTopic,  # As the header of the epoch describes it.
         runtime: Runtime,
         *,
         message_bytes: int,
-        deadline_secs: float,
+        deadline_secs: float,  # How long a record may wait for its acknowledgement.
         **of: Unpack[RecordsOf],
     ):
-        """Sends nothing yet.
-
-        Args:
-          topic: the topic.
-          at: the topic as the header of the epoch describes it.
-          runtime: memory and threads.
-          message_bytes: maximum length of a message.
-          deadline_secs: how long a record may wait for its acknowledgement.
-          **of: the other arguments of ``RecordWriter``.
-        """
         super().__init__(runtime, **of)
         self._topic, self._starts = topic, at.starts
         self._message_bytes, self._deadline_secs = message_bytes, deadline_secs
@@ -142,11 +121,7 @@ class KafkaWriter(RecordWriter):
         return nbytes
 
     def sync(self) -> None:
-        """See ``RecordWriter``: waits until all in-sync replicas have every message.
-
-        Raises:
-          StorageError: they may not; call ``begin_part`` next.
-        """
+        """See ``RecordWriter``: waits until all in-sync replicas have every message."""
         if self._producer is not None:
             self._producer.flush()
             stop, start = self._producer.stop, self._starts[self._process]

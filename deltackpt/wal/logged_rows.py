@@ -28,7 +28,6 @@ class NamedRows:
     """The union of sets of rows; takes at most twice its memory, plus that of the last set."""
 
     def __init__(self) -> None:
-        """Creates it without rows."""
         #: Table name to ascending rows, the union of most of them first.
         self._parts: dict[str, list[np.ndarray]] = {}
 
@@ -59,20 +58,12 @@ class UncheckedRows:
     """The rows that were named since the last comparison."""
 
     def __init__(self) -> None:
-        """Creates it without rows."""
         self._rows = NamedRows()
         self._since: Clocks | None = None
         self._until: Clocks | None = None
 
     def add(self, rows: Mapping[str, np.ndarray], since: Clocks | None, until: Clocks) -> None:
-        """Adds the rows named between two moments.
-
-        Args:
-          rows: table name to row indices, int64 ascending.
-          since: the clocks of tracking at the previous record; without one (None), the rows are
-            added only to earlier ones.
-          until: the clocks now.
-        """
+        """Adds rows named between two moments; if ``since`` is None, only to earlier rows."""
         if self._since is None:
             self._since = since
         if self._since is None:
@@ -89,14 +80,9 @@ class UncheckedRows:
         self._rows, self._since, self._until = NamedRows(), None, None
 
     def missing(self, split: Split, marks: Sequence[Marks], runtime: Runtime) -> str | None:
-        """Describes the touched rows that ``ids`` did not name; None if it named all.
+        """Describes touched rows that ``ids`` omitted; None if there are none.
 
-        It cannot tell for rows that were touched again since the last record.
-
-        Args:
-          split: the state.
-          marks: TouchStates of the state.
-          runtime: provides the threads that read the stamps.
+        Rows that were touched again since the last record are not detected.
         """
         since, until = self._since, self._until
         if since is None or until is None or not marks:

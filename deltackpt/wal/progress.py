@@ -29,13 +29,6 @@ class WalProgress:
     """The progress of the processes of one epoch, written by one thread, read by another."""
 
     def __init__(self, epoch_dir: Path, process: int, count: int):
-        """Reads and writes nothing yet.
-
-        Args:
-          epoch_dir: with the segments of all processes.
-          process: index of this process.
-          count: number of processes.
-        """
         self._epoch_dir = epoch_dir
         self.process = process
         self.count = count
@@ -45,12 +38,7 @@ class WalProgress:
         self._least, self._read_at = 0, 0.0
 
     def record(self, number: int, step: int) -> None:
-        """Stores the newest durable record of this process.
-
-        Args:
-          number: number of the call of ``append()``.
-          step: the training step.
-        """
+        """Stores this process's newest durable record: the ``append()`` call and the step."""
         self._own = number
         path, record = self._epoch_dir / str(self.process) / NAME, Noted(number, step).to_bytes()
         with self._lock, contextlib.suppress(OSError):
@@ -69,10 +57,9 @@ class WalProgress:
             self._file = None
 
     def of_all(self, *, fresh: bool = False) -> int:
-        """Returns the number of the newest record that every process is known to have, or 0.
+        """Returns the newest record that all processes are known to have, or 0.
 
-        Args:
-          fresh: whether to read the other processes' progress even if it was read recently.
+        The others' progress is cached for a moment, unless ``fresh``.
         """
         if self.count == 1:
             return self._own
@@ -93,26 +80,16 @@ class WalProgress:
 
 
 class LagWatch:
-    """Finds processes that lack a record that others have had for long."""
+    """Finds processes that lack a record that others have had for ``deadline_secs``."""
 
     def __init__(self, deadline_secs: float):
-        """Starts without observations.
-
-        Args:
-          deadline_secs: how far a process may lag behind the others.
-        """
         self._deadline_secs = deadline_secs
         #: When a process had come so far, oldest first: the first is the newest that is long ago.
         self._tops: collections.deque[tuple[float, int]] = collections.deque()
         self._reported_at: float | None = None
 
     def poll(self, now: float, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Returns the processes to report now; none if they were reported recently.
-
-        Args:
-          now: current time in seconds.
-          numbers: number of the newest record of each process.
-        """
+        """Returns the processes to report now; none if they were reported recently."""
         tops, before = self._tops, now - self._deadline_secs
         tops.append((now, max(numbers)))
         while len(tops) > 1 and tops[1][0] <= before:

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the training state that one ``append()`` copies, and its record.
 
-Rows and dense leaves are copied before ``append()`` returns, so they are consistent. Rows are
-encoded in the background like those of deltas, with the same error budgets. A lossy row is always
-encoded from its live value, so errors do not add up over records.
-
-Changes of dense leaves are blocks, encoded as ``ManagerOptions.dense`` sets, relative to the
-decoded previous full record in the same file. Errors of lossy codecs do not add up: each record
-corrects the errors of the previous one. The WAL has its own references, from the newest written
-batch. If a batch fails, it is abandoned with everything else that is not durable, and the next
-record is whole, in a new part.
+A lossy row is always encoded from its live value, so errors do not add up over records. Dense
+leaves are relative to the decoded previous full record in the same file, so each record corrects
+the errors of the one before. If a batch fails, the next record is whole, in a new part.
 """
 
 from __future__ import annotations
@@ -42,26 +36,16 @@ _AGAINST = 15
 
 
 class WrittenLeaves(NamedTuple):
-    """Dense leaves that were written.
-
-    Attributes:
-      dense: their record and stored bytes.
-      against: see ``RecordHead.against``.
-    """
+    """Dense leaves that were written; for ``against``, see ``RecordHead``."""
 
     dense: WrittenDense
     against: int | None
 
 
 class DenseRecords:
-    """Writes the dense leaves of the records of one epoch; used by one thread."""
+    """Writes the dense leaves of one epoch, whole without a keeper; used by one thread."""
 
     def __init__(self, keeper: DenseKeeper | None):
-        """Makes the first record whole.
-
-        Args:
-          keeper: keeps the references; None if all records are whole.
-        """
         self._keeper = keeper
         self._reference: SaveId | None = None
         self._count = 0
@@ -78,16 +62,7 @@ class DenseRecords:
         save_id: SaveId,
         sink_of: Callable[[str], SegmentSink],
     ) -> WrittenLeaves:
-        """Writes the dense leaves of a record.
-
-        Args:
-          dense: what was captured.
-          save_id: id of the record.
-          sink_of: returns the destination of a segment.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Writes the dense leaves of a record."""
         if self._keeper is None:
             return WrittenLeaves(dense.write_layer(sink_of, save_id, None), None)
         if self._count > _AGAINST:
@@ -105,37 +80,21 @@ class DenseRecords:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Batch:
-    """The data that one process appends in one call.
-
-    Attributes:
-      save_id: id of its record.
-      full: whether it contains the dense leaves.
-      rows: rows that are copied, or are being copied.
-      layout: tables and groups.
-      choices: group name to field name to the codec of the WAL.
-      plans: the first codecs to try.
-      dense: copied dense leaves of a full record.
-      items: additional items, by name.
-      reserved_bytes: memory that is reserved for it until it is durable.
-      unix_ns: when it was captured.
-      started: the same time, as a ``time.perf_counter()`` value.
-      blocked_secs: how long ``append()`` blocked.
-      figures: measurements of writing it, once it is written.
-    """
+    """The data that one process appends in one call."""
 
     save_id: SaveId
     full: bool
-    rows: StagedRows
+    rows: StagedRows  # Copied, or being copied.
     layout: Layout
-    choices: Mapping[str, Mapping[str, CodecChoice]]
-    plans: Plans
-    dense: DenseLeaves | None
+    choices: Mapping[str, Mapping[str, CodecChoice]]  # Group and field to the codec of the WAL.
+    plans: Plans  # The first codecs to try.
+    dense: DenseLeaves | None  # Of a full record.
     items: Sequence[RecordedItem]
-    reserved_bytes: int
-    unix_ns: int
-    started: float
-    blocked_secs: float = 0.0
-    figures: Figures | None = None
+    reserved_bytes: int  # Reserved until it is durable.
+    unix_ns: int  # When it was captured.
+    started: float  # The same time, of ``time.perf_counter()``.
+    blocked_secs: float = 0.0  # How long ``append()`` blocked.
+    figures: Figures | None = None  # None until it is written.
 
     def release(self) -> None:
         """Releases its memory. Idempotent."""
@@ -150,10 +109,7 @@ class Batch:
 
     @property
     def row_indices(self) -> dict[str, np.ndarray]:
-        """Returns table name to the indices of its rows, int64 ascending.
-
-        Rows of fields that are ``always`` written are not included.
-        """
+        """Returns table to int64 ascending rows, without those of fields ``always`` written."""
         found: dict[str, np.ndarray] = {}
         for segment in self.rows.segments:
             if not isinstance(segment.rows, np.ndarray):
@@ -170,19 +126,12 @@ class Batch:
 
 
 class Figures(NamedTuple):
-    """Measurements of writing a batch.
+    """Measurements of writing a batch."""
 
-    Attributes:
-      nbytes: bytes of its record.
-      dense_bytes: bytes of dense leaves among them.
-      encode_secs: seconds until all arrays were encoded; long ones are written meanwhile.
-      write_secs: seconds after that until the operating system had accepted the record.
-    """
-
-    nbytes: int
-    dense_bytes: int
-    encode_secs: float
-    write_secs: float
+    nbytes: int  # Of its record.
+    dense_bytes: int  # Of dense leaves among them.
+    encode_secs: float  # Until all arrays were encoded; long ones are written meanwhile.
+    write_secs: float  # After that, until the operating system had accepted the record.
 
 
 class RecordedItem(NamedTuple):
@@ -196,9 +145,7 @@ class RecordedItem(NamedTuple):
 def items_of(given: Mapping[str, object] | None) -> tuple[RecordedItem, ...]:
     """Returns additional items as stored: bytes unchanged, other values as JSON.
 
-    Raises:
-      OptionError: an item is neither bytes nor JSON, or its name is not a valid string: a reader
-        would treat its record, and all later ones, as damaged.
+    A name must be a valid string: a reader would treat its record, and all later ones, as damaged.
     """
     for name in given or {}:
         if not isinstance(name, str) or paths.printable(name) != name:
@@ -235,22 +182,7 @@ def write_record(
     sink_of: Callable[[str], SegmentSink],
     runtime: Runtime,
 ) -> tuple[FilledRecord, int]:
-    """Writes the arrays of a batch, whose rows must be in host memory.
-
-    Args:
-      batch: the captured data.
-      dense: writes its dense leaves.
-      sink_of: returns the destination of a segment.
-      runtime: runs the encoding.
-
-    Returns:
-      The record, and the stored bytes of its dense leaves.
-
-    Raises:
-      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
-        allowed.
-      StorageError: the store reported an error.
-    """
+    """Writes a batch, whose rows are in host memory; returns the record and its dense bytes."""
 
     def described(source: SegmentSource) -> list[Field]:
         return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)

@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WAL of one manager, as the training thread uses it.
 
-It keeps the clocks after which the next record's rows were touched, and the state that the records
-replay onto: the restored step or recovery point, or a save of the run. A *WAL epoch* begins with
-the first save or record after a start or a restore; process 0 writes its header.
-``epoch.EndedWal`` replaces the recorder in a manager without a WAL.
-
 All processes count calls alike, including calls that append nothing. The count numbers the record
 and decides whether it is full, so a failure on one process invalidates one recovery point but not
-the next.
-
-If a call saves a step instead of appending a record, all processes do, for reasons that all find at
-the same call, or at an agreed call (``agreement``). A process therefore raises an error only after
-everything that the others wait for, so that all stay at the same collective.
+the next. If a call saves a step instead of appending a record, all processes do (``agreement``). A
+process therefore raises an error only after everything that the others wait for.
 """
 
 from __future__ import annotations
@@ -73,37 +65,25 @@ class SaveNeeded(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of ``append()`` other than state and step; see ``CheckpointManager.append``.
-
-    ``may_commit``: whether a save that has not failed is in flight.
-    """
+    """The arguments of ``append()`` other than state and step; see ``CheckpointManager.append``."""
 
     touched: TouchState | None
     ids: Mapping[str, object] | None
     items: Mapping[str, object] | None
     full: bool | None
     started: float
-    may_commit: bool
+    may_commit: bool  # Whether a save that has not failed is in flight.
 
 
 @dataclasses.dataclass(eq=False)
 class _Continuation:
-    """What the next record continues from.
+    """What the next record continues from."""
 
-    Attributes:
-      last: a save of the run, or the restored one, with the clocks of the newest batch instead of
-        its own: the next rows are those touched since.
-      root: the save after which the first record's rows were touched; None once that is written.
-      anchor: save or recovery point that the records replay onto.
-      committed: whether that is known to be committed.
-      saved: the clocks of the newest save since, which the records may replay onto.
-    """
-
-    last: Known
-    root: SaveId | None
-    anchor: SaveId
-    committed: bool
-    saved: Clocks
+    last: Known  # A save with the clocks of the newest batch: the next rows are touched since.
+    root: SaveId | None  # The save below the first record; None once that is written.
+    anchor: SaveId  # Save or recovery point that the records replay onto.
+    committed: bool  # Whether that is known to be committed.
+    saved: Clocks  # Clocks of the newest save since, which the records may replay onto.
 
     def discontinuity(self, clocks: Clocks) -> str | None:
         """Returns why no record may follow with these clocks; see ``save.branch.discontinuity``."""
@@ -117,15 +97,6 @@ class Recorder:
     """Captures records and passes them to the writer; used by one thread at a time."""
 
     def __init__(self, run: Run):
-        """Writes nothing yet.
-
-        Args:
-          run: the manager's run.
-
-        Raises:
-          OptionError: another checkpoint directory uses the Kafka topic.
-          StorageError: the topic cannot be read.
-        """
         self._run = run
         assert run.options.wal is not None
         self._options = run.options.wal
@@ -188,25 +159,12 @@ class Recorder:
     # Marks.
 
     def count(self) -> None:
-        """Counts an ``append()`` call, before anything that may fail only on this process.
-
-        Raises:
-          StorageError: it cannot be determined whether all processes save at this call.
-        """
+        """Counts an ``append()`` call, before anything that may fail only on this process."""
         self._calls += 1
         self._save_requests.call()
 
     def append(self, step: int, split: Split, call: Call) -> Appended | SaveNeeded:
-        """Appends a record; see ``CheckpointManager.append``.
-
-        Args:
-          step: the training step.
-          split: the state.
-          call: the other arguments.
-
-        Returns:
-          What was appended; or that a step must be saved.
-        """
+        """Appends a record, or returns that a step must be saved; see the manager's ``append``."""
         options = self._options
         self._follow_run()
         number = self._calls
@@ -516,11 +474,7 @@ class Recorder:
     # What is durable.
 
     def recovery(self, *, fresh: bool = False) -> RecoveryPoint | int | None:
-        """Returns the newest point or step that a restore is known to find now.
-
-        Args:
-          fresh: whether to read the other processes' progress even if it was read recently.
-        """
+        """Returns the newest point or step that a restore finds now; see ``newest_point``."""
         newest = self._run.lineage.newest_committed
         step = None if newest is None else newest.step
         if self._run.lineage.run != self._of_run:
@@ -547,18 +501,7 @@ class Recorder:
         return chain.committed
 
     def wait(self, timeout_secs: float) -> RecoveryPoint | int | None:
-        """Waits until all records of this process are durable.
-
-        Returns:
-          The newest point or step that a restore is known to find now.
-
-        Raises:
-          WaitTimeout: some records were not durable in time.
-          AppendFailed: some records could not be made durable.
-          TrackingError: changed rows are missing from the records.
-          FencedError: another trainer took over the directory.
-          StorageError: incorrect recovery points could not be invalidated.
-        """
+        """Waits until all records of this process are durable; returns ``recovery``."""
         writer = self._writer
         if writer is not None:
             writer.wait(timeout_secs)
@@ -580,9 +523,6 @@ class Recorder:
         """Waits until all records are durable or failed; the next ``append()`` reports failures.
 
         Trimming has then ended, so no recovery point is removed while it is being restored.
-
-        Raises:
-          FencedError, StorageError: incorrect recovery points could not be invalidated.
         """
         self._void()
         self.wait_trimmed()
@@ -609,12 +549,7 @@ class Recorder:
         return self._of_run if self._begun else ""
 
     def begin_epoch(self, split: Split) -> None:
-        """See ``WalHooks``: writes the header of an epoch if this run has none.
-
-        Raises:
-          FencedError: another trainer took over the directory.
-          StorageError: the header cannot be written.
-        """
+        """See ``WalHooks``: writes the header of an epoch if this run has none."""
         self._follow_run()
         if not self._begun:
             self._open(split)

@@ -26,11 +26,6 @@ class SaveRequests:
     """Decides when ``append()`` saves a step, and requests it; used by the training thread."""
 
     def __init__(self, run: Run):
-        """Requests nothing yet.
-
-        Args:
-          run: the manager's run.
-        """
         self._run = run
         #: Only with several processes; it outlives the writer of its epoch.
         self._agreement: AgreementThread | None = None
@@ -41,21 +36,11 @@ class SaveRequests:
         self.agreed: SaveRequest | None = None
 
     def call(self) -> None:
-        """Counts a call of ``append()``, and sets ``agreed`` for it.
-
-        Raises:
-          StorageError: it cannot be determined whether all save at it.
-        """
+        """Counts a call of ``append()``, and sets ``agreed`` for it."""
         self.agreed = None if self._agreement is None else self._agreement.call()
 
     def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
-        """Begins a WAL epoch; all processes make this call together.
-
-        Args:
-          epoch: the new WAL epoch.
-          layout: layout of the tables.
-          calls: number of ``append()`` calls so far.
-        """
+        """Begins a WAL epoch; all processes make this call together."""
         options = self._run.options.wal
         assert options is not None
         self._bytes_at_step = 0
@@ -84,12 +69,7 @@ class SaveRequests:
         self._refused = None
 
     def request_save(self, reason: str, *, restarts_wal: bool = False) -> None:
-        """Requests that all processes save a step.
-
-        Args:
-          reason: why a step must be saved.
-          restarts_wal: whether the WAL restarts with the step.
-        """
+        """Requests that all processes save a step."""
         if self._agreement is not None:
             self._agreement.request_save(SaveRequest(reason, restarts_wal))
 
@@ -102,12 +82,7 @@ class SaveRequests:
             self._agreement.saved()
 
     def refused(self, layout: Layout, reason: str) -> None:
-        """Called when only this process can append nothing before the next save of all.
-
-        Args:
-          layout: layout of the tables.
-          reason: why.
-        """
+        """Called when only this process can append nothing before the next save of all."""
         self._refused = layout, reason
 
     def waits_for_others(self, layout: Layout) -> bool:
@@ -121,17 +96,10 @@ class SaveRequests:
         self,
         writer: WalWriter | None,
         layout: Layout,
-        failure: WalFailure | None,
-        reason: str | None,
+        failure: WalFailure | None,  # Since the last call.
+        reason: str | None,  # Why records cannot be replayed onto a step, if they cannot.
     ) -> str | None:
-        """Returns why a single process saves a step now; None with several, which must agree first.
-
-        Args:
-          writer: the writer of the WAL.
-          layout: layout of the tables.
-          failure: the failure since the last call, if any.
-          reason: why the records cannot be replayed onto a step; None if they can.
-        """
+        """Returns why a single process saves now; None with several, which must agree first."""
         options = self._run.options.wal
         assert options is not None
         if reason is None and writer is not None:

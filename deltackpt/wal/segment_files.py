@@ -77,14 +77,6 @@ class RecordWriter(abc.ABC):
     """Appends records to the WAL of one process; one thread uses it, and any may truncate."""
 
     def __init__(self, runtime: Runtime, *, epoch: EpochRef, process: int, process_count: int = 1):
-        """Writes nothing yet.
-
-        Args:
-          runtime: memory and threads.
-          epoch: the WAL epoch.
-          process: index of the process.
-          process_count: number of processes.
-        """
         self._runtime = runtime
         self._epoch = epoch
         self._process, self._process_count = process, process_count
@@ -105,18 +97,9 @@ class RecordWriter(abc.ABC):
         """Returns the bytes of the segment that is written to."""
 
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
-        """Appends a record.
+        """Appends a record relative to ``parent``; returns the number of bytes written.
 
-        Args:
-          save_id: id of the record.
-          parent: the record or step that it is relative to.
-          fill: writes its arrays.
-
-        Returns:
-          The number of bytes written.
-
-        Raises:
-          StorageError: the store reported an error; call ``begin_part`` next, as after any error.
+        After any error, call ``begin_part`` next.
         """
         file = self._open()
         manifest = LayerManifest(
@@ -155,11 +138,7 @@ class RecordWriter(abc.ABC):
             self.roll()
 
     def truncate(self, step: int) -> None:
-        """Removes the segments that contain only records up to a step.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Removes the segments that contain only records up to a step."""
         with self._lock:
             below = [one for one in self._ended if one.step <= step]
         self._remove(below)
@@ -181,36 +160,19 @@ class RecordWriter(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Makes everything written durable.
-
-        Raises:
-          StorageError: it may not be; call ``begin_part`` next.
-        """
+        """Makes everything written durable; after a ``StorageError``, call ``begin_part``."""
 
     @abc.abstractmethod
     def roll(self) -> None:
-        """Ends the segment after ``sync``.
-
-        Raises:
-          StorageError: an earlier write was lost.
-        """
+        """Ends the segment after ``sync``; raises ``StorageError`` if an earlier write was lost."""
 
 
 class SegmentWriter(RecordWriter):
-    """Appends records to segment files."""
+    """Appends records to segment files in ``directory``; never recreates ``root``."""
 
     def __init__(
         self, root: Path, directory: Path, runtime: Runtime, *, fsync: bool, **of: Unpack[RecordsOf]
     ):
-        """Writes nothing yet.
-
-        Args:
-          root: an existing directory, which is never recreated.
-          directory: directory of the segments, in the root; created at the first record.
-          runtime: memory and threads.
-          fsync: whether ``sync`` calls fsync.
-          **of: the other arguments of ``RecordWriter``.
-        """
         super().__init__(runtime, **of)
         self._root = root
         self.directory = directory
@@ -228,11 +190,7 @@ class SegmentWriter(RecordWriter):
         return 0 if self._file is None else self._file.nbytes
 
     def sync(self) -> None:
-        """See ``RecordWriter``: the file's name, too.
-
-        Raises:
-          StorageError: it may not be; call ``begin_part`` next.
-        """
+        """See ``RecordWriter``: the file's name, too."""
         if self._file is None or self._sink is None:
             return
         self._file.sync()
@@ -246,17 +204,12 @@ class SegmentWriter(RecordWriter):
                 raise FileNotFoundError(errno.ENOENT, "moved or removed", self._path)
 
     def roll(self) -> None:
-        """See ``RecordWriter``.
-
-        Raises:
-          StorageError: an earlier write was lost.
-        """
+        """See ``RecordWriter``."""
         self._file, sink, self._sink = None, self._sink, None
         if sink is not None:
             sink.close()
 
     def _remove(self, ended: Sequence[EndedSegment]) -> None:
-        """See ``RecordWriter``."""
         folder = store_path(self.directory)
         folder.store.delete((folder / one.at).key for one in ended)
 

@@ -45,17 +45,11 @@ class Durable(NamedTuple):
 
 
 class WalFailure(NamedTuple):
-    """Records that could not be made durable.
+    """Records that could not be made durable."""
 
-    Attributes:
-      steps: theirs.
-      cause: why.
-      since: when the first was captured, of ``time.perf_counter()``.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # Theirs.
     cause: Exception
-    since: float
+    since: float  # When the first was captured, of ``time.perf_counter()``.
 
     def error(self) -> AppendFailed:
         """Returns the error to raise from ``cause``."""
@@ -69,17 +63,11 @@ class WalFailure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueuedBatch:
-    """An in-flight batch.
-
-    Attributes:
-      batch: what was captured.
-      root: its predecessor; None for the previous record.
-      begins_file: whether it is the first of a new segment.
-    """
+    """An in-flight batch."""
 
     batch: Batch
-    root: SaveId | None
-    begins_file: bool = False
+    root: SaveId | None  # Its predecessor; None for the previous record.
+    begins_file: bool = False  # Whether it is the first of a new segment.
 
 
 class WalWriter:
@@ -92,23 +80,11 @@ class WalWriter:
         check: Callable[[], None],
         process: int,
         dense: DenseRecords,
-        segment_bytes: int,
-        deadline_secs: float,
-        runtime: Runtime,
-        notify: Callable[[Sequence[Durable]], None],
+        segment_bytes: int,  # Size at which a file ends.
+        deadline_secs: float,  # How long ``close`` waits.
+        runtime: Runtime,  # Its memory is reserved for batches until they are durable.
+        notify: Callable[[Sequence[Durable]], None],  # Of the records that one fsync made durable.
     ):
-        """Starts no thread before the first batch.
-
-        Args:
-          segments: writes the records.
-          check: raises if another trainer took over; called after each ``fdatasync``.
-          process: index of the process.
-          dense: writes dense leaves.
-          segment_bytes: size at which a file ends.
-          deadline_secs: how long to wait at the end.
-          runtime: encodes rows; its memory is reserved for batches until they are durable.
-          notify: called with the records that one fsync made durable, in this thread.
-        """
         self._segments = segments
         self._check = check
         self._process = process
@@ -146,16 +122,10 @@ class WalWriter:
     # On the training thread.
 
     def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
-        """Queues a batch.
+        """Queues a batch; ``losses`` is the count before any of its rows were determined.
 
-        Args:
-          batch: what was captured.
-          root: the save after which its rows were touched, if that is not the previous batch's
-            record.
-          losses: ``losses`` before any of its rows were determined.
-
-        Raises:
-          StorageError: the thread that writes has ended with an unexpected error.
+        ``root`` is the save after which its rows were touched; None for the previous batch's
+        record.
         """
         queued = QueuedBatch(batch=batch, root=root)
         with self._changed:
@@ -209,12 +179,7 @@ class WalWriter:
             self._roll = True
 
     def wait(self, timeout_secs: float) -> None:
-        """Waits until every batch is durable, or has failed.
-
-        Raises:
-          WaitTimeout: one is neither within that time.
-          StorageError: the thread that writes has ended with an unexpected error.
-        """
+        """Waits until every batch is durable, or has failed."""
         with self._changed:
             self.require_thread()
             if not self._changed.wait_for(lambda: not self._busy, timeout_secs):
