@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Zarr v3 arrays: their descriptions, and reads directly into the caller's memory.
 
-Every chunk ends with its own CRC32C. Shapes are taken from the ``ArrayEntry`` in the manifest,
-since ``zarr.json`` has no checksum. Uncompressed chunks are read from the store directly into their
-destination, by ``preadv`` for local files; everything else is read through TensorStore.
+Shapes come from the ``ArrayEntry`` in the manifest, since ``zarr.json`` has no checksum. Every
+chunk ends with its CRC32C; only uncompressed chunks are read without TensorStore.
 """
 
 from __future__ import annotations
@@ -62,23 +61,10 @@ def read_array(
     *,
     checksums: Mapping[str, ChunkSums] | None = None,
 ) -> None:
-    """Reads rows ``[start, stop)`` into ``out``, checksums verified.
+    """Reads rows ``[start, stop)`` into ``out``, contiguous, of the stored dtype; verifies them.
 
-    If only some rows of a chunk are wanted and block checksums are known, only the blocks around
-    them are read.
-
-    Args:
-      directory: the array's directory.
-      entry: description of the array.
-      start: first row.
-      stop: last row + 1.
-      out: (stop - start, *trailing) array of the stored dtype, contiguous.
-      checksums: checksums of each chunk, by path below ``directory``; they reject intact chunks of
-        other arrays or saves.
-
-    Raises:
-      Damaged: the named chunk is missing, truncated, altered or another one.
-      StorageError: reading failed.
+    ``checksums``, by path below ``directory``, reject intact chunks of other arrays or saves. With
+    block checksums, only the blocks around the rows are read. A bad chunk raises ``Damaged``.
     """
     directory = store_path(directory)
     while start < stop:
@@ -147,12 +133,7 @@ def _chunk(at: StorePath) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def unreadable_is_damage(name: str, kind: str) -> Iterator[None]:
-    """Names an object in errors; an inaccessible one counts as damaged as well.
-
-    Args:
-      name: its name.
-      kind: what it is, such as ``a chunk``.
-    """
+    """Names an object and its kind ("a chunk") in errors; an inaccessible one counts as damaged."""
     try:
         yield
     except Missing as error:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An Azure Blob Storage container as a Store, through obstore: the extra ``deltackpt[azure]``.
 
-TensorStore has no Azure driver. obstore finds credentials in the variables of Azure's own tools
-(``AZURE_STORAGE_ACCOUNT_NAME`` and a key, a token, or a machine identity). Errors contain only the
-codes of an obstore failure, because its message could expose the signature of a signed URL.
+obstore finds credentials in the variables of Azure's own tools. Errors contain only the codes of a
+failure, because its message could expose the signature of a signed URL.
 """
 
 from __future__ import annotations
@@ -52,20 +51,7 @@ class AzureStore:
         deadline_secs: float = DEADLINE_SECS,
         retries: int = _MOST_RETRIES,
     ):
-        """Opens a container; sends no request yet.
-
-        Args:
-          container: its name.
-          folder: common prefix of all keys; "" for the whole container.
-          url: its name in errors.
-          endpoint: address of the server with the account, if it is not Azure's default.
-          deadline_secs: timeout of each request in seconds.
-          retries: how often to retry a request after a transient error.
-
-        Raises:
-          MissingExtra: obstore is not installed.
-          StorageError: no account is configured, or the address is invalid.
-        """
+        """Sends no request yet; ``folder`` is the prefix of all keys, ``url`` is used in errors."""
         try:
             import obstore
             import obstore.exceptions

@@ -44,14 +44,10 @@ class FileBatch:
         runtime: Runtime | None = None,
         descriptors: int | None = None,
     ):
-        """Creates an empty batch.
+        """Creates an empty batch, whose digests name files below ``top``.
 
-        Args:
-          top: existing directory; digests name files below it.
-          fsync: whether ``force`` fsyncs files.
-          runtime: threads that fsync files, and the write rate; by default the calling thread, and
-            no limit.
-          descriptors: maximum number of open files (default: a quarter of the process's limit).
+        Without a ``runtime``, the calling thread fsyncs files, at any rate. At most ``descriptors``
+        files are open (default: a quarter of the process's limit).
         """
         self.top = top
         self._runtime = runtime or Runtime(1)
@@ -73,11 +69,7 @@ class FileBatch:
         self._buffers: dict[int, np.ndarray] = {}
 
     def make(self, directory: Path) -> None:
-        """Creates a directory and its missing parents below ``top``.
-
-        Raises:
-          StorageError: the file system reported an error.
-        """
+        """Creates a directory and its missing parents below ``top``."""
         missing = []
         with self._lock, posix.typed_errors(directory, "make a directory"):
             while directory != self.top and directory not in self._directories:
@@ -88,16 +80,10 @@ class FileBatch:
                 self._directories[folder] = None
 
     def write(self, path: Path, data: bytes, *, at_once: bool = False) -> None:
-        """Writes a file in an existing directory.
+        """Writes a new file in an existing directory.
 
-        Args:
-          path: the file.
-          data: its contents.
-          at_once: whether processes on other hosts read it before ``force``: it is closed, since
-            network file systems show others only what was closed.
-
-        Raises:
-          StorageError: writing failed, or the name exists.
+        With ``at_once`` it is closed before ``force``: network file systems show processes on other
+        hosts only what was closed.
         """
         if at_once:
             DurableDir(path.parent, fsync=self._fsync).write(path, data)
@@ -107,11 +93,7 @@ class FileBatch:
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
     def map(self, call: Callable[[_T], object], items: Iterable[_T]) -> None:
-        """Calls a function with each item, on this thread and idle ones; it may write files.
-
-        Raises:
-          Exception: the first error of a call, after all calls have ended.
-        """
+        """Calls a function with each item, on this thread and idle ones; it may write files."""
         self._runtime.map(call, items)
 
     def start(self, call: Callable[..., None], *arguments: object) -> Task[None]:
@@ -146,14 +128,8 @@ class FileBatch:
     ) -> None:
         """Writes an uncompressed chunk of a Zarr v3 array: its rows, zeros and the CRC32C of both.
 
-        Args:
-          path: the file; its directory must exist.
-          rows: contiguous; written without a copy if aligned.
-          padding: number of zero bytes after the rows.
-          held: whether they might be changed concurrently, which is detected.
-
-        Raises:
-          StorageError: writing failed, the name exists, or the rows changed.
+        Contiguous, aligned rows are not copied. With ``held``, others might change them
+        concurrently, which is detected.
         """
         data, zeros = rows.reshape(-1).view(np.uint8), np.zeros(padding, np.uint8)
         sums = BlockSums(BLOCK_BYTES)
@@ -175,15 +151,7 @@ class FileBatch:
 
     @contextlib.contextmanager
     def new(self, path: Path, *, direct: bool = False) -> Iterator[DirectFile]:
-        """Creates a file for the context to write; it is removed if the context fails.
-
-        Args:
-          path: the file; its directory must exist.
-          direct: whether what the context appends bypasses the page cache.
-
-        Raises:
-          StorageError: writing failed, or the name exists.
-        """
+        """Creates a file for the context to write; it is removed if the context fails."""
         memory, shape = self._runtime.memory, (_PIECE_BYTES,)
         buffer = memory.allocate(shape, np.dtype(np.uint8)) if direct else None
         try:
@@ -201,17 +169,9 @@ class FileBatch:
         self._keep(file)
 
     def adopt(self, directory: Path, *, but: Collection[Path] = ()) -> int:
-        """Adopts files below a directory that others wrote and closed, and reads them.
+        """Adopts and reads files below a directory that others have closed; returns their bytes.
 
-        Args:
-          directory: the directory; files that this batch wrote are skipped.
-          but: subdirectories to skip.
-
-        Returns:
-          The total size of the adopted files.
-
-        Raises:
-          StorageError: reading a file failed.
+        Skips the files that this batch wrote, and the subdirectories ``but``.
         """
         paths = []
         for top, folders, names in os.walk(directory):
@@ -233,20 +193,12 @@ class FileBatch:
         return sum(digest.length for digest in found)
 
     def adopt_open(self, file: DirectFile, digest: Digest) -> None:
-        """Takes over a new file that was written and is still open; ``force`` fsyncs it.
-
-        Raises:
-          StorageError: closing it reported an error.
-        """
+        """Takes over a new file that was written and is still open; ``force`` fsyncs it."""
         self._keep(file)
         self._note(file.path, digest)
 
     def remove(self, directory: Path) -> None:
-        """Removes a directory with everything that was written below it.
-
-        Raises:
-          StorageError: removing it failed.
-        """
+        """Removes a directory with everything that was written below it."""
         prefix = f"{self._name(directory)}/"
         with self._lock:
             for paths in (self._open, self._closed, self._directories):
@@ -261,11 +213,7 @@ class FileBatch:
                 shutil.rmtree(directory.name, dir_fd=folder)
 
     def force(self) -> None:
-        """Fsyncs all files, then all directories and ``top``; afterwards the batch is empty.
-
-        Raises:
-          StorageError: the named file or directory could not be fsynced.
-        """
+        """Fsyncs all files, then all directories and ``top``; afterwards the batch is empty."""
         opened, self._open = self._open, {}
         closed, self._closed = self._closed, {}
         directories, self._directories = self._directories, {}

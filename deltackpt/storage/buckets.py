@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses URLs: S3, Google Cloud Storage or Azure buckets, node stores, and kvstore specs.
 
-Credentials are found in the same way as by the services' SDKs; they never appear in a URL, an
-error, an event or a record.
+Credentials are found as the services' SDKs find them, and are in no URL, error, event or record.
 """
 
 from __future__ import annotations
@@ -47,23 +46,13 @@ _AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 @dataclasses.dataclass(frozen=True)
 class BucketLocation:
-    """The location of a bucket, and how to access it.
+    """The location of a bucket, and how to access it."""
 
-    Attributes:
-      url: its canonical URL, which opens it again.
-      spec: TensorStore spec, or similar; its path is empty, or ends in "/".
-    """
-
-    url: str
-    spec: Mapping[str, Any]
+    url: str  # Canonical; opens it again.
+    spec: Mapping[str, Any]  # A TensorStore spec, or similar; its path is empty, or ends in "/".
 
     def open(self, *, deadline_secs: float = DEADLINE_SECS) -> StorePath:
-        """Opens the folder in its store.
-
-        Raises:
-          StorageError: opening failed.
-          MissingExtra: the client package of the service is not installed.
-        """
+        """Opens the folder in its store; raises ``MissingExtra`` without the service's client."""
         # The client of a service is imported when it is needed.
         folder = str(self.spec.get("path", ""))
         if self.spec["driver"] == "azure":
@@ -111,11 +100,7 @@ def is_path(where: str | os.PathLike[str]) -> bool:
 
 
 def file_path(where: str | os.PathLike[str]) -> Path | None:
-    """Returns the local path; None for a bucket.
-
-    Raises:
-      OptionError: the URL names a file on another host.
-    """
+    """Returns the local path; None for a bucket. A URL of another host's file is an OptionError."""
     text = os.fspath(where)
     if text.startswith("{"):
         return None
@@ -138,17 +123,7 @@ def file_path(where: str | os.PathLike[str]) -> Path | None:
 
 
 def locate(where: str | os.PathLike[str], *, endpoint: str | None = None) -> BucketLocation:
-    """Parses a URL, or a kvstore spec as JSON.
-
-    Args:
-      where: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path``,
-        ``nodes://host:port,host:port/path``, or JSON.
-      endpoint: address of the server, if it is not the provider's default.
-
-    Raises:
-      UnsupportedRoot: the scheme is unknown.
-      OptionError: it names no bucket, or the JSON is invalid.
-    """
+    """Parses a URL or a kvstore spec as JSON; ``endpoint`` is the server if not the default."""
     text = os.fspath(where)
     if text.startswith("{"):
         return _by_spec(text, endpoint)
@@ -270,12 +245,7 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
 
 
 def probe(root: StorePath) -> None:
-    """Checks that a store rejects a conditional write of an existing key, which commits rely on.
-
-    Raises:
-      UnsupportedRoot: the store does not reject it, or does not support conditional writes.
-      StorageError: writing failed.
-    """
+    """Raises ``UnsupportedRoot`` unless a write-if-absent of an existing key is rejected."""
     at = root / _PROBES / f"{_PROBE}{uuid.uuid4().hex}"
     try:
         at.store.put(at.key, b"first", absent=True)

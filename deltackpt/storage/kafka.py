@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A topic of Kafka, through confluent-kafka: the extra ``deltackpt[kafka]``.
 
-Producers are idempotent and wait for all in-sync replicas. A message may still be stored twice, or
-late after a failure; ``format.wal_format`` handles that. librdkafka reports a wrong password or
-certificate to a callback only: to its callers, it looks like a timeout.
-
-The user's configuration may have secrets, so it is in no error, log or ``repr``.
+A message may be stored twice, or late after a failure; ``format.wal_format`` handles that. The
+user's configuration may have secrets, so it is in no error, log or ``repr``.
 """
 
 from __future__ import annotations
@@ -61,11 +58,7 @@ _SECRET = ("password", "secret", "token", "jaas", "key.pem", "oauthbearer.config
 
 
 def check_config(config: Mapping[str, object]) -> None:
-    """Checks that a configuration keeps what a WAL relies on.
-
-    Raises:
-      OptionError: it sets something that deltackpt must set.
-    """
+    """Raises ``OptionError`` if a configuration sets something that deltackpt must set."""
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
         raise OptionError(
             "KafkaWal.config: expected a mapping of librdkafka's settings, found "
@@ -103,16 +96,7 @@ class Topic:
     """A topic that exists; connects when it is used. Thread-safe."""
 
     def __init__(self, name: str, config: Config):
-        """Sends no request yet.
-
-        Args:
-          name: its name.
-          config: settings of librdkafka, or a function that returns them, which is called whenever
-            a client starts.
-
-        Raises:
-          MissingExtra: confluent-kafka is not installed.
-        """
+        """Sends no request yet; a ``config`` function is called whenever a client starts."""
         self.name = name
         self.config = config
         self._kafka = _library()
@@ -123,17 +107,7 @@ class Topic:
         return f"Kafka topic {self.name!r}"
 
     def check(self, *, partitions: int, message_bytes: int, timeout_secs: float) -> None:
-        """Checks that the topic keeps what is written to it.
-
-        Args:
-          partitions: how many are needed.
-          message_bytes: length of the longest message.
-          timeout_secs: maximum wait for the brokers.
-
-        Raises:
-          OptionError: the topic does not exist, or would lose records.
-          StorageError: no broker answers, or one refuses the credentials.
-        """
+        """Raises ``OptionError`` if the topic is missing, too small or would lose records."""
         client = self._admin()
         found = client.metadata(self.name, timeout_secs)
         if len(found.partitions) < partitions:
@@ -171,22 +145,11 @@ class Topic:
             )
 
     def cluster(self) -> str:
-        """Returns the id of the cluster.
-
-        Raises:
-          StorageError: no broker answers.
-        """
+        """Returns the id of the cluster."""
         return self._reader().metadata(self.name, REQUEST_SECS).cluster_id or ""
 
     def offsets(self, partitions: Collection[int] | None = None) -> dict[int, Offsets]:
-        """Returns what each partition holds; everything acknowledged by now is included.
-
-        Args:
-          partitions: which; None for all.
-
-        Raises:
-          StorageError: no broker answers.
-        """
+        """Returns what each partition holds; everything acknowledged by now is included."""
         with self._lock:
             client = self._reader()
             found = client.metadata(self.name, REQUEST_SECS).partitions
@@ -194,33 +157,16 @@ class Topic:
             return {one: client.offsets(self.name, one) for one in wanted}
 
     def read(self, spans: Mapping[int, Offsets]) -> Iterator[Message]:
-        """Yields the messages of partitions, each in order; some may have been deleted.
-
-        Args:
-          spans: from which offset to which, by partition.
-
-        Raises:
-          StorageError: no broker answers, or the topic is gone.
-        """
+        """Yields the messages of partitions, each in order; some may have been deleted."""
         with self._lock:
             yield from self._reader().messages(self.name, spans)
 
     def truncate(self, offsets: Mapping[int, int]) -> None:
-        """Deletes the messages below an offset of each partition.
-
-        Raises:
-          StorageError: no broker answers, or one refuses.
-        """
+        """Deletes the messages below an offset of each partition."""
         self._admin().delete_records(self.name, offsets)
 
     def producer(self, partition: int, *, message_bytes: int, timeout_secs: float) -> Producer:
-        """Returns a new producer; see there.
-
-        Args:
-          partition: where it writes.
-          message_bytes: length of the longest message.
-          timeout_secs: how long a message may wait for its acknowledgement.
-        """
+        """Returns a new producer; a message waits ``timeout_secs`` for its acknowledgement."""
         millis = min(max(int(timeout_secs * 1000), 1000), (1 << 31) - 1)
         settings = {
             "acks": "all",
@@ -281,8 +227,7 @@ class Topic:
 class Producer:
     """Writes messages to one partition; used by one thread.
 
-    After an error, close it and use another one. Messages that it could not confirm may still
-    appear.
+    After an error, close it: messages that it could not confirm may still appear.
     """
 
     def __init__(self, name: str, client: _KafkaClient, partition: int):
@@ -294,11 +239,7 @@ class Producer:
         self.stop: int | None = None
 
     def send(self, data: bytes) -> None:
-        """Queues a message, after waiting for room.
-
-        Raises:
-          StorageError: an earlier message has failed.
-        """
+        """Queues a message, after waiting for room; raises if an earlier message has failed."""
         client = self._client
         while True:
             self._check()
@@ -314,11 +255,7 @@ class Producer:
         client.client.poll(0)
 
     def flush(self) -> None:
-        """Waits until all messages are acknowledged by all in-sync replicas.
-
-        Raises:
-          StorageError: one was not in time, or was refused.
-        """
+        """Waits until all in-sync replicas have acknowledged all messages."""
         while self._pending and not self._failed:
             self._client.client.flush(_POLL_SECS)
         self._check()
@@ -539,7 +476,7 @@ class _KafkaClient:
         return text
 
     def _failed(self, error: Any) -> None:
-        """Called by the library, within a call of the client."""
+        """Called by the library, within a call; only here does it report a wrong password."""
         text = self.redacted(error.str())
         if error.code() in (self._kafka.KafkaError._AUTHENTICATION, self._kafka.KafkaError._SSL):
             self._denied = text

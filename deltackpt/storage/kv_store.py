@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A TensorStore kvstore as a Store, mainly for S3 and Google Cloud Storage; and the reverse.
 
-TensorStore has no deadlines: it was still waiting after 100 s for a server that accepted a
-connection but did not answer. Every call here therefore has a deadline, after which it is
-abandoned; its write may still take effect. TensorStore does not raise on a rejected conditional
-write, but returns an empty generation. After a lost answer it retries by itself, and finds its own
-write. It does not report an object's length, so ``length`` reads the whole object.
+TensorStore has no deadlines, so every call here has one; an abandoned write may still take effect.
+A rejected conditional write returns an empty generation. After a lost answer TensorStore retries by
+itself, and finds its own write. It does not report lengths, so ``length`` reads the whole object.
 """
 
 from __future__ import annotations
@@ -53,14 +51,9 @@ _UNTRUSTED = "peer certificate"
 
 
 class Reachable(NamedTuple):
-    """A folder that TensorStore can open.
+    """A folder that TensorStore can open."""
 
-    Attributes:
-      spec: spec of a kvstore; its path is empty, or ends in "/".
-      context: context to open it in.
-    """
-
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # Its path is empty, or ends in "/".
     context: Any
 
 
@@ -70,15 +63,7 @@ def _context() -> Any:
 
 
 def reachable(at: StorePath, names: Iterable[str] | None = None) -> Reachable:
-    """Yields a folder that TensorStore can read: in place, or as a copy in memory.
-
-    Args:
-      at: the folder.
-      names: the names that a copy must contain (default: all).
-
-    Raises:
-      Missing, StorageError: same as for ``Store.get``.
-    """
+    """Returns a folder that TensorStore can read: in place, or a copy of ``names`` in memory."""
     spec = at.kvstore()
     if spec is not None:
         return Reachable(spec, _context())
@@ -119,16 +104,7 @@ class KvStore:
     def __init__(
         self, spec: str | Mapping[str, Any], url: str, *, deadline_secs: float = DEADLINE_SECS
     ):
-        """Opens a kvstore.
-
-        Args:
-          spec: TensorStore spec; its path ends in "/" for a folder.
-          url: its name in errors.
-          deadline_secs: timeout of each call in seconds.
-
-        Raises:
-          StorageError: opening failed.
-        """
+        """Opens a kvstore; the path of a folder ends in "/", and ``url`` is used in errors."""
         self._url = url
         self._deadline_secs = deadline_secs
         with self._refusals("open it"):

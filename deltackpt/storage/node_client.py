@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of a node's server.
 
-Data is transferred between the caller's buffers and the socket, one piece per system call.
-Connections are reused, and every call has a deadline: errors name an unreachable node, and no call
-waits for it indefinitely.
+Data is transferred between the caller's buffers and the socket, one piece per system call. Every
+call has a deadline, and errors name an unreachable node.
 """
 
 from __future__ import annotations
@@ -49,19 +48,10 @@ class _Answer(NamedTuple):
 
 
 class Node:
-    """Client of a node's server; thread-safe."""
+    """Client of a node's server; thread-safe. Any call may raise ``Refused`` or ``Unanswered``."""
 
     def __init__(self, address: str, token: str, *, deadline_secs: float = DEADLINE_SECS):
-        """Sends no request yet.
-
-        Args:
-          address: "host:port".
-          token: the token that the server accepts.
-          deadline_secs: timeout of each request in seconds.
-
-        Raises:
-          OptionError: the address is not valid, or the token cannot be sent.
-        """
+        """Sends no request yet; ``address`` is "host:port"."""
         redaction.check_token(token)
         self.address = address
         self._at = _checked(address)
@@ -74,17 +64,10 @@ class Node:
         self._is_closed = False
 
     def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
-        """Writes buffers under a key atomically.
+        """Writes buffers under a key atomically, in order.
 
-        Args:
-          key: the key; an existing object is replaced.
-          parts: buffers to send, in order.
-          absent: fail if the key exists.
-
-        Raises:
-          Exists: the key exists, possibly with these bytes after a lost answer.
-          Refused: the token is invalid, or the node is full.
-          Unanswered: no answer came in time.
+        With ``absent``, an existing key raises ``Exists``: after a lost answer, possibly for these
+        bytes.
         """
         body = [memoryview(part).cast("B") for part in parts]
         fields = [("If-None-Match", "*")] if absent else []
@@ -93,14 +76,7 @@ class Node:
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> int:
-        """Fills parts in order, see ``Store.read_into``; returns the length of the object.
-
-        Raises:
-          Missing: the object does not exist.
-          Damaged: it is shorter, or longer although ``whole`` is set.
-          Refused: the token is invalid.
-          Unanswered: no answer came in time.
-        """
+        """Fills parts in order, see ``Store.read_into``; returns the length of the object."""
         wanted = sum(part.nbytes for part in parts)
         if start < 0 or not wanted:
             length = self.length(key)
@@ -122,44 +98,24 @@ class Node:
         return total
 
     def get(self, key: str) -> bytes:
-        """Returns the bytes under a key.
-
-        Raises:
-          Missing, Refused, Unanswered: same as for ``read_into``.
-        """
+        """Returns the bytes under a key."""
         return self._request("GET", self._target(key), f"read {key}").body
 
     def length(self, key: str) -> int:
-        """Returns the length of the object under a key.
-
-        Raises:
-          Missing, Refused, Unanswered: same as for ``read_into``.
-        """
+        """Returns the length of the object under a key."""
         return self.length_and_version(key)[0]
 
     def version(self, key: str) -> str:
-        """Returns a value that changes with the object under a key.
-
-        Raises:
-          Missing, Refused, Unanswered: same as for ``read_into``.
-        """
+        """Returns a value that changes with the object under a key."""
         return self.length_and_version(key)[1]
 
     def length_and_version(self, key: str) -> tuple[int, str]:
-        """Returns length and version of the same object.
-
-        Raises:
-          Missing, Refused, Unanswered: same as for ``read_into``.
-        """
+        """Returns length and version of the same object."""
         head = self._request("HEAD", self._target(key), f"read {key}").head
         return head.nbytes or 0, head.fields.get("etag", "").strip('"')
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """Returns all keys of the node below a folder that sort after ``after``, ascending.
-
-        Raises:
-          Refused, Unanswered: same as for ``read_into``.
-        """
+        """Returns all keys of the node below a folder that sort after ``after``, ascending."""
         found: list[str] = []
         target, action = wire.target_of(folder), f"list {folder}/"
         while len(found) <= _MOST_KEYS:
@@ -178,11 +134,7 @@ class Node:
         raise self._odd(action, wire.Malformed(f"more than {_MOST_KEYS:,} keys"))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; missing ones are ignored.
-
-        Raises:
-          Refused, Unanswered: same as for ``read_into``.
-        """
+        """Deletes objects; missing ones are ignored."""
         for key in keys:
             with contextlib.suppress(Missing):
                 self._request("DELETE", self._target(key), f"delete {key}")
@@ -370,11 +322,7 @@ def _close(kept: list[tuple[float, wire.Connection]]) -> None:
 
 
 def check_range(shown: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
-    """Checks that a range is in an object of ``total`` bytes, and reaches its end if required.
-
-    Raises:
-      Damaged: it is not, or does not.
-    """
+    """Raises ``Damaged`` unless a range is in an object of ``total`` bytes, or is its end."""
     stop = start + wanted
     if start < 0 or stop > total or (whole and stop != total):
         expected = wanted if whole or start < 0 else stop
@@ -382,15 +330,7 @@ def check_range(shown: str, start: int, wanted: int, total: int, *, whole: bool)
 
 
 def addresses_of(text: str, *, shown: str | None = None) -> list[str]:
-    """Returns the sorted, distinct nodes that a URL names: "host:port,host:port".
-
-    Args:
-      text: that part of the URL.
-      shown: the URL for errors.
-
-    Raises:
-      OptionError: the URL names no node, or an invalid address.
-    """
+    """Returns the sorted, distinct nodes that a URL names: "host:port,host:port"."""
     found = text.split(",")
     for address in found:
         _checked(address, shown=shown)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one part of a save: arrays, then their digests, then the manifest, last.
 
-Trainers and compactors write the same layout: the arrays of each segment under its name, digests of
-all files of the part, and a manifest that covers them. After a kill, no manifest names a missing
-file. Several processes write a part each; process 0's manifest describes all of them, so the others
-omit what it contains.
+Trainers and compactors write the same layout. After a kill, no manifest names a missing file. Each
+process writes a part; process 0's manifest describes all, so the others omit what it contains.
 """
 
 from __future__ import annotations
@@ -82,44 +80,25 @@ class StoredField(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """One process's shard of a save, as described to the others.
+    """One process's shard of a save, as described to the others."""
 
-    Attributes:
-      owned_cells: group to the cells that it writes in a base.
-      covers: regions that contain the part's rows.
-      shared_stamps: checksums of stamps that other processes hold too.
-    """
-
-    owned_cells: dict[str, int]
-    covers: tuple[Cover, ...]
+    owned_cells: dict[str, int]  # By group: the cells that it writes in a base.
+    covers: tuple[Cover, ...]  # Regions that contain the part's rows.
     shared_stamps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class WrittenPart(NamedTuple):
-    """A part whose manifest was written.
-
-    Attributes:
-      record: its manifest.
-      nbytes: total size of the part's files.
-      crc32c: CRC32C of the manifest's bytes.
-    """
+    """A part whose manifest was written; ``nbytes`` counts all its files."""
 
     record: Manifest
     nbytes: int
-    crc32c: int
+    crc32c: int  # Of the manifest's bytes.
 
 
 def write_array(
     place: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
-    """Writes one array from its pieces, in order.
-
-    Args:
-      place: where it is written.
-      entry: the array.
-      pieces: all rows of the array.
-      held: whether the pieces might be changed concurrently.
-    """
+    """Writes one array from its pieces, in order; with ``held``, others might change them."""
     writer = place.writer(entry, held=held)
     for piece in pieces:
         writer.write(piece)
@@ -143,14 +122,8 @@ def stored_field(
 ) -> StoredField:
     """Returns the record of a written field, with its figures by table.
 
-    Args:
-      name: name of the field.
-      stored: all arrays of the field.
-      codec: codec of the field.
-      reason: why that codec was chosen.
-      bounds: (tables + 1,): positions in the segment at which each table's rows begin and end.
-      squared_error: (tables,): sum of squares of the decoding error; 0 by default.
-      squared_norm: (tables,): sum of squares of the encoded rows; 0 by default.
+    ``bounds``, (tables + 1,), are the positions in the segment at which each table's rows begin and
+    end. The sums of squares, of the decoding error and of the encoded rows, are (tables,).
     """
     nothing = np.zeros(len(bounds) - 1)
     error = nothing if squared_error is None else squared_error
@@ -175,16 +148,7 @@ def stored_segment(
     row_indices: StoredArrays,
     fields: Sequence[StoredField],
 ) -> Segment:
-    """Returns the record of a segment whose arrays were written.
-
-    Args:
-      place: where the arrays were written.
-      group: group of the segment's rows.
-      columns: see ``Segment``.
-      rows: virtual row indices.
-      row_indices: the result of ``write_rows``.
-      fields: records of the fields, in order.
-    """
+    """Returns the record of a segment whose arrays were written; ``rows`` are virtual."""
     found = StoredArrays.joined([row_indices, *(field.arrays for field in fields)])
     return Segment(
         name=place.segment,
@@ -221,19 +185,9 @@ def finish(
 ) -> WrittenPart:
     """Writes the digests of a part, then its manifest; the caller then fsyncs ``batch``.
 
-    Args:
-      item_dir: directory of the item, in a temporary directory.
-      head: the manifest, as far as it is known before anything is written.
-      segments: all written segments of the part.
-      batch: the batch that wrote them.
-      layer: the layer file with all arrays; None if they are files of the batch.
-      share: this process's shard; None if one process writes the whole save.
-      index: for process 0: waits for the parts of the other processes and returns the index of
-        all parts. If it is None, the index is written later.
-      other_digests: digests of other files in the item's directory, to include in the part's.
-
-    Raises:
-      StorageError: the store reported an error.
+    ``layer`` is None if the arrays are files of the batch; ``share`` is None if one process writes
+    the save. ``index``, for process 0, waits for the other parts and returns the index of all; if
+    it is None, the index is written later. ``other_digests`` are of other files of the item.
     """
     process = head.process
     if layer is None:
@@ -300,10 +254,5 @@ def _features(
 
 
 def part_of(record: Manifest, crc32c: int) -> Part:
-    """Returns the index entry of a part.
-
-    Args:
-      record: its manifest.
-      crc32c: CRC32C of the manifest's bytes; 0 for process 0's own.
-    """
+    """Returns the index entry of a part; ``crc32c`` of its manifest is 0 for process 0's own."""
     return Part(process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers)

@@ -31,11 +31,7 @@ FULL = "free space, then try again"
 
 
 def user_path(where: str | os.PathLike[str]) -> Path:
-    """Makes a user's path absolute; ``~`` in it is a home directory.
-
-    Raises:
-      OptionError: the user does not exist.
-    """
+    """Makes a user's path absolute; ``~`` in it is a home directory."""
     path = os.path.expanduser(where)
     if path.startswith("~"):
         raise OptionError(
@@ -47,13 +43,7 @@ def user_path(where: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def typed_errors(path: os.PathLike[str], action: str, *, full: str = FULL) -> Iterator[None]:
-    """Converts an ``OSError`` into a typed error with advice.
-
-    Args:
-      path: the object of the operation.
-      action: the operation, such as "write".
-      full: advice for a full file system, which depends on the caller.
-    """
+    """Converts an ``OSError`` of an action ("write") into a typed error; ``full`` is advice."""
     try:
         yield
     except OSError as error:
@@ -69,16 +59,9 @@ def typed_errors(path: os.PathLike[str], action: str, *, full: str = FULL) -> It
 def read_bytes(
     path: Path, name: str | None = None, *, most_bytes: int | None = MOST_BYTES
 ) -> bytes:
-    """Reads a whole file.
+    """Reads a whole file; ``Damaged`` if missing, or longer than ``most_bytes``.
 
-    Args:
-      path: the file.
-      name: its name in errors; by default its last three components.
-      most_bytes: maximum length, since a hostile file may claim any length.
-
-    Raises:
-      Damaged: the file does not exist, or is longer.
-      StorageError: reading failed.
+    ``name`` is its name in errors; by default its last three components.
     """
     shown = name or object_name(path)
     nbytes = length(path, shown)
@@ -93,11 +76,7 @@ def read_bytes(
 
 
 def listing(path: Path) -> list[str]:
-    """Returns the names in a directory.
-
-    Raises:
-      StorageError: listing failed.
-    """
+    """Returns the names in a directory."""
     with typed_errors(path, "list it"):
         return os.listdir(path)
 
@@ -112,16 +91,7 @@ def unreadable(path: os.PathLike[str] | str, error: OSError, action: str = "read
 
 
 def length(path: Path, name: str) -> int:
-    """Returns the length of a file in bytes.
-
-    Args:
-      path: the file.
-      name: its name in errors.
-
-    Raises:
-      Damaged: the file does not exist, or is not a regular file: reading a pipe would block.
-      StorageError: the length cannot be determined.
-    """
+    """Returns the length of a file; ``Damaged`` if missing, or not a file: a pipe would block."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -170,13 +140,9 @@ _T = TypeVar("_T")
 class DirectFile:
     """A file that is read and written past the page cache if the file system allows it.
 
-    Transfers of whole blocks of ``ALIGNMENT`` bytes in memory of ``host_memory`` are direct.
-    All others, and those that the file system refuses, use the page cache. Several threads may
-    write one file if each writes whole blocks.
-
-    Attributes:
-      path: the file, as named in errors.
-      descriptor: its descriptor.
+    Transfers of whole blocks of ``ALIGNMENT`` bytes in memory of ``host_memory`` are direct. All
+    others, and those that the file system refuses, use the page cache. Several threads may write
+    one file if each writes whole blocks. Data is uint8, (n,).
     """
 
     def __init__(
@@ -192,21 +158,11 @@ class DirectFile:
         pace: Pace | None = None,
         full: str = FULL,
     ):
-        """Creates a file in an existing directory, whose entry the caller fsyncs, or opens one.
+        """Creates a file, whose entry the caller fsyncs, or opens one to change it in place.
 
-        Args:
-          path: the file, as named in errors.
-          new: whether to create it; otherwise it is opened to be changed in place.
-          private: whether only this user can access a new file, for any umask.
-          folder: descriptor of its directory; by default, ``path`` is opened.
-          name: its name in that directory.
-          buffer: whole blocks in which ``append`` gathers bytes.
-          cached_bytes: shorter transfers use the page cache.
-          pace: limits the rate of writing.
-          full: advice for a full file system.
-
-        Raises:
-          StorageError: a new name exists, or the file system reported an error.
+        ``folder`` is a descriptor of its directory and ``name`` its name there; by default,
+        ``path`` is opened. ``append`` gathers bytes in ``buffer``, whole blocks. Transfers shorter
+        than ``cached_bytes`` use the page cache. ``private`` holds for any umask.
         """
         self.path = path
         self._buffer = np.empty(0, np.uint8) if buffer is None else buffer
@@ -226,15 +182,7 @@ class DirectFile:
         return self._may_direct
 
     def write(self, start: int, data: np.ndarray) -> None:
-        """Writes bytes at an offset; they are durable after ``sync``.
-
-        Args:
-          start: the offset.
-          data: uint8, (n,).
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Writes bytes at an offset; they are durable after ``sync``."""
         self._pace.acquire(len(data))
         done = 0
         with self._errors("write"):
@@ -248,16 +196,7 @@ class DirectFile:
                 done += taken
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """Reads bytes at an offset.
-
-        Args:
-          start: the offset.
-          out: uint8, (n,), is filled.
-
-        Raises:
-          Damaged: the file is too short.
-          StorageError: reading failed.
-        """
+        """Reads bytes at an offset; ``Damaged`` if the file is too short."""
         done = 0
         with self._errors("read"):
             while done < len(out):
@@ -272,11 +211,7 @@ class DirectFile:
         return self._buffer[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Appends the bytes that were put into ``room``.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Appends the bytes that were put into ``room``."""
         self._filled += nbytes
         if self._filled == len(self._buffer):
             self.write(self._stop, self._buffer)
@@ -285,13 +220,7 @@ class DirectFile:
     def append(self, data: np.ndarray) -> None:
         """Appends bytes; those after the last whole buffer are written by ``finish``.
 
-        Without a buffer, all of them are written at once.
-
-        Args:
-          data: uint8, (n,); whole buffers in aligned memory are not copied.
-
-        Raises:
-          StorageError: writing failed.
+        Without a buffer, all are written at once. Whole buffers in aligned memory are not copied.
         """
         while len(data):
             free = len(self._buffer) - self._filled
@@ -305,11 +234,7 @@ class DirectFile:
             data = data[len(piece) :]
 
     def finish(self) -> None:
-        """Writes the bytes that ``append`` holds back, and lets go of the buffer; called last.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Writes the bytes that ``append`` holds back, and releases the buffer; called last."""
         filled, padded = self._filled, self._filled
         if self._may_direct and filled >= self._cached_bytes:
             padded += -filled % ALIGNMENT
@@ -322,13 +247,9 @@ class DirectFile:
                 os.ftruncate(self.descriptor, self._stop)
 
     def sync(self, *, metadata: bool = True) -> None:
-        """Makes all bytes durable.
+        """Makes all bytes durable; if it fails, those since the last call may be lost.
 
-        Args:
-          metadata: whether to flush times too, which takes longer if no bytes were allocated.
-
-        Raises:
-          StorageError: flushing failed; bytes written since the last call may be lost.
+        ``metadata`` flushes times too, which takes longer if no bytes were allocated.
         """
         with self._errors("force to disk"):
             (os.fsync if metadata else os.fdatasync)(self.descriptor)
@@ -336,11 +257,7 @@ class DirectFile:
             os.fstat(self.descriptor)
 
     def close(self) -> None:
-        """Closes the file, without flushing it.
-
-        Raises:
-          StorageError: an earlier write was lost; some file systems report that only now.
-        """
+        """Closes the file without flushing it; some file systems report lost writes only now."""
         with self._errors("close"):
             self._release()
 
@@ -387,23 +304,14 @@ class DurableDir(NamedTuple):
     Otherwise, a user who can write into it could get files outside it removed or replaced. Paths
     are below ``path``; missing folders are made, but ``path`` itself only by ``create``: one that
     was moved or removed would be mistaken for the missing one.
-
-    Attributes:
-      path: the directory; links in this path are followed.
-      fsync: whether changes survive a power cut.
-      private: whether only this user can access new files and folders, for any umask.
     """
 
-    path: Path
-    fsync: bool = True
-    private: bool = False
+    path: Path  # Links in this path are followed.
+    fsync: bool = True  # Whether changes survive a power cut.
+    private: bool = False  # Only this user can access new files and folders, for any umask.
 
     def create(self) -> None:
-        """Creates the directory and its missing parents; existing ones keep their mode.
-
-        Raises:
-          StorageError: the file system reported an error.
-        """
+        """Creates the directory and its missing parents; existing ones keep their mode."""
         folders = (*reversed(self.path.parents), self.path)
         with typed_errors(self.path, "make a directory"):
             missing = [folder for folder in folders if not folder.is_dir()]
@@ -420,24 +328,15 @@ class DurableDir(NamedTuple):
                 fsync_path(folder.parent)
 
     def make(self, folder: Path) -> None:
-        """Makes a folder and its missing parents.
-
-        Raises:
-          StorageError: the file system reported an error, or a link is on the path.
-        """
+        """Makes a folder and its missing parents."""
         with typed_errors(folder, "make a directory"):
             self.within(folder, lambda _: None)
 
     def write(self, path: Path, data: bytes | memoryview, *, absent: bool = False) -> None:
         """Writes a small file that is either absent, old or complete.
 
-        Args:
-          path: the file.
-          data: its contents.
-          absent: fail if the file exists; of several concurrent writers one succeeds.
-
-        Raises:
-          StorageError: writing failed; the cause is FileExistsError if the file exists.
+        With ``absent``, one of several concurrent writers succeeds; the others get a
+        ``StorageError`` whose cause is FileExistsError.
         """
         temporary = temporary_beside(path).name
 
@@ -465,11 +364,7 @@ class DurableDir(NamedTuple):
             self.within(path.parent, written)
 
     def publish(self, source: Path, target: Path) -> None:
-        """Renames a file or folder, and fsyncs the entries of both parents.
-
-        Raises:
-          StorageError: it does not exist, or the file system reported an error.
-        """
+        """Renames a file or folder, and fsyncs the entries of both parents."""
 
         def renamed(after: int) -> None:
             os.rename(source.name, target.name, src_dir_fd=before, dst_dir_fd=after)
@@ -495,11 +390,7 @@ class DurableDir(NamedTuple):
                 shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
 
     def remove_file(self, path: Path) -> None:
-        """Removes a file, and the folders that become empty.
-
-        Raises:
-          OSError: it does not exist, or removing it failed.
-        """
+        """Removes a file, and the folders that become empty; raises ``OSError``."""
         try:
             with self.opened(path.parent) as folder:
                 os.unlink(path.name, dir_fd=folder)
@@ -524,10 +415,6 @@ class DurableDir(NamedTuple):
         """Calls an action with a descriptor of a folder, which is made if it is missing.
 
         Repeats that if others remove the folder, which they may while it is empty.
-
-        Raises:
-          StorageError: the directory does not exist, or a link is on the path.
-          OSError: the action failed.
         """
         for left in reversed(range(_TRIES)):
             try:
@@ -547,16 +434,7 @@ class DurableDir(NamedTuple):
 
     @contextlib.contextmanager
     def opened(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Opens a descriptor of a folder.
-
-        Args:
-          folder: the folder.
-          make: whether to make missing folders.
-
-        Raises:
-          StorageError: a link is on the path.
-          FileNotFoundError, NotADirectoryError: the folder does not exist.
-        """
+        """Opens a descriptor of a folder; a missing one is made, or raises an ``OSError``."""
         descriptor = os.open(self.path, _FOLDER)
         try:
             for name in folder.relative_to(self.path).parts:
@@ -600,22 +478,14 @@ def temporary_beside(path: Path) -> Path:
 
 
 def fsync(descriptor: int) -> None:
-    """Fsyncs an open descriptor.
-
-    Raises:
-      OSError: fsyncing failed.
-    """
+    """Fsyncs an open descriptor."""
     os.fsync(descriptor)
     # XFS after a shutdown fsyncs directories without an error, and fails only here.
     os.fstat(descriptor)
 
 
 def fsync_path(path: str | Path) -> None:
-    """Fsyncs a file's data, or a directory's entries.
-
-    Raises:
-      OSError: fsyncing failed.
-    """
+    """Fsyncs a file's data, or a directory's entries."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(descriptor)
@@ -626,12 +496,7 @@ def fsync_path(path: str | Path) -> None:
 def fsync_tree(directory: Path, *, while_others_write: bool = False) -> None:
     """Fsyncs every file and directory below ``directory``, and itself.
 
-    Args:
-      directory: the directory.
-      while_others_write: whether listed entries may disappear concurrently.
-
-    Raises:
-      StorageError: the file system reported an error.
+    ``while_others_write`` allows that listed entries disappear concurrently.
     """
     gone = (FileNotFoundError,) if while_others_write else ()
     with typed_errors(directory, "force to disk"):

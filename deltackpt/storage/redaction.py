@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """URLs, kvstore specs and tokens without their secrets, for errors, events, logs and records.
 
-Credentials belong in the environment. Every URL, endpoint or spec is checked for them on input.
-Until then, ``shown`` displays it, which hides too much rather than too little.
+Every URL, endpoint or spec is checked on input. Until then, ``shown`` hides rather too much.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def secret_in(spec: object) -> str | None:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Rejects credentials and queries in an address, since orders of stages and errors show it.
-
-    Raises:
-      OptionError: it contains credentials or a query.
-    """
+    """Rejects credentials and queries in an address, since errors and other files show it."""
     if endpoint is not None and set(endpoint) & set("@?#"):
         raise OptionError(
             "endpoint: expected an address such as https://host:port, found credentials or a query "
@@ -59,11 +54,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 def check_token(token: str) -> None:
-    """Rejects a token that cannot be sent in a request, without showing it.
-
-    Raises:
-      OptionError: it is empty, or has characters other than printable ASCII without spaces.
-    """
+    """Rejects a token that cannot be sent in a request, without showing it."""
     if not _TOKEN.fullmatch(token):
         raise OptionError(
             f"token: expected 1 to 4,096 printable ASCII characters without spaces, found "

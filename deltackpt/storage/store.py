@@ -55,15 +55,10 @@ class Refused(StorageError):
 
 
 class Stamp(NamedTuple):
-    """Identity of a folder, to distinguish it from a replacement.
+    """Identity of a folder, to distinguish it from a replacement."""
 
-    Attributes:
-      identity: stays the same while its contents change; may be reused after the folder is removed.
-      version: changes with the folder's own entries.
-    """
-
-    identity: Hashable
-    version: Hashable
+    identity: Hashable  # Stays while contents change; may be reused after the folder is removed.
+    version: Hashable  # Changes with the folder's own entries.
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
@@ -76,7 +71,7 @@ class Stamp(NamedTuple):
 
 
 class Store(Protocol):
-    """Objects by key; thread-safe.
+    """Objects by key; thread-safe. A method that needs an object raises ``Missing`` without it.
 
     An object that exists but cannot be read or written raises a ``StorageError`` with its cause.
     """
@@ -87,56 +82,31 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """Returns the bytes under a key.
-
-        Raises:
-          Missing: no such object.
-        """
+        """Returns the bytes under a key."""
         ...
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """Fills parts in order with bytes, beginning at ``start``.
+        """Fills writable parts in order with bytes, beginning at ``start``.
 
-        Args:
-          key: what to read.
-          start: first byte; negative values count from the end.
-          parts: writable bytes.
-          whole: whether the object must end with them.
-
-        Raises:
-          Missing: no such object.
-          Damaged: it is shorter, or longer although ``whole`` is set.
+        A negative ``start`` counts from the end. ``Damaged`` is raised if the object is shorter, or
+        if it is longer and ``whole`` requires that it ends with them.
         """
         ...
 
     def length(self, key: str) -> int:
-        """Returns the length of an object in bytes.
-
-        Raises:
-          Missing: no such object.
-        """
+        """Returns the length of an object in bytes."""
         ...
 
     def version(self, key: str) -> Hashable:
-        """Returns a value that changes with the object.
-
-        Raises:
-          Missing: no such object.
-        """
+        """Returns a value that changes with the object."""
         ...
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Writes an object atomically and durably.
+        """Writes an object atomically and durably; an existing one is replaced.
 
-        Args:
-          key: the key; an existing object is replaced.
-          data: the contents.
-          absent: fail if the key exists.
-
-        Raises:
-          Exists: the key exists.
+        With ``absent``, an existing one raises ``Exists`` instead.
         """
         ...
 
@@ -145,7 +115,7 @@ class Store(Protocol):
         ...
 
     def folders(self, folder: str) -> list[str]:
-        """Returns the names of the folders one level below, ascending; empty for a missing folder.
+        """Returns the names of the folders one level below, ascending; none if it is missing.
 
         Empty folders are included if the store has them.
         """
@@ -203,15 +173,9 @@ class StorePath(NamedTuple):
         return posix.object_name(str(self), components)
 
     def read(self, shown: str | None = None, *, most_bytes: int | None = MOST_BYTES) -> bytes:
-        """Reads a whole object.
+        """Reads a whole object; ``Damaged`` if missing, or longer than ``most_bytes``.
 
-        Args:
-          shown: its name in errors; by default its last three components.
-          most_bytes: maximum length, since a hostile object may claim any length.
-
-        Raises:
-          Damaged: it does not exist, or is longer.
-          StorageError: reading failed.
+        ``shown`` is its name in errors; by default its last three components.
         """
         shown = shown or self.shown()
         with self.missing_is_damage(shown):
@@ -224,11 +188,7 @@ class StorePath(NamedTuple):
             return self.store.get(self.key) if data is None else data
 
     def length(self, shown: str | None = None) -> int:
-        """Returns the length of the object in bytes.
-
-        Raises:
-          Damaged, StorageError: same as for ``read``.
-        """
+        """Returns the length of the object in bytes; ``Damaged`` if it is missing."""
         with self.missing_is_damage(shown or self.shown()):
             return self.store.length(self.key)
 
@@ -288,11 +248,7 @@ class StorePath(NamedTuple):
         return total
 
     def versions(self) -> dict[str, Hashable]:
-        """Returns a value per object below, by relative key, that changes with the object.
-
-        Raises:
-          Missing: one of them was removed concurrently.
-        """
+        """Returns a value per object below, by relative key, that changes with the object."""
         return {name: self.store.version((self / name).key) for name in self.keys()}
 
     def kvstore(self) -> dict[str, Any] | None:

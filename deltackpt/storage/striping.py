@@ -41,25 +41,15 @@ _MOST_NAME_BYTES = 255
 
 
 class _Head(NamedTuple):
-    """What is in the place of a striped object.
-
-    Attributes:
-      nbytes: length of the object.
-      piece_bytes: length of each piece but the last one.
-      id: of the write.
-    """
+    """What is in the place of a striped object; ``id`` is of the write."""
 
     nbytes: int
-    piece_bytes: int
+    piece_bytes: int  # Of each piece but the last one.
     id: bytes
 
     @classmethod
     def of(cls, data: bytes | memoryview, shown: str) -> _Head | None:
-        """Parses an object; returns None if it is not a head.
-
-        Raises:
-          Damaged: it is a head with a wrong checksum.
-        """
+        """Parses an object; None if it is not a head, ``Damaged`` if its checksum is wrong."""
         if len(data) != HEAD_BYTES or bytes(data[: len(_MAGIC)]) != _MAGIC:
             return None
         found = google_crc32c.value(bytes(data[: _HEAD.size]))
@@ -96,16 +86,9 @@ class NodesStore:
         *,
         deadline_secs: float = DEADLINE_SECS,
     ):
-        """Sends no request yet.
+        """Sends no request yet; ``folder`` is the prefix of all keys.
 
-        Args:
-          addresses: "host:port" of all nodes; every process must pass the same ones.
-          folder: common prefix of all keys; "" for everything on the nodes.
-          token: the token that the nodes accept.
-          deadline_secs: timeout of each request in seconds.
-
-        Raises:
-          OptionError: an address is not valid, or the token cannot be sent.
+        Every process must pass the same ``addresses``, each "host:port".
         """
         self._url = f"nodes://{','.join(addresses)}/{folder}".rstrip("/")
         self._inside = f"{folder}/" if folder else ""
@@ -349,11 +332,7 @@ def _object_key(key: str) -> str:
 def ranked(key: str, nodes: Sequence[str], *, racks: Mapping[str, str] | None = None) -> list[str]:
     """Returns all nodes in order of preference for a key; the same for every caller.
 
-    Args:
-      key: the key.
-      nodes: their names, in any order.
-      racks: failure domains of nodes, if known: each domain appears once in the order before any
-        appears twice.
+    Of the failure domains in ``racks``, each appears once in the order before any appears twice.
     """
     drawn = sorted(nodes, key=lambda node: _drawn(key, node), reverse=True)
     before: dict[str, int] = {}

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 between nodes: h11 parses and writes the headers; bodies bypass h11.
 
-A body is transferred between the socket and the caller's buffers, 1 MiB per system call: 60 MB cost
-20 ms of CPU time on both sides together, mostly for the kernel's copying. h11 would copy each byte
-twice.
-
+A body is transferred between the socket and the caller's buffers; h11 would copy each byte twice.
 h11 is lenient in a few points. Here, anything that two parsers could read differently is rejected,
 as are repeated fields and keys with another spelling.
 """
@@ -62,14 +59,7 @@ class Dropped(OSError):
 
 
 class Head(NamedTuple):
-    """A received head.
-
-    Attributes:
-      fields: values by lower-case name.
-      method: method of a request.
-      target: target of a request.
-      status: status of an answer.
-    """
+    """A received head; ``fields`` have lower-case names."""
 
     fields: dict[str, str]
     method: str = ""
@@ -84,15 +74,7 @@ class Head(NamedTuple):
 
 
 def parsed(http: h11.Connection, head: bytes) -> Head:
-    """Parses a head, up to its empty line.
-
-    Args:
-      http: the state of this request and its answer.
-      head: the received bytes.
-
-    Raises:
-      Malformed: it is not the expected message, or ambiguous.
-    """
+    """Parses a head, up to its empty line; ``Malformed`` if unexpected or ambiguous."""
     if _AMBIGUOUS.search(head):
         raise Malformed("an ambiguous head")
     http.receive_data(head)
@@ -119,16 +101,9 @@ def head(
     fields: Iterable[tuple[str, object]],
     **first: Any,
 ) -> bytes:
-    """Encodes a head.
+    """Encodes a head; ``first`` is method and target, or the status.
 
-    Args:
-      http: the state of this request and its answer.
-      kind: h11's event to send.
-      fields: names and values.
-      **first: method and target, or the status.
-
-    Raises:
-      Malformed: a field has a line break or is not ASCII; the error does not show it.
+    A field with a line break or that is not ASCII is ``Malformed``; the error does not show it.
     """
     headers = [(name, str(value)) for name, value in fields]
     if not all(value.isascii() and value.isprintable() for _, value in headers):
@@ -145,11 +120,7 @@ class Connection:
     """A socket for requests and answers, whose calls have a common deadline.
 
     Timeouts are set in the kernel: a socket of Python with a timeout returns after each packet.
-
-    Attributes:
-      socket: the socket; it blocks.
-      http: h11's state of the current request and its answer.
-      begun: received bytes behind the last head.
+    After the deadline, calls raise ``TimeoutError``; if the connection fails, another ``OSError``.
     """
 
     def __init__(self, connection: socket.socket, role: type[h11.CLIENT] | type[h11.SERVER]):
@@ -169,12 +140,7 @@ class Connection:
         self._ends_at = time.monotonic() + secs
 
     def receive(self) -> None:
-        """Receives some bytes into ``begun``.
-
-        Raises:
-          Dropped: the connection was closed.
-          TimeoutError, OSError: the deadline passed, or the connection failed.
-        """
+        """Receives some bytes into ``begun``; raises ``Dropped`` if the connection was closed."""
         try:
             found = self.call(socket.SO_RCVTIMEO, self.socket.recv, MOST_HEAD_BYTES)
         except ConnectionResetError as error:
@@ -184,12 +150,7 @@ class Connection:
         self.begun += found
 
     def head(self) -> Head:
-        """Receives a head.
-
-        Raises:
-          Malformed: see ``parsed``.
-          Dropped, TimeoutError, OSError: see ``receive``.
-        """
+        """Receives a head; raises ``Malformed``, see ``parsed``."""
         while (end := self.begun.find(_HEAD_END, 0, MOST_HEAD_BYTES)) < 0:
             if len(self.begun) >= MOST_HEAD_BYTES:
                 raise TooLong("too long a head")
@@ -199,11 +160,7 @@ class Connection:
         return parsed(self.http, received)
 
     def fill(self, part: memoryview) -> None:
-        """Fills a buffer with the next bytes of a body.
-
-        Raises:
-          TimeoutError, OSError: the deadline passed, or the connection failed or was closed.
-        """
+        """Fills a buffer with the next bytes of a body."""
         count = min(len(self.begun), part.nbytes)
         part[:count] = self.begun[:count]
         self.begun = self.begun[count:]
@@ -217,11 +174,7 @@ class Connection:
             left = left[count:]
 
     def send(self, parts: Sequence[bytes | memoryview], flags: int = 0) -> None:
-        """Sends buffers in their order.
-
-        Raises:
-          TimeoutError, OSError: the deadline passed, or the connection failed.
-        """
+        """Sends buffers in their order."""
         left = [memoryview(part) for part in parts if len(part)]
         while left:
             some, room = [], PIECE_BYTES
@@ -237,17 +190,7 @@ class Connection:
                 left[0] = left[0][sent:]
 
     def call(self, way: int, system_call: Callable[..., object], *args: object) -> Any:
-        """Makes one system call, which ends at the deadline.
-
-        Args:
-          way: SO_RCVTIMEO or SO_SNDTIMEO.
-          system_call: what to call.
-          *args: its arguments.
-
-        Raises:
-          TimeoutError: the deadline passed.
-          OSError: the call failed.
-        """
+        """Makes one system call until the deadline; ``way`` is SO_RCVTIMEO or SO_SNDTIMEO."""
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -270,16 +213,7 @@ class Connection:
 
 
 def page(body: bytes, folder: str, after: str) -> list[str]:
-    """Parses the keys in one answer to a listing.
-
-    Args:
-      body: the body of the answer.
-      folder: the listed folder.
-      after: a key that all keys must sort after.
-
-    Raises:
-      Malformed: it holds other data, or keys that are not in order.
-    """
+    """Parses the keys in one answer to a listing; ``Malformed`` if not above ``after``."""
     try:
         targets = body.decode("ascii").split("\n")
     except UnicodeDecodeError:
@@ -303,8 +237,7 @@ def target_of(key: str) -> str:
 def key_of(path: str) -> str:
     """Returns the key of a target, without its query; "" for the node itself.
 
-    Raises:
-      Malformed: the key is invalid, or would leave the store.
+    A key that is invalid, or would leave the store, is ``Malformed``.
     """
     if path == "/":
         return ""
@@ -334,14 +267,9 @@ def is_key(key: str) -> bool:
 
 
 def span_of(text: str | None, nbytes: int) -> tuple[int, int] | None:
-    """Returns start and end of a byte range of an object; None if it starts after the end.
+    """Returns start and end of a Range field's only range; None if it starts after the end.
 
-    Args:
-      text: the Range field; None for the whole object.
-      nbytes: length of the object.
-
-    Raises:
-      Malformed: it is not a single range.
+    ``text`` is None for the whole object.
     """
     if text is None:
         return 0, nbytes
@@ -360,9 +288,6 @@ def content_range(fields: Mapping[str, str]) -> tuple[int, int, int]:
     """Parses Content-Range: start, end, and length of the whole object.
 
     Start and end are 0 if the answer has no part of the object.
-
-    Raises:
-      Malformed: the field is invalid.
     """
     found = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
     if found is None:

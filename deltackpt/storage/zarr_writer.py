@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the Zarr arrays of a base.
-
-The bytes of an array equal those that TensorStore would write, ``zarr.json`` included.
-"""
+"""Writes the Zarr arrays of a base, with the bytes that TensorStore would write."""
 
 from __future__ import annotations
 
@@ -38,16 +35,9 @@ class ZarrWriter:
     """Writes a new array piece by piece; only chunks of several pieces are copied."""
 
     def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool = False):
-        """Creates the array.
+        """Creates the array in a new directory below that of the batch.
 
-        Args:
-          directory: the array's directory, which is created; below that of the batch.
-          entry: describes the array.
-          batch: fsyncs the files, and keeps their digests.
-          held: whether the memory of the rows might change while it is written; this is detected.
-
-        Raises:
-          StorageError: the store reported an error.
+        With ``held``, others might change the rows while they are written; this is detected.
         """
         self._directory, self._entry, self._batch, self._held = directory, entry, batch, held
         #: Rows of complete chunks, and bytes of their files unless TensorStore writes them.
@@ -70,11 +60,7 @@ class ZarrWriter:
             self._nbytes = len(text)
 
     def write(self, rows: np.ndarray) -> None:
-        """Appends rows, (n, *trailing); their memory may be reused when this returns.
-
-        Raises:
-          StorageError: the store reported an error, or the memory changed while it was written.
-        """
+        """Appends rows, (n, *trailing); their memory may be reused when this returns."""
         chunk_rows = self._entry.chunk_rows
         while len(rows):
             if self._filled == 0 and (whole := self._whole_rows(len(rows))):
@@ -91,11 +77,7 @@ class ZarrWriter:
             rows = rows[taken:]
 
     def finish(self) -> int:
-        """Waits until everything is written; returns the bytes of all files of the array.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Waits until everything is written; returns the bytes of all files of the array."""
         if self._done != self._entry.shape[0]:
             raise ValueError(
                 f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
@@ -105,11 +87,7 @@ class ZarrWriter:
         return self._nbytes if self._store is None else self._batch.adopt(self._directory)
 
     def remove(self) -> None:
-        """Abandons the array: waits for pending writes and removes what was written.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Abandons the array: waits for pending writes and removes what was written."""
         try:
             self._wait(0)
         finally:
@@ -218,14 +196,7 @@ def _store_error(directory: Path, error: ValueError) -> Exception:
 
 
 class ZarrSegmentSink(NamedTuple):
-    """The destination of one segment's arrays in a step.
-
-    Attributes:
-      item_dir: directory of the item, in a temporary directory.
-      process: index of the writing process.
-      segment: name of the segment.
-      batch: fsyncs their files, and keeps their digests.
-    """
+    """The destination of one segment's arrays in a step; ``item_dir`` is in a temporary one."""
 
     item_dir: Path
     process: int
