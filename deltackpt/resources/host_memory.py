@@ -2,11 +2,9 @@
 """Memory of the process and the machine: read buffers, prefaulted pages, what is available.
 
 Page faults dominate the time of a restore. Huge pages are the fastest if the machine has them
-ready, and the slowest if not, as in a guest whose host reclaims free memory; this changes within
-minutes. Measured on one such machine within an hour, 1.04 GB
-read from the page cache by two threads: 0.20 to 1.7 s into huge pages, 0.36 to 0.43 s into small
-ones that are faulted one by one, 0.32 to 0.40 s into small ones taken here. Each unit of
-memory is therefore measured, and the result selects the page size of the next one.
+ready, and the slowest if not (1.04 GB: 0.20 to 1.7 s; small ones 0.32 to 0.43 s), which changes
+within minutes. Each unit of memory is therefore measured, and the result selects the page size of
+the next one.
 """
 
 from __future__ import annotations
@@ -70,11 +68,7 @@ _can_populate = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def populate(array: np.ndarray) -> None:
-    """Prefaults an array in ``FreshMemory``; does nothing for other arrays, or on failure.
-
-    Args:
-      array: a contiguous array; its contents do not change.
-    """
+    """Prefaults a contiguous array in ``FreshMemory``; does nothing for others, or on failure."""
     if not (_can_populate and array.nbytes >= UNIT_BYTES and _is_fresh(array)):
         return
     start = array.ctypes.data
@@ -141,14 +135,8 @@ _LARGE_BYTES = 8 << 20
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialized array in its own page-aligned memory, for ``populate``.
 
-    The alignment lets XLA's CPU backend keep the memory as a device buffer without a copy.
-
-    Args:
-      shape: shape of the array.
-      dtype: dtype of the array.
-
-    Raises:
-      RestoreError: there is not enough memory.
+    The alignment lets XLA's CPU backend keep the memory as a device buffer without a copy. Without
+    enough memory it raises ``RestoreError``.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < UNIT_BYTES:
@@ -168,12 +156,9 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def aligned_buffer(nbytes: int) -> np.ndarray:
     """Returns at least ``nbytes`` of uint8 for direct writes, aligned to ``ALIGNMENT``.
 
-    Large buffers are in huge pages if possible, which are filled faster. Forked children find
-    zeros. As with ``MADV_DONTFORK``, which open(2) requires of private memory, a fork does not make
-    the parent's pages copy-on-write; but a child may touch the memory and free it.
-
-    Raises:
-      MemoryError: there is not enough memory.
+    Large buffers are in huge pages if possible. Forked children find zeros. As with
+    ``MADV_DONTFORK``, which open(2) requires of private memory, a fork does not make the parent's
+    pages copy-on-write; but a child may touch the memory and free it.
     """
     padded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
     is_large = padded >= _LARGE_BYTES
@@ -211,8 +196,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
 def trim_memory() -> None:
     """Returns free memory to the system, if the C library supports that (glibc).
 
-    Otherwise glibc keeps freed pieces of some MiB in the arena of each thread: measured at twice
-    the memory in use.
+    Otherwise glibc keeps freed pieces in the arena of each thread: twice the memory in use.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None)
     if trim is not None:
@@ -243,8 +227,7 @@ def available_bytes() -> int:
 def keep_little() -> None:
     """Makes the allocator return freed memory immediately; for a process with little work.
 
-    With an arena for each thread, the uploader used 450 MB to send a base of 400 MB. With this
-    setting it uses 180 MB and is faster.
+    An uploader of a base of 400 MB uses 180 MB in this way, instead of 450, and is faster.
     """
     mallopt = getattr(_C_LIBRARY, "mallopt", None)
     if mallopt is not None:  # Else the library is not glibc.

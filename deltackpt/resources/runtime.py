@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What concurrent work shares: threads and their priority, memory up to a limit, a write rate.
 
-Unused budget does not accumulate: after a pause, bytes are sent at the rate, not in a burst.
-
-A manager has one ``Runtime`` for its saves; a large read opens one of its own. Whoever waits for a
-call that no thread has started runs it. Nested waits therefore need no threads, and work still ends
-after ``close``, in a forked child, and while the interpreter exits.
+Whoever waits for a call that no thread has started runs it. Nested waits therefore need no threads,
+and work still ends after ``close``, in a forked child, and while the interpreter exits.
 
 Fresh memory fills at 0.3 to 8 GB/s because of page faults, warm memory at 17. Buffers are therefore
 kept for the next request, up to the limit. They are aligned for direct I/O.
@@ -32,7 +29,7 @@ from deltackpt.resources.host_memory import aligned_buffer
 
 
 class Pace:
-    """A rate limit in bytes per second; thread-safe."""
+    """A rate limit in bytes per second; thread-safe. After a pause, there is no burst."""
 
     def __init__(
         self, bytes_per_sec: float | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -98,11 +95,7 @@ def pin(cpus: Collection[int] | None) -> None:
 
 
 def check(cpus: Collection[int] | None) -> None:
-    """Checks that this process may use some CPUs.
-
-    Raises:
-      OptionError: the process may not use one of them.
-    """
+    """Raises ``OptionError`` if this process may not use one of the CPUs."""
     if cpus is None:
         return
     allowed = os.sched_getaffinity(0)
@@ -164,14 +157,7 @@ class Memory:
     """Host memory up to a limit, for requests that know their cost; thread-safe."""
 
     def __init__(self, limit_bytes: int):
-        """Allocates nothing.
-
-        Args:
-          limit_bytes: limit of what is reserved, and of the buffers that are lent or kept.
-
-        Raises:
-          OptionError: the limit is not positive.
-        """
+        """Limits what is reserved, and the buffers that are lent or kept."""
         if limit_bytes <= 0:
             raise OptionError(f"memory limit: expected a positive size, found {limit_bytes}")
         self.limit_bytes = limit_bytes
@@ -185,10 +171,9 @@ class Memory:
         self._kept_bytes = self._lent_bytes = 0
 
     def reserve(self, nbytes: int, timeout_secs: float | None = None) -> bool:
-        """Waits for room; a request larger than the limit gets it once nothing is reserved.
+        """Waits for room; returns whether there was some within the timeout.
 
-        Returns:
-          Whether it was reserved within the timeout.
+        A request larger than the limit gets it once nothing is reserved.
         """
 
         def fits() -> bool:
@@ -266,11 +251,6 @@ class Runtime:
 
     Threads start when they are first needed: starting one costs the training thread up to a
     millisecond if others contend for the GIL.
-
-    Attributes:
-      threads: how many requests ``map`` runs at the same time.
-      memory: bounds the requests.
-      pace: bounds the rate of writes.
     """
 
     def __init__(
@@ -284,20 +264,9 @@ class Runtime:
         low_priority: bool = False,
         name: str = "deltackpt",
     ):
-        """Starts no thread yet.
+        """Starts no thread yet; ``map`` runs ``threads`` requests at the same time.
 
-        Args:
-          threads: how many requests ``map`` runs at the same time, by default.
-          size: number of threads beside the caller's; by default, ``map`` needs one less than
-            ``threads``.
-          memory_bytes: limit of the memory.
-          bytes_per_sec: limit of the write rate; unlimited by default.
-          cpus: CPUs for the threads; any by default.
-          low_priority: whether the threads have a lower priority.
-          name: prefix of the threads' names.
-
-        Raises:
-          OptionError: this process may not use one of the CPUs.
+        ``size`` is the number of threads beside the caller's, by default ``threads - 1``.
         """
         check(cpus)
 
@@ -319,11 +288,7 @@ class Runtime:
         return found
 
     def start(self, call: Callable[..., _T], *arguments: object) -> Future[_T]:
-        """Runs a call on a thread, never on the caller's.
-
-        Raises:
-          RuntimeError: the runtime was closed.
-        """
+        """Runs a call on a thread, never on the caller's; ``RuntimeError`` after ``close``."""
         return self._pool.submit(call, *arguments)
 
     def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
@@ -344,17 +309,8 @@ class Runtime:
     ) -> list[_T]:
         """Calls a function with each item, in this thread and in others that are idle.
 
-        Args:
-          call: the function; after an error, it is not called with further items.
-          items: the items.
-          threads: how many calls run at the same time.
-          cost: bytes that the call for an item needs; it waits until they are reserved.
-
-        Returns:
-          The results, in the order of the items.
-
-        Raises:
-          Exception: the first error, once no call is running any more.
+        ``cost`` gives the bytes that a call needs; it waits until they are reserved. After an
+        error, no further call starts; it is raised once no call is running.
         """
         requests = [*items]
         helpers = min(len(requests) - 1, (threads or self.threads) - 1, self._size)
@@ -393,8 +349,7 @@ class Runtime:
     def close(self, *, wait: bool = True) -> None:
         """Ends the threads once they are idle; calls that have not started do not start there.
 
-        Args:
-          wait: whether to wait for that. If not, calls that were started before still run.
+        Without ``wait``, calls that were started before still run.
         """
         self._pool.shutdown(wait=wait, cancel_futures=wait)
 
