@@ -7,19 +7,16 @@ need no reference, and a reader starts with the newest block that uses one of th
 
 Decode arithmetic is normative: in float32 a product without rounding error (a code of at most 8
 bits, a scale of at most 11), then one sum, rounded once; the result is the same whether they are
-fused or not. Subnormal numbers follow IEEE 754. A sum is subnormal only if the reference is
-and the code is 0: scales are so large that a sum that nearly cancels is 0 or far from subnormal.
-Compilers that flush subnormal numbers to 0, such as XLA on the CPU, must not change blocks that
-contain one.
+fused or not. Subnormal numbers follow IEEE 754. A sum is subnormal only if the reference is and the
+code is 0: scales are so large that a sum that nearly cancels is 0 or far from subnormal. Compilers
+that flush subnormal numbers to 0, such as XLA on the CPU, must not change blocks that contain one.
 
-Second moments span many powers of two within one block. A linear code would turn the small ones
-into zero, and an optimizer that divides by their square roots would then diverge.
-
-The grid of the logarithmic codecs has 128 points per octave, half a percent from one to the next.
-They are represented by a table of constants, so that decoding needs no ``exp2``, whose last bit
-differs between machines: the float32 nearest to ``2**(m / 128)`` for m from 0 to 127, and these
-times powers of two. ``log8`` looks its values up. ``log4`` multiplies the reference by one of them:
-one product of normal float32 numbers, rounded once, the same on every machine.
+The logarithmic codecs serve second moments, which span many powers of two within one block: a
+linear code would turn the small ones into zero. Their grid has 128 points per octave. A table of
+constants represents it, since the last bit of ``exp2`` differs between machines: the float32
+nearest to ``2**(m / 128)`` for m from 0 to 127, and these times powers of two. ``log8`` looks its
+values up; ``log4`` multiplies the reference by one of them, rounded once, the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -73,16 +70,10 @@ class BlockCodec(Protocol):
         ...
 
     def decode(self, arrays: Mapping[str, np.ndarray], rows: BlockRows, data: np.ndarray) -> None:
-        """Decodes blocks in place.
+        """Decodes n blocks in place; ``ValueError`` if the arrays cannot be of n blocks.
 
-        Args:
-          arrays: suffix to stored array, of n blocks.
-          rows: n row indices of ``data``, ascending.
-          data: (m, 256) of the blocks' dtype, contiguous. For relative codecs, the rows contain the
-            reference.
-
-        Raises:
-          ValueError: the arrays cannot be of n blocks.
+        ``rows`` are n ascending row indices of ``data``, (m, 256) contiguous, of the blocks' dtype.
+        For relative codecs, these rows contain the reference.
         """
         ...
 
@@ -99,15 +90,7 @@ def pieces(
 
 
 def widened(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Returns values as float32.
-
-    Args:
-      values: (n, 256) of a dtype in ``FLOATS``.
-      out: (m, 256) float32, m at least n: where to write them, if they are not float32 already.
-
-    Returns:
-      (n, 256) float32: ``values`` themselves, or the first rows of ``out``.
-    """
+    """Returns values (n, 256) as float32: themselves, or the first rows of ``out`` (m, 256)."""
     if values.dtype == np.float32:
         return values
     out = out[: len(values)]
@@ -346,10 +329,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Planes:
-    """Byte planes, compressed by zstd: of the bits, or of their XOR with a reference.
-
-    Trained bf16 weights ten steps later: 0.23 of their bytes as XOR, 0.7 without.
-    """
+    """Byte planes, compressed by zstd: of the bits, or of their XOR with a reference."""
 
     name: str
     relative: bool
@@ -379,8 +359,7 @@ class Planes:
 class Sparse:
     """The changed elements of a block: their count, positions, and XOR with the reference.
 
-    A bf16 element takes 3 bytes before zstd, so the codec pays off if at most a tenth of the
-    elements changed. The XOR has few bits set, which zstd exploits.
+    A bf16 element takes 3 bytes before zstd: it pays off if at most a tenth of them changed.
     """
 
     name: str = "sparse"
@@ -497,11 +476,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> BlockCodec:
-    """Returns the codec of a name in a manifest.
-
-    Raises:
-      OptionError: the name is unknown.
-    """
+    """Returns the codec of a name in a manifest; ``OptionError`` if it is unknown."""
     try:
         return _CODECS[name]
     except KeyError:
