@@ -3,9 +3,8 @@
 
 Processes send each other messages: each process to process 0, and process 0 to all. A process that
 failed sends its error instead, and whoever waits for it raises that. While a process waits, or
-works on something that others wait for, it shows every few seconds that it is alive. If it is
-silent for the timeout, it is missing. No device collectives are used: they have no timeout, and
-could interfere with those of the training step.
+works on something that others wait for, it shows every few seconds that it is alive. No device
+collectives are used: they have no timeout, and could interfere with those of the training step.
 """
 
 from __future__ import annotations
@@ -106,25 +105,16 @@ class Coordinator:
 
     The main threads alone call ``gather`` and what is built on it, all at the same point of their
     programs: when a manager opens, when a step is restored, when ``save`` checks for a free writer
-    or moves later steps aside. The other methods are thread-safe.
-
-    Attributes:
-      index: index of this process.
-      count: number of processes.
-      others: indices of the other processes.
-      timeout_secs: how long another process may be silent.
+    or moves later steps aside. The other methods are thread-safe. A method raises ``StorageError``
+    if the service does not answer, and ``ProcessMissing`` if a process that it, or process 0, waits
+    for is silent for ``timeout_secs``.
     """
 
     def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
         """Connects to the coordination service of ``jax.distributed`` if there are several.
 
-        Args:
-          directory: the directory that they share; keeps their calls apart from those of others.
-          timeout_secs: how long another process may be silent.
-          alone: whether this process ignores the others.
-
-        Raises:
-          OptionError: there are several processes, and ``jax.distributed`` is not initialized.
+        The shared ``directory`` keeps their calls apart from those of others; ``alone`` ignores the
+        others. Without ``jax.distributed.initialize``, several processes are an ``OptionError``.
         """
         self.index = 0 if alone else process_index()
         self.count = 1 if alone else process_count()
@@ -154,31 +144,19 @@ class Coordinator:
     # The key-value store.
 
     def replace(self, key: str, data: bytes) -> None:
-        """Stores a value of at most 64 KiB, replacing an existing one.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Stores a value of at most 64 KiB, replacing an existing one."""
         with _refusals(key):
             self._client.key_value_set_bytes(key, data, allow_overwrite=True)
 
     def put_first(self, key: str, data: bytes) -> bytes:
-        """Stores a value unless one exists; returns the stored value.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Stores a value unless one exists; returns the stored value."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set_bytes(key, data)
         with _refusals(key):
             return self._client.blocking_key_value_get_bytes(key, _milliseconds(_GET_SECS))
 
     def wait_for(self, key: str, timeout_secs: float) -> bytes | None:
-        """Returns a value as soon as it exists; None if it does not appear in time.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Returns a value as soon as it exists; None if it does not appear in time."""
         with _refusals(key):
             try:
                 return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_secs))
@@ -188,11 +166,7 @@ class Coordinator:
         return None
 
     def folder(self, key: str) -> dict[str, bytes]:
-        """Returns all values below a key, by the rest of their keys.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Returns all values below a key, by the rest of their keys."""
         with _refusals(key):
             found = self._client.key_value_dir_get_bytes(key)
         return {name.removeprefix(key): value for name, value in found}
@@ -211,11 +185,7 @@ class Coordinator:
     # Messages.
 
     def send(self, topic: str, data: bytes) -> None:
-        """Sends a message of any size, replacing this process's earlier one of the topic.
-
-        Raises:
-          StorageError: the service does not answer.
-        """
+        """Sends a message of any size, replacing this process's earlier one of the topic."""
         self._send(topic, _DONE + data)
 
     def send_failure(self, topic: str, error: BaseException) -> None:
@@ -234,16 +204,8 @@ class Coordinator:
     ) -> Iterator[tuple[int, bytes]]:
         """Yields the sender and the content of each message, as they arrive.
 
-        Args:
-          topic: the topic of the messages.
-          senders: the processes whose messages are awaited.
-          what: the operation, for errors.
-          deed: what each sender does before it sends, for errors.
-
-        Raises:
-          ProcessFailed: a sender failed.
-          ProcessMissing: a sender, or a process that it waited for, was silent for the timeout.
-          StorageError: the service does not answer.
+        Errors name ``what``, the operation, and ``deed``, what each sender does before it sends. A
+        failed sender raises ``ProcessFailed``.
         """
         missing, limit = {*senders}, self.timeout_secs
         # Process 0 may be waiting for others itself.
@@ -297,16 +259,10 @@ class Coordinator:
     # Calls that all processes make.
 
     def join(self, what: str) -> str:
-        """Returns a new id on every process.
+        """Returns a new id on every process; ``what`` is the operation, for errors.
 
         A counter of calls would stay out of step once a process fails before a call. So each
         process sends a random name, and process 0 assigns the id to these names.
-
-        Args:
-          what: the operation, for errors.
-
-        Raises:
-          ProcessMissing, StorageError: as for ``gather``.
         """
         own = uuid.uuid4().hex
         if self.count == 1:
@@ -334,16 +290,10 @@ class Coordinator:
         return own
 
     def gather(self, what: str, value: _Json) -> list[_Json]:
-        """Returns the value of each process, by process; the same result on every process.
+        """Returns the JSON value of each process, by process; the same on every process.
 
-        Args:
-          what: what is gathered, for errors.
-          value: a JSON value; a tuple may arrive as a list.
-
-        Raises:
-          ProcessMissing: a process was silent for the timeout.
-          ProcessFailed: process 0 could not gather the values.
-          StorageError: the service does not answer.
+        A tuple may arrive as a list. Raises ``ProcessFailed`` if process 0 could not gather the
+        values.
         """
         if self.count == 1:
             return [value]
@@ -373,15 +323,7 @@ class Coordinator:
         return json.loads(found)
 
     def agree(self, what: str, value: _Json) -> _Json:
-        """Returns process 0's value on every process.
-
-        Args:
-          what: the subject of the agreement, for errors.
-          value: a JSON value; only that of process 0 counts.
-
-        Raises:
-          ProcessMissing, ProcessFailed, StorageError: as for ``gather``.
-        """
+        """Returns process 0's JSON value on every process; see ``gather``."""
         return self.gather(what, [value] if self.index == 0 else [])[0][0]
 
     def together(
@@ -389,15 +331,8 @@ class Coordinator:
     ) -> contextlib.AbstractContextManager[None]:
         """Runs a block; afterwards either every process raises, or none does.
 
-        Args:
-          what: the operation.
-          fatal: whether no other step would succeed if it fails.
-
-        Raises:
-          RestoreError: another process failed, and another step may succeed; the message names it.
-          StepGone: another process failed because the step was removed.
-          ProcessFailed: another process failed fatally; the message names it.
-          ProcessMissing, StorageError: as for ``gather``.
+        If another process failed, the others raise ``ProcessFailed``, ``StepGone`` if the step was
+        removed, or else ``RestoreError``: another step may succeed, unless the block is ``fatal``.
         """
         return self._together(what, [], fatal)
 
@@ -414,16 +349,9 @@ class Coordinator:
         values[:] = self._outcome(what, error, values, fatal)
 
     def from_process_0(self, what: str, find: Callable[[], _Json], *, fatal: bool = False) -> _Json:
-        """Returns the value that process 0 finds, on every process.
+        """Returns the JSON value that process 0 finds, on every process.
 
-        Args:
-          what: the value's name, for errors.
-          find: called only on process 0; returns a JSON value.
-          fatal: whether no other step would succeed if it fails.
-
-        Raises:
-          RestoreError, ProcessFailed: process 0 failed; process 0 itself raises its own error.
-          ProcessMissing, StorageError: as for ``gather``.
+        Raises as ``together`` does; process 0 itself raises its own error.
         """
         found: list[_Json] = []
         with self._together(what, found, fatal):

@@ -3,8 +3,9 @@
 
 ``deltackpt._kernels`` is compiled from C when the package is built, if there is a compiler. Its
 functions release the GIL, so the threads of a ``Runtime`` run them in parallel. ``gather``,
-``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the same bits.
-The other functions need it: if ``available`` returns False, their callers use XLA or numpy.
+``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the same bits. The
+other functions need it: if ``available`` returns False, their callers use XLA or numpy. In shapes,
+n is the number of rows or blocks; arrays are contiguous.
 """
 
 from __future__ import annotations
@@ -86,15 +87,9 @@ def _plain(array: np.ndarray) -> bool:
 
 
 def gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows of an array into ``out``.
+    """Copies rows (n,) of ``source`` into ``out``, contiguous, of its dtype, which do not overlap.
 
-    Args:
-      source: (length, *trailing).
-      rows: (n,) row indices, each in 0 to length - 1.
-      out: (n, *trailing) of the same dtype, contiguous; it does not overlap ``source``.
-
-    Raises:
-      IndexError: a row index is out of range. Nothing is written then.
+    A row index that is out of range raises ``IndexError``; nothing is written then.
     """
     if _used is None or not (_plain(source) and _plain(out)) or not source[:1].size:
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(source):
@@ -107,16 +102,7 @@ def gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
 
 
 def scan(stamps: np.ndarray, clock: int, first: int = 0) -> np.ndarray:
-    """Returns the indices of the stamps above a clock, ascending.
-
-    Args:
-      stamps: (n,) int32.
-      clock: int32.
-      first: the index of the first stamp.
-
-    Returns:
-      int64 indices from ``first`` to first + n - 1.
-    """
+    """Returns the int64 indices of the int32 stamps above a clock, ascending from ``first``."""
     if _used is None or not _plain(stamps):
         return (stamps > clock).nonzero()[0] + np.int64(first)
     parts = []
@@ -138,18 +124,13 @@ def encode_uniform(
     squared_error: np.ndarray,
     squared_norm: np.ndarray,
 ) -> None:
-    """Encodes n rows as ``codecs.Uniform``; ``available`` must be True.
+    """Encodes rows of a float dtype, of ``width`` elements, as ``codecs.Uniform``.
 
-    Args:
-      rows: (n, *trailing) float32, bfloat16 or float16, contiguous.
-      width: elements per row.
-      codec: bits, whether it is symmetric, steps, refits, 1 / bins (0 without a search), and the
-        smallest and largest magnitudes of rows that it can represent.
-      arrays: receive the codes, (n, packed bytes) uint8; the scales, (n,) uint16; and the offsets,
-        (n,) uint16, or None if the codec is symmetric.
-      representable: (n,) bool, receives ``save.encode.Encoded.representable``.
-      squared_error: (n,) float32, receives the field of ``Encoded`` with this name.
-      squared_norm: (n,) float32, likewise.
+    ``codec`` is bits, whether it is symmetric, steps, refits, 1 / bins (0 without a search), and
+    the smallest and largest magnitudes of rows that it can represent. ``arrays`` receive the codes,
+    (n, packed bytes) uint8; the scales, (n,) uint16; and the offsets, (n,) uint16, or None if
+    symmetric. ``representable``, (n,) bool, and the errors, (n,) float32, receive the fields of
+    ``save.encode.Encoded`` with these names.
     """
     assert _used is not None
     name = rows.dtype.name
@@ -168,17 +149,10 @@ def encode_shorter(
     squared_error: np.ndarray,
     squared_norm: np.ndarray,
 ) -> None:
-    """Rounds n float32 rows to ``dtype``; ``available`` must be True.
+    """Rounds float32 rows of ``width`` elements to ``dtype``, bfloat16 or float16.
 
-    Args:
-      rows: (n, *trailing) float32, contiguous.
-      width: elements per row.
-      dtype: bfloat16 or float16.
-      limits: the smallest and largest magnitudes of rows that the codec can represent.
-      patterns: (n, *trailing) uint16, receives the bits of the rounded values.
-      representable: (n,) bool, receives ``save.encode.Encoded.representable``.
-      squared_error: (n,) float32, receives the field of ``Encoded`` with this name.
-      squared_norm: (n,) float32, likewise.
+    ``limits`` are the smallest and largest magnitudes of rows that the codec can represent;
+    ``patterns``, uint16, receives the bits. The other arrays are as for ``encode_uniform``.
     """
     assert _used is not None
     figures = representable, squared_error, squared_norm
@@ -192,14 +166,10 @@ def decode_uniform(
     bits: int,
     out: np.ndarray,
 ) -> None:
-    """Decodes n rows of ``codecs.Uniform``; ``available`` must be True.
+    """Decodes ``codecs.Uniform`` into ``out``, (n, *trailing) float32, aligned.
 
-    Args:
-      codes: (n, packed bytes) uint8.
-      scale: (n,) of any 16-bit dtype: the stored bits.
-      offset: (n,), as ``scale``; None if the codec is symmetric.
-      bits: bits per code.
-      out: (n, *trailing) float32, contiguous and aligned; receives the rows.
+    ``codes`` are (n, packed bytes) uint8; ``scale`` and ``offset``, (n,) of any 16-bit dtype, are
+    the stored bits.
     """
     assert _used is not None
     codes, scale = np.require(codes, None, "C"), np.require(scale, None, ("C", "A"))
@@ -228,20 +198,12 @@ _FOUR_BITS, _STEPS, _WORDLESS = {"ef4", "log4"}, {"log8", "log4"}, {"log4"}
 
 
 class CodedBlocks(NamedTuple):
-    """The result of ``encode_blocks``.
+    """The result of ``encode_blocks``; m blocks are coded."""
 
-    Attributes:
-      states: (n,) uint8: ``UNCHANGED``, ``CODED`` or ``LEFT``.
-      arrays: arrays of the m coded blocks: codes, (m, bytes) uint8; then, if the codec has them,
-        words (scales or first points), (m,) uint16, and steps, (m,) uint8.
-      squared_error: sum of the squared errors of the coded blocks.
-      squared_norm: sum of the squares of the finite values of all blocks.
-    """
-
-    states: np.ndarray
-    arrays: tuple[np.ndarray, ...]
-    squared_error: float
-    squared_norm: float
+    states: np.ndarray  # (n,) uint8: ``UNCHANGED``, ``CODED`` or ``LEFT``.
+    arrays: tuple[np.ndarray, ...]  # Codes (m, bytes) uint8; words (m,) uint16; steps (m,) uint8.
+    squared_error: float  # Of the coded blocks.
+    squared_norm: float  # Of the finite values of all blocks.
 
 
 def encode_blocks(
@@ -254,17 +216,12 @@ def encode_blocks(
     table: np.ndarray | None = None,
     within: tuple[float, float] = (0.0, 0.0),
 ) -> CodedBlocks:
-    """Encodes blocks with a lossy codec of dense leaves; ``available`` must be True.
+    """Encodes blocks (n, 256) with a lossy codec of dense leaves.
 
-    Args:
-      codec: name of the codec.
-      now: (n, 256) of a float dtype, contiguous.
-      before: (n, 256), the reference; None without one.
-      out: (n, 256), receives the blocks as readers decode them; blocks that are not coded equal
-        ``now``.
-      skip_unchanged: whether to skip blocks whose bits equal the reference.
-      table: ``codecs.block_codecs.places`` for log8, ``factors`` for log4, else None.
-      within: the smallest and largest positive numbers that log4 can represent.
+    ``before`` is the reference, or None. ``out`` receives the blocks as readers decode them; blocks
+    that are not coded equal ``now``. Blocks whose bits equal the reference may be skipped.
+    ``table`` is ``codecs.block_codecs.places`` for log8, ``factors`` for log4, else None;
+    ``within`` are the smallest and largest positive numbers that log4 can represent.
     """
     assert _used is not None
     count = len(now)
@@ -290,20 +247,11 @@ def decode_blocks(
     data: np.ndarray,
     table: np.ndarray | None = None,
 ) -> None:
-    """Decodes blocks in place; ``available`` must be True.
+    """Decodes n blocks in place into ascending ``rows`` of ``data``, (m, 256), the reference.
 
-    Args:
-      codec: name of the codec.
-      codes: (n, bytes) uint8.
-      words: (n,) of any 16-bit dtype, scales or first points; None if the codec has none.
-      steps: (n,) uint8; None if the codec has none.
-      rows: n row indices of ``data``, ascending.
-      data: (m, 256) of a float dtype, contiguous; contains the reference.
-      table: see ``encode_blocks``.
-
-    Raises:
-      IndexError: the row indices do not ascend, or one is out of range.
-      ValueError: a step of log4 exceeds ``codecs.block_codecs.WIDEST_STEP``.
+    ``codes`` are (n, bytes) uint8; ``words``, (n,) of any 16-bit dtype, scales or first points;
+    ``steps``, (n,) uint8. A wrong row index raises ``IndexError``, a step of log4 above
+    ``codecs.block_codecs.WIDEST_STEP`` a ``ValueError``.
     """
     assert _used is not None
     _used.decode_blocks(
@@ -315,18 +263,11 @@ def decode_blocks(
 def encode_sparse(
     now: np.ndarray, before: np.ndarray, most: int, *, skip_unchanged: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Finds the changed elements of blocks in which few changed; ``available`` must be True.
+    """Finds the changed elements of blocks (n, 256), unsigned, of which at most ``most`` changed.
 
-    Args:
-      now: (n, 256) unsigned integers, contiguous.
-      before: the same shape and dtype.
-      most: maximum number of changed elements of a coded block.
-      skip_unchanged: whether to skip blocks without changes.
-
-    Returns:
-      The state of each block, (n,) uint8: ``LEFT`` if more elements changed. For the m coded
-      blocks: the numbers of changed elements, (m,) uint16; the positions of all k changed elements
-      in their blocks, (k,) uint8; and the XOR of their bits, (k,) of the dtype of ``now``.
+    Returns the state of each block, (n,) uint8: ``LEFT`` if more elements changed. For the m coded
+    blocks: the numbers of changed elements, (m,) uint16; the positions of all k changed elements in
+    their blocks, (k,) uint8; and the XOR of their bits, (k,) of the dtype of ``now``.
     """
     assert _used is not None
     count = len(now)
@@ -346,19 +287,10 @@ def apply_sparse(
     rows: range | np.ndarray,
     data: np.ndarray,
 ) -> None:
-    """Changes elements of blocks in place by XOR; ``available`` must be True.
+    """Changes elements of blocks in ascending ``rows`` of ``data``, (m, 256), by XOR.
 
-    Args:
-      counts: (n,) uint16, the number of changed elements of each block.
-      at: (k,) uint8, their positions, ascending in a block.
-      changes: (k,) unsigned integers, the XOR of their bits.
-      rows: n row indices of ``data``, ascending.
-      data: (m, 256) of the dtype of ``changes``, contiguous.
-
-    Raises:
-      IndexError: the row indices do not ascend, or one is out of range.
-      ValueError: the lengths of ``at`` and ``changes`` differ from the sum of ``counts``, a count
-        exceeds 256, or the positions of a block do not ascend.
+    ``counts``, ``at`` and ``changes`` are as from ``encode_sparse``; the positions ascend in a
+    block. A wrong row index raises ``IndexError``, other inconsistent arrays a ``ValueError``.
     """
     assert _used is not None
     arguments = _row_arguments(rows)

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy imports of modules that are slow to import and that not every program needs.
 
-For type checkers, import the module itself::
-
-    if TYPE_CHECKING:
-        import orbax.checkpoint as ocp
-    else:
-        ocp = LazyModule("orbax.checkpoint")
+Type checkers need the module itself, imported under ``if TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -29,10 +24,7 @@ class LazyModule(types.ModuleType):
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     """Returns a ``__getattr__`` for a package that imports public names when they are first used.
 
-    Args:
-      package: the package's ``__name__``.
-      modules: public name to the module that defines it; one that starts with a dot is relative to
-        the package.
+    ``modules`` maps each name to its module, which may be relative to the package.
     """
 
     def __getattr__(name: str) -> object:
