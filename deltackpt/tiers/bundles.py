@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: the files of a save as one stream, for replicas that hold complete saves.
 
-A bundle consists of a prefix of 16 bytes, a record of the files with their digests, and the files
-end to end. Its CRC32C is computed from the digests, so creating one reads nothing; its consumer
-reads it once, in pieces of any length. Extents and peers identify a bundle only by its reference.
-Every file is checked against its digest when it is unpacked.
-``docs/reference/format.md`` specifies the bytes.
+Its CRC32C is computed from the files' digests, so creating a bundle reads nothing; its consumer
+reads it once.
 """
 
 from __future__ import annotations
@@ -44,13 +41,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class BundleRef(NamedTuple):
-    """Reference to a bundle.
-
-    Attributes:
-      key: unique key of the bundle; ``BundleName.key``.
-      nbytes: length of the stream in bytes.
-      crc32c: CRC32C of the stream.
-    """
+    """Reference to a bundle: its ``BundleName.key``, and length and CRC32C of the stream."""
 
     key: str
     nbytes: int
@@ -58,23 +49,14 @@ class BundleRef(NamedTuple):
 
 
 class BundleName(NamedTuple):
-    """The save in a bundle, and when it was made.
-
-    Attributes:
-      run: run of the save.
-      attempt: attempt of the save.
-      step: step of the save.
-      epoch: epoch of the claim under which the save's run began.
-      era: number of rollbacks under that claim before the run began.
-      part: the process, if several have a staging directory each; otherwise 0.
-    """
+    """The save in a bundle, and when it was made."""
 
     run: str
     attempt: int
     step: int
-    epoch: int
-    era: int
-    part: int
+    epoch: int  # of the claim under which the save's run began
+    era: int  # number of rollbacks under that claim before the run began
+    part: int  # the process, if several have a staging directory each; otherwise 0
 
     @property
     def key(self) -> str:
@@ -97,11 +79,7 @@ class Reader(Protocol):
     """The bytes of a stored bundle."""
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from offset ``start`` on.
-
-        Raises:
-          Damaged: the bytes differ from those written.
-        """
+        """Fills ``out`` from offset ``start``; Damaged if the bytes differ from those written."""
         ...
 
 
@@ -115,11 +93,7 @@ class Bundle(Reader, Protocol):
 
 
 class Tier(Protocol):
-    """A store of bundles near the staging directory.
-
-    Attributes:
-      name: value of ``Restored.source`` for saves recovered from it.
-    """
+    """A store of bundles; ``name`` is the ``Restored.source`` of saves recovered from it."""
 
     name: str
 
@@ -128,19 +102,11 @@ class Tier(Protocol):
         ...
 
     def open(self, ref: BundleRef) -> AbstractContextManager[Reader]:
-        """Opens a bundle for reading.
-
-        Raises:
-          Damaged, StorageError: the bundle is not readable.
-        """
+        """Opens a bundle for reading; Damaged or StorageError if it is not readable."""
         ...
 
     def put(self, bundle: Bundle) -> None:
-        """Stores a bundle durably. Idempotent.
-
-        Raises:
-          StorageError: too little room, or writing failed; existing bundles are kept.
-        """
+        """Stores a bundle durably; idempotent. A failure (StorageError) keeps existing bundles."""
         ...
 
     def delete(self, refs: Collection[BundleRef]) -> None:
@@ -154,29 +120,17 @@ class Tier(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BundleManifest:
-    """Manifest of a bundle.
-
-    Attributes:
-      save_id: id of the save.
-      epoch: same as in ``BundleName``.
-      era: same as in ``BundleName``.
-      past: ancestors of the save's run, as in ``RunLineage``.
-      root: URL of the checkpoint directory.
-      holder: holder of that epoch's claim; it distinguishes successive directories at one URL.
-      part: same as in ``BundleName``.
-      parts: number of parts.
-      files: length, CRC32C and tail of each file, as in ``Digest``, by its path below the step; in
-        the order of the stream.
-    """
+    """Manifest of a bundle; see ``BundleName`` and ``RunLineage``."""
 
     save_id: SaveId
     epoch: int
     era: int
     past: dict[str, int]
-    root: str
-    holder: str
+    root: str  # URL of the checkpoint directory
+    holder: str  # distinguishes successive directories at one URL
     part: int
     parts: int
+    #: Each ``Digest[:3]`` by its path below the step, in stream order.
     files: dict[str, tuple[int, int, int]]
 
     @property
@@ -262,8 +216,8 @@ def manifest_of(
 ) -> BundleManifest:
     """Returns the manifest of a bundle: every file of a committed step, with its digest.
 
-    Digests are taken from the step's own records. Files without one, such as those of foreign
-    handlers, are read. ``Missing`` means that the step was removed concurrently.
+    Files that the step's records do not list, such as those of foreign handlers, are read.
+    ``Missing`` means that the step was removed concurrently.
     """
     if not step_dir.is_dir():
         raise Missing(str(step_dir), "no such step")
@@ -288,12 +242,7 @@ def manifest_of(
 
 
 def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders) -> StagedBundle:
-    """Returns the bundle of a staged save, under the current orders.
-
-    Raises:
-      Missing: it was evicted, or another save has its step.
-      Damaged: its manifest is not readable.
-    """
+    """Returns the bundle of a staged save; Missing if it was evicted or replaced."""
     step_dir = stage.steps / str(save_id.step)
     contents = manifest_of(
         step_dir,
@@ -323,11 +272,7 @@ def whole_crc32c(digest: Digest) -> int:
 
 
 def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
-    """Returns the manifest of a stored bundle, and the offset of its first file.
-
-    Raises:
-      Damaged: the bundle is altered, or is another one.
-    """
+    """Returns the manifest of a stored bundle, or Damaged, and the offset of its first file."""
     prefix = bytearray(_PREFIX.size)
     if ref.nbytes < len(prefix):
         expected = f"a bundle of at least {len(prefix)} bytes"
@@ -351,11 +296,7 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
 
 
 def unpack(reader: Reader, ref: BundleRef, folder: Path, *, fsync: bool) -> BundleManifest:
-    """Extracts the files of a bundle, each checked against its digest, into a new folder.
-
-    Raises:
-      Damaged: a byte differs from the packed one.
-    """
+    """Extracts a bundle's files into a new folder; Damaged if one does not match its digest."""
     contents, start = read_manifest(reader, ref)
     buffer = memoryview(bytearray(_PIECE_BYTES))
     with posix.typed_errors(folder, "unpack a save"):

@@ -2,15 +2,10 @@
 """Copies chains to another directory, to an object store, and back.
 
 A *unit*, the smallest thing that becomes visible atomically, is a step or a compacted base. Units
-are copied one after the other, dependencies first, so every step at the target is restorable at any
-moment. Every byte is checked against its digest when it is read, and again by reading it back. An
-interrupted copy can be restarted: what exists at the target and matches is not written again.
-
-A name at the target belongs to one save. An entry that is another save, or cannot be identified, is
-never touched; a damaged copy of the same save is replaced.
-
-In a directory, a unit is assembled in ``.copying/`` and published by one rename. A bucket is
-claimed, as by a trainer, and a unit is published by a journal entry.
+are copied dependencies first, so every step at the target is restorable at any moment. Every byte
+is checked when it is read, and again by reading it back. An interrupted copy can be restarted. An
+entry at the target that is another save, or cannot be identified, is never touched; a damaged copy
+of the same save is replaced.
 """
 
 from __future__ import annotations
@@ -47,19 +42,9 @@ WORKERS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copied:
-    """Result of a copy.
+    """Result of a copy: names of the copied units, in order, and of those found at the target."""
 
-    Attributes:
-      steps: the requested steps that are now restorable at the target.
-      copied: names of the copied units, in order.
-      found: names of the units that the target already held.
-      file_count: number of files of the copied units.
-      bytes_written: total size of those files.
-      bytes_found: bytes that the target already held.
-      seconds: wall-clock time.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # the requested steps that are now restorable at the target
     copied: tuple[str, ...]
     found: tuple[str, ...]
     file_count: int
@@ -83,30 +68,10 @@ def copy(
 ) -> Copied:
     """Copies steps with everything that restoring them needs; the copy is restorable on its own.
 
-    Args:
-      source: a directory, a URL (``s3://``, ``nodes://``, ...), or a kvstore spec of TensorStore as
-        JSON.
-      target: same as for ``source``.
-      item: name of the deltackpt item in the steps.
-      steps: the steps to copy (default: the newest).
-      all_steps: whether to copy all of them.
-      recheck: whether to read existing units at the target in full, and replace damaged ones. By
-        default only their records are compared, and that no file is missing.
-      offline: the caller asserts that no trainer is using the target.
-      endpoint: address of the bucket's server, if it is not the provider's default.
-      workers: number of concurrent file copies.
-      progress: called with the bytes done and the total, from any thread.
-
-    Raises:
-      StepNotFound: a requested step does not exist.
-      StepGone: a step was removed or replaced during the copy; no part of it is visible.
-      Damaged, BrokenChain: the named part of the source is not intact.
-      TargetDiffers: the target holds something else under the name of a copied save; or, if no
-        steps were given, later steps that the source lacks.
-      InUse: a trainer may be using the target, or another process is copying to it or running
-        ``gc`` on it.
-      ForeignDirectory: the target holds files that are not checkpoints.
-      OutOfSpace, StorageError: the source or the target reported an error.
+    ``steps`` defaults to the newest. ``recheck`` reads existing units at the target in full and
+    replaces damaged ones. ``offline`` asserts that no trainer uses the target. ``progress``
+    receives the bytes done and the total, from any thread. If a step is removed or replaced during
+    the copy (StepGone), no part of it is visible.
     """
     started = time.perf_counter()
     here, there = _place(source, endpoint, item), _place(target, endpoint, item)

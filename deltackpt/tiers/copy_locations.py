@@ -69,11 +69,7 @@ def differs(shown: str, found: str) -> TargetDiffers:
 
 
 def pieces_of(at: StorePath, expected: Digest) -> Iterator[bytes | bytearray]:
-    """Yields a file piece by piece, holding one at a time; verifies it at the end.
-
-    Raises:
-      Damaged: the file does not match its digest.
-    """
+    """Yields a file piece by piece, one in memory; Damaged at the end if it does not match."""
     came, shown = digests.Streamed(), str(at)
     try:
         with at.missing_is_damage(shown):
@@ -155,8 +151,7 @@ class Directory:
     def holds(self, unit: ObjectKey, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """Returns whether a unit exists and is complete; ``recheck`` reads all of its bytes.
 
-        Raises:
-          TargetDiffers: its name is taken by something else.
+        Raises TargetDiffers if something else has its name.
         """
         folder, aside = self._folder(unit), self._aside(unit)
         if not os.path.lexists(folder):
@@ -183,17 +178,8 @@ class Directory:
     ) -> None:
         """Copies a unit and makes it visible atomically; an interrupted copy is continued.
 
-        Args:
-          unit: the unit.
-          info: its entry in the chain.
-          source: the folder of its files.
-          expected: their digests; each file is verified.
-          reading: surrounds the reads; it checks that the source has not changed.
-          workers: number of concurrent files.
-          on_bytes: receives the progress.
-
-        Raises:
-          TargetDiffers: another save has its name.
+        ``reading`` surrounds the reads and checks that the source has not changed. Raises
+        TargetDiffers if another save has the unit's name.
         """
         staged = self._staged(unit)
         self._dir.make(staged)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicates the saves of a staging directory to one tier: the loop that all tiers share.
 
-The replicator process runs one cursor per tier, each in a thread of its own, so an outage of one
-tier does not delay the other. A cursor sleeps until the trainer wakes it.
+Each tier's cursor has its own thread, so an outage of one tier does not delay the other.
 """
 
 from __future__ import annotations
@@ -40,10 +39,8 @@ BACK_OFF_SECS = (0.1, 30.0)
 class Trainer:
     """The process that makes the saves, as the replicator sees it; thread-safe.
 
-    Attributes:
-      is_gone: whether no more orders or saves will come.
-      is_waiting: whether a caller is waiting for the pending saves.
-      signals: number of wake-ups so far.
+    ``is_gone``: no more orders or saves will come. ``is_waiting``: a caller waits for the pending
+    saves.
     """
 
     def __init__(self, pipe: int | None = None, *, is_gone: bool = False):
@@ -79,19 +76,12 @@ class Trainer:
 
 
 class StagedSave(NamedTuple):
-    """A save in the staging directory.
-
-    Attributes:
-      step: its step.
-      info: its entry in the chain; None if its manifest is unreadable.
-      at: its folder.
-      identity: distinguishes the folder from a replacement.
-    """
+    """A save in the staging directory."""
 
     step: int
-    info: SaveInfo | None
+    info: SaveInfo | None  # None if its manifest is unreadable
     at: StorePath
-    identity: Hashable
+    identity: Hashable  # distinguishes the folder from a replacement
 
     @property
     def key(self) -> str:
@@ -100,13 +90,7 @@ class StagedSave(NamedTuple):
 
 
 class Cursor(abc.ABC):
-    """What one tier holds of a staging directory, and what is next; used by one thread.
-
-    Attributes:
-      stage: the staging directory.
-      progress: the last reported progress.
-      trainer: wakes the cursor.
-    """
+    """What one tier holds of a staging directory, and what is next; used by one thread."""
 
     tier: ClassVar[TierName]
 
@@ -142,11 +126,7 @@ class Cursor(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> bool:
-        """Brings the oldest save that the tier lacks.
-
-        Returns:
-          Whether there may be more to do at once.
-        """
+        """Brings the oldest save that the tier lacks; returns whether there may be more to do."""
 
     @abc.abstractmethod
     def is_done(self) -> bool:

@@ -2,11 +2,10 @@
 """Erasure coding: k + m fragments of a byte string, any k of which restore it.
 
 The bytes are split into stripes of about 1 MiB, which stay in the CPU cache while they are coded,
-and each stripe into k pieces. Data fragment i < k consists of the i-th piece of every stripe, as
-views of the bytes. The m parity fragments are copies (k = 1), the XOR of all pieces in numpy (m =
-1), or Reed-Solomon codes over Cauchy matrices (pyeclib with ISA-L; measured on a busy machine for 4
-+ 2: 3.2 GB/s per core, and 1.8 GB/s if two fragments are lost). Fragments contain no
-library-specific headers.
+and each stripe into k pieces. Data fragment i < k consists of the i-th piece of every stripe.
+Parity fragments are copies (k = 1), an XOR (m = 1), or Reed-Solomon codes over Cauchy matrices
+(pyeclib with ISA-L; measured on a busy machine for 4 + 2: 3.2 GB/s per core, and 1.8 GB/s if two
+fragments are lost), without library-specific headers.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ _MOST_FRAGMENTS = 32
 
 
 class Code:
-    """How parity pieces are computed: here, as copies of the one data piece, if there are any.
-
-    Attributes:
-      k: number of data pieces.
-      m: number of parity pieces.
-    """
+    """How the m parity pieces of k pieces are computed: here, as copies of the one data piece."""
 
     def __init__(self, k: int, m: int):
         self.k, self.m = k, m
@@ -45,12 +39,7 @@ class Code:
         return [stripe] * self.m
 
     def restore(self, found: Mapping[int, memoryview], lost: Mapping[int, memoryview]) -> None:
-        """Restores lost data pieces from any k other pieces.
-
-        Args:
-          found: at least k pieces by number; numbers from k on are parity pieces.
-          lost: output buffers of the missing data pieces by number.
-        """
+        """Fills lost data pieces from at least k others, by number; parity starts at k."""
         for out in lost.values():
             out[:] = next(iter(found.values()))
 
@@ -173,13 +162,9 @@ def fragments(code: Code, padded: memoryview) -> list[list[memoryview]]:
 def restore(
     code: Code, padded: memoryview, further: Mapping[int, memoryview], lost: Set[int]
 ) -> None:
-    """Restores the lost parts of padded bytes from fragments.
+    """Restores the lost ones of the first k fragments in ``padded``, which holds the others.
 
-    Args:
-      code: code of the fragments.
-      padded: buffer that holds those of the first k fragments that are not lost.
-      further: available parity fragments by number; together with the intact ones at least k.
-      lost: numbers of the missing ones among the first k.
+    ``further`` are the available parity fragments by number; with the intact ones at least k.
     """
     start = 0
     for stripe in stripes(code.k, padded):
@@ -198,23 +183,14 @@ _KEY = re.compile(
 
 
 class Fragment(NamedTuple):
-    """The contents of a fragment's key.
-
-    Attributes:
-      ref: reference of the bundle.
-      k: data fragments of its code.
-      m: parity fragments of its code.
-      segment: segment number in the bundle.
-      number: number of the fragment; the first k are pieces of the segment itself.
-      crc32c: CRC32C of its bytes.
-    """
+    """The contents of a fragment's key."""
 
     ref: BundleRef
     k: int
     m: int
     segment: int
-    number: int
-    crc32c: int
+    number: int  # the first k are pieces of the segment itself
+    crc32c: int  # of the fragment's bytes
 
     def key(self, root: str) -> str:
         """The key under which a peer agent stores it."""
@@ -235,13 +211,7 @@ class Fragment(NamedTuple):
 
 
 class FragmentCoding(NamedTuple):
-    """How a bundle was split.
-
-    Attributes:
-      ref: reference of the bundle.
-      k: number of fragments that restore a segment.
-      m: number of additional fragments.
-    """
+    """How a bundle was split: k fragments of a segment restore it, m are additional."""
 
     ref: BundleRef
     k: int

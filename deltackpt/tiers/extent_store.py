@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extents: bundles in a preallocated file, each made durable by one ``fdatasync``.
 
-The file is filled completely when it is created, so later writes allocate nothing, and is divided
-into extents of equal size. A bundle is written into as many free extents as it needs, with direct
-I/O, and is valid once all of its headers are. Existing bundles are therefore never overwritten, and
-a torn bundle is detected: its sequence number is used only once, and its checksums fail. Only the
-newest can be torn, because each write ends with an ``fdatasync``; it is verified when the file is
-opened.
-
-When a bundle is dropped, the header of its first extent is replaced and fsynced before its extents
-are reused, so it cannot reappear after a power cut.
+``docs/reference/format.md`` specifies the file. It is filled completely when it is created, so
+later writes allocate nothing. Bundles are never overwritten, and only the newest can be torn, which
+is detected when the file is opened. The header of a dropped one is replaced and fsynced first, so
+it cannot reappear after a power cut.
 
 Measured on ext4 for 10 MB on an idle disk: 27 ms and 3.8 ms of CPU; a directory of 20 files takes
-39 and 13, one write in place 27 and 0.9. Next to a process that fsyncs files: 30, 178 and 38 ms
-(``benchmarks/extents.py``).
+39 and 13. Next to a process that fsyncs files: 30 and 178 ms (``benchmarks/extents.py``).
 """
 
 from __future__ import annotations
@@ -58,31 +52,16 @@ _BASES, _DELTAS = 2, 4
 
 
 class ExtentFile:
-    """A file of extents that stores bundles; thread-safe.
-
-    Only one process can open it at a time. Bundles are written one at a time; other calls wait.
-
-    Attributes:
-      name: see ``Tier``.
-      path: path of the file.
-    """
+    """A file of extents that stores bundles; thread-safe; open in one process at a time."""
 
     name = "extents"
 
     def __init__(self, directory: Path, *, nbytes: int, extent_bytes: int = 64 << 20):
         """Opens the file, or creates it, which writes all of it once.
 
-        Args:
-          directory: the directory of the file.
-          nbytes: total size of all extents.
-          extent_bytes: size of each extent including its header of 4 KiB; a multiple of 4 KiB.
-
-        Raises:
-          InUse: another process has it open.
-          OptionError: the existing file has another size or extent size.
-          OutOfSpace: there is not enough disk space.
-          Damaged, FormatTooNew: the existing file is unusable.
-          StorageError: the file system reported an error.
+        ``nbytes`` counts all extents; ``extent_bytes``, a multiple of 4 KiB, includes a header of 4
+        KiB. Raises InUse if another process has it open, OptionError if the sizes differ from the
+        file's.
         """
         self.path = directory / FILE
         self._division = ExtentDivision(extent_bytes, nbytes // extent_bytes)
@@ -147,13 +126,7 @@ class ExtentFile:
         yield StoredBundle(self._file, self._division, held)
 
     def put(self, bundle: Bundle) -> None:
-        """See ``Tier``.
-
-        Raises:
-          OutOfSpace: too few extents are free.
-          Damaged: the bundle's bytes do not match its reference.
-          TargetDiffers: another bundle with that key exists.
-        """
+        """See ``Tier``; OutOfSpace if too few extents are free."""
         ref = bundle.ref
         with self._used():
             held = self._held.get(ref.key)
@@ -327,8 +300,8 @@ class ExtentFile:
 class StoredBundle:
     """The bytes of a stored bundle, as a ``Reader``; thread-safe.
 
-    An extent is read into memory and verified before any of its bytes are returned, so a sequential
-    reader reads each extent once.
+    An extent is read and verified before any of its bytes are returned, and cached for sequential
+    reads.
     """
 
     def __init__(self, file: DirectFile, division: ExtentDivision, held: _Held):
@@ -380,15 +353,7 @@ class StoredBundle:
 
 @dataclasses.dataclass
 class _Held:
-    """A bundle and its extents.
-
-    Attributes:
-      ref: reference of the bundle.
-      sequence: sequence number in its headers.
-      extents: extent numbers, in the order of its pieces.
-      headers: their headers, once written.
-      is_complete: whether it is complete and durable.
-    """
+    """A bundle, and its extents in the order of its pieces; complete once it is durable."""
 
     ref: BundleRef
     sequence: int

@@ -56,28 +56,11 @@ def open_root(
     processes: int = 1,
     taking: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """Opens a bucket; a trainer takes its lease, and its staging directory.
+    """Opens a bucket; a trainer takes its lease and its staging directory.
 
-    All checks run first, so a process that fails to open the directory does not fence a trainer.
-
-    Args:
-      where: URL of the checkpoint directory.
-      item: name of the deltackpt item in a step.
-      options: options of the manager.
-      writing: whether saves will be made; in a multi-process job, by the first process.
-      process: index of this process.
-      processes: number of processes that save together.
-      taking: closes other managers of this process that use the same extents.
-
-    Returns:
-      The opened directory; a trainer must call ``confirm`` or ``abandon``.
-
-    Raises:
-      OptionError: the tier options are invalid.
-      UnsupportedRoot: the URL scheme is unknown, or the service lacks a guarantee that commits rely
-        on.
-      ForeignDirectory: it holds files that deltackpt did not write.
-      StorageError: the store does not answer, or the staging directory is not writable.
+    The trainer must then call ``confirm`` or ``abandon``. All checks run first, so a process that
+    fails to open the directory does not fence a trainer. ``taking`` closes other managers of this
+    process that use the same extents.
     """
     tiers = options.tiers or Tiers()
     limit = options.timeouts.store_secs

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicates staged saves to peers, and drops peer copies of evicted ones.
-
-Peers mirror the staging directory: saves are pushed in order, and dropped once they are evicted
-from it.
-"""
+"""Replicates staged saves to peers in order, and drops peer copies of evicted ones."""
 
 from __future__ import annotations
 

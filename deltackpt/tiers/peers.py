@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles in the memory of other nodes: complete copies, or erasure-coded fragments.
 
-A bundle is processed in segments of 16 MiB. Each is split into k + m fragments (a copy is a
-fragment with k = 1) for k + m other nodes, which rendezvous hashing selects. Fragments are
-self-describing by their key::
-
-    <root>/<pack>/<bytes>.<crc32c>/<k>.<m>.<segment>.<number>.<crc32c of the fragment>
-
-There is no index: a reader queries all peer agents, and any k fragments of each segment suffice.
-Every fragment is verified completely before any of its bytes are used. A corrupt one is skipped,
-and named in the error if too few remain.
+A bundle is split into segments of 16 MiB, and each into k + m fragments (a copy has k = 1) for k +
+m other nodes, which rendezvous hashing selects. There is no index: a reader queries all peer agents
+for keys, and any k fragments of each segment suffice. Each is verified before its bytes are used.
 """
 
 from __future__ import annotations
@@ -38,40 +32,24 @@ _MAGIC = "deltackpt.keepers"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerNode:
-    """A node that holds other nodes' fragments in its memory.
+    """A node that holds other nodes' fragments in its memory."""
 
-    Attributes:
-      node: its name, which stays the same if its address changes.
-      address: its server's address, "host:port".
-      rack: its failure domain; "" if unknown.
-    """
-
-    node: str
-    address: str
-    rack: str = ""
+    node: str  # stays the same if the address changes
+    address: str  # "host:port"
+    rack: str = ""  # failure domain; "" if unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerGroup:
-    """The peers of a node, how they store bundles, and the token that they accept.
+    """The peers of a node, how they store bundles, and the token that they accept."""
 
-    Attributes:
-      root: prefix of all keys; one per checkpoint directory.
-      own: this process's node, which stores no fragments of its own saves.
-      token: the token that peer agents accept.
-      nodes: all peer nodes, including ``own``.
-      k: number of fragments that restore a bundle; 1 for copies.
-      m: number of additional fragments.
-      deadline_secs: deadline of each request in seconds.
-    """
-
-    root: str
-    own: str
+    root: str  # prefix of all keys; one per checkpoint directory
+    own: str  # this process's node, which stores no fragments of its own saves
     token: str = dataclasses.field(repr=False)
-    nodes: tuple[PeerNode, ...]
+    nodes: tuple[PeerNode, ...]  # including ``own``
     k: int
     m: int
-    deadline_secs: float = 10.0
+    deadline_secs: float = 10.0  # of each request
 
     @property
     def others(self) -> tuple[PeerNode, ...]:
@@ -109,13 +87,7 @@ _Result = TypeVar("_Result")
 
 
 class Survey(NamedTuple):
-    """What the peers hold.
-
-    Attributes:
-      complete: bundles of which k + m other nodes hold a fragment each: ``put`` sends nothing.
-      whole: bundles with enough fragments of each segment.
-      every: bundles of which any fragment exists.
-    """
+    """What peers hold: ``whole`` bundles have k fragments of each segment, ``complete`` all."""
 
     complete: set[BundleRef]
     whole: set[BundleRef]
@@ -179,11 +151,7 @@ class PeerTier:
 
     @contextlib.contextmanager
     def open(self, ref: BundleRef) -> Iterator[Reader]:
-        """See ``Tier``: reads a segment at a time from the nodes that answer.
-
-        Raises:
-          StorageError: too few fragments exist; the message names the missing ones and the nodes.
-        """
+        """See ``Tier``; if too few fragments exist, StorageError names them and the nodes."""
         since, listed = self._listed
         if time.monotonic() - since > _LISTED_SECS:
             listed = {}
@@ -203,10 +171,6 @@ class PeerTier:
 
         A lost or full node is replaced by the next in order; fragments that still exist from an
         earlier attempt are not sent again.
-
-        Raises:
-          Damaged: its bytes do not match its reference.
-          StorageError: too few nodes accept it; the message lists the others with their errors.
         """
         ref, mine = bundle.ref, erasure.FragmentCoding(bundle.ref, self._code.k, self._code.m)
         where = self._found(ref, self._others).get(mine, {})

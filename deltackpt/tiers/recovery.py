@@ -2,10 +2,9 @@
 """Recovery: fetches saves from local replicas and peers into the staging directory.
 
 A node that lost its staging directory (memory, a power cut), or its replacement, finds saves that
-were never uploaded in extents or on peers. Saves that training still builds on are unpacked into
-the staging directory, where restores, the next save and the uploader find them. Saves that training
-rolled back or superseded must not return: the claims in the remote journal record from where each
-trainer resumed, and bundles record the lineage of their run.
+were never uploaded in extents or on peers. Saves that training rolled back or superseded must not
+return: the claims in the remote journal record from where each trainer resumed, and bundles record
+the lineage of their run.
 """
 
 from __future__ import annotations
@@ -52,19 +51,13 @@ class Offer(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """The result of a recovery.
+    """The result of a recovery."""
 
-    Attributes:
-      sources: the tier that each save came from.
-      lines: lineages of their runs.
-      left: remote saves that were rolled back before the recovered saves were made.
-      unusable: errors of saves without a usable bundle, by step.
-    """
-
-    sources: dict[SaveId, str]
+    sources: dict[SaveId, str]  # the tier that each save came from
     lines: tuple[RunLineage, ...]
+    #: Remote saves that were rolled back before the recovered saves were made.
     left: tuple[SaveId, ...]
-    unusable: dict[int, RestoreError]
+    unusable: dict[int, RestoreError]  # errors of saves without a usable bundle, by step
 
 
 def recover(
@@ -81,21 +74,8 @@ def recover(
 ) -> Recovered:
     """Unpacks current saves that are not uploaded into the staging directory.
 
-    Stale saves are moved aside with a warning and deleted from the tiers.
-
-    Args:
-      stage: this process's staging directory.
-      local: its checkpoint directory, whose lease this process holds.
-      tiers: the tiers, nearest first.
-      root: URL of the remote directory.
-      state: state of the remote directory.
-      orders: the previous trainer's orders, if any are still valid.
-      part: index of this process.
-      parts: number of processes.
-      fsync: whether to fsync unpacked files.
-
-    Raises:
-      OptionError: all bundles belong to another checkpoint directory.
+    The nearest tier comes first. Stale saves are moved aside with a warning and deleted from the
+    tiers. Raises OptionError if all bundles belong to another checkpoint directory.
     """
     offers = offered(tiers, part)
     problems: Problems = {}
@@ -179,12 +159,9 @@ def fetch(
     fsync: bool,
     problems: Problems | None = None,
 ) -> str | None:
-    """Unpacks a save into the staging directory, from the first tier with an intact bundle.
+    """Unpacks a save from the first tier with an intact bundle; returns the tier's name, or None.
 
     Errors of unusable bundles are added to ``problems``.
-
-    Returns:
-      The tier's name; None if none has an intact bundle.
     """
     final = local.step_dir(save_id.step)
     for one in offers:
@@ -199,11 +176,8 @@ def classify(
     """Returns a function that explains why a save that was never uploaded is stale; pure.
 
     A save is stale if it belongs to a former directory at the URL, or if a later run, or a trainer
-    that took the directory since, does not descend from it. The function returns None otherwise.
-
-    Args:
-      state: state of the remote directory.
-      lines: lineages of all known runs, including those of the saves in question.
+    that took the directory since, does not descend from it. ``lines`` include the saves' own
+    lineages.
     """
     by_run = {lineage.run: lineage for lineage in lines}
     began = [claim for claim in state.entry.claims if claim.began]

@@ -3,9 +3,7 @@
 
 The thread that commits a save to the staging directory also writes it to the extents, so waiting
 for the save includes that. It is deleted from the extents when space is needed and it was uploaded,
-or at once on a rollback. The replicator process uploads saves and pushes them to peers; here, peers
-are only read, if something is missing in the staging directory. Its progress is read from the
-staging directory; only a recovery, and a search for new peers, send requests.
+or at once on a rollback. Only a recovery, and a search for new peers, send requests.
 """
 
 from __future__ import annotations
@@ -53,9 +51,7 @@ FindPeers = Callable[[PeerGroup | None], PeerGroup]
 class ReplicationClient:
     """The tiers of one staging directory; used by the saving and by the training thread.
 
-    Attributes:
-      process: the replicator.
-      unusable: errors of saves that a tier holds but that could not be recovered, by step.
+    ``unusable`` holds the errors of saves that a tier has but that could not be recovered, by step.
     """
 
     def __init__(
@@ -71,19 +67,7 @@ class ReplicationClient:
         extents: ExtentFile | None = None,
         find_peers: FindPeers | None = None,
     ):
-        """Finds the peers.
-
-        Args:
-          stage: the staging directory.
-          local: its checkpoint directory.
-          journal: journal of the remote directory, as far as known.
-          options: the user's options.
-          holder: holder of the claim under which the replicator runs.
-          part: the process, if several have a staging directory each.
-          parts: the number of such processes.
-          extents: the trainer's extents.
-          find_peers: finds peers; called now, and when peers do not answer the replicator.
-        """
+        """Finds the peers, and again whenever they do not answer the replicator."""
         self.process = ReplicatorProcess(stage, cpus=options.background.cpus)
         self.unusable: Mapping[int, RestoreError] = {}
         self._stage, self._local, self._journal = stage, local, journal
@@ -188,12 +172,7 @@ class ReplicationClient:
         return False  # Another save has taken its place.
 
     def wait(self, tier: TierName, timeout_secs: float) -> None:
-        """Waits until every staged save has reached a tier.
-
-        Raises:
-          WaitTimeout: the timeout expired; nothing is lost.
-          FencedError: another trainer has taken over.
-        """
+        """Waits until every staged save has reached a tier; a WaitTimeout loses nothing."""
         deadline = time.monotonic() + timeout_secs
         if tier == "remote":
             self.process.wake(HURRY)
@@ -374,10 +353,7 @@ class ReplicationClient:
     def committed(self, orders: Orders) -> None:
         """Replicates the newest staged save, and older ones that failed before.
 
-        Raises:
-          OptionError: the extents are too small for such saves.
-          Damaged: a save's bytes differ from those written.
-          StorageError: writing to the extents failed, or they stay full until ``stop_waiting``.
+        StorageError: writing to the extents failed, or they stay full until ``stop_waiting``.
         """
         self.start()
         self.process.wake()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replicator: the process that copies staged saves to the remote directory and to peers.
 
-It does not contend for the trainer's GIL or cores, and it finishes the uploads of a killed trainer:
-the staging directory records the work, and the tiers what is done. A staging directory has at most
-one replicator at a time.
+It does not contend for the trainer's GIL or cores, and finishes the uploads of a killed trainer.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ _left: list[subprocess.Popen[bytes]] = []
 class ReplicatorProcess:
     """A trainer's replicator, which finishes pending uploads on its own; thread-safe.
 
-    Attributes:
-      ended: message about the last one that exited unexpectedly.
-      warnings: messages about all of them that were not reported yet.
+    ``ended`` is a message about the last one that exited unexpectedly, ``warnings`` those not
+    reported yet.
     """
 
     def __init__(self, stage: StagingDir, *, cpus: Collection[int] | None = None):
@@ -129,11 +126,7 @@ _MOST_LOG_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def only_one(stage: StagingDir, trainer: Trainer) -> Iterator[bool]:
-    """Waits until no other replicator works on a staging directory.
-
-    Yields:
-      Whether this is the one; False if the trainer ended first and left nothing to do.
-    """
+    """Waits to be the only replicator of a staging directory; yields False if no work is left."""
     refusal = InUse(f"{stage.path}: expected no other uploader, found one running; it continues")
     while True:
         with contextlib.ExitStack() as stack:
@@ -153,22 +146,13 @@ def only_one(stage: StagingDir, trainer: Trainer) -> Iterator[bool]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """The last reported upload progress of a staging directory.
-
-    Attributes:
-      url: URL of the remote directory.
-      waiting: saves that are not uploaded yet.
-      nbytes: total size of their files.
-      damaged: same as in ``TierProgress``.
-      problem: same as in ``TierProgress``, or the message about another trainer that took over.
-      problem_unix_secs: same as in ``TierProgress``.
-    """
+    """The last reported upload progress of a staging directory; see ``TierProgress``."""
 
     url: str
-    waiting: int
+    waiting: int  # number of saves that are not uploaded yet, and size of their files
     nbytes: int
     damaged: dict[str, str]
-    problem: str | None
+    problem: str | None  # also if another trainer took over
     problem_unix_secs: float
 
 

@@ -75,17 +75,7 @@ class StagedRoot(WritableRoot):
         *,
         processes: int,
     ):
-        """Created by ``open_root.open_root``.
-
-        Args:
-          stage: the staging directory.
-          local: its checkpoint directory, whose lease this process holds, unless it shares it.
-          journal: journal of the remote directory, which is claimed.
-          orders: the current orders under that claim.
-          options: the user's options.
-          client: the tiers.
-          processes: number of processes that save together.
-        """
+        """Created by ``open_root``, which has claimed the journal and written ``orders``."""
         self._readable_secs = options.timeouts.save_secs
         self._stage = stage
         self._local = local
@@ -142,9 +132,8 @@ class StagedRoot(WritableRoot):
     def confirm(self) -> None:
         """See ``WritableRoot``; starts the uploader if it has something to do.
 
-        Raises:
-          FencedError: a newer trainer has started, or a newer start of this process supersedes this
-            one. In the staging directory, the orders of a newer trainer stay in force.
+        If a newer trainer has started (FencedError), its orders in the staging directory stay in
+        force.
         """
         if self._is_reader:
             return

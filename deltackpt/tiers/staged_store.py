@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A staging directory and its remote directory as one store; staged files are read locally.
-
-Also determines which saves may leave the staging directory.
-"""
+"""A staging directory and its remote directory as one store; staged files are read locally."""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ A staging directory is local to a node::
     steps/                  the saves: a checkpoint directory like any other
     aside/                  superseded and damaged saves
 
-Records are replaced atomically. Orders are fsynced before anything relies on them. Progress is not
-fsynced: it can be rebuilt from the remote directory. Either process can therefore be killed at any
-time, and its successor can resume.
+Records are replaced atomically. Orders are fsynced before anything relies on them; progress can be
+rebuilt from the remote directory. Either process can therefore be killed at any time.
 
-A trainer writes its orders only once it has started. A start that fails or is killed therefore has
-nothing to undo here, regardless of other starts. The orders of the newest lease are in force. If an
-older trainer stalls between its lease check and the write, it does not replace them.
+A trainer writes its orders only once it has started, so a start that fails has nothing to undo
+here. The orders of the newest lease are in force: an older trainer that stalls between its lease
+check and the write does not replace them.
 """
 
 from __future__ import annotations
@@ -61,21 +60,13 @@ _ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLineage:
-    """The ancestors of a run's saves.
-
-    Attributes:
-      run: id of the run.
-      epoch: epoch of the claim under which it began.
-      holder: holder of that claim.
-      era: number of rollbacks under that claim before it began.
-      past: for the newest earlier runs that it descends from, the greatest attempt of each.
-    """
+    """The ancestors of a run's saves."""
 
     run: str
-    epoch: int
-    holder: str
-    era: int
-    past: dict[str, int]
+    epoch: int  # of the claim under which the run began
+    holder: str  # of that claim
+    era: int  # number of rollbacks under that claim before the run began
+    past: dict[str, int]  # greatest attempt of each of the newest runs that it descends from
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -93,35 +84,23 @@ class RunLineage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RollBack:
-    """A rollback of saves.
+    """A rollback of saves."""
 
-    Attributes:
-      number: number of the orders that first contained it.
-      after: the step from which training resumed.
-      run: the run that resumed.
-      saves: every save of a later step that was, or may have been, uploaded.
-    """
-
-    number: int
-    after: int
-    run: str
-    saves: tuple[SaveId, ...]
+    number: int  # of the orders that first contained it
+    after: int  # the step from which training resumed
+    run: str  # the run that resumed
+    saves: tuple[SaveId, ...]  # every save of a later step that was, or may have been, uploaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retired:
     """A save or compacted base that is no longer needed.
 
-    Attributes:
-      number: number of the orders that first contained it.
-      step: its step.
-      item: for a base, the item that it belongs to.
-      save_id: its id.
-      after: the newest staged save at that time; until it is uploaded, the remote directory still
-        needs what it replaces. None if no save was staged.
+    Until ``after``, the newest staged save at that time, is uploaded, the remote directory still
+    needs what it replaces. None if no save was staged.
     """
 
-    number: int
+    number: int  # of the orders that first contained it
     step: int
     item: str | None
     save_id: SaveId
@@ -135,47 +114,26 @@ class Retired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a trainer orders the replicator to do.
+    """What a trainer orders the replicator to do."""
 
-    Attributes:
-      number: increases with every write.
-      lease: epoch of the trainer's lease of the staging directory.
-      stage: id of the staging directory.
-      url: URL of the remote directory.
-      endpoint: address of its server; None for the provider's default.
-      item: name of the deltackpt item in a step.
-      holder: holder of the claim for all changes; empty before there is one.
-      epoch: epoch of that claim.
-      began: whether training has begun under that claim.
-      goes_on: the save from which it resumed.
-      era: number of rollbacks since then under the claim.
-      lines: lineages of the runs with staged saves.
-      rolled_back: rollbacks to apply in this order, before any staged save is uploaded.
-      retired: retirements, each applied once the save in its ``after`` is uploaded.
-      bytes_per_sec: upload rate limit.
-      store_secs: timeout of a request in seconds.
-      process: the process that owns the staging directory.
-      processes: number of staging directories, if each process has its own.
-    """
-
-    number: int
-    lease: int
+    number: int  # increases with every write
+    lease: int  # epoch of the trainer's lease of the staging directory
     stage: str
     url: str
-    endpoint: str | None
+    endpoint: str | None  # None for the provider's default
     item: str
-    holder: str = ""
-    epoch: int = 0
-    began: bool = False
-    goes_on: SaveId | None = None
-    era: int = 0
-    lines: tuple[RunLineage, ...] = ()
-    rolled_back: tuple[RollBack, ...] = ()
-    retired: tuple[Retired, ...] = ()
+    holder: str = ""  # of the claim for all changes; empty before there is one
+    epoch: int = 0  # of that claim
+    began: bool = False  # whether training has begun under that claim
+    goes_on: SaveId | None = None  # the save from which it resumed
+    era: int = 0  # number of rollbacks since then under the claim
+    lines: tuple[RunLineage, ...] = ()  # of the runs with staged saves
+    rolled_back: tuple[RollBack, ...] = ()  # to apply in this order, before any upload
+    retired: tuple[Retired, ...] = ()  # each to apply once its ``after`` is uploaded
     bytes_per_sec: float | None = None
-    store_secs: float = 60.0
+    store_secs: float = 60.0  # timeout of a request
     process: int = 0
-    processes: int = 1
+    processes: int = 1  # number of staging directories, if each process has its own
 
     @property
     def no_shared_fs(self) -> bool:
@@ -213,37 +171,24 @@ class UploadRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierProgress:
-    """Which staged saves have reached a tier; the fields from ``pid`` on are for the remote one.
+    """Which staged saves have reached a tier; the fields from ``pid`` on are for the remote one."""
 
-    Attributes:
-      holder: holder of the claim under which the replicator runs.
-      saves: saves that peers hold completely, by ``key_of``.
-      damaged: saves that cannot reach the tier, by ``key_of``, with the reason.
-      problem: why nothing reaches the tier; None if nothing blocks it.
-      code: code of that error.
-      problem_unix_secs: since when, in seconds since 1970.
-      pid: id of the replicator's process.
-      orders: number of the newest orders carried out, except for their retirements.
-      retired: retirements of orders up to this number are done.
-      entry: number of the newest remote journal entry that it has seen.
-      held: for each staged run, the greatest attempt that was ever committed remotely.
-      recent: the newest uploads; their numbers count all uploads of this holder.
-      fenced: message about the trainer that took the remote directory, if any.
-    """
-
-    holder: str
-    saves: tuple[str, ...] = ()
+    holder: str  # of the claim under which the replicator runs
+    saves: tuple[str, ...] = ()  # that peers hold completely, by ``key_of``
+    #: Why saves cannot reach the tier, by ``key_of``.
     damaged: dict[str, str] = dataclasses.field(default_factory=dict)
-    problem: str | None = None
+    problem: str | None = None  # why nothing reaches the tier
     code: str = ""
-    problem_unix_secs: float = 0.0
+    problem_unix_secs: float = 0.0  # since when
     pid: int = 0
-    orders: int = 0
-    retired: int = 0
-    entry: int = 0
+    orders: int = 0  # number of the newest orders carried out, except for their retirements
+    retired: int = 0  # retirements of orders up to this number are done
+    entry: int = 0  # number of the newest remote journal entry that it has seen
+    #: By staged run, the greatest attempt ever committed remotely.
     held: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: The newest uploads; their numbers count all of this holder.
     recent: tuple[UploadRecord, ...] = ()
-    fenced: str | None = None
+    fenced: str | None = None  # message about the trainer that took the remote directory
 
     def has(self, save_id: SaveId) -> bool:
         """Returns whether a save has reached the tier, even if it has been removed since."""
@@ -262,15 +207,7 @@ def step_of(key: str) -> int:
 
 
 class StagingDir:
-    """The staging directory.
-
-    Attributes:
-      path: the directory itself.
-      steps: the checkpoint directory in it.
-      lock: the lock file that the replicator holds.
-      log: the replicator's log file.
-      fetched: where remote files are cached briefly.
-    """
+    """The staging directory; ``fetched`` briefly caches remote files."""
 
     def __init__(self, path: Path):
         """Does no I/O."""
@@ -306,11 +243,7 @@ class StagingDir:
         return self.path / _PROGRESS_NAMES[tier]
 
     def orders(self) -> Orders | None:
-        """Returns the orders of the newest trainer that has started; None if there were never any.
-
-        Raises:
-          Damaged, FormatTooNew: the record is not readable.
-        """
+        """Returns the orders of the newest trainer that has started; None without any."""
         while leases := self._leases():
             found = _read_orders(self._orders(leases[-1]))
             if found is not None:
@@ -425,12 +358,7 @@ def default_stage(url: str, endpoint: str | None) -> Path:
 
 
 def check_stage(stage: StagingDir, url: str, endpoint: str | None) -> Orders | None:
-    """Returns the orders in a staging directory, which must belong to a URL.
-
-    Raises:
-      OptionError: it is the staging directory of another URL.
-      Damaged: its orders are altered.
-    """
+    """Returns the orders in a staging directory; OptionError if it belongs to another URL."""
     try:
         found = stage.orders()
     except Damaged as error:

@@ -2,15 +2,12 @@
 """Uploads the saves of a staging directory to the remote checkpoint directory, one after the other.
 
 All remote changes are made here, under the trainer's claim and in this order: the start of
-training, rollbacks, then the saves, parents first, and retirements. All files of a save are
-uploaded before one journal entry makes it visible. A kill in between leaves files that no entry
-names; they are swept later.
+training, rollbacks, then the saves, parents first, and retirements. A kill leaves files that no
+entry names; they are swept later.
 
-If each process of a job has a staging directory, each uploader uploads its part of a save to a
-path that is derived from the claim and the save, and reports that with an object in the remote
-``meeting/``. Process 0's uploader, whose staging directory describes the complete save, commits
-once all have reported. An uploader that cannot upload its part reports that instead, and the save
-is not committed.
+If each process of a job has a staging directory, each uploader uploads its part of a save to a path
+that is derived from the claim and the save, and reports that, or that it cannot, with an object in
+the remote ``meeting/``. Process 0's uploader commits the save once all parts are there.
 """
 
 from __future__ import annotations
@@ -71,14 +68,7 @@ class _Superseded(DeltackptError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UploadPart:
-    """An uploader's report on its part of a save.
-
-    Attributes:
-      process: the process whose part it is.
-      nbytes: size of the uploaded files.
-      objects: number of uploaded objects.
-      problem: why the save cannot be uploaded; None if the part was uploaded.
-    """
+    """An uploader's report on its part of a save; ``problem`` says why it cannot be uploaded."""
 
     process: int
     nbytes: int = 0
@@ -121,29 +111,17 @@ class Parts:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Upload:
-    """A save that is being uploaded.
-
-    Attributes:
-      save: the staged save.
-      info: its entry in the chain.
-      orders: the trainer's orders.
-      journal: journal of the remote directory.
-      prefix: destination of its files.
-      parts: reports of all uploaders.
-      done: files already uploaded.
-      sent: the report of this uploader.
-      began: when its upload started, in ``time.perf_counter()`` seconds.
-    """
+    """A save that is being uploaded."""
 
     save: StagedSave
     info: SaveInfo
     orders: Orders
     journal: Journal
     prefix: str
-    parts: Parts
-    done: set[str] = dataclasses.field(default_factory=set)
-    sent: UploadPart | None = None
-    began: float = 0.0
+    parts: Parts  # reports of all uploaders
+    done: set[str] = dataclasses.field(default_factory=set)  # files already uploaded
+    sent: UploadPart | None = None  # the report of this uploader
+    began: float = 0.0  # of ``time.perf_counter()``
 
     @classmethod
     def of(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
@@ -585,12 +563,6 @@ def delay_secs(made: Sequence[float], now: float, process: int, processes: int) 
     All processes save at the same step, and the slowest one determines the duration of a training
     step. Uploader *i* of *n* therefore starts at *i / n* of the time between two saves, so its load
     affects one process at a time. There is no delay if that time is unknown or the clock changed.
-
-    Args:
-      made: times at which the staged saves were made, in order.
-      now: the current time of the same clock.
-      process: index of the uploader's process.
-      processes: number of processes.
     """
     if len(made) < 2:
         return 0.0

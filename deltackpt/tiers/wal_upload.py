@@ -2,9 +2,8 @@
 """Uploads a staged write-ahead log as it grows, so that it survives the loss of a node.
 
 The epoch header is uploaded first, as a journal entry, before any save of its run: readers need it
-to know which records of earlier epochs are valid. Records follow after the saves, oldest first, as
-complete records with valid checksums. The remote log is trimmed by the steps that are committed
-remotely, not by the staged ones, which are ahead of them.
+to know which records of earlier epochs are valid. Records follow after the saves, oldest first. The
+remote log is trimmed by the steps that are committed remotely, which are behind the staged ones.
 """
 
 from __future__ import annotations
@@ -43,23 +42,14 @@ PIECE_SECS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class _UploadPiece:
-    """A part of a segment to upload: complete records.
+    """A part of a segment to upload: complete records."""
 
-    Attributes:
-      segment: ``<process>/<segment>``.
-      source: path of the file.
-      start: its offset in the file.
-      records: its WAL records.
-      is_closed: whether the segment is complete.
-      durable: number of the newest durable staged record.
-    """
-
-    segment: str
+    segment: str  # ``<process>/<segment>``
     source: StorePath
-    start: int
+    start: int  # offset in the file
     records: Sequence[WalRecord]
-    is_closed: bool
-    durable: int
+    is_closed: bool  # whether the segment is complete
+    durable: int  # number of the newest durable staged record
 
     @property
     def end(self) -> int:
