@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-memory object storage of bounded size for a node's server.
+"""In-memory object storage of bounded size for a node's server, which receives directly into it.
 
-The store returns a buffer for the next bytes of an object, and the server receives directly into
-it, without intermediate Python objects. Objects are written atomically: an incomplete one reserves
-its room but is invisible.
+An object that is not complete reserves its room but is invisible.
 """
 
 from __future__ import annotations
@@ -49,12 +47,7 @@ class Incoming(Protocol):
 
 
 class OpenObject(Protocol):
-    """An object being read by one thread; immutable until ``close``.
-
-    Attributes:
-      nbytes: size of the object in bytes.
-      version: version of the object; it changes when the object is replaced.
-    """
+    """An object being read by one thread; a replacement has another ``version``."""
 
     nbytes: int
     version: str
@@ -207,24 +200,15 @@ class MemoryBlobs:
 
 
 class _Block:
-    """Memory of one object.
-
-    Attributes:
-      memory: all of it.
-      cost: what it counts for.
-      nbytes: how much is the object.
-      version: version of the object.
-      readers: how many read it.
-      dropped: whether to release it after the last reader.
-    """
+    """Memory of one object."""
 
     def __init__(self, memory: mmap.mmap | bytearray, cost: int):
         self.memory = memory
         self.cost = cost
-        self.nbytes = 0
+        self.nbytes = 0  # How much of the memory is the object.
         self.version = ""
         self.readers = 0
-        self.dropped = False
+        self.dropped = False  # Whether to release it after the last reader.
 
 
 def _cost(nbytes: int) -> int:

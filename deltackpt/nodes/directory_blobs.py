@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object storage in a directory: an object and its name are durable when a write is acknowledged.
 
-Incoming data bypasses the page cache if the file system allows it. Outgoing data is copied from the
-page cache to the socket by the kernel. A killed server leaves partial objects in a separate folder,
-which the next server empties.
-
+Incoming data bypasses the page cache if the file system allows it; outgoing data goes from it to
+the socket in the kernel. A killed server leaves partial objects in a folder that the next empties.
 Only regular files in real folders are objects. Folders are opened one by one, each relative to its
 parent, so no link below the directory is ever followed, even one that is added concurrently.
 """
@@ -45,12 +43,7 @@ class DirectoryBlobs:
     """Objects as files of a directory, whose names are their keys."""
 
     def __init__(self, path: Path):
-        """Creates the directory if necessary, private to its owner.
-
-        Raises:
-          InUse: another server has it.
-          StorageError: it cannot be made, or be written.
-        """
+        """Creates the directory if necessary, private; InUse if another server has it."""
         self.path = path
         self._allocated = 0
         self._lock = threading.Lock()

@@ -3,8 +3,7 @@
 
 Each connection has a thread; their number is limited. If there are too many, the oldest connection
 that has shown no token is closed, else the one longest without a request. A request without a valid
-token is answered from its head alone. Others wait for one of a few slots; their bodies are received
-directly into the store's memory, or sent from it.
+token is answered from its head alone. Others wait for one of a few slots.
 
 TensorStore's ``http`` driver has a single base URL. The node at that address therefore also serves
 the objects of the other nodes, and striped ones, through a buffer of one piece.
@@ -48,11 +47,7 @@ class Tokens:
         self._digests: tuple[bytes, ...] = tuple(map(_digest, tokens))
 
     def admit(self, token: str) -> None:
-        """Accepts an additional token.
-
-        Raises:
-          OptionError: it is too short, or has invalid characters.
-        """
+        """Accepts an additional token; OptionError if it is too short or has invalid characters."""
         digest = _digest(token)
         with self._lock:
             if digest not in self._digests:
@@ -140,15 +135,7 @@ class _Request(NamedTuple):
 
 
 class _Client(wire.Connection):
-    """A connection to a client.
-
-    Attributes:
-      thread: serves its requests.
-      is_known: whether it has ever shown a valid token.
-      is_busy: whether a request of it is being served.
-      unread: bytes of the request's body that were not received yet.
-      closes: whether the client closes the connection after the answer.
-    """
+    """A connection to a client; ``unread`` bytes of the request's body were not received yet."""
 
     def __init__(self, connection: socket.socket, serve: Callable[[_Client], None]):
         super().__init__(connection, h11.SERVER)
@@ -189,20 +176,10 @@ class NodeServer:
         bytes_per_sec: float | None = None,
         cluster: ClusterObjects | None = None,
     ):
-        """Starts listening.
+        """Starts listening on a specific address of this node; OptionError if it is a wildcard.
 
-        Args:
-          blobs: the objects to serve; the caller still owns it and closes it afterwards.
-          bind: a specific address of this node to listen on, not a wildcard.
-          port: a free one by default.
-          tokens: the valid tokens.
-          most_connections: maximum number of open connections.
-          bytes_per_sec: rate limit of sending and receiving.
-          cluster: the objects of all nodes, for keys that the store lacks.
-
-        Raises:
-          OptionError: the address is a wildcard.
-          StorageError: listening failed.
+        The caller still owns ``blobs`` and closes them afterwards. ``bytes_per_sec`` limits each
+        direction. ``cluster`` serves keys that the store lacks.
         """
         self._blobs, self._tokens, self._cluster = blobs, tokens, cluster
         self._pace = Pace(bytes_per_sec)
@@ -491,10 +468,7 @@ class ClusterObjects:
     def find(self, key: str, own: str, *, is_here: bool) -> OpenObject:
         """Opens an object of the store, unless the asking node ``own`` would be asked again.
 
-        Args:
-          key: key of the object.
-          own: the node that asks.
-          is_here: whether that node has something under the key: the head of a striped object.
+        ``is_here``: that node has the head of a striped object under the key.
         """
         if not is_here and self._store.owner(key) == own:
             raise Missing(key)
