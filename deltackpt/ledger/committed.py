@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presents a bucket's committed contents like a directory; readers need not know the journal.
 
-Keys are those of a directory, ``7/embeddings/manifest.0.msgpack`` and
-``compacted/7/embeddings/...``; the objects' locations are looked up. The digests of all files of a
-step are one object, so names and lengths cost no request, and every object that is read completely
-is verified.
+The digests of all files of a step are one object, so names and lengths cost no request. Every
+object that is read completely is verified.
 """
 
 from __future__ import annotations
@@ -64,12 +62,9 @@ class CommittedStore:
         hidden: Callable[[], Hidden] = frozenset,
         refresh: bool = True,
     ):
-        """Reads what a journal names; sends no request yet.
+        """Reads what a journal names, without the ``hidden`` units; sends no request yet.
 
-        Args:
-          journal: the journal.
-          hidden: returns units that count as removed although the journal names them.
-          refresh: whether to read newer entries; otherwise, only what is known counts.
+        Without ``refresh``, newer journal entries are not read.
         """
         self._journal = journal
         self._hidden = hidden
@@ -191,16 +186,7 @@ class CommittedStore:
         return at.kvstore()
 
     def fetch(self, folder: str, target: Path) -> None:
-        """Downloads the files of a folder to a directory, and verifies each.
-
-        Args:
-          folder: a folder in a step or a compacted base.
-          target: an existing directory.
-
-        Raises:
-          Damaged: a file differs from what was committed.
-          StorageError: the store reported an error, or the directory is not writable.
-        """
+        """Downloads a folder's files to an existing directory; Damaged if one differs."""
         keys = self.keys(folder)
 
         def fetch(key: str) -> None:
@@ -228,14 +214,7 @@ class CommittedStore:
         came.check(f"{self.url}/{key}", digest)
 
     def units(self, *, refresh: bool = True) -> Mapping[ObjectKey, str]:
-        """Returns the prefix of each unit's files, below the root of the journal.
-
-        Args:
-          refresh: whether to query the journal again.
-
-        Raises:
-          StorageError: the journal no longer exists, or the store reported an error.
-        """
+        """Returns the prefix of each unit's files; ``refresh`` queries the journal again."""
         was_there = self._journal.known.entry.number
         state = self._journal.state() if refresh and self._refresh else self._journal.known
         if was_there and not state.entry.number:
@@ -251,12 +230,7 @@ class CommittedStore:
         }
 
     def digests(self, unit: ObjectKey) -> dict[str, Digest]:
-        """Returns the digests of all files of a unit.
-
-        Raises:
-          Missing: there is no such unit.
-          Damaged: the digests are altered.
-        """
+        """Returns the digests of all files of a unit; Missing if there is no such unit."""
         return dict(self._unit_digests(unit))
 
     def _prefix_of(self, unit: ObjectKey) -> str | None:

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint directory: opening, steps, rollback and garbage collection.
 
-``lease`` determines who may write. A backup has the same epochs as its original. A path is
-therefore resolved once, at opening, and every commit goes to that very directory or fails.
+A backup has the same epochs as its original. A path is therefore resolved once, at opening, and
+every commit goes to that very directory or fails. A step appears by one atomic ``rename``, and is
+durable once the directory has been fsynced.
 
-Guarantees for commits, durability and the lease:
+Network file systems must honor ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names only
+after their attribute caches expire, so an older holder may be fenced that much later. The lease
+check and the rename are two calls: a trainer that pauses between them for longer than another needs
+to start may still add one complete step, but never replaces one.
 
-- Local POSIX file systems (ext4, XFS, Btrfs, tmpfs): a step appears by one atomic ``rename`` and
-  is durable once the directory has been fsynced; the lease is exclusive.
-- Network file systems (NFS 3 and later, Lustre, CephFS): the same, if the server honors
-  ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names only after their attribute caches
-  expire, so an older holder may be fenced that much later.
-- Everywhere: the check and the rename are two calls. A trainer that pauses between them for longer
-  than another needs to start may still add one complete step; it never replaces one.
-- Object stores and every other scheme are rejected: a rename there is not atomic.
-
-Only the trainer can evaluate its preservation policy, so it records the result next to the steps
-after each commit. The note is informational and is not fsynced: a missing or torn note, or one of a
-later version, is ignored.
+The note of what a preservation policy keeps is informational and is not fsynced.
 """
 
 from __future__ import annotations
@@ -63,25 +56,18 @@ _MAGIC = "deltackpt.kept"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a policy kept when it was last evaluated.
+    """What a policy, named by its type, kept when it was last evaluated.
 
-    Attributes:
-      policy: name of the policy's type.
-      newest: the newest step it was evaluated on.
-      steps: the steps that it keeps, ascending, without those that only their chains need.
+    ``steps`` are ascending, without those that only their chains need.
     """
 
     policy: str
-    newest: int
+    newest: int  # the newest step it was evaluated on
     steps: tuple[int, ...]
 
 
 def write_kept(root: Path, kept: Kept | None) -> None:
-    """Records what a policy keeps, replacing the previous note; None if it keeps every step.
-
-    Raises:
-      StorageError: writing or removing it failed.
-    """
+    """Records what a policy keeps, replacing the previous note; None if it keeps every step."""
     if kept is not None:
         DurableDir(root, fsync=False).write(root / naming.KEPT, manifest.to_bytes(kept, _MAGIC))
         return
@@ -90,11 +76,7 @@ def write_kept(root: Path, kept: Kept | None) -> None:
 
 
 def read_kept(root: StorePath) -> Kept | None:
-    """Returns what a policy keeps; None if there is no readable note.
-
-    Raises:
-      StorageError: the store reported an error.
-    """
+    """Returns what a policy keeps; None if there is no readable note."""
     with contextlib.suppress(RestoreError):
         data = (root / naming.KEPT).read(naming.KEPT)
         return manifest.from_bytes(data, Kept, name=naming.KEPT, magic=_MAGIC)
@@ -104,25 +86,16 @@ def read_kept(root: StorePath) -> Kept | None:
 class WritableRoot(Steps, abc.ABC):
     """The checkpoint directory that one trainer writes.
 
-    Attributes:
-      path: the local directory in which saves are made: the checkpoint directory, or its staging
-        directory.
-      no_shared_fs: whether each process of a job has a ``path`` that the others do not see.
-      emits_events: whether this process reports background events.
+    Saves are made in ``path``: the checkpoint directory, or its staging directory. With
+    ``no_shared_fs``, the other processes of a job do not see it. ``emits_events``: this process
+    reports background events.
     """
 
     no_shared_fs = False
     emits_events = True
 
     def __init__(self, store_path: StorePath, item: str, path: Path, given: str | os.PathLike[str]):
-        """Stores its arguments only.
-
-        Args:
-          store_path: the folder from which committed steps are read.
-          item: name of the deltackpt item in a step.
-          path: the local directory in which saves are made.
-          given: the path or URL that the user passed.
-        """
+        """Committed steps are read from ``store_path``; saves are made in ``path``."""
         super().__init__(store_path, item, given=given)
         self.path = path
 
@@ -167,59 +140,35 @@ class WritableRoot(Steps, abc.ABC):
 
     @abc.abstractmethod
     def check_lease(self, *, refresh: bool = False) -> None:
-        """Checks that no other trainer has taken the lease; called before every commit.
+        """Checks before every commit that no other trainer has taken the lease; raises FencedError.
 
-        Args:
-          refresh: whether to query a bucket; otherwise the last known state is used.
-
-        Raises:
-          FencedError: a newer trainer holds it, or another directory has replaced it.
-          StorageError: it no longer exists, or is not readable.
+        Without ``refresh``, a bucket is not queried: the last known state is used.
         """
 
     @abc.abstractmethod
     def roll_back(self, step: int, run: str) -> list[int]:
-        """Un-commits every step after ``step``, with a warning.
-
-        Args:
-          step: the step from which training resumes.
-          run: id of the run that resumes.
-
-        Returns:
-          The removed steps.
-        """
+        """Un-commits every step after ``step``, with a warning; returns them."""
 
     @abc.abstractmethod
     def remove_steps(self, steps: Collection[int]) -> None:
-        """Removes committed steps; no remaining step may need one of them.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Removes committed steps; no remaining step may need one of them."""
 
     @abc.abstractmethod
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """Deletes unneeded files in the background; a failure is raised by the next call.
 
-        Args:
-          protected: saves in flight and possible parents; ``Lineage.protected``.
+        ``protected`` returns saves in flight and possible parents, as ``Lineage.protected`` does.
         """
 
     @abc.abstractmethod
     def write_kept(self, kept: Kept | None) -> None:
-        """Records which steps the trainer's policy keeps; None means every step.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Records which steps the trainer's policy keeps; None means every step."""
 
     def confirm(self) -> None:
         """Called once every process has its manager: fences the previous holder.
 
-        If it raises, ``abandon`` returns the lease or completes this.
-
-        Raises:
-          FencedError: a newer trainer has started.
+        If it raises (FencedError: a newer trainer has started), ``abandon`` returns the lease or
+        completes this.
         """
 
     # Only for directories with tiers.
@@ -235,30 +184,14 @@ class WritableRoot(Steps, abc.ABC):
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
         """Called first, by all processes of a job: only saves that all of them have count.
 
-        Args:
-          gather: collects a value from each process, on every process.
+        ``gather`` collects a value from each process, on every process.
         """
 
     def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
-        """Records, before the first save, from which save training resumes.
-
-        Args:
-          resumed_from: the save; None if training starts from scratch.
-          run: id of the run that resumes.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Records, before the first save, from which save (or None) a run resumes."""
 
     def make_room(self, nbytes: int) -> str | None:
-        """Waits until there is room for a save of the given size; called in the background.
-
-        Returns:
-          A warning, or None.
-
-        Raises:
-          FencedError: another trainer has taken over.
-        """
+        """Waits in the background for room for a save; may return a warning."""
 
     def stop_waiting(self) -> None:
         """Ends waiting for room, because the manager is closed."""
@@ -266,17 +199,14 @@ class WritableRoot(Steps, abc.ABC):
     def committed(self) -> None:
         """Called in the background of a save after its step was renamed into ``path``.
 
-        Raises:
-          StorageError: it did not reach the required tier.
+        Raises StorageError if the save did not reach the required tier.
         """
 
     def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until every save has reached the tier ``Tiers.wait_for``.
+        """Waits until every save has reached ``Tiers.wait_for``; a WaitTimeout loses nothing.
 
-        Raises:
-          WaitTimeout: the timeout expired; nothing is lost.
-          FencedError: another trainer has taken over.
-          Damaged: a save cannot reach the tier.
+        Raises Damaged if a save cannot reach the tier, FencedError if another trainer has taken
+        over.
         """
 
     def poll_events(self) -> list[events.Event]:
@@ -316,21 +246,9 @@ class Root(WritableRoot):
         """Opens a directory; a trainer creates it if necessary and takes its lease.
 
         In a multi-process job, one process takes the lease for all; the others open it read-only.
-
-        Args:
-          directory: a path in a local or network file system.
-          item: name of the deltackpt item in a step.
-          read_only: take no lease; create and remove nothing.
-          after_epoch: take the lease only if this is the newest epoch.
-          confirmed: whether to call ``confirm`` now; otherwise ``abandon`` can return the lease.
-
-        Raises:
-          InUse: another epoch than ``after_epoch`` holds the lease.
-          UnsupportedRoot: the path has a URL scheme, or characters that Orbax does not support.
-          ForeignDirectory: it holds files, but none that deltackpt or Orbax wrote; or it is opened
-            for writing and its newest step has no item of that name.
-          OutOfSpace: there is no room for the lease, and no leftovers can be removed.
-          StorageError: it does not exist (read-only), or is not writable.
+        With ``after_epoch``, raises InUse unless that is the newest epoch. Unless ``confirmed``,
+        ``abandon`` can return the lease. Raises ForeignDirectory if it holds no files of deltackpt
+        or Orbax, or if it is opened for writing and its newest step lacks the item.
         """
         scheme = _SCHEME.match(os.fspath(directory))
         if scheme is not None:
@@ -410,32 +328,17 @@ class Root(WritableRoot):
             self._lease.withdraw()
 
     def steps(self) -> list[int]:
-        """See ``Steps``.
-
-        Raises:
-          StorageError: the directory no longer exists, or is not readable.
-        """
+        """See ``Steps``; StorageError if the directory no longer exists."""
         numbers = map(naming.step_number, posix.listing(self.path))
         return [number for number in numbers if number is not None]
 
     def newest_lease(self) -> Lease | None:
-        """Returns the newest epoch's lease; None if it was never taken.
-
-        Raises:
-          Damaged: the lease was not signed, or is altered.
-        """
+        """Returns the newest lease; Damaged if it was not signed, None if never taken."""
         newest = max(lease.epochs(self.path), default=None)
         return None if newest is None else lease.read_lease(self.path / naming.lease_name(newest))
 
     def check_lease(self, *, refresh: bool = False) -> None:
-        """Checks that the directory is still the one that was opened, and that its lease is held.
-
-        Called before every commit. While a newer trainer starts, it waits for the outcome.
-
-        Raises:
-          FencedError: a newer trainer holds it, or another directory has replaced it.
-          StorageError: it no longer exists, or is not readable.
-        """
+        """See ``WritableRoot``; while a newer trainer starts, it waits for the outcome."""
         if self._lease is not None:
             self._lease.check()
 
@@ -445,24 +348,14 @@ class Root(WritableRoot):
             self._lease.check(wait=False)
 
     def check_start(self) -> None:
-        """Like ``check_lease``, for a trainer that starts.
-
-        It does not wait for a newer start of this process, which supersedes it.
-        """
+        """Like ``check_lease``, for a starting trainer; a newer start here supersedes it."""
         if self._lease is not None:
             self._lease.check(is_starting=True)
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """Moves every step after ``step`` aside durably, with a warning.
+        """See ``WritableRoot``; moves the steps aside durably.
 
         Newer steps are moved first, so that every remaining step has its parents at all times.
-
-        Args:
-          step: the step from which training resumes.
-          run: id of the run that resumes.
-
-        Returns:
-          The moved steps.
         """
         later = sorted((found for found in self.steps() if found > step), reverse=True)
         if not later or self._lease is None:
@@ -484,11 +377,7 @@ class Root(WritableRoot):
         return later
 
     def set_aside(self, step: int, target: Path) -> None:
-        """Moves a committed step durably to where no reader looks.
-
-        Raises:
-          StorageError: the file system reported an error.
-        """
+        """Moves a committed step durably to where no reader looks."""
         common = DurableDir(Path(os.path.commonpath([self.path, target])))
         common.publish(self.step_dir(step), target)
         with self._lock:
@@ -525,16 +414,10 @@ class Root(WritableRoot):
         write_kept(self.path, note)
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """Removes committed steps by renaming them, newest first; concurrent removals are ignored.
+        """See ``WritableRoot``: renames them, newest first; concurrent removals are ignored.
 
         Every listed step has its parents at all times, so after a kill every remaining step
         restores.
-
-        Args:
-          steps: the steps, such that no remaining step needs one of them.
-
-        Raises:
-          StorageError: the file system reported an error.
         """
         if self._lease is None or not steps:
             return
@@ -575,13 +458,7 @@ class Root(WritableRoot):
         return [entry for folder in folders for entry in self._dir.entries(folder)]
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """Deletes unneeded files in the background; a failure is raised by the next call.
-
-        These are steps that were renamed for deletion, and compacted bases that no chain uses.
-
-        Args:
-          protected: saves in flight and possible parents; ``Lineage.protected``.
-        """
+        """See ``WritableRoot``: deletes renamed steps, and compacted bases that no chain uses."""
         if self._lease is not None and self._collected.done():
             before = self._collected
             self._collected = self._collector.submit(self._collect, protected)

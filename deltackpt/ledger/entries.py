@@ -61,10 +61,7 @@ Hidden = frozenset[tuple[ObjectKey, SaveId]]
 def prefix_of(unit: ObjectKey, epoch: int, token: str) -> str:
     """Returns the prefix of a unit's files: unique to one upload, never reused.
 
-    Args:
-      unit: the uploaded unit.
-      epoch: epoch of the uploader's claim.
-      token: 8 to 32 hexadecimal digits, different for each upload of the unit.
+    ``token`` has 8 to 32 hexadecimal digits, different for each upload of the unit.
     """
     if unit.item is None:
         return f"{SAVES}/{unit.step}.{epoch}.{token}"
@@ -80,12 +77,7 @@ def prefix_epoch(prefix: str) -> int | None:
 
 
 def log_prefix(number: int, epoch: int) -> str:
-    """Returns a new prefix for a WAL epoch: its header, and its uploaded segments.
-
-    Args:
-      number: number of the WAL epoch.
-      epoch: epoch of the uploader's claim.
-    """
+    """Returns a new prefix for a WAL epoch, under the claim with the given epoch."""
     return f"{LOGS}/{number}.{epoch}.{uuid.uuid4().hex[:12]}"
 
 
@@ -107,29 +99,17 @@ def copied_name(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
-    """A committed step or compacted base.
-
-    Attributes:
-      step: its step.
-      item: for a base, the item that it belongs to; None for a step.
-      prefix: prefix of its files, below the root.
-      save_id: id of the save; a base has that of its step.
-      kind: base or delta.
-      parent: a delta's parent.
-      nbytes: size of its arrays.
-      stored_bytes: total size of its files.
-      crc32c: CRC32C of its ``commit.msgpack``.
-    """
+    """A committed step or compacted base."""
 
     step: int
-    item: str | None
-    prefix: str
-    save_id: SaveId
+    item: str | None  # for a base, the item that it belongs to; None for a step
+    prefix: str  # of its files, below the root
+    save_id: SaveId  # a base has that of its step
     kind: Kind
     parent: ParentRef | None
-    nbytes: int
-    stored_bytes: int
-    crc32c: int
+    nbytes: int  # size of its arrays
+    stored_bytes: int  # total size of its files
+    crc32c: int  # of its ``commit.msgpack``
 
     @property
     def object_key(self) -> ObjectKey:
@@ -167,29 +147,17 @@ class CatalogEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeaseClaim:
-    """A trainer's claim of the checkpoint directory, and the save from which it resumed.
-
-    Attributes:
-      lease: who took it, and when.
-      began: whether training began under it; otherwise it supersedes no save.
-      goes_on: the save from which it resumed; None if it started from scratch.
-      stages: ids of its processes' staging directories.
-    """
+    """A trainer's claim of the checkpoint directory, and the save from which it resumed."""
 
     lease: Lease
-    began: bool = False
-    goes_on: SaveId | None = None
-    stages: tuple[str, ...] = ()
+    began: bool = False  # whether training began under it; otherwise it supersedes no save
+    goes_on: SaveId | None = None  # None if it started from scratch
+    stages: tuple[str, ...] = ()  # ids of its processes' staging directories
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolledBack:
-    """A rolled-back step or base.
-
-    Attributes:
-      run: the run that resumed before it.
-      standing: its record.
-    """
+    """A rolled-back step or base, and the run that resumed before it."""
 
     run: str
     standing: CatalogEntry
@@ -197,14 +165,7 @@ class RolledBack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogRef:
-    """A WAL epoch whose header is in the remote directory.
-
-    Attributes:
-      epoch: its number.
-      run: id of its run.
-      prefix: prefix of its header and pieces, below the root.
-      crc32c: CRC32C of its header.
-    """
+    """A WAL epoch whose header, with the given CRC32C, is in the remote directory."""
 
     epoch: int
     run: str
@@ -214,40 +175,24 @@ class LogRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The state of a checkpoint directory.
+    """The state of a checkpoint directory."""
 
-    Attributes:
-      number: its number; one more than the previous entry's.
-      nonce: random; lets a writer recognize its own entry after a lost response.
-      previous: nonce of the previous entry.
-      claims: the newest claims, ascending by epoch; the last one may write.
-      withdrawn: the newest epoch whose claim was withdrawn; 0 if none was.
-      standings: the committed units, ascending; a step precedes its bases.
-      promoted: the greatest attempt ever committed, by run; the newest runs last.
-      rolled_back: rolled-back units that still exist.
-      logs: the WAL epochs, ascending by number; the newest determines which records count.
-      features: features that a reader must support; none so far.
-    """
-
-    number: int = 0
-    nonce: str = ""
-    previous: str = ""
-    claims: tuple[LeaseClaim, ...] = ()
-    withdrawn: int = 0
-    standings: tuple[CatalogEntry, ...] = ()
+    number: int = 0  # one more than the previous entry's
+    nonce: str = ""  # lets a writer recognize its own entry after a lost response
+    previous: str = ""  # nonce of the previous entry
+    claims: tuple[LeaseClaim, ...] = ()  # ascending by epoch; the last one may write
+    withdrawn: int = 0  # the newest epoch whose claim was withdrawn; 0 if none was
+    standings: tuple[CatalogEntry, ...] = ()  # ascending; a step precedes its bases
+    #: The greatest attempt ever committed, by run; newest runs last.
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
-    rolled_back: tuple[RolledBack, ...] = ()
-    logs: tuple[LogRef, ...] = ()
-    features: tuple[str, ...] = ()
+    rolled_back: tuple[RolledBack, ...] = ()  # units that still exist
+    logs: tuple[LogRef, ...] = ()  # ascending; the newest determines which records count
+    features: tuple[str, ...] = ()  # that a reader must support; none so far
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state that an entry records.
-
-    Attributes:
-      entry: the entry.
-    """
+    """The state that an entry records."""
 
     entry: Entry
 
@@ -356,16 +301,9 @@ def to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
-    """Parses an entry.
+    """Parses an entry, whose key has the given number, if any; ``name`` is for errors.
 
-    Args:
-      data: the result of ``to_bytes``.
-      name: its name in errors.
-      number: the number in its key, if any.
-
-    Raises:
-      Damaged: it is altered or invalid.
-      FormatTooNew, FormatTooOld: a later version wrote it, or a development version.
+    Raises Damaged if it is altered or invalid, FormatMismatch if another version wrote it.
     """
     found: Entry = manifest.from_bytes(data, Entry, name=name, magic=ENTRY_MAGIC)
     refuse_unknown(found.features, frozenset(), name)
@@ -381,11 +319,7 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
 
 
 def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
-    """Returns the nonces of an entry and of its predecessor, without parsing the rest.
-
-    Raises:
-      Damaged, FormatMismatch: as for ``entry_from``, except for invalid values.
-    """
+    """Returns the nonces of an entry and of its predecessor, without parsing the rest."""
     fields = records.fields_of(data, name=name, magic=ENTRY_MAGIC)
     if fields.get("number") != number:
         raise Damaged(name, f"the entry with number {number}", records.shown(fields.get("number")))
@@ -393,11 +327,7 @@ def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
 
 
 def check(name: str, standings: Iterable[CatalogEntry]) -> None:
-    """Checks that records refer only to their own unit's locations.
-
-    Raises:
-      Damaged: one refers elsewhere.
-    """
+    """Raises Damaged if a record refers to another unit's locations."""
     for one in standings:
         match = _PREFIX.fullmatch(one.prefix)
         folder, step, item = (match[1], int(match[2]), match[5]) if match else (None, None, None)

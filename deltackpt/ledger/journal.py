@@ -1,30 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger of a store without rename: numbered entries, each written only if absent.
 
-Claim, commit, rollback, retention and compaction are each one such write. None of them needs a
-rename, a lock or a clock, and the write that would commit also fences the trainer.
-
-To change the state: 1. Put the entry after the newest known one, only if absent. 2. If that is
-rejected, the existing entry may be this one after a lost response; its nonce shows that. Otherwise,
-re-apply the change to the newest entry. 3. List successors: if any exist, the next entry must
-reference this one's nonce. Otherwise this entry was written into a gap left by garbage collection,
-and counts as rejected. This makes collecting old entries safe, however long a concurrent writer
-pauses.
+``docs/reference/format.md`` specifies how the state changes. Each claim, commit or rollback is one
+such write, without a rename, a lock or a clock, so a fenced trainer can never commit. A write
+without a response may still take effect: files named by a sent entry are kept until its number is
+known to hold an entry, and a change is re-evaluated against the newest one.
 
 A trainer that claims the directory skips an unreadable entry. The holder of a claim stops there,
-since the entry may be another trainer's claim. To survive the loss of an entry, the holder copies
-the newest one when it is idle, and copies a rollback before it commits anything else.
-
-A write without a response may still take effect. Files named by a sent entry are therefore kept
-until its number is known to hold an entry, and a change is re-evaluated against the newest entry.
-
-A claim is pending until its trainer has started; if it fails before that, it withdraws the claim.
-The previous holder commits nothing beside a pending claim, but waits for the outcome before it
-counts as fenced; ``lease`` limits the wait.
-
-Guarantees: a step appears by one conditional put, and is as durable as the store makes it. A fenced
-trainer can never commit. Nothing depends on clocks. The store must reject a conditional put of an
-existing key, which opening probes, and listings must be consistent with earlier puts.
+since the entry may be another trainer's claim. A claim is pending until its trainer has started;
+meanwhile the previous holder commits nothing, and waits as ``lease`` limits it.
 """
 
 from __future__ import annotations
@@ -86,12 +70,7 @@ class Journal(JournalView):
     """
 
     def __init__(self, root: StorePath, *, while_waiting: Callable[[], None] = lambda: None):
-        """Opens a journal; reads and writes nothing yet.
-
-        Args:
-          root: the checkpoint directory.
-          while_waiting: called while another trainer starts; it raises to end the wait.
-        """
+        """Reads nothing yet; ``while_waiting`` may raise while another trainer starts."""
         super().__init__(root)
         self._while_waiting = while_waiting
         self._claim: LeaseClaim | None = None
@@ -118,14 +97,8 @@ class Journal(JournalView):
     def claim(self, *, after_epoch: int | None = None, pending: bool = False) -> LeaseClaim:
         """Claims the directory: the previous holder can no longer commit.
 
-        Args:
-          after_epoch: take it only if this is the newest epoch.
-          pending: whether the previous holder waits until ``start`` or ``withdraw``.
-
-        Raises:
-          InUse: another epoch than ``after_epoch`` holds it.
-          Damaged, FormatTooNew: the newest entry is not readable.
-          StorageError: the store reported an error.
+        With ``after_epoch``, raises InUse unless that is the newest epoch. If the claim is
+        ``pending``, the previous holder waits until ``start`` or ``withdraw``.
         """
         lease = Lease.new(0, pending=pending)
         holder = self._claimed_holder = lease.holder
@@ -154,9 +127,6 @@ class Journal(JournalView):
         """Records that the trainer has started: its claim is no longer pending.
 
         Does not wait for newer trainers that have not started yet.
-
-        Raises:
-          FencedError, StorageError: same as for ``commit``.
         """
         own = self.claimed
 
@@ -175,9 +145,6 @@ class Journal(JournalView):
 
         Does nothing if training began under it, if another trainer that has started follows it, or
         if it is the only claim.
-
-        Raises:
-          StorageError: the store reported an error.
         """
 
         def change(state: State) -> Entry | None:
@@ -200,15 +167,9 @@ class Journal(JournalView):
             self._change(change)
 
     def resume(self, holder: str | None = None, *, wait: bool = False) -> LeaseClaim:
-        """Continues under the newest claim.
+        """Continues under the newest claim; FencedError if it is another holder's.
 
-        Args:
-          holder: the required holder of that claim.
-          wait: whether to wait first until the trainer that holds it has started, or failed to.
-
-        Raises:
-          FencedError: another holder has it, or there is no claim.
-          StorageError: the store reported an error.
+        With ``wait``, waits first until the trainer that holds it has started, or failed to.
         """
 
         def newest() -> LeaseClaim:
@@ -225,12 +186,7 @@ class Journal(JournalView):
         return self._claim
 
     def check(self) -> State:
-        """Checks with one listing that the claim is still the newest.
-
-        Raises:
-          FencedError: there is a newer claim.
-          StorageError: the store reported an error.
-        """
+        """Checks with one listing that the claim is still the newest; raises FencedError."""
 
         def checked() -> State:
             state = self.state()
@@ -240,12 +196,7 @@ class Journal(JournalView):
         return self._patiently(checked)
 
     def confirm(self) -> State:
-        """Like ``check``, but also reads the newest entry, and rewrites it if it was lost.
-
-        Raises:
-          FencedError: another trainer has the claim, or the journal was removed.
-          StorageError: the store reported an error.
-        """
+        """Like ``check``, but also reads the newest entry, and rewrites it if it was lost."""
         state = self.check()
         number, exists = state.entry.number, self._exists(state.entry)
         if exists:
@@ -267,11 +218,7 @@ class Journal(JournalView):
         return found
 
     def copy_newest(self) -> None:
-        """Writes a copy of the newest known entry, and deletes older copies.
-
-        Raises:
-          StorageError: the store reported an error.
-        """
+        """Writes a copy of the newest known entry, and deletes older copies."""
         entry = self._known.entry
         if entry.number in self._copies or not entry.number:
             return
@@ -286,14 +233,10 @@ class Journal(JournalView):
             self.root.store.delete(map(self._key, copies))
 
     def begin_run(self, resumed_from: SaveId | None, stages: Iterable[str] = ()) -> None:
-        """Records, before the first save under the claim, from which save training resumes.
+        """Records, before the first save under the claim, from which save (or None) training
+        resumes.
 
-        Args:
-          resumed_from: the restored save; None if training starts from scratch.
-          stages: ids of its processes' staging directories.
-
-        Raises:
-          FencedError, StorageError: same as for ``commit``.
+        ``stages`` are the ids of its processes' staging directories.
         """
 
         def change(state: State) -> Entry | None:
@@ -317,22 +260,13 @@ class Journal(JournalView):
     def commit(
         self, standing: CatalogEntry, *, alone: bool = False, replace: bool = False
     ) -> CatalogEntry:
-        """Makes a step or a compacted base visible after its files were uploaded.
+        """Makes a step or a base visible after its files were uploaded; returns its record.
 
-        Args:
-          standing: its record, with a prefix of this claim.
-          alone: whether a base may be committed without its step, as in a copy.
-          replace: whether it replaces an earlier upload of the same save, such as a damaged one.
-
-        Returns:
-          The save's committed record; that of another upload if it came first.
-
-        Raises:
-          FencedError: another trainer has the claim; nothing becomes visible.
-          BrokenChain: the parent, or a base's step, was removed.
-          TargetDiffers: another save has the name.
-          StorageError: the store reported an error or did not answer; the next call determines
-            whether the unit was committed.
+        The record is that of another upload if it came first. ``alone`` allows a base without its
+        step, as in a copy; ``replace`` replaces an earlier upload of the same save. Raises
+        FencedError (nothing becomes visible), BrokenChain (the parent, or a base's step, was
+        removed) or TargetDiffers (another save has the name); after a StorageError, the next call
+        determines the outcome.
         """
         unit, save_id = standing.object_key, standing.save_id
 
@@ -376,11 +310,7 @@ class Journal(JournalView):
     def retire(self, which: Callable[[State], Iterable[str]]) -> None:
         """Un-commits steps, bases, rolled-back units or WAL epochs, then deletes their files.
 
-        Args:
-          which: returns their prefixes in a state; nothing that remains may need them.
-
-        Raises:
-          FencedError, StorageError: as ``commit``.
+        ``which`` returns their prefixes in a state; nothing that remains may need them.
         """
 
         def change(state: State) -> Entry | None:
@@ -392,20 +322,9 @@ class Journal(JournalView):
     def roll_back(
         self, after: int, run: str, *, only: Collection[SaveId] | None = None
     ) -> list[int]:
-        """Un-commits every later step, and its base.
+        """Un-commits later steps (or ``only`` some) and their bases; returns the steps, ascending.
 
         The files remain, named in the journal, until they are collected or too many others follow.
-
-        Args:
-          after: the step from which training resumes.
-          run: id of the run that resumes.
-          only: the saves to roll back (default: every later one).
-
-        Returns:
-          The steps, ascending.
-
-        Raises:
-          FencedError, StorageError: as ``commit``.
         """
         later: list[CatalogEntry] = []
 
@@ -431,18 +350,10 @@ class Journal(JournalView):
     # ---- write-ahead log
 
     def add_log(self, ref: LogRef) -> bool:
-        """Commits a WAL epoch whose header was uploaded.
+        """Commits a WAL epoch whose header was uploaded; returns whether it did.
 
-        Earlier epochs count from now on only up to the recovery point from which it forked.
-
-        Args:
-          ref: its record, with a prefix of this claim.
-
-        Returns:
-          Whether it was committed; False if the epoch has another prefix, or a newer one exists.
-
-        Raises:
-          FencedError, StorageError: as ``commit``.
+        It does not if the epoch has another prefix, or a newer one exists. Earlier epochs count
+        from now on only up to the recovery point from which it forked.
         """
 
         def change(state: State) -> Entry | None:
@@ -464,10 +375,6 @@ class Journal(JournalView):
 
         These are the uploads of superseded and withdrawn claims, and those abandoned here. An
         upload under such a claim can never be committed.
-
-        Raises:
-          FencedError: another trainer has the claim, and sweeps the leftovers.
-          StorageError: the store reported an error.
         """
         state = self.check()
         count = 0

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The write lease of a directory, and file locks.
 
-Each epoch has a lease file, ``lease.<epoch>.msgpack``, created with ``O_EXCL``: if two trainers
-start at the same moment, one gets the epoch and the other the next. The newest epoch holds the
-lease. A restart after SIGKILL therefore takes over at once and never waits for a dead holder; an
-older holder that is still running is fenced at its next commit. The name alone is the claim, and
-the contents identify the holder, so a claim is valid even if the holder was killed before it wrote
-them.
+The newest epoch's lease file, created with ``O_EXCL``, holds the lease. A restart after SIGKILL
+therefore never waits for a dead holder; an older holder is fenced at its next commit. The name
+alone is the claim, so it is valid even if the holder was killed before it wrote the contents.
 
-A claim is pending until its trainer has started: then the trainer removes the names of older
-epochs. If it fails before that, it withdraws the claim. The previous holder commits nothing beside
-a pending claim, but it waits for the outcome, up to ``GRACE_SECS`` for each claim, before it counts
-as fenced. If starts overlap, it waits at most ``GRACE_PERIODS`` times as long: it is then fenced
-rather than stalled for ever.
+A claim is pending until its trainer has started, which removes the names of older epochs, or
+withdraws it. The previous holder commits nothing beside a pending claim, but waits for the outcome,
+up to ``GRACE_SECS`` for each and ``GRACE_PERIODS`` times that for all: it is then fenced rather
+than stalled for ever.
 
-Epochs alone do not distinguish directories: a backup has the same ones. A holder keeps the
-directory open, which pins its inode. Before every commit it checks that this directory is still at
-its path, and that its lease is its own.
+A backup has the same epochs. A holder therefore keeps the directory open, which pins its inode, and
+checks before every commit that this directory is still at its path.
 """
 
 from __future__ import annotations
@@ -56,18 +51,10 @@ def file_lock(
     make_folder: bool = False,
     private: bool = False,
 ) -> Iterator[None]:
-    """Holds a lock against other processes, and against other holders in this one.
+    """Holds a lock against other processes and holders, or raises ``refusal``; creates the file.
 
-    A holder may remove the file and its folder as its last action.
-
-    Args:
-      name: the lock file, which is created.
-      refusal: the error to raise if the lock is held.
-      make_folder: whether to create its folder as well.
-      private: whether only this user can access the file, for any umask.
-
-    Raises:
-      StorageError: the file cannot be created.
+    A holder may remove the file and its folder as its last action. If ``private``, only this user
+    can access the file, for any umask.
     """
     with contextlib.ExitStack() as stack:
         with posix.typed_errors(name, "be locked"):
@@ -108,18 +95,14 @@ _MOST_SECS = 253_402_300_800
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The holder of a directory, and since when (seconds since 1970).
-
-    Attributes:
-      pending: in a journal, whether the trainer has not started yet, and may withdraw its claim.
-    """
+    """The holder of a directory, and since when (seconds since 1970)."""
 
     epoch: int
     holder: str
     host: str
     pid: int
     since_secs: float
-    pending: bool = False
+    pending: bool = False  # in a journal: not started yet, the trainer may withdraw its claim
 
     @classmethod
     def new(cls, epoch: int, *, pending: bool = False) -> Lease:
@@ -172,10 +155,9 @@ class Grace:
         self._ended: set[tuple[int, str]] = set()
 
     def wait(self, claimants: Mapping[int, Lease | None]) -> bool:
-        """Waits briefly; returns whether to check again, because the claims may be withdrawn.
+        """Waits briefly for newer trainers, by epoch; returns whether to check again.
 
-        Args:
-          claimants: the newer trainers by epoch; None if a lease is not readable.
+        They may withdraw their claims. A trainer is None if its lease is not readable.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -206,15 +188,8 @@ class DirectoryLease:
         """Claims the epoch after the newest; its name is durable, but does not tell the holder yet.
 
         The names of older epochs remain until ``start``, so that ``withdraw`` can undo this.
-
-        Args:
-          path: the directory.
-          given: its path before links were followed.
-          after_epoch: take it only if this is the newest epoch.
-
-        Raises:
-          InUse: another epoch is the newest.
-          StorageError: writing failed.
+        ``given`` is the path before links were followed. With ``after_epoch``, raises InUse unless
+        that is the newest.
         """
         self._path, self._given = path, given
         self._grace = Grace(_POLL_SECS)
@@ -263,11 +238,7 @@ class DirectoryLease:
         return self._path / naming.lease_name(self.epoch)
 
     def sign(self) -> None:
-        """Writes the holder into the file; a torn file reads as a trainer that is starting.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Writes the holder into the file; a torn file reads as a trainer that is starting."""
         try:
             with contextlib.closing(DirectFile(self._name, new=False, full=_FULL)) as file:
                 file.append(np.frombuffer(manifest.to_bytes(self._own, _MAGIC), np.uint8))
@@ -318,16 +289,11 @@ class DirectoryLease:
         return found is None or found.runs is not False
 
     def check(self, *, wait: bool = True, is_starting: bool = False) -> None:
-        """Checks that the directory is still the one that was claimed, and that the lease is held.
+        """Raises FencedError unless the lease is held and its directory is at its path.
 
-        Args:
-          wait: whether to wait for the outcome while a newer trainer starts; if not, that trainer
-            is ignored.
-          is_starting: do not wait for a newer start of this process, which supersedes this one.
-
-        Raises:
-          FencedError: a newer trainer holds it, or another directory has replaced it.
-          StorageError: it no longer exists, or is not readable.
+        Unless ``wait``, a newer trainer that starts is ignored; ``is_starting``: a newer start of
+        this process supersedes this one at once. Raises StorageError if the directory no longer
+        exists.
         """
         while True:
             self._check_place()
@@ -403,11 +369,7 @@ def epochs(path: Path) -> Iterator[int]:
 
 
 def read_lease(path: Path) -> Lease:
-    """Reads a directory's holder from the lease file.
-
-    Raises:
-      Damaged: the lease was not signed, is altered, or is invalid.
-    """
+    """Reads a directory's holder; Damaged if the lease was not signed or is altered."""
     lease = manifest.from_bytes(posix.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
     if not 0 <= lease.since_secs < _MOST_SECS:
         raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")

@@ -74,22 +74,9 @@ def open_steps(
     endpoint: str | None = None,
     deadline_secs: float = DEADLINE_SECS,
 ) -> Steps:
-    """Opens the steps of a directory or a bucket for reading; creates and removes nothing.
+    """Opens the steps of a path, URL or JSON kvstore spec for reading; creates and removes nothing.
 
-    Args:
-      where: a path, a URL (``file://``, ``s3://``, ``gs://``, ``az://``, ``nodes://``) or a kvstore
-        spec as JSON.
-      item: name of the deltackpt item in the steps; by default found in the newest step.
-      endpoint: address of the bucket's server, if it is not the provider's default.
-      deadline_secs: timeout of each bucket request in seconds.
-
-    Raises:
-      StorageError: it does not exist, or is not readable.
-      ForeignDirectory: it holds nothing that deltackpt or Orbax wrote.
-      FormatTooOld: a development version wrote its journal.
-      UnsupportedRoot: the URL scheme is unknown.
-      OptionError: the URL lacks a bucket, or the newest step holds other or several deltackpt
-        items.
+    The item is by default the one in the newest step; OptionError if that holds other or several.
     """
     path = buckets.file_path(where)
     if path is not None:
@@ -114,10 +101,9 @@ def _in_bucket(at: StorePath, item: str) -> Steps:
 
 
 def refuse_foreign(root: StorePath) -> None:
-    """Checks that a location without a journal is empty, so that nothing is hidden or swept.
+    """Raises ForeignDirectory if a location without a journal is not empty.
 
-    Raises:
-      ForeignDirectory: it holds other objects.
+    Otherwise its objects would be hidden, or swept.
     """
     found = root.names()
     if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
@@ -130,18 +116,9 @@ def refuse_foreign(root: StorePath) -> None:
 
 
 def find_item(steps: Steps, wanted: str | None) -> str:
-    """Finds the name of the deltackpt item in some steps: that of the newest step.
+    """Returns the name of the deltackpt item in the newest step; the default if there is none.
 
-    Args:
-      steps: the steps.
-      wanted: the name, if the caller knows it; it is checked.
-
-    Returns:
-      The name; the default if there is no step, or it has no deltackpt item.
-
-    Raises:
-      OptionError: the newest step holds other or several deltackpt items.
-      StorageError: reading failed.
+    Raises OptionError if the step holds other items than ``wanted``, or several.
     """
     newest, found = _items(steps)
     if wanted is None and len(found) < 2:

@@ -50,28 +50,18 @@ if TYPE_CHECKING:
 
 
 class DamagedSave(NamedTuple):
-    """A save with a damaged file.
+    """A save, or its compacted base, with a damaged file.
 
-    Attributes:
-      step: its step.
-      compacted: whether it is the compacted base of the step.
-      every_child: whether every chain with the save reads the file. Chains read files of dense
-        leaves only if no later save replaces the leaves.
+    Chains read files of dense leaves only if no later save replaces the leaves.
     """
 
     step: int
     compacted: bool
-    every_child: bool
+    every_child: bool  # whether every chain with the save reads the file
 
 
 def find_damaged_save(error: BaseException, root: StorePath, item: str) -> DamagedSave | None:
-    """Returns the save that an error names, if its file is missing or altered; reads that file.
-
-    Args:
-      error: the error of a read.
-      root: the folder of the steps.
-      item: name of deltackpt's item.
-    """
+    """Returns the save that a read error names if its file, which is read, is damaged."""
     if not isinstance(error, Damaged) or isinstance(error, DamagedWal):
         return None
     # The name of a layer file is followed by that of a chunk, that of a chunk's file by a block.
@@ -111,27 +101,14 @@ def find_damaged_save(error: BaseException, root: StorePath, item: str) -> Damag
 
 
 class Steps:
-    """Committed steps and their compacted bases.
-
-    Attributes:
-      store_path: the folder that holds them.
-      item: name of the deltackpt item in them.
-      given: the path or URL that the user passed.
-      topics: reads WAL epochs in Kafka; None if they cannot be read.
-    """
+    """Committed steps and their compacted bases; ``topics`` reads WAL epochs in Kafka."""
 
     topics: WalTopics | None = None
 
     def __init__(
         self, store_path: StorePath, item: str, *, given: str | os.PathLike[str] | None = None
     ):
-        """Reads a folder of steps; sends no request yet.
-
-        Args:
-          store_path: the folder.
-          item: name of the deltackpt item in a step.
-          given: the path or URL that the user passed; its location by default.
-        """
+        """Reads a folder of steps that the user gave as ``given``; sends no request yet."""
         self.store_path = store_path
         self.item = item
         self.given = os.fspath(given) if given is not None else str(store_path)
@@ -166,10 +143,7 @@ class Steps:
         return self.newest_step()
 
     def saves(self) -> dict[int, SaveInfo | None]:
-        """Returns what each committed step is; None if its manifest is unreadable.
-
-        Committed steps never change, so each is read once.
-        """
+        """Returns each committed step, which is read once; None if its manifest is unreadable."""
         with self._lock:
             steps = {str(step): step for step in self.steps()}
             self._known = {name: info for name, info in self._known.items() if name in steps}
@@ -208,14 +182,10 @@ class Steps:
         return found
 
     def lost_with(self, damaged: Collection[DamagedSave], step: int) -> set[int]:
-        """Returns the steps that cannot be restored for the same reason as a step.
+        """Returns the steps that cannot be restored for the same reason as a step, including it.
 
-        Reads manifests only. A save whose manifest cannot be read now may be intact.
-
-        Args:
-          damaged: saves that are proven to be damaged. If there are none, the reason is a parent
-            that is missing or another save.
-          step: the step that could not be restored. It is included.
+        ``damaged`` are proven so; if there are none, a parent is missing or another save. Reads
+        manifests only. A save whose manifest cannot be read now may be intact.
         """
         infos = self.saves()
         listed = {*stored_saves.compacted_bases(self.store_path, self.item)}
@@ -262,15 +232,9 @@ class Steps:
     def check_step_files(
         self, step_dir: StorePath | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
     ) -> None:
-        """Checks the files of a step that have no checksum of their own.
+        """Checks the files of a step without a checksum of their own; Damaged names the first.
 
-        Args:
-          step_dir: the step.
-          share: ``(i, n)`` checks the i-th of n disjoint parts.
-          dense: whether to include the files of dense leaves.
-
-        Raises:
-          Damaged: the first file that is missing or altered.
+        ``share`` = ``(i, n)`` checks the i-th of n disjoint parts.
         """
         record = stored_saves.read_save(step_dir, self.item).head
         if "step" not in record.digests:
@@ -282,12 +246,7 @@ class Steps:
             raise damage
 
     def metadata(self, step: int) -> bytes:
-        """Returns a step's Orbax metadata, as stored.
-
-        Raises:
-          Damaged: it is missing.
-          StorageError: the store reported an error.
-        """
+        """Returns a step's Orbax metadata, as stored; Damaged if it is missing."""
         return (self.at(step) / naming.STEP_METADATA).read()
 
     @contextlib.contextmanager
@@ -295,14 +254,6 @@ class Steps:
         """Yields a local folder of a step, for code that reads only files.
 
         For a bucket, its files are downloaded and verified, and deleted afterwards.
-
-        Args:
-          step: the step.
-          name: name of the folder.
-
-        Raises:
-          Damaged: a file differs from what was committed.
-          StorageError: the store reported an error.
         """
         at = self._held_at(step) / name
         if isinstance(at.store, FileStore):
@@ -322,12 +273,7 @@ class Steps:
         return None
 
     def await_readable(self, step: int) -> None:
-        """Waits until a step can be read; most directories return at once.
-
-        Raises:
-          Damaged: the step can never be read.
-          WaitTimeout: the step is not readable yet.
-        """
+        """Waits until a step can be read; most directories return at once."""
 
     def problems(self) -> list[Damaged]:
         """Returns damage to the records of committed steps; only buckets can have any."""
@@ -346,22 +292,14 @@ class Steps:
         return {}
 
     def found_damaged(self, step: int) -> bool:
-        """Sets damaged parts of a step aside if there is another copy; called after a failed read.
-
-        Returns:
-          Whether to read the step again.
-        """
+        """Sets damaged parts aside if there is another copy; returns whether to read again."""
         return False
 
     def check_lease(self, *, refresh: bool = False) -> None:
         """Checks that the lease is still held; readers hold none."""
 
     def newest_lease(self) -> Lease | None:
-        """Returns the lease holder; None if there was never one, or it is unknown.
-
-        Raises:
-          Damaged: the lease is not readable.
-        """
+        """Returns the lease holder; None if there was never one, or it is unknown."""
         return None
 
     def close(self) -> None:
@@ -388,16 +326,7 @@ def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
 
 
 def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
-    """Finds a committed step, or the step and WAL records for a full recovery point.
-
-    Args:
-      root: the checkpoint directory.
-      requested: a step, a recovery point, or the training step of a recovery point.
-
-    Raises:
-      StepNotFound: there is neither.
-      Damaged: there is no such step, and the log is not readable.
-    """
+    """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
     if isinstance(requested, int) and root.at(requested).stamp() is not None:
         return requested, None
     index, steps = WalReader(root.log_at).read(), root.restorable()
@@ -416,13 +345,7 @@ def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan |
 def plan_to(
     index: WalIndex, steps: Mapping[int, SaveId], requested: int | RecoveryPoint
 ) -> ReplayPlan | None:
-    """Returns how to replay to a full recovery point; None if no step leads to it.
-
-    Args:
-      index: the WAL index.
-      steps: the restorable steps, by number.
-      requested: a recovery point, or its training step.
-    """
+    """Returns how to replay to a recovery point or training step; None if no step leads there."""
     at = requested.step if isinstance(requested, RecoveryPoint) else requested
     if not any(point.full and requested in (point, point.step) for point in index.points()):
         return None
@@ -442,15 +365,9 @@ def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) 
 def losses_of(root: Steps, index: WalIndex, newest: int, *, above: int = -1) -> list[Loss]:
     """Lists the lost WAL records above a step.
 
-    A trainer may change the log while it is read, so a loss counts only if a second read of the log
-    and the steps finds it again.
-
-    Args:
-      root: the checkpoint directory.
-      index: the WAL index, read before the steps were listed.
-      newest: the newest restorable step on the current branch; records up to it may have been
-        trimmed. Less than all steps if there is none.
-      above: the step.
+    The trainer may change the log while it is read, so a loss counts only if a second read of the
+    log and the steps finds it again. ``index`` was read before the steps were listed. Records up to
+    ``newest``, the newest restorable step on the current branch, may have been trimmed.
     """
     return [
         one

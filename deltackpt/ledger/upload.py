@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uploads the files of a step or a compacted base to a bucket, with their digests.
 
-Each file is read, compared with its digest and uploaded, so altered files never reach a bucket. One
-object with all digests follows; then the unit may be committed.
+Each file is compared with its digest, so altered files never reach a bucket. One object with all
+digests follows; then the unit may be committed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,11 @@ _IN_FLIGHT_BYTES = 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """What was uploaded under a prefix.
+    """What was uploaded under a prefix; the CRC32C is that of the object with the digests."""
 
-    Attributes:
-      nbytes: total size of all files.
-      crc32c: CRC32C of the object that holds their digests.
-      objects: number of uploaded objects, including that one.
-    """
-
-    nbytes: int
+    nbytes: int  # total size of all files
     crc32c: int
-    objects: int
+    objects: int  # including that one
 
 
 def upload(
@@ -56,16 +50,7 @@ def upload(
 
 
 def describe(files: Mapping[str, Digest], target: StorePath, objects: int) -> Uploaded:
-    """Uploads the digests of the files under a prefix, all of which were uploaded.
-
-    Args:
-      files: same as for ``send``.
-      target: same as for ``send``.
-      objects: number of their objects.
-
-    Raises:
-      StorageError: the store reported an error or did not answer.
-    """
+    """Uploads the digests of the files under a prefix; returns what was uploaded."""
     record = digests.digests_bytes(Digests.of(files))
     to = target / COMMIT
     to.store.put(to.key, record)
@@ -86,23 +71,10 @@ def send(
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Uploads files, which remain invisible until their digests are committed.
+    """Uploads files, which remain invisible until ``describe``; returns the number of objects.
 
-    Args:
-      source: the folder to read from.
-      files: expected digest of each file, by POSIX path below ``source``.
-      target: the new prefix.
-      done: files uploaded by an earlier attempt; extended by this call.
-      workers: number of concurrent uploads.
-      pace: limits the bytes per second.
-      on_bytes: called with bytes uploaded, from several threads.
-
-    Returns:
-      The number of objects.
-
-    Raises:
-      Damaged: the named source file is missing or altered.
-      StorageError: either store reported an error or did not answer.
+    ``done`` names files uploaded by an earlier attempt, and is extended. ``on_bytes`` is called
+    from several threads. Raises Damaged if a source file is missing or altered.
     """
     pace, stopped = pace or Pace(), threading.Event()
     runtime = Runtime(workers, memory_bytes=_IN_FLIGHT_BYTES)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WAL of a bucket: epoch headers named by the journal, and segments in pieces.
 
-A journal entry names each valid WAL epoch, so headers are fenced like commits. Segments are
-uploaded in pieces as they grow, oldest first. A segment ends where the next piece is missing, as a
-torn one does. ``docs/reference/format.md`` specifies the keys.
+Headers are fenced like commits. Segments are uploaded in pieces as they grow, oldest first. A
+segment ends where the next piece is missing, as a torn one does.
 """
 
 from __future__ import annotations
@@ -54,15 +53,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
-    """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing.
-
-    Args:
-      epoch: the folder of the WAL epoch.
-      folder: restricts the listing to a subfolder.
-
-    Raises:
-      StorageError: the store reported an error.
-    """
+    """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing."""
     found: dict[str, list[PieceRange]] = {}
     at = epoch / folder if folder else epoch
     for key in at.store.keys(at.key):
@@ -176,13 +167,7 @@ class UploadedWals:
     def __init__(
         self, root: StorePath, state: Callable[[], State], topics: WalTopics | None = None
     ):
-        """Sends no request yet.
-
-        Args:
-          root: the folder that the journal is in.
-          state: the journal's state.
-          topics: reads epochs in Kafka.
-        """
+        """Sends no request yet; ``root`` is the folder of the journal."""
         self._root, self.topics = root, topics
         self._state = state
 

@@ -38,11 +38,7 @@ class JournalView:
     """The journal of a checkpoint directory, for readers; thread-safe."""
 
     def __init__(self, root: StorePath):
-        """Opens a journal; reads nothing yet.
-
-        Args:
-          root: the folder that holds ``journal/`` and the committed files.
-        """
+        """Reads nothing yet; ``root`` holds ``journal/`` and the committed files."""
         self.root = root
         self._known = _NOTHING
         #: Numbers of older entries that may still exist, and of copies.
@@ -84,10 +80,6 @@ class JournalView:
 
         If neither the newest entry nor its copy can be read, the previous entry is used, and
         ``problems`` reports that.
-
-        Raises:
-          FormatMismatch: another version wrote it.
-          StorageError: the store reported an error.
         """
         before: _Listed | None = None
         while True:
@@ -109,11 +101,7 @@ class JournalView:
             self._forget()
 
     def audit(self) -> list[Damaged]:
-        """Reads the newest entry and its copy; returns ``problems``.
-
-        Raises:
-          FormatMismatch, StorageError: same as for ``state``.
-        """
+        """Reads the newest entry and its copy; returns ``problems``."""
         state = self.state()
         listed = self._listed(state.entry.number - 1)
         for is_copy in (False, True):
@@ -222,15 +210,7 @@ class JournalView:
                 self._lost_saves[step] = problem
 
     def learn(self, data: bytes, name: str) -> State:
-        """Adopts the newest entry that another process has read; sends no request.
-
-        Args:
-          data: the bytes of an entry.
-          name: its name in errors.
-
-        Raises:
-          Damaged, FormatMismatch: the entry is not readable.
-        """
+        """Adopts an entry that another process has read; sends no request."""
         return self._adopt(entries.entry_from(data, name=name, number=None))
 
     def _adopt(self, entry: Entry, listed: _Listed | None = None) -> State:
