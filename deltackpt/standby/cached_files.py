@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a state other than its tables, held in memory: dense leaves, items, digests.
 
-A step's files are the bytes in storage, checked against its digests when they are read. Readers
-check and decode them like files from storage. The other contents of a recovery point are held as
-files too. Each state has its own memory, which is never written again, so a reader may keep a
-mapping indefinitely.
+They are the bytes in storage, checked when they are read; the contents of a recovery point are held
+as files too. Memory is never written again, so a reader may keep a mapping indefinitely.
 """
 
 from __future__ import annotations
@@ -31,32 +29,20 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class CachedFile:
-    """A file in memory.
+    """A file in memory."""
 
-    Attributes:
-      name: its POSIX path below the step.
-      offset: its offset in bytes.
-      nbytes: its length in bytes.
-    """
-
-    name: str
+    name: str  # POSIX path below the step.
     offset: int
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedFiles:
-    """The files of one step or recovery point, in memory.
-
-    Attributes:
-      memory: the memory that holds them.
-      index: their positions, in memory order.
-      dtypes: dtypes of the dense leaves, if the step stores them as blocks.
-    """
+    """The files of one step or recovery point, in memory."""
 
     memory: SharedMemory
-    index: tuple[CachedFile, ...]
-    dtypes: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    index: tuple[CachedFile, ...]  # In memory order.
+    dtypes: Mapping[Key, str] = dataclasses.field(default_factory=dict)  # Of dense blocks.
 
     @property
     def nbytes(self) -> int:
@@ -81,23 +67,12 @@ class CachedFiles:
 def read(
     save: StoredSave,
     most_bytes: int,
-    before: CachedFiles | None = None,
-    newer: Sequence[StoredSave] = (),
+    before: CachedFiles | None = None,  # Of an earlier step: its dense leaves are not read again.
+    newer: Sequence[StoredSave] = (),  # From that step to this one, oldest first.
 ) -> CachedFiles | None:
-    """Reads and verifies the files of a step that its own digests cover, and its dense leaves.
+    """Reads and verifies the dense leaves of a step, and the files that its own digests cover.
 
-    Args:
-      save: the step.
-      most_bytes: maximum total size.
-      before: the files of an earlier step, whose dense leaves need not be read again.
-      newer: the saves from that step to this one, oldest first.
-
-    Returns:
-      The files; None if the step has no such digests, or the files exceed the maximum.
-
-    Raises:
-      Damaged: one is missing or altered.
-      StepGone: another step has replaced this one.
+    Returns None if the step has no such digests, or the files exceed ``most_bytes``.
     """
     if "step" not in save.head.digests:
         return None
@@ -136,15 +111,7 @@ def read(
 
 
 def store(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> CachedFiles | None:
-    """Copies file contents to new memory.
-
-    Args:
-      contents: bytes of each file, by name.
-      most_bytes: maximum total size.
-
-    Returns:
-      The files; None if they exceed the maximum.
-    """
+    """Copies file contents to new memory; returns None if they exceed ``most_bytes``."""
     views = {name: memoryview(data) for name, data in contents.items()}
     held = _room({name: view.nbytes for name, view in views.items()}, most_bytes)
     if held is None:

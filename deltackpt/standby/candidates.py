@@ -32,15 +32,9 @@ class StateReplica(Protocol):
         ...
 
     def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
-        """Loads a step, or a recovery point above it.
+        """Loads a step, or a recovery point above it; returns whether the held state has changed.
 
         If the step must be loaded first, the call may load only the step; then call it again.
-
-        Returns:
-          Whether the held state has changed.
-
-        Raises:
-          RestoreError: the step or recovery point is damaged, or was removed concurrently.
         """
         ...
 
@@ -49,12 +43,6 @@ class Candidates:
     """The steps and recovery points of a directory, polled repeatedly; used by one thread."""
 
     def __init__(self, root: Steps, wal: FollowedWal | None):
-        """Reads nothing yet.
-
-        Args:
-          root: directory of the steps.
-          wal: its WAL; None to follow only steps.
-        """
         self._root, self._wal = root, wal
         self._seen: _Stamp | None = None
         #: Errors of steps, and when to read them again, on the monotonic clock.
@@ -63,18 +51,7 @@ class Candidates:
         self.problem: DeltackptError | None = None
 
     def load_newest(self, holder: StateReplica) -> bool | None:
-        """Loads the newest intact state.
-
-        Args:
-          holder: loads and holds the state.
-
-        Returns:
-          Whether the held state has changed; None if no step was committed.
-
-        Raises:
-          RestoreError: no step is intact.
-          StorageError: the directory is not readable.
-        """
+        """Loads the newest intact state; returns whether it changed, or None without a step."""
         wal = self._wal
         if wal is not None:
             wal.poll()

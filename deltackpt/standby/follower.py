@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps some rows of the newest committed state merged in memory. No Ray.
 
-``RowReplica`` holds the rows of one step or recovery point; ``Follower`` gives it the newest one.
-
-It loads a base and its deltas, then applies each new delta as it commits. If there is a WAL, it
-also applies the records above the newest step, up to the newest recovery point. A save or record is
-read, verified and decoded before the memory changes, so a damaged save changes nothing. A new base
-of the same tables is compared with the held rows, and only different rows are changed.
-
-A reader on the same machine keeps its mapping (``standby.shared_memory``); the next change is then
-made to a copy, once per such restore. The follower also holds the step's other files
-(``standby.cached_files``), so a complete step can be restored from memory.
+A save or record is read, verified and decoded before the memory changes, so a damaged save changes
+nothing. A new base of the same tables is compared with the held rows, and only different rows are
+changed. If a reader on the same machine keeps its mapping (``standby.shared_memory``), the next
+change is made to a copy, once per such restore.
 
 Source of the idea of a service that is fed by deltas: "Continuous checkpointing of deep learning
 recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
@@ -61,19 +55,12 @@ _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaTables:
-    """Memory for the rows of a layout.
-
-    Attributes:
-      layout: the layout.
-      memory: the memory.
-      regions: the held rows.
-      targets: the same as targets of a merge.
-    """
+    """Memory for the rows of a layout."""
 
     layout: Layout
     memory: SharedMemory
     regions: tuple[Region, ...]
-    targets: Targets
+    targets: Targets  # The regions as targets of a merge.
 
     @property
     def staging_bytes(self) -> int:
@@ -94,24 +81,11 @@ class RowReplica:
         item: str,
         shard: int = 0,
         shards: int = 1,
-        choice: FieldChoice = everything,
-        with_files: bool = True,
-        reader_secs: float = 0.0,
-        memory_bytes: int | None = None,
+        choice: FieldChoice = everything,  # The fields to hold.
+        with_files: bool = True,  # For restores; else holds which rows changed.
+        reader_secs: float = 0.0,  # How long a change waits for ``ReadLock``s.
+        memory_bytes: int | None = None,  # None: what the machine has.
     ):
-        """Holds nothing yet.
-
-        Args:
-          wal: the WAL of the directory.
-          item: name of the deltackpt item in a step.
-          shard: which shard of the rows of each table to hold.
-          shards: number of shards.
-          choice: which fields of which tables to hold.
-          with_files: whether to hold the other files of a state, for restores, and otherwise which
-            rows the last change concerned.
-          reader_secs: how long a change waits for ``ReadLock``s.
-          memory_bytes: maximum memory in bytes (default: what the machine has).
-        """
         self._wal = wal
         self._item, self._shard, self._shards = item, shard, shards
         self._choice, self._with_files, self._reader_secs = choice, with_files, reader_secs
@@ -152,20 +126,11 @@ class RowReplica:
     def pin(
         self, save_id: SaveId, timeout_secs: float, point: RecoveryPoint | None = None
     ) -> tuple[int, LoadedState]:
-        """Keeps a state for ``shared_memory.PIN_SECS``, or until ``unpin``.
+        """Keeps a state for ``PIN_SECS``, or until ``unpin``; else raises ``ServiceUnavailable``.
 
-        Memory that a reader on this machine has mapped is not changed.
-
-        Args:
-          save_id: id of the step's save.
-          timeout_secs: maximum wait in seconds.
-          point: recovery point above the step, if one is wanted. An earlier state onto which all
-            records up to the point can be replayed may be kept instead; ``LoadedState.point``
-            identifies it.
-
-        Raises:
-          ServiceUnavailable: the state was not held within the timeout; the message names the held
-            state.
+        Memory that a reader on this machine has mapped is not changed. For a point, an earlier
+        state onto which all records up to it can be replayed may be kept; see
+        ``LoadedState.point``.
         """
         pin = self._gate.pin(timeout_secs)
         holding = self._loaded
@@ -194,11 +159,7 @@ class RowReplica:
         self._gate.unpin(pin)
 
     def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of some virtual rows of a pinned state.
-
-        Raises:
-          ServiceUnavailable: the pin has expired, or the rows belong to another shard.
-        """
+        """Returns a copy of virtual rows; raises ``ServiceUnavailable`` if the pin expired."""
         if self._gate.renew(pin):
             assert self._tables is not None
             for target in self._tables.targets.all:
@@ -215,11 +176,7 @@ class RowReplica:
         )
 
     def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of some bytes of a file of a pinned state.
-
-        Raises:
-          ServiceUnavailable: the pin has expired, or the file does not exist.
-        """
+        """Returns a copy of a file's bytes; raises ``ServiceUnavailable`` if the pin expired."""
         holding = self._loaded if self._gate.renew(pin) else None
         if holding is not None and holding.files is not None:
             for file in holding.files.index:
@@ -233,17 +190,14 @@ class RowReplica:
         )
 
     def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``candidates.StateReplica``."""
+        """See ``StateReplica``."""
         held = self._loaded
         if held is None or plan is None:
             return held is not None and held.point is None
         return held.is_at(plan.step, plan.point)
 
     def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
-        """See ``candidates.StateReplica``.
-
-        If the step must be loaded into new memory, the call does only that.
-        """
+        """See ``StateReplica``: if a step needs new memory, the call loads only that step."""
         newest = stored_saves.read_save(step_dir, self._item)
         if plan is not None and plan.step != newest.info.save_id:
             raise stored_saves.gone(step_dir)
@@ -280,21 +234,10 @@ class RowReplica:
         before: SaveId,
         before_point: RecoveryPoint | None,
     ) -> dict[str, np.ndarray] | None:
-        """Returns the held rows that may differ between two states; reads row indices only.
+        """Returns the held rows that may differ between two states, from row indices only.
 
-        Args:
-          step_dir: step of the newer state.
-          save_id: id of its save.
-          point: the recovery point above it, if any.
-          before: id of the older state's save.
-          before_point: the recovery point above that, if any.
-
-        Returns:
-          Table name to row indices, int64 and ascending; None if the newer state does not continue
-          the older one, or is not available any more.
-
-        Raises:
-          RestoreError, StorageError: a save or record in between is not readable.
+        By table, int64 ascending; None if the newer state does not continue the older one, or is
+        not available any more.
         """
         tables, newest = self._tables, stored_saves.read_save(step_dir, self._item)
         plan = None if point is None else self._wal.plan_to(point, save_id)
@@ -551,40 +494,16 @@ class Follower(RowReplica):
         shard: int = 0,
         shards: int = 1,
         memory_bytes: int | None = None,
-        endpoint: str | None = None,
-        soft: bool = True,
+        endpoint: str | None = None,  # Of the bucket's server, if not the provider's.
+        soft: bool = True,  # Also apply records without dense leaves, soon above a full point.
     ):
-        """Opens a directory read-only; loads nothing yet.
-
-        Args:
-          directory: path or bucket URL of the checkpoint directory.
-          item: name of the deltackpt item in a step.
-          shard: as for ``RowReplica``.
-          shards: as for ``RowReplica``.
-          memory_bytes: as for ``RowReplica``.
-          endpoint: address of the bucket's server, if it is not the provider's default.
-          soft: whether to apply WAL records without dense leaves as well; a recovery point with
-            dense leaves is then soon superseded.
-
-        Raises:
-          StorageError, ForeignDirectory, UnsupportedRoot: the directory is unusable.
-        """
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         wal = FollowedWal(self._root, item, soft=soft)
         super().__init__(wal, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
         self._candidates = Candidates(self._root, wal)
 
     def advance(self) -> bool:
-        """Polls the directory once, and applies new saves and records.
-
-        Returns:
-          Whether the held state has changed.
-
-        Raises:
-          RestoreError: no step is intact.
-          TooLittleMemory: the rows do not fit.
-          StorageError: the directory is not readable.
-        """
+        """Polls once and applies new saves and records; returns whether the state has changed."""
         is_changed = self._candidates.load_newest(self)
         problem = self._candidates.problem
         if is_changed is None:
@@ -602,7 +521,6 @@ class ChangedRows:
     """Rows of saves and records, by group."""
 
     def __init__(self) -> None:
-        """Creates an empty set."""
         self._rows: dict[str, list[np.ndarray]] = {}
 
     def add(self, group: str, rows: Rows) -> None:

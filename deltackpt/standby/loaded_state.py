@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a follower holds: which rows, the held state, and the next one.
 
-Replica and reader compute which rows a shard holds from a step's layout alone. Shard ``shard`` of
-``shards`` holds that part of the rows of each table, so for tables sharded by rows over as many
-nodes, rows are on the nodes that need them.
+Replica and reader compute from a step's layout alone which rows a shard holds: the same part of
+each table, so tables sharded by rows over as many nodes are on the nodes that need them.
 """
 
 from __future__ import annotations
@@ -27,24 +26,14 @@ _ALIGNMENT = 64
 
 
 class Region(NamedTuple):
-    """Rows of one field of one table in a replica's memory.
-
-    Attributes:
-      table: the table.
-      field: ``values`` or ``slot.<name>``.
-      rows: virtual rows of the group.
-      columns: all columns of a field as wide as its table, which may be wanted in part; else None.
-      offset: offset of the rows in bytes.
-      trailing: shape of one row.
-      dtype: dtype of the values.
-    """
+    """Rows of one field of one table in a replica's memory."""
 
     table: TableEntry
-    field: str
-    rows: Span
-    columns: Span | None
-    offset: int
-    trailing: tuple[int, ...]
+    field: str  # ``values`` or ``slot.<name>``.
+    rows: Span  # Virtual rows of the group.
+    columns: Span | None  # All, if the field is as wide as its table and may be wanted in part.
+    offset: int  # In bytes.
+    trailing: tuple[int, ...]  # Shape of one row.
     dtype: np.dtype
 
     @property
@@ -106,37 +95,19 @@ def nbytes(held: tuple[Region, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """A state held in memory.
+    """A state held in memory."""
 
-    Attributes:
-      chain: the saves that it was merged from, base first.
-      layout: its tables.
-      sequence: the memory's sequence number while it holds this state.
-      lag_secs: how long after the commit of the newest save, or the capture of the newest record,
-        it was held.
-      point: the newest applied WAL record; None if none was applied.
-      files: files other than tables: for a recovery point the result of ``point_files``, otherwise
-        the files of the newest save. None if the save has no digests, or the files do not fit.
-      files_of: the recovery point that ``files`` belongs to, the newest one with dense leaves; None
-        for the files of the save.
-      replayed: the rows of all applied records.
-      lossless: whether all its saves and records are lossless, so they agree on unchanged rows.
-      changed: table name to the row indices, int64 and ascending, that may differ from the state
-        held before; None if any may.
-      unix_secs: when the save was committed, or the record captured, in seconds since 1970.
-    """
-
-    chain: tuple[SaveInfo, ...]
+    chain: tuple[SaveInfo, ...]  # The saves that it was merged from, base first.
     layout: Layout
-    sequence: int
-    lag_secs: float
-    point: RecoveryPoint | None = None
-    files: CachedFiles | None = None
-    files_of: RecoveryPoint | None = None
-    replayed: SeenRows | None = None
-    lossless: bool = False
-    changed: Mapping[str, np.ndarray] | None = None
-    unix_secs: float = 0.0
+    sequence: int  # The memory's sequence number while it holds this state.
+    lag_secs: float  # From the newest commit or captured record until it was held.
+    point: RecoveryPoint | None = None  # The newest applied WAL record.
+    files: CachedFiles | None = None  # None if the save has no digests, or they do not fit.
+    files_of: RecoveryPoint | None = None  # Point with dense leaves; None: the save.
+    replayed: SeenRows | None = None  # The rows of all applied records.
+    lossless: bool = False  # Whether all saves and records are, so they agree on unchanged rows.
+    changed: Mapping[str, np.ndarray] | None = None  # Rows changed since the state before, or any.
+    unix_secs: float = 0.0  # When the save was committed, or the record captured.
 
     @property
     def save(self) -> SaveInfo:
@@ -181,17 +152,11 @@ class LoadedState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Goal:
-    """The state to hold.
-
-    Attributes:
-      save: the step.
-      plan: replay plan from the step to a recovery point; None for the step itself.
-      full: replay plan to the newest recovery point on the way that has dense leaves, if any.
-    """
+    """The state to hold."""
 
     save: StoredSave
-    plan: ReplayPlan | None
-    full: ReplayPlan | None
+    plan: ReplayPlan | None  # From the step to a recovery point; None for the step itself.
+    full: ReplayPlan | None  # To the newest recovery point on the way that has dense leaves.
 
     @property
     def save_id(self) -> SaveId:

@@ -28,23 +28,9 @@ from deltackpt.storage.store import FileStore
 
 
 class StateFiles:
-    """The other files of a state.
-
-    The files of a recovery point are complete once its rows are known.
-    """
+    """The other files of a state; those of a recovery point need its rows: see ``complete``."""
 
     def __init__(self, goal: Goal, found: CachedFiles | None, most_bytes: int, known: KnownStates):
-        """Reads the dense leaves and items of a recovery point that is not held.
-
-        Args:
-          goal: the state.
-          found: its files, if held; or those of its step.
-          most_bytes: maximum total size.
-          known: dense leaves that were read before; see ``dense_state.at_point``.
-
-        Raises:
-          DamagedWal: files of a recovery point are missing or altered.
-        """
         self.files = found
         self._most_bytes = most_bytes
         self._logged = None
@@ -53,12 +39,7 @@ class StateFiles:
             self._logged = dense, goal.full.items()
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
-        """Stores the files of a recovery point.
-
-        Args:
-          rows: rows of all WAL records from the step to the point.
-          layout: its tables.
-        """
+        """Stores the files of a recovery point; ``rows`` are of all records from its step."""
         if self._logged is not None:
             dense, items = self._logged
             state = RecordedState(dense, items, rows.by_table())
@@ -69,11 +50,6 @@ class Publish:
     """Called once with memory that has the new contents; it may be a copy of the held memory."""
 
     def __init__(self, targets: Targets):
-        """Publishes nothing yet.
-
-        Args:
-          targets: the memory that changes.
-        """
         self.targets = targets
         self._found: LoadedState | None = None
 
@@ -87,16 +63,7 @@ class Publish:
         lossless: bool,
         changed: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Records the new contents.
-
-        Args:
-          chain: the saves that it was merged from, base first.
-          goal: the state that was to be held.
-          state_files: its files.
-          replayed: rows of the applied records.
-          lossless: see ``LoadedState``.
-          changed: see ``LoadedState``.
-        """
+        """Records the new contents; see ``LoadedState``."""
         self._found = LoadedState(
             chain=chain,
             layout=goal.save.layout,
@@ -119,10 +86,7 @@ class Publish:
 
 
 def committed_secs(save: StoredSave) -> float:
-    """Returns when a step was committed, in seconds since 1970.
-
-    0 if it was removed concurrently.
-    """
+    """Returns when a step was committed, since 1970, or 0 if it was removed concurrently."""
     with contextlib.suppress(OSError, RestoreError, ValueError):
         if isinstance(save.step_dir.store, FileStore):
             # The rename that committed the step.

@@ -54,7 +54,6 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        """Starts open."""
         self._changed = threading.Condition()
         #: For each pin its expiry, and its latest possible expiry, on the monotonic clock.
         self._pins: dict[int, tuple[float, float]] = {}
@@ -62,10 +61,7 @@ class Gate:
         self._waiting_since: float | None = None
 
     def pin(self, timeout_secs: float) -> int | None:
-        """Blocks the writer for ``PIN_SECS``.
-
-        Returns None if the writer is active for the whole timeout.
-        """
+        """Blocks the writer for ``PIN_SECS``; returns None if a change outlasts the timeout."""
         end = time.monotonic() + timeout_secs
         with self._changed:
             while self._writing or self._impatient():
@@ -128,19 +124,12 @@ _RETRY_SECS = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAddress:
-    """Address of shared memory for processes on the same machine.
+    """Address of shared memory for processes on the same machine."""
 
-    Attributes:
-      machine: identifier that two processes must share to open each other's descriptors.
-      pid: the owner's process id.
-      descriptor: the owner's descriptor.
-      token: first bytes of the memory, since a later process may reuse pid and descriptor.
-    """
-
-    machine: str
+    machine: str  # See ``machine``.
     pid: int
-    descriptor: int
-    token: str
+    descriptor: int  # The owner's.
+    token: str  # First bytes of the memory: pid and descriptor may be used again.
 
 
 class ReadLock:
@@ -150,23 +139,13 @@ class ReadLock:
     """
 
     def __init__(self, descriptor: int, header: np.ndarray):
-        """Takes nothing yet.
-
-        Args:
-          descriptor: the memory, opened separately for this object.
-          header: the memory's header.
-        """
         self._descriptor, self._waiting = descriptor, _word(header, 1)
         self._count, self._counting = 0, threading.Lock()
 
     def acquire(self, end: float) -> bool:
-        """Waits until the owner neither changes the memory nor waits to change it.
+        """Waits until the owner neither changes nor waits, or until ``end`` on the monotonic clock.
 
-        Args:
-          end: when to give up, on the monotonic clock.
-
-        Returns:
-          Whether this thread may read, until ``release``.
+        Returns whether this thread may read, until ``release``.
         """
         while True:
             with self._counting:
@@ -186,20 +165,13 @@ class ReadLock:
 
 
 class SharedMemory:
-    """Shared memory of this process, initially zero.
+    """Shared memory of this process, initially zero; ``nbytes`` excludes the header.
 
-    Attributes:
-      nbytes: size in bytes, without the header.
-      readers: the lock for readers in this process.
+    ``readers`` is the lock for readers in this process. A change waits for readers' locks for at
+    most ``reader_secs``.
     """
 
     def __init__(self, nbytes: int, *, reader_secs: float = 0.0):
-        """Creates it; pages are allocated on first write.
-
-        Args:
-          nbytes: size in bytes, without the header.
-          reader_secs: how long a change waits for the locks of readers.
-        """
         self.nbytes = nbytes
         self._reader_secs = reader_secs
         self._is_mapping_allowed = False
@@ -236,9 +208,7 @@ class SharedMemory:
     def begin_write(self) -> bool:
         """Marks the contents as changing, once readers have released their locks; idempotent.
 
-        Returns:
-          Whether the contents may change; False if a reader keeps a mapping, and then nothing is
-          marked.
+        Returns False, and marks nothing, if a reader keeps a mapping.
         """
         end = time.monotonic() + self._reader_secs
         self._waiting[0] = 1
@@ -281,23 +251,13 @@ class SharedMemory:
 
 
 class MemoryReader:
-    """Shared memory of any process on the machine.
+    """Shared memory of any process on the machine; raises ``OSError`` if it cannot be opened.
 
-    Attributes:
-      readers: the lock for readers in this process; None if the memory is mapped copy-on-write.
+    ``follow`` maps it read-only, so that changes are seen; ``readers`` is then the lock for readers
+    in this process. Otherwise it is mapped copy-on-write.
     """
 
     def __init__(self, address: MemoryAddress, *, follow: bool = False):
-        """Opens it.
-
-        Args:
-          address: the memory.
-          follow: whether to map it read-only, so that changes are seen; otherwise it is mapped
-            copy-on-write.
-
-        Raises:
-          OSError: the owner is on another machine, in another container, or has exited.
-        """
         if address.machine != machine():
             raise OSError(f"the memory of process {address.pid} is on another machine")
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY)
@@ -370,11 +330,9 @@ def machine() -> str:
 def is_open_elsewhere(descriptor: int) -> bool:
     """Returns whether another process has a descriptor's file open or mapped for reading.
 
-    The kernel grants a lease on a file to its only reader (measured: 8 us). Kernels before 6.3
-    built without IMA count differently, and always report another reader.
-
-    Args:
-      descriptor: opened for reading; its duplicates and mappings count as one opening.
+    The kernel grants a lease on a file to its only reader (measured: 8 us); duplicates and mappings
+    of the descriptor count as one opening. Kernels before 6.3 built without IMA count differently,
+    and always report another reader.
     """
     try:
         # Opening the file while the lease is held blocks briefly and sends us a signal: by default

@@ -34,13 +34,6 @@ class FollowedWal:
     """The WAL of a directory, as far as it was read; used by one thread."""
 
     def __init__(self, root: Steps, item: str, *, soft: bool):
-        """Reads nothing yet.
-
-        Args:
-          root: directory of the steps.
-          item: name of the deltackpt item in them.
-          soft: whether to apply records without dense leaves as well.
-        """
         self._logs = WalReader(root.log_at)
         self._ids = _SaveIds(root, item)
         self._root = root
@@ -67,11 +60,7 @@ class FollowedWal:
         return next((one.step for one in self._index.points() if one.full), None)
 
     def plan(self, steps: Collection[int]) -> ReplayPlan | None:
-        """Returns the replay plan to the recovery point to hold; None to hold the newest step.
-
-        Args:
-          steps: the steps that are known to be intact.
-        """
+        """Returns the plan to the recovery point to hold; None to hold the newest intact step."""
         if not self._index.views:
             return None
         return newest_plan(self._index, self._ids.of(steps), self._refused.keys(), soft=self._soft)
