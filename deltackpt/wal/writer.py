@@ -77,7 +77,7 @@ class WalWriter:
         self,
         segments: RecordWriter,
         *,
-        check: Callable[[], None],
+        check: Callable[[], None],  # Raises if another trainer took over; run after ``fdatasync``.
         process: int,
         dense: DenseRecords,
         segment_bytes: int,  # Size at which a file ends.
