@@ -233,8 +233,7 @@ class Journal(JournalView):
             self.root.store.delete(map(self._key, copies))
 
     def begin_run(self, resumed_from: SaveId | None, stages: Iterable[str] = ()) -> None:
-        """Records, before the first save under the claim, from which save (or None) training
-        resumes.
+        """Records, before the first save under the claim, from which save training resumes.
 
         ``stages`` are the ids of its processes' staging directories.
         """
