@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes blocks of dense leaves against references: only changed ones, with the smallest codec.
 
-Unchanged blocks are omitted. Each lossless block becomes a few elements with their positions, byte
-planes of the XOR with the reference, or the raw bits. The error of a lossy code is measured while
-it is encoded. A leaf over its budget is encoded with the next more precise codec, and finally
-losslessly: the save never fails for it.
-
-A reference becomes valid once its save is committed, and is kept as long as the save may be the
-parent of a delta. Leaves that do not fit keep a 128-bit hash of each 64 KiB instead. Hashes detect
-unchanged data with a 4096th of the memory, but cannot serve as a reference.
+A leaf over its error budget is encoded with the next more precise codec, and finally losslessly:
+the save never fails for it. Leaves whose values do not fit into the reference memory keep a 128-bit
+hash of each 64 KiB instead: that detects unchanged data, but is not a reference.
 """
 
 from __future__ import annotations
@@ -41,17 +36,11 @@ Decoded = Mapping[Key, Array]
 
 
 class Hashes(NamedTuple):
-    """The hashes of a leaf whose values are not kept.
+    """The hashes of a leaf whose values are not kept."""
 
-    Attributes:
-      shape: shape of the blocks, (blocks, 256).
-      dtype: dtype of its elements.
-      digests: hash of each 64 KiB in order, 16 bytes each; the last may cover less.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the blocks, (blocks, 256)
     dtype: np.dtype
-    digests: Sequence[bytes]
+    digests: Sequence[bytes]  # of each 64 KiB in order, 16 bytes each; the last may cover less
 
     @classmethod
     def of(cls, data: np.ndarray) -> Hashes:
@@ -77,16 +66,13 @@ class Hashes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Left:
-    """Data that a save keeps for its deltas.
+    """Data that a save keeps for its deltas."""
 
-    Attributes:
-      data: its decoded values that fit into the memory.
-      counts: number of elements of each value (bytes, if plain), without padding.
-      hashes: hashes of the leaves that do not fit.
-    """
-
+    #: The decoded values that fit into the memory.
     data: Decoded = dataclasses.field(default_factory=dict)
+    #: Elements of each value (bytes, if plain), without padding.
     counts: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+    #: Of the leaves that do not fit.
     hashes: Mapping[Key, Hashes] = dataclasses.field(default_factory=dict)
 
 
@@ -94,13 +80,7 @@ class References:
     """The references of saves, and their memory; thread-safe."""
 
     def __init__(self, most_bytes: int, runtime: Runtime, *, hashed: bool):
-        """Keeps nothing yet.
-
-        Args:
-          most_bytes: memory limit, once a save is committed.
-          runtime: threads for the copies of saves.
-          hashed: whether to hash leaves that do not fit.
-        """
+        """Keeps up to ``most_bytes`` once a save is committed, and may hash leaves without room."""
         self._most_bytes = most_bytes
         self._hashed = hashed
         #: Memory of the references, and of the copies of saves in flight.
@@ -133,13 +113,7 @@ class References:
         self.release(dropped.data.values())
 
     def committed(self, save_id: SaveId, parent: SaveId) -> None:
-        """Keeps only the parent of the next delta, now that a save is committed.
-
-        Args:
-          save_id: id of the save.
-          parent: the expected parent of the next delta. If it has no reference, the save itself is
-            kept.
-        """
+        """Keeps only the parent of the next delta, or the save if ``parent`` has no reference."""
         with self._lock:
             chosen = parent if parent in self._kept else save_id
             dropped = [self._kept.pop(other) for other in self._kept.keys() - {chosen}]
@@ -193,17 +167,11 @@ _PLANES_BYTES = 2
 
 
 class EncodedBlocks(NamedTuple):
-    """Some blocks of a leaf in one codec.
-
-    Attributes:
-      codec: name of the codec.
-      blocks: indices of the blocks in the leaf, int64 (n,), ascending.
-      arrays: suffix to stored array.
-    """
+    """Some blocks of a leaf in one codec."""
 
     codec: str
-    blocks: np.ndarray
-    arrays: Mapping[str, np.ndarray]
+    blocks: np.ndarray  # indices of the blocks in the leaf, int64 (n,), ascending
+    arrays: Mapping[str, np.ndarray]  # suffix to stored array
 
     @property
     def nbytes(self) -> int:
@@ -214,20 +182,15 @@ class EncodedBlocks(NamedTuple):
 class LeafDelta(NamedTuple):
     """The stored form of a leaf, and its decoded values.
 
-    Attributes:
-      pieces: different blocks each.
-      decoded: (blocks, 256): the reference of the next save. If nothing is lost it is the leaf, or
-        the reference if nothing changed.
-      codec: the codec of changed blocks: ``lossless`` or a lossy one.
-      reason: why it is not the requested codec; empty if it is.
-      error: relative l2 error of the leaf; 0 if nothing is lost.
+    ``decoded``, (blocks, 256), is the reference of the next save: the leaf itself if nothing is
+    lost, the old reference if nothing changed.
     """
 
-    pieces: Sequence[EncodedBlocks]
+    pieces: Sequence[EncodedBlocks]  # different blocks each
     decoded: Array
-    codec: str
-    reason: str
-    error: float
+    codec: str  # of the changed blocks: ``lossless`` or a lossy one
+    reason: str  # why it is not the requested codec; empty if it is
+    error: float  # relative l2 error of the leaf
 
 
 def encode_leaf(
@@ -240,17 +203,10 @@ def encode_leaf(
     skip_unchanged: bool = True,
     only: Sequence[range] | None = None,
 ) -> LeafDelta:
-    """Encodes the changed blocks of a leaf.
+    """Encodes the changed blocks of a leaf, (blocks, 256), its last block padded with zeros.
 
-    Args:
-      leaf: (blocks, 256), the last block padded with zeros.
-      reference: (blocks, 256), the decoded values of the parent, or None.
-      codec: ``lossless``, or a lossy one.
-      max_error: maximum relative l2 error of the leaf; None for no limit.
-      runtime: encodes spans. ``decoded`` of a large lossy leaf is lent from its memory: give it
-        back.
-      skip_unchanged: whether to omit unchanged blocks.
-      only: ranges of blocks outside of which none has changed; None if that is unknown.
+    ``decoded`` of a large lossy leaf is lent from the memory of ``runtime``: the caller gives it
+    back. No block outside of ``only`` has changed; None if that is unknown.
     """
     ranges = [range(len(leaf))] if only is None else only
     spans = [span for one in ranges for span in _spans(one)]
@@ -320,11 +276,8 @@ def within_budget(
 ) -> LeafDelta:
     """Encodes a leaf with a codec, or the first more precise one within the budget.
 
-    Args:
-      codec: the codec to try first.
-      max_error: maximum relative l2 error of the leaf; None for no limit.
-      attempt: encodes it with a codec, or losslessly if that is impossible; returns a function for
-        the share of positive values that is lost in a leaf without negative ones.
+    ``attempt`` encodes it with a codec, or losslessly if that is impossible. It also returns a
+    function for the share of positive values that is lost in a leaf without negative ones.
     """
     reason = ""
     while True:
@@ -371,7 +324,6 @@ def _can(codec: str, leaf: np.ndarray, reference: np.ndarray | None) -> bool:
 
 
 def _joined(pieces: Iterable[EncodedBlocks]) -> list[EncodedBlocks]:
-    """Joins the pieces of each codec."""
     found: dict[str, list[EncodedBlocks]] = {}
     for piece in pieces:
         found.setdefault(piece.codec, []).append(piece)
@@ -416,7 +368,6 @@ def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchange
 def _sparse(
     now: np.ndarray, before: np.ndarray, most: int, *, skip_unchanged: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """See ``kernels.encode_sparse``."""
     changed = now != before
     # 8 one-byte sums of 32 bools each, then their sum: three times as fast as a sum of bools.
     sums = np.add.reduce(changed.view(np.uint64), axis=1)

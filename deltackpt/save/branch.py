@@ -37,13 +37,11 @@ class Reading(NamedTuple):
 class Clocks:
     """The state of tracking at a save.
 
-    Attributes:
-      readings: one reading per TouchState; () without a TouchState.
-      windows: for each gradient accumulator (``optax.MultiSteps``), the number of updates that it
-        has made, and the number of steps gathered for the next one.
+    ``windows``: for each gradient accumulator (``optax.MultiSteps``), the number of updates that it
+    has made, and the number of steps gathered for the next one.
     """
 
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[Reading, ...] = ()  # one per TouchState
     windows: tuple[tuple[int, int], ...] = ()
 
     def seen(self, reading: Reading) -> Reading | None:
@@ -78,17 +76,11 @@ def clocks_seen(clocks: Clocks, earlier: Clocks) -> dict[str, int]:
 
 
 class Written(NamedTuple):
-    """What the manifest of process 0 records about a save as a whole.
+    """What the manifest of process 0 records about a save as a whole."""
 
-    Attributes:
-      crc32c: CRC32C of the manifest's bytes; an equal file need not be decoded again.
-      nbytes: bytes of the arrays of all shards.
-      compacted: the newest compacted base that process 0 knew.
-    """
-
-    crc32c: int
-    nbytes: int
-    compacted: BaseRef | None
+    crc32c: int  # of the manifest: an equal file need not be decoded again
+    nbytes: int  # of the arrays of all shards
+    compacted: BaseRef | None  # the newest compacted base that process 0 knew
 
     @classmethod
     def of(cls, head: Manifest, crc32c: int) -> Written:
@@ -188,17 +180,7 @@ class Branch:
         layout: Layout,
         number: int,
     ) -> SaveInfo:
-        """Records a save as in flight.
-
-        Args:
-          kind: base or delta.
-          save_id: its id.
-          step_dir: its path once committed.
-          parent: the parent of a delta.
-          clocks: clocks of the TouchStates that it saw.
-          layout: the tables' layout.
-          number: number of saves started so far, including this one.
-        """
+        """Records a save as in flight; ``number`` counts all saves started, this one included."""
         ref, parents = None, ()
         if parent is not None:
             parents = (parent.info.step_dir, *parent.parents)[:MOST_PARENTS]
@@ -234,9 +216,7 @@ class Branch:
     def promote(self, head: Written, *, compacted: bool) -> None:
         """Records the save in flight as committed: the parent of the next one.
 
-        Args:
-          head: its manifest, which describes all shards.
-          compacted: whether compaction may replace one of the saves by a base.
+        If ``compacted``, compaction may replace one of the saves by a base.
         """
         known, self.in_flight = self.in_flight, None
         assert known is not None
@@ -311,10 +291,6 @@ def settled(clocks: Clocks, begun: Known | None) -> Clocks | None:
     ``optax.MultiSteps`` moves and resets all gathered rows at the last step of a window, regardless
     of when they were marked in it. A save in the middle of a window is therefore settled only up to
     a save at its start or in an earlier window.
-
-    Args:
-      clocks: the clocks that the save sees.
-      begun: the previous save; None for the first.
     """
     if not clocks.gathers:
         return clocks

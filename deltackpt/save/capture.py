@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures rows of the training state: gathers them in pieces, and stages or pins them.
 
-A save reads the training state through ``FieldSource``: one field of one group as this process
-sees it, a list of shards in row order. Which rows a save needs is decided once per table from
-the stamps (``selection``); each field then gathers those rows, independent of its own sharding.
-
 On the CPU backend shards are zero-copy numpy views, gathered by ``kernels`` (even numpy's gather is
 10 times faster there than jitted ``nonzero`` and gather). XLA refuses to donate a buffer while a
 view of it lives and copies it instead, so a view is dropped as soon as its rows are copied. On an
 accelerator a gather is dispatched per shard before ``save()`` returns; the transfer to the host
 overlaps the next steps, which may donate the tables because the gather came first.
 
-Staged rows are still being copied when the training thread continues; afterwards nothing refers to
-the training state. Pinned rows are views of it, or copies on their devices, until they are written.
-Call the methods of both kinds in this order: ``wait`` in the training thread, ``land`` in the
-background, then ``pieces`` for each field, and finally ``release``, even after an error.
+Staged rows are copies; pinned rows are views of the training state, or copies on their devices,
+until they are written. Call the methods of both in this order: ``wait`` in the training thread,
+``land`` in the background, then ``pieces`` for each field, and finally ``release``, even after an
+error.
 """
 
 from __future__ import annotations
@@ -82,12 +78,12 @@ class HostPiece:
 class DevicePiece:
     """The first ``count`` rows of an array on an accelerator; only encoded rows reach the host.
 
-    Rows of a table in host memory are numpy arrays. ``dispatched`` is the codec and the encoded
-    rows, if the encoding has already started.
+    Rows of a table in host memory are numpy arrays.
     """
 
     rows: jax.Array | np.ndarray
     count: int
+    #: The codec and the encoded rows, if encoding has started.
     dispatched: tuple[Codec, Encoded] | None = None
 
     @classmethod
@@ -117,10 +113,7 @@ class DevicePiece:
 
 
 class BusyClock:
-    """Measures the time during which at least one thread works.
-
-    Each thread enters it as a context while it works, which costs two microseconds.
-    """
+    """Measures the time during which at least one thread works; each enters it while it works."""
 
     def __init__(self):
         """Starts at zero."""
@@ -161,12 +154,10 @@ class _ClockedPiece:
     clock: BusyClock
 
     def host(self) -> np.ndarray:
-        """See ``RowPiece``."""
         with self.clock:
             return self.piece.host()
 
     def encoded(self, codec: Codec) -> Encoded:
-        """See ``RowPiece``."""
         with self.clock:
             return self.piece.encoded(codec)
 
@@ -174,10 +165,7 @@ class _ClockedPiece:
 def encode_ahead(
     codec: Codec, pieces: Iterable[RowPiece], runtime: Runtime
 ) -> Iterator[tuple[RowPiece, Encoded]]:
-    """Yields pieces in order with their encoded rows.
-
-    A piece must stay valid until ``AHEAD`` more pieces were requested.
-    """
+    """Yields pieces in order with their encoded rows; a piece stays valid until ``AHEAD`` more."""
     waiting: collections.deque[tuple[RowPiece, Task[Encoded]]] = collections.deque()
     for piece in pieces:
         waiting.append((piece, runtime.submit(piece.encoded, codec)))
@@ -222,13 +210,10 @@ class FieldShard:
 
 @dataclasses.dataclass(eq=False)
 class FieldSource:
-    """One field of one group on this process; shards ascend and do not overlap.
-
-    ``trailing`` is the shape of one row as this process holds it.
-    """
+    """One field of one group on this process; shards ascend and do not overlap."""
 
     columns: tuple[int, int]
-    trailing: tuple[int, ...]
+    trailing: tuple[int, ...]  # shape of one row as this process holds it
     dtype: np.dtype
     shards: list[FieldShard]
     #: Whether all shards are in host memory, and their ``bounds_of``; None if unknown. Both take
@@ -281,10 +266,7 @@ class FieldSource:
         return self.dispatch_bits(rows)()
 
     def dispatch_bits(self, rows: np.ndarray) -> Callable[[], np.ndarray]:
-        """Starts to read ``bits``; returns a function that waits for them.
-
-        It reads only the shards that hold some of the rows.
-        """
+        """Starts to read ``bits`` from the shards that hold them; returns a function that waits."""
         gather = _gather_on_host if self.on_host else dispatch_rows
         parts = [
             (high - low, gather(shard.data, rows[low:high] - shard.first))
@@ -321,8 +303,7 @@ class FieldSource:
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
         """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
 
-        Returns:
-          The pieces in row order, each padded to a bucketed length.
+        The pieces are in row order, each padded to a bucketed length.
         """
         found = []
         for shard in self.shards:
@@ -383,18 +364,14 @@ class FieldSource:
 
 @dataclasses.dataclass(eq=False)
 class SegmentSource:
-    """The rows of one segment of a save, and where to read them.
-
-    ``key`` is the field with the ids of the rows of a delta; None for bases, and without a key
-    column. If ``evicted``, no row has an id, and all other bits are 0.
-    """
+    """The rows of one segment of a save, and where to read them."""
 
     group: str
     columns: tuple[int, int]
     rows: Rows
     fields: Mapping[str, FieldSource]
-    key: str | None = None
-    evicted: bool = False
+    key: str | None = None  # field with the ids of a delta's rows; None without one, and for bases
+    evicted: bool = False  # no row has an id, and all other bits are 0
 
     @property
     def on_host(self) -> bool:
@@ -478,13 +455,7 @@ _LEAST_EVICTED_BYTES = 4096
 
 
 class StagedRows:
-    """Rows being copied to their own memory.
-
-    Attributes:
-      pinned: False.
-      released: set as soon as nothing refers to the training state.
-      segments: the captured segments.
-    """
+    """Rows being copied to their own memory; ``released`` once the state is no longer read."""
 
     pinned = False
 
@@ -497,13 +468,8 @@ class StagedRows:
         """Starts to copy rows, on threads or on their devices.
 
         numpy copies without the interpreter's lock, so that the training thread can start Orbax's
-        part of the save at the same time.
-
-        Args:
-          segments: what to copy.
-          codecs_of: returns a segment's codecs by field name. Lossy ones encode on accelerators;
-            those fields stay there until they are written, since a wider codec may be needed.
-          runtime: whose memory holds the rows, and whose threads copy.
+        part of the save at the same time. Lossy ``codecs_of`` a segment encode on accelerators;
+        those fields stay there until they are written, since a wider codec may be needed.
         """
         self.released = threading.Event()
         self._runtime = runtime
@@ -555,11 +521,7 @@ class StagedRows:
         self.released.set()
 
     def land(self) -> None:
-        """Waits for the copies, and copies lossless fields of devices to host memory.
-
-        Raises:
-          Exception: the error of a copy.
-        """
+        """Waits for the copies, and copies lossless fields of devices to host memory."""
         self.wait()
         for task in self._tasks:
             task.result()

@@ -2,19 +2,18 @@
 """A step as a transaction of all its processes: written, fsynced, made visible by one rename.
 
 Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
-it reports that they are written. Process 0 completes the items and commits. A step that was
-interrupted before the rename is a directory that is never read.
+it reports that they are written. A step that was interrupted before the rename is a directory that
+is never read.
 
 Each process writes its shard and reports to process 0, which reads the manifests, checks that all
-describe the same save, and then writes its own, with an index of all shards. After a process has
-written all its files of the step, it writes their digests and reports again. Process 0 commits, and
-reports that to all. A process that fails reports its error instead, which prevents the commit.
+describe the same save, and writes its own with an index of all shards. Then each process writes the
+digests of its files and reports again; process 0 commits, and reports that to all. A process that
+fails reports its error instead, which prevents the commit.
 
-If the processes do not share a file system, each writes to a directory on its own node. To verify
-and describe a save, process 0 needs little from the others: their manifests and digests and, for
-dense leaves, the nodes of their databases. These are sent with the reports. So is the manifest of
-process 0, once the step is committed in its directory, and the others publish their shards under
-the step's name. Rows and values stay where they were written, until they are uploaded.
+If the processes do not share a file system, each writes to a directory on its own node. Manifests,
+digests and the nodes of the databases of dense leaves are sent to process 0 with the reports. The
+manifest of process 0 is sent once the step is committed there; then the others publish their shards
+under the step's name. Rows and values stay where they were written, until they are uploaded.
 """
 
 from __future__ import annotations
@@ -59,23 +58,14 @@ _AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWriters:
-    """The processes that write one step together, as one of them sees them.
-
-    Attributes:
-      coordinator: connects the processes.
-      key: identifies the save in the job; the same on every process.
-      temporary: the step's temporary directory.
-      runtime: threads that read manifests.
-      shared_fs: whether all processes see ``temporary``.
-      fsync: whether files from other processes must survive a power cut.
-    """
+    """The processes that write one step together, as one of them sees them."""
 
     coordinator: Coordinator
-    key: str
-    temporary: Path
+    key: str  # identifies the save in the job; the same on every process
+    temporary: Path  # the step's temporary directory
     runtime: Runtime
-    shared_fs: bool = True
-    fsync: bool = True
+    shared_fs: bool = True  # whether all processes see ``temporary``
+    fsync: bool = True  # whether files from other processes must survive a power cut
     _reported: set[Phase] = dataclasses.field(default_factory=set)
 
     @property
@@ -99,26 +89,14 @@ class StepWriters:
         return f"deltackpt/save/{self.key}"
 
     def records(self, paths: Iterable[Path]) -> dict[str, bytes]:
-        """Returns the files to send with a report, by posix path below the step.
-
-        Args:
-          paths: files that the receivers need; none is sent if they see them.
-        """
+        """Returns the files to send with a report, by posix path below the step, if any."""
         if self.count == 1 or self.shared_fs:
             return {}
         found = {path.relative_to(self.temporary).as_posix(): path for path in paths}
         return {name: posix.read_bytes(path) for name, path in found.items()}
 
     def report(self, phase: Phase, records: Mapping[str, bytes]) -> None:
-        """Reports that this process is done with a phase; does nothing if there is only one.
-
-        Args:
-          phase: the phase.
-          records: see ``records``; the receivers store them.
-
-        Raises:
-          StorageError: JAX's coordination service does not answer.
-        """
+        """Reports that this process is done with a phase, with files that the receivers store."""
         if self.count > 1:
             self._reported.add(phase)
             packed: Any = msgpack.packb(records)
@@ -152,10 +130,8 @@ class StepWriters:
     def wait(self, phase: Phase) -> None:
         """Waits for a report of process 0, or on it for reports of all others; stores their files.
 
-        Raises:
-          ProcessMissing: one of them was silent for the timeout.
-          ProcessFailed: one of them failed.
-          StorageError: JAX's coordination service does not answer, or a file cannot be stored.
+        It raises ProcessMissing after the timeout, ProcessFailed if one reports an error, and
+        StorageError.
         """
         step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
         topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
@@ -165,19 +141,11 @@ class StepWriters:
                 root.write(self.temporary / name, data)
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
-        """Waits for the shards of all other processes; called by process 0.
+        """Waits for the shards of all others; returns the index of all shards, process 0's first.
 
-        Args:
-          item_dir: the item's directory, in the step's temporary directory.
-          own: process 0's manifest, without its index.
-
-        Returns:
-          The index of all shards, process 0's first.
-
-        Raises:
-          ProcessMissing, ProcessFailed, StorageError: as for ``wait``.
-          Disagreement: a shard belongs to another save, or the shards do not cover the tables.
-          TrackingError: processes with the same rows have marked different ones.
+        ``own`` is process 0's manifest without the index. Raises as ``wait``; Disagreement if a
+        shard belongs to another save or the shards do not cover the tables; TrackingError if
+        processes with the same rows have marked different ones.
         """
         self.wait("shard")
         parts, owned = [part_of(own, 0)], [own.owned_cells]
@@ -239,13 +207,7 @@ class Item(Protocol):
     """One directory of a step; its methods are called in the background."""
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's share of the item.
-
-        Args:
-          item_dir: the item's existing directory.
-          batch: writes files, or registers them.
-          writers: the processes that write the step.
-        """
+        """Writes this process's share into the item's existing directory, through ``batch``."""
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
@@ -255,33 +217,22 @@ class Item(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepTransaction:
-    """A step to be written.
+    """A step to be written; ``fsync``: it must survive a power cut once it is committed."""
 
-    Attributes:
-      final: path of the step once it is committed.
-      items: the items of the step, by name.
-      tables: name of the item whose shards have their own digests.
-      writers: the processes that write the step.
-      fsync: whether the committed step survives a power cut.
-      own_files: returns the files of the step's directory, by name, just before the commit.
-      check: called before the commit; an exception prevents the commit.
-    """
-
-    final: Path
+    final: Path  # path of the step once it is committed
     items: Mapping[str, Item]
-    tables: str
+    tables: str  # name of the item whose shards have their own digests
     writers: StepWriters
     fsync: bool
+    #: Returns files of the step's directory, just before the commit.
     own_files: Callable[[], Mapping[str, bytes]]
-    check: Callable[[], None]
+    check: Callable[[], None]  # called before the commit; an exception prevents it
 
 
 class Committed(NamedTuple):
-    """A committed step; both times are ``time.perf_counter()`` values.
+    """When this process had written its files, and when the step was visible.
 
-    Attributes:
-      written_at: when all files of this process were written.
-      at: when the step was visible.
+    Both are ``time.perf_counter()`` values.
     """
 
     written_at: float
@@ -289,25 +240,14 @@ class Committed(NamedTuple):
 
 
 def temporary_dir(final: Path, attempt: str) -> Path:
-    """Returns the temporary directory of an attempt at a step, unique across attempts and runs.
-
-    Args:
-      final: the step's path once committed.
-      attempt: number of the attempt: the same on every process.
-    """
+    """Returns the temporary directory of an attempt at a step, unique across attempts and runs."""
     return final.with_name(f"{final.name}{naming.TEMPORARY}-{attempt}")
 
 
 def write(step: StepTransaction, runtime: Runtime) -> Committed:
     """Writes a step and commits it; all processes of a job call it.
 
-    Args:
-      step: the step to write.
-      runtime: threads that fsync files, and the write rate.
-
-    Raises:
-      StorageError: the store reported an error; nothing was committed, as with every other error.
-      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+    An error means that nothing was committed; it raises as ``StepWriters``, and StorageError.
     """
     writers, temporary = step.writers, step.writers.temporary
     try:

@@ -2,11 +2,8 @@
 """Plans the dense leaves that this process writes, in the layout of Orbax's PyTree handler.
 
 The layout is that of Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a
-shard split the first of its axes that R divides into R chunks. The plan touches no disk and fetches
-no values. ``covered`` names leaves that it does not support, with the reason. Orbax's own handler
-then writes the whole item, on all processes, because the result depends on nothing that differs
-between processes.
-
+shard split the first of its axes that R divides into R chunks. For a leaf that is not ``covered``,
+Orbax's own handler writes the whole item, on all processes: nothing here differs between processes.
 The plan follows from structure, shapes and shardings alone, and is cached: a WAL uses it at each
 step.
 """
@@ -82,16 +79,9 @@ def as_stored(leaf: Leaf) -> Leaf:
 
 
 class WrittenChunk(NamedTuple):
-    """A chunk that this process writes.
+    """A chunk that this process writes: a window of an array."""
 
-    Attributes:
-      key: its key in the database.
-      source: an array that contains it.
-      window: its position in the array.
-      on_host: whether the array is in host memory.
-    """
-
-    key: str
+    key: str  # in the database
     source: Any
     window: tuple[slice, ...]
     on_host: bool
@@ -105,20 +95,12 @@ class WrittenChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The values and files that one process writes.
-
-    Attributes:
-      process: index of the process.
-      described: ``.zarray`` keys and their bytes; on process 0 only.
-      chunks: chunks in the order of the leaves.
-      files: text of the item's other files, by relative path; ``_METADATA``, ``_sharding`` and
-        ``_strings.json`` on process 0 only.
-    """
+    """The values and files that one process writes."""
 
     process: int
-    described: dict[str, bytes]
-    chunks: tuple[WrittenChunk, ...]
-    files: dict[str, str]
+    described: dict[str, bytes]  # ``.zarray`` keys and values; on process 0 only
+    chunks: tuple[WrittenChunk, ...]  # in the order of the leaves
+    files: dict[str, str]  # text of the item's other files, by relative path
 
 
 def covered(leaf: Leaf) -> str | None:
@@ -145,12 +127,7 @@ def covered(leaf: Leaf) -> str | None:
 def plan(tree: PyTree, process: int = 0) -> Plan:
     """Plans the values that a process writes; cached by structure and shardings.
 
-    Args:
-      tree: nested containers of leaves that are all ``covered``.
-      process: the index of this process.
-
-    Raises:
-      UnsupportedLeaf: a leaf is not covered, or two leaves would have the same name.
+    Raises UnsupportedLeaf if a leaf is not ``covered``, or if two leaves would have the same name.
     """
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_leaf)
     key = (process, structure, tuple(map(_kind, leaves)))
@@ -198,7 +175,6 @@ class _Outline:
     strings: tuple[tuple[str, int], ...]
 
     def plan_of(self, leaves: Sequence[Leaf]) -> Plan:
-        """Returns the plan for the leaves of one tree."""
         shards: dict[int, Any] = {}
         chunks = []
         for key, number, shard, window, on_host in self.parts:

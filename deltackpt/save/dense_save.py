@@ -2,10 +2,9 @@
 """Dense leaves of a save: captured from the training state, then written as an item or in a layer.
 
 A base stores them in Orbax's layout. A delta or a WAL record stores them in its layer: whole, or,
-if a ``DenseKeeper`` keeps the decoded values of the parent, only the blocks that changed.
-
-In a layer, a leaf is a table of 256-wide rows. Leaves of one dtype are stored end to end, and each
-codec has a segment with some of their blocks. Small values and files are one segment of bytes.
+if a ``DenseKeeper`` keeps the decoded values of the parent, only the blocks that changed. There a
+leaf is a table of 256-wide rows; leaves of one dtype are stored end to end, and each codec has a
+segment with some of their blocks. Small values and files are one segment of bytes.
 """
 
 from __future__ import annotations
@@ -66,12 +65,7 @@ _RAW = "raw"
 
 
 class Coding(NamedTuple):
-    """How a leaf is encoded in deltas.
-
-    Attributes:
-      codec: ``"lossless"``, or a lossy codec.
-      max_error: maximum relative l2 error; None for no limit.
-    """
+    """How a leaf is encoded in deltas: a codec, and the maximum relative l2 error or None."""
 
     codec: str = block_codecs.LOSSLESS
     max_error: float | None = None
@@ -80,12 +74,10 @@ class Coding(NamedTuple):
 def codings(
     codec: str | Mapping[str, str], max_error: float | None
 ) -> Callable[[DenseEntry, np.dtype], Coding]:
-    """Returns a function that maps a leaf to its coding, with a cache.
+    """Returns a cached function that maps a leaf to its coding.
 
-    Args:
-      codec: for all leaves, or by glob over their paths: the first match applies; leaves without a
-        match are lossless. A single codec applies only to the floats that it can encode.
-      max_error: maximum relative l2 error of a leaf.
+    If ``codec`` maps globs over paths, the first match applies and leaves without a match are
+    lossless. A single codec applies only to the floats that it can encode.
     """
     known: dict[tuple[KeyPath, str], Coding] = {}
 
@@ -123,25 +115,17 @@ def _coding(
 class DenseValue:
     """A captured value of the dense item.
 
-    Attributes:
-      key: key in Orbax's database, or a file's path in the item.
-      group: its dtype if it is stored as blocks, otherwise ``plain``.
-      data: (n,) uint8 for a plain value. Otherwise (blocks, 256), padded with zeros, in host memory
-        or on its device; whole leaves may lack the padding.
-      shape: shape of the chunk; None for a plain value that is not an array.
-      dtype: dtype of the chunk.
-      coding: how deltas encode it.
-      leaf: path of its leaf; empty without one.
-      file: whether it is a file.
+    ``data`` is (n,) uint8 for a plain value. Otherwise it is (blocks, 256), padded with zeros, in
+    host memory or on its device; whole leaves may lack the padding.
     """
 
-    key: str
-    group: str
+    key: str  # in Orbax's database, or a file's path in the item
+    group: str  # its dtype if it is stored as blocks, otherwise ``plain``
     data: Array
-    shape: tuple[int, ...] | None
-    dtype: np.dtype
+    shape: tuple[int, ...] | None  # of the chunk; None for a plain value that is not an array
+    dtype: np.dtype  # of the chunk
     coding: Coding = Coding()
-    leaf: str = ""
+    leaf: str = ""  # path of its leaf; empty without one
     file: bool = False
 
     @classmethod
@@ -200,13 +184,7 @@ class DenseLeaves:
     def capture(cls, tree: PyTree, process: int, runtime: Runtime) -> DenseLeaves:
         """Copies the values that this process writes, to store them whole; waits for accelerators.
 
-        Args:
-          tree: nested containers of leaves.
-          process: index of this process.
-          runtime: provides the memory for the copies, and encodes them.
-
-        Raises:
-          UnsupportedLeaf: Orbax's handler must write the leaves.
+        Raises UnsupportedLeaf if Orbax's handler must write the leaves.
         """
         return _captured(dense_layout.plan(tree, process), runtime)
 
@@ -250,12 +228,8 @@ class DenseLeaves:
     ) -> WrittenDense:
         """Writes the segments of a delta or a WAL record, and releases the memory.
 
-        With a keeper, their decoded values become the reference of the next one.
-
-        Args:
-          sink_of: returns the destination of a segment.
-          save_id: id of the save or record.
-          parent: the save or record that it may refer to; None to write whole leaves.
+        With a keeper, their decoded values become the reference of the next one; without a parent,
+        it writes whole leaves.
         """
         keeper, values = self._keeper, [*self.values()]
         deltas: list[LeafDelta] = []
@@ -303,14 +277,7 @@ class DenseKeeper:
         max_reference_bytes: int,
         skip_unchanged: bool,
     ):
-        """Keeps nothing yet.
-
-        Args:
-          coding_of: how the leaf at a path is encoded in deltas.
-          runtime: threads that copy and encode.
-          max_reference_bytes: host memory for references, over all saves that are kept.
-          skip_unchanged: whether to omit unchanged blocks from deltas.
-        """
+        """Keeps at most ``max_reference_bytes`` of references in host memory, over all saves."""
         self.skip_unchanged = skip_unchanged
         self.references = References(max_reference_bytes, runtime, hashed=skip_unchanged)
         self._coding_of = coding_of
@@ -324,15 +291,9 @@ class DenseKeeper:
     ) -> DenseLeaves:
         """Copies the dense leaves of this process; waits for accelerators.
 
-        Args:
-          tree: nested containers of leaves, as they are stored.
-          leaves: their paths in the state.
-          process: index of this process.
-          given: key to the bytes of chunks in memory that is never written, (n,) uint8; chunks that
-            fill their blocks are not copied.
-
-        Raises:
-          UnsupportedLeaf: Orbax's handler has to write them.
+        ``given``: key to the bytes of chunks in memory that is never written, (n,) uint8; those
+        that fill their blocks are not copied. Raises UnsupportedLeaf if Orbax's handler has to
+        write the leaves.
         """
         plan = dense_layout.plan(tree, process)
         dtypes_of = {_name_of(chunk.key): chunk.source.dtype for chunk in plan.chunks}
@@ -359,17 +320,11 @@ class DenseKeeper:
         described: Mapping[str, bytes],
         held: Mapping[str, np.ndarray],
     ) -> None:
-        """Makes a restored state the reference of its step.
+        """Makes a restored state, with its decoded values, the reference of its step.
 
-        Args:
-          save_id: id of the step.
-          tree: as for ``capture``, with the restored (decoded) values.
-          leaves: as for ``capture``.
-          process: as for ``capture``.
-          described: ``.zarray`` keys of the step, and their values. A leaf whose chunks differ now,
-            because the topology changed, is not a reference.
-          held: chunks of the step in memory that is never written, (bytes,) uint8, by key; they are
-            not copied. jax may alias them, and does not write to them even if arrays are donated.
+        A leaf whose chunks differ from those ``described`` in the step, because the topology
+        changed, is not a reference. The chunks ``held``, (bytes,) uint8 by key, are never written,
+        and not copied: jax may alias them, and does not write to them even if arrays are donated.
         """
         try:
             changed = {
@@ -494,7 +449,6 @@ def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> N
 
 
 def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields a copy in pieces along the first axis."""
     if source.nbytes < 2 * _PIECE_BYTES:
         yield out, source
         return
@@ -510,7 +464,6 @@ def _native_name_of(dtype: np.dtype) -> str:
 
 
 def _name_of(key: str) -> str:
-    """Returns the name of a chunk's array."""
     return key.rpartition("/")[0]
 
 
@@ -526,17 +479,11 @@ def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
 
 
 class WrittenDense(NamedTuple):
-    """Dense leaves that were written.
+    """Dense leaves that were written."""
 
-    Attributes:
-      record: their record in the manifest.
-      nbytes: their stored bytes.
-      leaves: figures of each leaf that this process has a part of; none of whole leaves.
-    """
-
-    record: DenseBlocks
+    record: DenseBlocks  # for the manifest
     nbytes: int
-    leaves: tuple[LeafFigures, ...] = ()
+    leaves: tuple[LeafFigures, ...] = ()  # of which this process has a part; none if they are whole
 
 
 def write_whole(
@@ -544,13 +491,7 @@ def write_whole(
     values: Iterable[DenseValue],
     pieces: Mapping[str, Sequence[np.ndarray]],
 ) -> WrittenDense:
-    """Writes all values in full: raw blocks, and bytes.
-
-    Args:
-      sink_of: returns the destination of a segment.
-      values: the values of one process.
-      pieces: group to the blocks of its values in their order, (n, 256) each.
-    """
+    """Writes all values in full; ``pieces`` are each group's blocks, in the order of the values."""
     values = sorted(values, key=lambda value: "" if value.plain else value.group)
     segments = []
     plain = [np.asarray(value.data) for value in values if value.plain]
@@ -571,14 +512,7 @@ def encode(
     *,
     skip_unchanged: bool = True,
 ) -> Iterator[LeafDelta]:
-    """Encodes values relative to the parent, each with its coding, and yields the results.
-
-    Args:
-      values: the values of one process.
-      parent: what is known of the parent's values; values not in it are stored whole.
-      runtime: runs the encoding; decoded values may be lent from its memory.
-      skip_unchanged: whether to omit unchanged values.
-    """
+    """Encodes values relative to the parent, or whole; may lend the memory of ``runtime``."""
     for value in values:
         yield _encoded(value, parent, runtime, skip_unchanged)
 
@@ -614,13 +548,7 @@ def write_changes(
     values: Sequence[DenseValue],
     deltas: Sequence[LeafDelta],
 ) -> WrittenDense:
-    """Writes the changed blocks of values.
-
-    Args:
-      sink_of: returns the destination of a segment.
-      values: the values of one process, in the order of the item.
-      deltas: the result of ``encode``.
-    """
+    """Writes the changed blocks of values, given in the order of the item, from ``encode``."""
     described = tuple(_described(values, [bool(delta.pieces) for delta in deltas]))
     pieces: dict[tuple[str, str], list[EncodedBlocks]] = collections.defaultdict(list)
     reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
@@ -704,13 +632,7 @@ def _figures(
 def write_plain(
     sink_of: Callable[[str], SegmentSink], held: Sequence[np.ndarray], *, zstd: bool
 ) -> Segment:
-    """Writes the bytes of plain values.
-
-    Args:
-      sink_of: returns the destination of a segment.
-      held: (n,) uint8 each, not all empty.
-      zstd: whether to compress them.
-    """
+    """Writes the bytes of plain values, (n,) uint8 each, not all empty."""
     place = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
     data = np.concatenate(held)
     entry = row_blocks.array_entry(PLAIN_BYTES_OF, data.shape, data.dtype, zstd=zstd)

@@ -70,15 +70,8 @@ def encode_leaf_there(
 ) -> LeafDelta:
     """Encodes the changed blocks of a leaf on its device; see ``block_codes.encode_leaf``.
 
-    If no difference codec applies, the leaf is copied to the host unencoded.
-
-    Args:
-      leaf: (blocks, 256), from ``capture``.
-      reference: (blocks, 256), the decoded values of the parent.
-      codec: a codec for which ``can_encode`` is True.
-      max_error: maximum relative l2 error of the leaf; None for no limit.
-      runtime: encodes spans on the host.
-      skip_unchanged: whether to omit unchanged blocks.
+    ``codec`` must be one that ``can_encode``. If no difference codec applies, the leaf is copied to
+    the host unencoded.
     """
 
     def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:
@@ -106,25 +99,15 @@ def encode_leaf_there(
 
 
 class _OnDevice(NamedTuple):
-    """What a program makes of a leaf.
-
-    Attributes:
-      arrays: suffix to stored array, first axis n.
-      decoded: (n, 256), blocks that are not held as they are, those that did not change too.
-      changed: (n,) bool.
-      representable: (n,) bool.
-      squared_error: (n,) float32.
-      squared_norm: (n,) float32, of the leaf.
-      vanished: share of the positive numbers that are lost, 0 where there are negative ones.
-    """
+    """What a program makes of a leaf; the first axis of all but ``vanished`` is n."""
 
     arrays: dict[str, jax.Array]
-    decoded: jax.Array
+    decoded: jax.Array  # (n, 256); uncoded and unchanged blocks are those of the leaf
     changed: jax.Array
     representable: jax.Array
     squared_error: jax.Array
     squared_norm: jax.Array
-    vanished: jax.Array
+    vanished: jax.Array  # share of positive numbers lost; 0 if there are negative ones
 
 
 def _encoded(

@@ -7,8 +7,8 @@ bits. The arithmetic is float32, and the code of a row depends on that row alone
 back, and flushes subnormal numbers. ``_uncontracted`` keeps XLA from contracting a product and the
 sum that it is added to into one operation with one rounding.
 
-The search reads a piece some twenty times. It runs along the columns of a transposed piece, with a
-row in each SIMD lane, which is two to three times as fast as sums along each row.
+The search runs along the columns of a transposed piece, with a row in each SIMD lane: two to three
+times as fast as sums along each row.
 """
 
 from __future__ import annotations
@@ -35,20 +35,15 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Encoded(NamedTuple):
-    """Encoded rows, on a device or in host memory.
+    """Encoded rows, on a device or in host memory; the first axis of each array is n.
 
-    Attributes:
-      arrays: codec suffix to stored array, first axis n; 16-bit floats as their bit patterns.
-      representable: (n,) bool, False for rows that the codec cannot represent: their arrays are
-        undefined.
-      squared_error: (n,) float32, sum of the squares of the decoding error.
-      squared_norm: (n,) float32, sum of the squares of the row; both 0 if it is not representable.
+    The arrays of rows that are not representable are undefined, and their two sums are 0.
     """
 
-    arrays: Mapping[str, jax.Array | np.ndarray]
+    arrays: Mapping[str, jax.Array | np.ndarray]  # suffix to array; 16-bit floats as patterns
     representable: jax.Array | np.ndarray
-    squared_error: jax.Array | np.ndarray
-    squared_norm: jax.Array | np.ndarray
+    squared_error: jax.Array | np.ndarray  # of the decoding error, float32
+    squared_norm: jax.Array | np.ndarray  # of the row, float32
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,9 +60,8 @@ def encode(codec: Codec, rows: jax.Array) -> Encoded:
 def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
     """Encodes rows in host memory, (n, *trailing), n at most ``piece_rows``, on the CPU.
 
-    Without compiled kernels, XLA encodes them, and lengths are rounded up to powers of two, so that
-    few programs are compiled. The arrays and ``representable`` are the same; the sums of squares
-    may differ in their last bits, since XLA adds in another order.
+    Without compiled kernels, XLA encodes them, with lengths rounded up to powers of two, so that
+    few programs are compiled. Only the sums of squares may then differ, in their last bits.
     """
     count = len(rows)
     if kernels.available():

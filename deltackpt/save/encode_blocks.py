@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossy encoding of blocks of dense leaves in host memory.
+"""Lossy encoding of blocks of dense leaves in host memory: compiled, or by numpy in small pieces.
 
-Compiled kernels encode the blocks; without these, numpy does, in pieces that fit into the cache. A
-jitted program is not faster than numpy, and XLA flushes subnormal numbers to 0 on the CPU, unlike
-readers. Decoded values are computed with the arithmetic of the codecs, so the reference of the next
-save equals the values that a reader decodes.
-
-Logarithms are polynomials in float32, each operation rounded once, so that every machine and the
-compiled kernels compute the same codes; the last bits of ``np.log2`` depend on the CPU.
-
-Scratch memory is kept: fresh memory costs as much as filling it.
+A jitted program is not faster than numpy, and XLA flushes subnormal numbers to 0 on the CPU, unlike
+readers. Decoded values equal what a reader decodes. Logarithms are polynomials in float32, each
+operation rounded once, so that every machine and the compiled kernels compute the same codes; the
+last bits of ``np.log2`` depend on the CPU. Scratch memory is kept: fresh memory costs as much as
+filling it.
 """
 
 from __future__ import annotations
@@ -44,14 +40,7 @@ from deltackpt.format.row_blocks import BLOCK
 
 
 class _Scratch(threading.local):
-    """Buffers whose contents are undefined at the start of each piece.
-
-    Attributes:
-      values: (``PIECE_BLOCKS``, 256) float32, the values to encode.
-      reference: the same shape and dtype, their reference.
-      change, other: the same shape and dtype, for results.
-      codes: the same shape, int8.
-    """
+    """Buffers of ``PIECE_BLOCKS`` blocks; their contents are undefined at the start of a piece."""
 
     def __init__(self) -> None:
         floats = np.empty((4, PIECE_BLOCKS, BLOCK), np.float32)
@@ -86,16 +75,10 @@ _HIGHEST_CODE = 255
 def encode_logarithm(
     codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, dtype: np.dtype
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Encodes blocks of a piece.
+    """Encodes blocks of a piece, (n, 256) float32; returns the arrays, and which could be encoded.
 
-    Args:
-      codec: one of ``block_codecs.LOGARITHMS``.
-      now: (n, 256) float32; blocks with a negative number, NaN or infinity cannot be encoded.
-      before: (n, 256) float32, the reference, for ``log4``.
-      dtype: dtype of the leaf.
-
-    Returns:
-      The arrays to store, and which blocks could be encoded, (n,) bool.
+    Blocks with a negative number, NaN or infinity cannot be. ``before`` is the reference for
+    ``log4``; ``dtype`` is that of the leaf.
     """
     if isinstance(codec, block_codecs.LogarithmDifference):
         assert before is not None
@@ -212,20 +195,12 @@ _SURE = 2.0**-60, 2.0**120
 
 
 class EncodedSpan(NamedTuple):
-    """Encoded blocks of a leaf.
-
-    Attributes:
-      states: (n,) uint8: ``kernels.UNCHANGED``, ``CODED``, or ``LEFT`` if the codec cannot
-        represent the block.
-      arrays: suffix to stored array of the coded blocks.
-      squared_error: the sum of the squares of the decoding error of the coded blocks.
-      squared_norm: the sum of the squares of the finite values of all blocks.
-    """
+    """Encoded blocks of a leaf; ``states`` has one of the states of ``kernels`` for each block."""
 
     states: np.ndarray
-    arrays: Mapping[str, np.ndarray]
-    squared_error: float
-    squared_norm: float
+    arrays: Mapping[str, np.ndarray]  # suffix to stored array of the coded blocks
+    squared_error: float  # of the coded blocks
+    squared_norm: float  # of the finite values of all blocks
 
 
 def encode(
@@ -236,15 +211,10 @@ def encode(
     *,
     skip_unchanged: bool,
 ) -> EncodedSpan:
-    """Encodes blocks.
+    """Encodes blocks, (n, 256) of a float dtype; ``out`` receives them as readers decode them.
 
-    Args:
-      codec: a lossy codec.
-      now: (n, 256) of a float dtype, contiguous.
-      before: (n, 256), the reference; None without one.
-      out: (n, 256), receives the blocks as readers decode them; blocks that are not coded equal
-        ``now``.
-      skip_unchanged: whether to skip blocks whose bits equal the reference.
+    Blocks that are not coded equal ``now`` there. If ``skip_unchanged``, blocks whose bits equal
+    the reference ``before`` are skipped.
     """
     skip_unchanged &= before is not None
     if kernels.available():
@@ -412,11 +382,7 @@ def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
 
 
 def squares(blocks: np.ndarray) -> float:
-    """Returns the sum of the squares of the finite values of blocks.
-
-    Args:
-      blocks: (n, 256) of a float dtype.
-    """
+    """Returns the sum of the squares of the finite values of blocks, (n, 256) of a float dtype."""
     pieces = range(0, len(blocks), PIECE_BLOCKS)
     parts = (blocks[start : start + PIECE_BLOCKS] for start in pieces)
     with np.errstate(over="ignore", invalid="ignore"):

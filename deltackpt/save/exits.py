@@ -3,15 +3,11 @@
 
 ``atexit`` is too late: by then threads are joined and executors accept no work, and the background
 part of a save needs both. ``threading._register_atexit``, which ``concurrent.futures`` itself uses,
-runs in time: before the threads are joined, the last registered function first, and ours is
-registered after those of ``concurrent.futures``. It is private, and tested.
-
-In Python 3.12.0 and 3.12.1, no thread can start at that point
+runs in time: before the threads are joined, the last registered function first. It is private, and
+tested. In Python 3.12.0 and 3.12.1, no thread can start at that point
 (https://github.com/python/cpython/issues/113964), so the thread of a save in flight does all of the
-save's work itself.
-
-An interrupt (Ctrl-C) at the start of the shutdown skips these functions. In that case threads still
-run at ``atexit``, which is then in time.
+save's work itself. An interrupt (Ctrl-C) at the start of the shutdown skips these functions;
+threads then still run at ``atexit``.
 
 A lost save must not end in exit code 0. Python documents 120 for an error during cleanup, such as
 while stdout is flushed; ``_LastFlush`` causes such an error.
@@ -41,9 +37,8 @@ from deltackpt.resources.runtime import Task
 class Termination:
     """Listens for SIGTERM from the first query on; an existing handler still runs.
 
-    Python runs handlers in the main thread, between two of its instructions. Only for
-    single-process jobs: with several processes, JAX's own handler notifies all of them and must not
-    be replaced.
+    Only for single-process jobs: with several processes, JAX's own handler notifies all of them and
+    must not be replaced.
     """
 
     def __init__(self) -> None:
@@ -56,10 +51,9 @@ class Termination:
         self._former: Any = None
 
     def announced(self, step: int) -> bool:
-        """Returns whether a SIGTERM arrived, for the first step queried after it; starts listening.
+        """Returns whether a SIGTERM arrived, for the first step queried after it.
 
-        Args:
-          step: the training step.
+        The first call starts to listen.
         """
         if not (self._listening or self._closed):
             self._listen()
@@ -123,12 +117,9 @@ class Watch:
     def __init__(self, end: Callable[[str, Ending], None], directory: Path, epoch: int = 0):
         """Watches until ``cancel()``, or until the manager is garbage-collected.
 
-        Args:
-          end: a method of the manager, which is not kept alive. It is called with the reason, and
-            with what happens to the manager. Unless the manager is only closed, it waits (with a
-            timeout) for the save in flight, and raises its error.
-          directory: where the manager writes.
-          epoch: epoch of the lease that it holds there; 0 if it holds none.
+        ``end`` is a method of the manager, which is not kept alive. Unless the manager is only
+        closed, it waits (with a timeout) for the save in flight, and raises its error. ``epoch`` is
+        that of the lease on the directory; 0 without one.
         """
         self.directory, self.epoch = Path(os.path.realpath(directory)), epoch
         self._end = weakref.WeakMethod(end)
@@ -173,17 +164,11 @@ def starting(directory: Path) -> Iterator[None]:
 
 
 def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
-    """Prepares a directory for a new manager: waits for the other managers of this process.
+    """Prepares a directory for a new manager: waits for the others of this process; returns errors.
 
     They stay open, since the constructor of the new one may fail. If another start is in progress,
     it waits only until their saves are committed locally, because the bucket accepts uploads only
-    after that start.
-
-    Returns:
-      The errors of their saves.
-
-    Raises:
-      ClosedError: the program has ended; no save could be finished.
+    after that start. Raises ClosedError if the program has ended.
     """
     with _lock:
         _register(directory)
@@ -192,14 +177,9 @@ def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
 
 
 def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[DeltackptError]:
-    """Closes the managers of this process that ``take_over`` waited for.
+    """Closes the managers that ``take_over`` waited for; returns their errors.
 
-    Args:
-      directory: where they write.
-      epoch: do not close a manager with a newer lease; 0 to close every manager.
-
-    Returns:
-      Their errors.
+    It does not close a manager with a newer lease than ``epoch``, unless that is 0.
     """
     return _end_others(directory, "close", epoch)
 
@@ -232,8 +212,8 @@ def _end_others(
 def uninterrupted(call: Callable[[], None]) -> None:
     """Calls a function to its end, even if the main thread is interrupted meanwhile.
 
-    Signal handlers run, and raise, only in the main thread. The function therefore runs in another
-    thread, and the interrupt is raised once it has returned; a second interrupt ends the wait.
+    Signal handlers run only in the main thread, so the function runs in another one. The interrupt
+    is raised once it has returned; a second interrupt ends the wait.
     """
     if threading.current_thread() is not threading.main_thread():
         call()
@@ -274,10 +254,9 @@ class _LastFlush:
         return "deltackpt.save.exits"
 
     def flush(self) -> None:
-        """Fails if only the exit code can be affected.
+        """Raises SaveFailed if only the exit code can be affected.
 
-        Raises:
-          SaveFailed: the caller is the interpreter, or ``multiprocessing`` in a child.
+        The caller is then the interpreter, or ``multiprocessing`` in a child.
         """
         if self._stream is not None:
             self._stream.flush()

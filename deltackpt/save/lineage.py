@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lineage: the trainer's record of its own saves.
 
-A save becomes a parent only once it is committed. The lineage determines this by looking for its
-own save id at the path of the save in flight, without listing a directory or parsing names. A
-failed save does not exist there, so the parent of the next delta is the last committed save, with
-its clock, and no touched row is lost.
+A save becomes a parent only once its own save id is found at its path, without listing a directory
+or parsing names. After a failed save, the parent of the next delta is still the last committed
+save, with its clock, and no touched row is lost.
 """
 
 from __future__ import annotations
@@ -49,34 +48,24 @@ UNTRACKED = "base: no TouchState was given"
 class Intent:
     """The decision about one save; by default, that it is a base.
 
-    Attributes:
-      save_id: its id.
-      reason: why it is a base or a delta.
-      kind: base or delta.
-      parent: the parent of a delta.
-      since: TouchState path to the clock after which rows are touched; empty for a base.
-      restores: number of times that training has resumed from a restored step.
-      sample: rows sampled at the parent (``tracking_audit.Samples``), or None.
-      seen: path of each TouchState to its reading at the parent.
-      recent: for a base, TouchState path to its clock at the previous save, 0 if unknown. If
-        tracking is wrong, errors are most likely in rows touched since then.
-      clocks_unchanged: whether no clock has advanced since the parent.
-      parents: see ``Manifest.parents``.
-      unmarked: for a delta, table name to rows to save although no stamp marks them, int64
-        ascending: those that a restore replayed from the WAL (``Known.replayed``), and those by
-        which the table has grown.
+    ``recent``, for a base, is TouchState path to its clock at the previous save, 0 if unknown: if
+    tracking is wrong, errors are most likely in rows touched since then. ``unmarked``, for a delta,
+    is table name to rows to save although no stamp marks them, int64 ascending: those that a
+    restore replayed from the WAL (``Known.replayed``), and those by which the table has grown.
     """
 
     save_id: SaveId
-    reason: str
+    reason: str  # why it is a base or a delta
     kind: Kind = "base"
     parent: ParentRef | None = None
+    #: TouchState path to the clock after which rows are touched.
     since: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    restores: int = 0
-    sample: Any = None
+    restores: int = 0  # how often training has resumed from a restored step
+    sample: Any = None  # rows sampled at the parent (``tracking_audit.Samples``), or None
+    #: TouchState path to its reading at the parent.
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    clocks_unchanged: bool = False
+    clocks_unchanged: bool = False  # no clock has advanced since the parent
     parents: tuple[str, ...] = ()
     unmarked: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -94,16 +83,11 @@ class Lineage:
         compacted: bool = False,
         ledger: WritableRoot | None = None,
     ):
-        """Starts a new run.
+        """Starts a new run, on whose id several processes must have agreed.
 
-        Args:
-          policy: base or delta; ``Consecutive()`` by default.
-          item: name of our item in a step directory.
-          protected: whether retention queries this lineage for what it must keep. If not, every
-            save is a base, since a stock policy would delete bases under live deltas.
-          run: id of the run; several processes must have agreed on it.
-          compacted: whether bases are left to compaction.
-          ledger: reports whether a save that is not at its path is committed nevertheless.
+        If retention does not query this lineage (``protected``), every save is a base: a stock
+        policy would delete bases under live deltas. If ``compacted``, bases are left to compaction.
+        The ledger reports whether a save that is not at its path is committed nevertheless.
         """
         self._policy = policy or Consecutive()
         if compacted:
@@ -148,12 +132,7 @@ class Lineage:
     ) -> Intent:
         """Records a save as in flight, and returns the decision: a base, or a delta and its parent.
 
-        Args:
-          step: the training step.
-          step_dir: its path once committed.
-          clocks: clocks of the TouchStates that it saw.
-          layout: the tables' layout; a delta's parent must have it, but for rows appended since.
-          force_base: save a base regardless of the policy.
+        The parent of a delta must have the same ``layout``, but for rows appended since.
         """
         with self._lock:
             seen = self._poll()
@@ -176,12 +155,7 @@ class Lineage:
             return dataclasses.replace(intent, parents=branch.in_flight.parents)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
-        """Returns the intent of the delta that was just started, turned into a base.
-
-        Args:
-          intent: the result of ``start_save``.
-          reason: why it is not a delta.
-        """
+        """Returns the intent of the delta that was just started, turned into a base."""
         with self._lock:
             self._branch.make_base(intent.save_id)
         return Intent(
@@ -199,22 +173,14 @@ class Lineage:
                 known.sample = sample
 
     def distrust(self, reason: str) -> None:
-        """Makes the next saves bases, until one of them is committed.
-
-        Args:
-          reason: why the touched rows cannot be trusted.
-        """
+        """Makes the next saves bases, until one is committed: touched rows cannot be trusted."""
         with self._lock:
             self._poll()
             self._distrusted, self._distrusted_at, self._lost = reason, self._begun, None
             self.suspected = None
 
     def suspect(self, found: str) -> None:
-        """Makes this process's part of the next delta fail, so that all processes save a base.
-
-        Args:
-          found: message that names the unmarked rows.
-        """
+        """Makes this process's part of the next delta fail, so that all processes save a base."""
         self.suspected = found
 
     @property
@@ -228,14 +194,10 @@ class Lineage:
             return self._distrusted
 
     def lost(self, step: int, reason: str) -> None:
-        """Records that a save, and the saves on top of it, cannot be uploaded.
+        """Records that a save, and the saves on top of it, cannot be uploaded: a base is next.
 
         If a base was started since then, nothing else is needed. The oldest of several saves gives
         the reason: processes may hear of the others at different times.
-
-        Args:
-          step: step of the save.
-          reason: why the next save is a base.
         """
         with self._lock:
             self._poll()
@@ -306,11 +268,7 @@ class Lineage:
             self._poll()
 
     def forget(self, save_id: SaveId) -> bool:
-        """Forgets a removed save if it is the newest committed one.
-
-        Returns:
-          Whether it was the newest one; the next save is then a base.
-        """
+        """Forgets a removed save if it is the newest committed one; returns whether it was."""
         with self._lock:
             self._poll()
             branch = self._branch
@@ -324,9 +282,7 @@ class Lineage:
     def next_parent(self, save_id: SaveId) -> SaveId:
         """Returns the expected parent of the next delta, now that a save is committed.
 
-        Args:
-          save_id: id of the save; returned if it is not known to be committed, or if a base is
-            next.
+        It is the save itself if that is not known to be committed, or if a base is next.
         """
         with self._lock:
             self._poll()
@@ -353,12 +309,7 @@ class Lineage:
             self._branch.attempts = max(self._branch.attempts, number)
 
     def wrote(self, save_id: SaveId, written: Written) -> None:
-        """Keeps the contents of the manifest of the save in flight, so that it need not be decoded.
-
-        Args:
-          save_id: id of the save; process 0 has written its manifest.
-          written: its contents.
-        """
+        """Keeps the contents of the manifest of the save in flight: it need not be decoded."""
         with self._lock:
             known = self._branch.in_flight
             if known is not None and known.info.save_id == save_id:
@@ -387,23 +338,11 @@ class Lineage:
         replayed: Mapping[str, np.ndarray] | None = None,
         continues: Continues | None = None,
     ) -> None:
-        """Starts a new run at a restored step, the parent of the next save.
+        """Starts a new run at a restored step, the parent of the next save; see ``go_back``.
 
-        Earlier branches are kept; see ``go_back``.
-
-        Args:
-          target: the save that was restored.
-          step_dir: the restored step.
-          layout: the tables' layout.
-          sizes: bytes of each save of its chain, base first, on which several processes must have
-            agreed.
-          clocks: clocks of the fresh TouchStates, at clock 0.
-          restores: how often training had been restored when the step was saved.
-          run: id of the new run, on which several processes must have agreed.
-          sample: sampled rows of the restored state.
-          parents: step directories of its parents, nearest first.
-          replayed: table name to the indices of rows that were replayed from the WAL.
-          continues: the recovery point that was replayed.
+        Several processes must have agreed on the ``sizes`` of the saves of its chain, base first,
+        and on ``run``. ``clocks`` are of the fresh TouchStates, at clock 0; ``restores`` is the
+        number in the step; ``parents`` are nearest first; ``replayed`` is as for ``Known``.
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
@@ -431,16 +370,10 @@ class Lineage:
         return bool(self._former)
 
     def go_back(self, clocks: Clocks) -> bool:
-        """Returns to the branch before a restore, if the TouchStates belong to it.
+        """Returns to the branch before a restore, if the TouchStates belong to it; returns whether.
 
         The step was then restored only for inspection, and training continues with its state in
         memory; ``restored`` is reset, unless there was a save since.
-
-        Args:
-          clocks: clocks of the TouchStates that the next save sees.
-
-        Returns:
-          Whether it returned to that branch.
         """
         with self._lock:
             self._poll()
@@ -454,7 +387,6 @@ class Lineage:
             return False
 
     def _leave(self, branch: Branch) -> None:
-        """Switches to another branch."""
         self._poll()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
@@ -545,7 +477,6 @@ class Lineage:
 def _delta(
     info: SaveInfo, parent: Known, clocks: Clocks, layout: Layout, reason: str, restores: int
 ) -> Intent:
-    """Returns the intent of a delta."""
     assert parent.settled is not None
     seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
     unmarked = dict(parent.replayed)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One save: decided and captured on the training thread, written in the background.
 
-``capture`` is the only part that blocks training; it returns a ``PendingSave``. The rows to
-write in the background are either *staged* (copies of touched rows) or *pinned* (views of the
-training state, for a base or for a delta larger than the staging budget): see ``save.capture``.
-``PendingSave.released`` is set as soon as nothing refers to the training state.
-
-The lineage decides between base and delta, the stamps determine the touched rows, the audit
-checks a few other rows, and the rows are staged or pinned. All of it is dispatched before the
-training thread continues: later steps may donate the tables.
+``capture`` is the only part that blocks training. The lineage decides between base and delta, the
+stamps determine the touched rows, the audit checks a few other rows, and the rows are staged or
+pinned (``save.capture``). All of it is dispatched before the training thread continues: later steps
+may donate the tables.
 """
 
 from __future__ import annotations
@@ -108,16 +104,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
 
     The caller must ``wait_copied()`` before training continues. If the tracking audit finds the
     touched rows wrong, a single process saves a base at once; several fail in the background,
-    before the commit.
-
-    Args:
-      embeddings: the state, its touched rows and its lineage.
-      step: the training step.
-      step_dir: the step's path once it is committed.
-
-    Raises:
-      TrackingError: a TouchState does not fit the tables.
-      OutOfSpace: the store has too little free space for the save.
+    before the commit. Raises TrackingError if a TouchState does not fit the tables, and OutOfSpace.
     """
     started = time.perf_counter()
     split, marks = embeddings.split, embeddings.marks
@@ -188,13 +175,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
 
 
 def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restores: int) -> Plans:
-    """Returns the codecs that a save, or a WAL record, tries first.
-
-    Args:
-      choices: group name to field name to the user's codec.
-      kind: base, delta or WAL record.
-      restores: number of times that training was restored.
-    """
+    """Returns the codecs that a save, or a WAL record, tries first, by group and field."""
     return {
         group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
         for group, held in choices.items()
@@ -202,12 +183,7 @@ def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restor
 
 
 def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
-    """Returns the state of tracking; waits for the training step that computes it.
-
-    Args:
-      split: the state.
-      marks: its TouchStates, and the one passed by the caller.
-    """
+    """Returns the state of tracking; waits for the training step that computes it."""
     readings = [Reading(place, _int(state.identity), _int(state.clock)) for place, state in marks]
     windows = [(_int(updates), _int(gathered)) for updates, gathered in split.windows]
     return Clocks(readings=tuple(readings), windows=tuple(windows))
@@ -245,11 +221,7 @@ def codecs_of(plan: Mapping[str, PlannedCodec]) -> dict[str, Codec]:
 
 
 def require_room(root: Path, nbytes: int, step: int) -> None:
-    """Checks that a file system has room.
-
-    Raises:
-      OutOfSpace: the file system has too little free space.
-    """
+    """Raises OutOfSpace if the file system of a directory has too little free space."""
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = posix.free_bytes(existing)
     if free < nbytes:
@@ -263,23 +235,22 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
 class SaveReport:
     """The result of the background half of a save, with the stages of ``events.SaveEvent``.
 
-    ``rows``, ``bytes_written`` and ``tables`` are of this process's shard, ``base_bytes`` is the
-    unencoded size of all rows of tables and slots. ``dense_bytes`` is of dense leaves
-    stored in the shard, which ``bytes_written`` does not count; ``dense`` only of blocks.
+    ``rows``, ``bytes_written`` and ``tables`` are of this process's shard. ``bytes_written`` does
+    not count the dense leaves stored in the shard.
     """
 
     intent: Intent
     rows: int
     total_rows: int
     bytes_written: int
-    base_bytes: int
+    base_bytes: int  # unencoded, of all rows of tables and slots
     extract_secs: float
     encode_secs: float
     write_secs: float
     digest_secs: float
     tables: tuple[events.TableFigures, ...]
     dense_bytes: int = 0
-    dense: tuple[LeafFigures, ...] = ()
+    dense: tuple[LeafFigures, ...] = ()  # of blocks only
 
 
 class PendingSave:
@@ -296,17 +267,7 @@ class PendingSave:
         fsync: bool,
         runtime: Runtime,
     ):
-        """Created by ``capture``.
-
-        Args:
-          plan: what is written.
-          rows: the captured rows.
-          faults: what the tracking audit found; None if it found none.
-          nbytes: bytes of the rows, before they are encoded.
-          extract_secs: duration of the capture.
-          fsync: whether the shard is fsynced if others commit it.
-          runtime: writes and encodes.
-        """
+        """Created by ``capture``; ``faults`` is what the tracking audit found, or None."""
         self.intent = plan.intent
         #: Why the touched rows were not trusted, and all rows are saved; None where they were.
         self.doubt = faults if plan.intent.kind == "base" else None
@@ -338,14 +299,7 @@ class PendingSave:
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """Writes this process's shard into the item's directory, its manifest last.
 
-        Args:
-          item_dir: existing directory of the item, in the step's temporary directory.
-          batch: writes the files, and fsyncs them afterwards.
-          writers: the processes that write the step.
-
-        Raises:
-          StorageError: the store reported an error; nothing was committed.
-          ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+        Raises as ``StepWriters.collect``, and StorageError; nothing was committed then.
         """
         plan, encoding = self._plan, BusyClock()
         started = time.perf_counter()
@@ -432,12 +386,7 @@ class PendingSave:
         """Does nothing: process 0's manifest describes all shards."""
 
     def write_alone(self, item_dir: Path, coordinator: Coordinator) -> None:
-        """Writes and fsyncs this process's shard if others commit the step; see ``write``.
-
-        Args:
-          item_dir: existing directory of the item.
-          coordinator: the processes that write it.
-        """
+        """Writes and fsyncs this process's shard if others commit the step; see ``write``."""
         save_id = self.intent.save_id
         writers = StepWriters(
             coordinator=coordinator,
@@ -464,9 +413,9 @@ class PendingSave:
 
 
 class RefusedSave:
-    """A save that this process cannot make although the other processes have started it.
+    """A save that this process cannot make although the others have started it; its write fails.
 
-    Writing it fails, which reports to the others why the shard is missing.
+    That reports to the others why the shard is missing.
     """
 
     def __init__(self, cause: Exception):

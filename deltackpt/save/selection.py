@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of which arrays this process reads for a save: all, or the touched ones.
 
-The division of the rows depends on the layout, the shardings of the stamps and the process. Each
-save adds the arrays.
-
-Fields with the same local rows and columns share a segment, so the row indices of a segment are
-stored once.
+The division of the rows depends on the layout, the shardings of the stamps and the process; each
+save adds the arrays. Fields with the same local rows and columns share a segment, so the row
+indices of a segment are stored once.
 """
 
 from __future__ import annotations
@@ -85,13 +83,11 @@ class FieldPlan:
 
 
 class StampBatch(NamedTuple):
-    """Tables whose stamps are read together.
+    """Tables whose stamps are read together, each with its spans on this process, ascending.
 
-    Attributes:
-      tables: each with its spans that this process reads, ascending.
-      end_to_end: the shards of the stamps in order, each with the name of its table, if the tables
-        are small, adjacent, read whole, and have all their stamps in one TouchState and in the host
-        memory of this process; else None.
+    ``end_to_end`` has the shards of the stamps in order, each with the name of its table, if the
+    tables are small, adjacent, read whole, and have all their stamps in one TouchState and in the
+    host memory of this process; else None.
     """
 
     tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
@@ -99,25 +95,17 @@ class StampBatch(NamedTuple):
 
 
 class Division:
-    """The rows that this process reads from states of one layout, and writes in a base.
+    """The rows that this process reads from states of one layout, and writes in a base; see ``of``.
 
-    Attributes:
-      layout: tables and groups.
-      stamp_shards: table name to TouchState path to the location of its stamps.
-      fields: group name to location to the fields at that location, by name.
-      held: group name to the virtual rows that it reads.
-      members: group name to the group's tables in the order of their offsets.
-      offsets: group name to these offsets, (tables,) int64.
-      batches: group name to the tables to read, in batches.
-      owned: the rows that it writes in a base.
+    By group name: ``fields`` by location and name, the virtual rows that are ``held``, ``members``
+    (the tables in the order of their offsets) with these ``offsets``, (tables,) int64, and the
+    ``batches`` of tables to read.
     """
 
     def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
-        """Call ``of`` instead, which caches divisions.
+        """Raises TableSelectionError if a slot is split by columns and not as wide as its table.
 
-        Raises:
-          TableSelectionError: a slot is split by columns, and not as wide as its table.
-          TrackingError: stamps are on other processes than their rows.
+        Raises TrackingError if stamps are on other processes than their rows.
         """
         self.layout = layout
         self.stamp_shards: Mapping[str, Mapping[str, StampShards]] = {
@@ -213,15 +201,9 @@ def _covers(shards: StampShards, rows: int) -> bool:
 
 
 def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
-    """Returns the division of a state.
+    """Returns the cached division of a state; ``stamps`` may be empty for a base.
 
-    Args:
-      layout: tables and groups, from ``tables.split`` of the same state as the leaves.
-      leaves: its tables and slots.
-      stamps: stamps of every table, for a delta; may be empty for a base.
-
-    Raises:
-      TableSelectionError, TrackingError: as for ``Division``.
+    ``layout`` comes from ``tables.split`` of the same state as the leaves. Raises as ``Division``.
     """
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
@@ -243,7 +225,6 @@ def stamp_shards_of(stamps: Any) -> StampShards:
 
 
 def _kinds(stamps: StampsByTable) -> tuple[object, ...]:
-    """Returns what a division depends on beside the layout."""
     kinds = [
         (table, place, getattr(array, "sharding", None))
         for table, held in stamps.items()
@@ -358,13 +339,7 @@ class Stamps:
     """The stamps of this process's rows, by group; threads find the touched rows."""
 
     def __init__(self, division: Division, stamps: StampsByTable, runtime: Runtime):
-        """Takes the stamps; reads none.
-
-        Args:
-          division: which rows this process reads.
-          stamps: stamps of every table.
-          runtime: whose threads read them.
-        """
+        """Keeps the stamps of every table; reads none."""
         self._division = division
         self._layout = division.layout
         self._stamps = stamps
@@ -379,11 +354,7 @@ class Stamps:
         return tuple({place: None for held in self._stamps.values() for place in held})
 
     def scan(self, since: Mapping[str, int]) -> None:
-        """Starts to find the touched rows.
-
-        Args:
-          since: TouchState path to the clock after which rows are touched.
-        """
+        """Starts to find the rows touched after a clock, given by TouchState path."""
         self._rows = {}
         for group in self._layout.groups:
             scans = self._scans[group.name] = []
@@ -417,12 +388,9 @@ class Stamps:
         return self._runtime.submit(_scan_all, stamp_scans).result
 
     def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        """Returns the touched rows within spans, virtual, int64 ascending; call ``scan`` first.
+        """Returns the rows within spans that any TouchState marks, virtual, int64 ascending.
 
-        A row is touched if any TouchState marks it.
-
-        Raises:
-          TrackingError: stamps of the rows are on other processes.
+        Call ``scan`` first. Raises TrackingError if stamps of the rows are on other processes.
         """
         if group not in self._rows:
             parts = [scan() for scan in self._scans[group]]
@@ -466,16 +434,10 @@ class Stamps:
         return landed
 
     def shared(self, since: Mapping[str, int]) -> dict[str, int]:
-        """Returns the CRC32C of the touched rows, for stamps that other processes hold too.
+        """Returns a CRC32C of the touched rows for each stamp shard that other processes hold too.
 
         Each process updates replicated stamps on its own. If they differed, the processes would
         write their rows by different stamps.
-
-        Args:
-          since: TouchState path to the clock after which rows are touched.
-
-        Returns:
-          (table, rows, path) to a checksum that must be equal on all processes.
         """
         found = {}
         for table in self._layout.tables:
@@ -513,16 +475,10 @@ def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.nd
 def touched_rows(
     stamps: object, since_clock: int, offset: int, spans: Sequence[Span]
 ) -> np.ndarray:
-    """Returns virtual indices, int64 ascending, of the rows stamped after ``since_clock``.
+    """Returns virtual indices, int64 ascending, of rows stamped after ``since_clock``.
 
-    Args:
-      stamps: the stamps of a table, (rows,).
-      since_clock: the clock.
-      offset: the virtual index of the table's first row.
-      spans: rows of the table to read, ascending.
-
-    Raises:
-      TrackingError: this process does not hold the stamps of these rows.
+    ``offset`` is the virtual index of the table's first row; ``spans`` are the rows to read,
+    ascending. Raises TrackingError if this process does not hold their stamps.
     """
     shards = [
         (span, placement.shard_data(stamps, shard)) for span, shard in stamp_shards_of(stamps)
@@ -568,7 +524,6 @@ def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: 
 
 
 def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the ascending union of several ascending arrays."""
     return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
 
 
@@ -600,10 +555,7 @@ TouchedRows = Callable[[str, tuple[Span, ...]], np.ndarray]
 
 
 class Sources:
-    """The parts of the training state that this process reads for one save.
-
-    Fields with the same local rows share a segment. Without rows, it has no segments.
-    """
+    """The parts of the training state that this process reads for one save."""
 
     def __init__(
         self,
@@ -612,17 +564,9 @@ class Sources:
         stamps: StampsByTable,
         runtime: Runtime,
     ):
-        """Determines which rows of which fields this process reads; reads none.
+        """Determines which rows of which fields to read; ``stamps`` may be empty for a base.
 
-        Args:
-          layout: tables and groups.
-          leaves: table name to field name to array.
-          stamps: stamps of every table, for a delta; may be empty for a base.
-          runtime: whose threads find the touched rows.
-
-        Raises:
-          TableSelectionError: a slot is split by columns, and not as wide as its table.
-          TrackingError: stamps are on other processes than their rows.
+        Raises as ``Division``.
         """
         self.layout = layout
         self._division = of(layout, leaves, stamps)
@@ -659,10 +603,8 @@ class Sources:
     ) -> list[SegmentSource]:
         """Returns the segments that this process reads for a base, a delta or a WAL record.
 
-        Args:
-          whole: whether to read all rows, instead of the touched ones and the ``always`` fields.
-          touched: returns the touched rows; by default the result of ``Stamps.scan``.
-          always: whether to read ``always`` fields.
+        It reads all rows if ``whole``, otherwise the ``touched`` ones (by default those of
+        ``Stamps.scan``) and, if ``always``, all rows of ``always`` fields.
         """
         segments, touched_rows = [], touched or self.stamps.touched
         for group, (columns, spans), fields in self.by_rows():
@@ -684,13 +626,7 @@ def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, Fi
 
 
 def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layout) -> TouchedRows:
-    """Returns a function for the union of the touched rows and other rows.
-
-    Args:
-      touched: returns the touched rows.
-      rows: table name to the indices of the other rows, int64 ascending.
-      layout: tables and groups.
-    """
+    """Returns a function for the union of the touched rows and others, int64 ascending."""
     further = virtual_rows(rows, layout)
     if not further:
         return touched
@@ -704,12 +640,7 @@ def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layo
 
 
 def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """Returns group to the virtual rows, int64 ascending, of some rows of its tables.
-
-    Args:
-      rows: table name to row indices, int64 ascending.
-      layout: tables and groups; other tables are ignored.
-    """
+    """Returns group to the virtual rows of some rows of its tables; all int64 ascending."""
     found: dict[str, list[np.ndarray]] = {}
     for table in sorted(layout.tables, key=lambda table: table.offset):
         held = rows.get(table.name)

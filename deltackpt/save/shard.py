@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process's shard of a save: encodes and writes its fields, then digests and manifest.
 
-A field's lossy codec is tried, and its error is measured while it is written. If it exceeds the
-budget, its arrays are removed and the next more precise codec is tried. Rows that a codec cannot
-represent are stored raw, with their positions.
-
-Only ``write_segments`` reads the captured training state; ``write_manifest`` coordinates with
-the other processes.
+If the measured error of a lossy codec exceeds the budget, its arrays are removed and the next more
+precise codec is tried. Rows that a codec cannot represent are stored raw, with their positions.
 """
 
 from __future__ import annotations
@@ -44,27 +40,17 @@ _FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """A field to store.
-
-    Attributes:
-      name: the field's name.
-      trailing: shape of this process's part of a row.
-      dtype: dtype of the table.
-      tables: names of the group's tables, in the order of their offsets.
-      bounds: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
-      choice: the user's codec choice.
-      planned: the codec to try first.
-      held: whether its rows are views of the training state, which might change concurrently.
-    """
+    """A field to store."""
 
     name: str
-    trailing: tuple[int, ...]
+    trailing: tuple[int, ...]  # shape of this process's part of a row
     dtype: np.dtype
-    tables: Sequence[str]
+    tables: Sequence[str]  # of the group, in the order of their offsets
+    #: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
     bounds: np.ndarray
-    choice: CodecChoice
-    planned: PlannedCodec
-    held: bool = False
+    choice: CodecChoice  # the user's
+    planned: PlannedCodec  # the codec to try first
+    held: bool = False  # its rows are views of the training state, which may change meanwhile
 
     @property
     def count(self) -> int:
@@ -83,20 +69,10 @@ def write_field(
     pieces: Callable[[Codec], Iterator[RowPiece]],
     runtime: Runtime,
 ) -> StoredField:
-    """Writes a field and returns its record.
+    """Writes a field with the planned codec, or the first more precise one within the budget.
 
-    It uses the planned codec, or the first more precise one within the budget.
-
-    Args:
-      place: destination.
-      field: what to store.
-      pieces: returns the rows in order, for a given codec; called once per attempted codec.
-      runtime: encodes several pieces concurrently.
-
-    Raises:
-      ErrorBudgetExceeded: the planned codec would exceed the user's bound, and more precise ones
-        are not allowed.
-      StorageError: the store reported an error.
+    ``pieces`` returns the rows in order for a given codec; it is called once per attempted codec.
+    Raises ErrorBudgetExceeded if more precise codecs are not allowed, and StorageError.
     """
     plan = field.planned
     if not _fits(field, plan.codec):  # the shard of a table that is split by columns
@@ -181,7 +157,6 @@ class _Attempt:
             sums[table] += found[low - start : high - start].sum(dtype=np.float64)
 
     def finish(self, plan: PlannedCodec) -> StoredField:
-        """Ends the arrays, and writes the raw rows."""
         written = []
         for suffix, stored in self._writers.items():
             written.append(StoredArrays((self._entries[suffix],), stored.finish()))
@@ -198,7 +173,6 @@ class _Attempt:
         )
 
     def remove(self) -> None:
-        """Removes what was written."""
         for stored in self._writers.values():
             stored.remove()
 
@@ -309,28 +283,17 @@ Plans = Mapping[str, Mapping[str, PlannedCodec]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlan:
-    """A process's part of a save, without its arrays; decided before training continues.
-
-    Attributes:
-      intent: the decision about the save.
-      layout: tables and groups.
-      choices: group name to field name to the user's codec.
-      plans: the first codecs that this save tries.
-      owned: the rows that the process writes in a base.
-      shared_stamps: checksums that must be equal on other processes; see ``Stamps.shared``.
-      lineage: lineage that knows the compacted bases, or None.
-      digests: digest files that the commit writes; see ``Manifest.digests``.
-      tracking: how touched rows were found.
-    """
+    """A process's part of a save, without its arrays; decided before training continues."""
 
     intent: Intent
     layout: Layout
-    choices: Mapping[str, Mapping[str, CodecChoice]]
+    choices: Mapping[str, Mapping[str, CodecChoice]]  # group name to field name to the user's codec
     plans: Plans
-    owned: Owned
+    owned: Owned  # the rows that the process writes in a base
+    #: Checksums that must be equal on other processes; see ``Stamps.shared``.
     shared_stamps: Mapping[str, int]
-    lineage: Lineage | None
-    digests: tuple[str, ...]
+    lineage: Lineage | None  # knows the compacted bases
+    digests: tuple[str, ...]  # see ``Manifest.digests``
     tracking: TrackingName = ""
 
 
@@ -345,19 +308,8 @@ def write_segments(
 ) -> list[Segment]:
     """Writes the arrays of all captured rows, which must be in host memory or encoded.
 
-    Args:
-      rows: captured rows.
-      sink_of: returns the destination of a segment.
-      described: returns the fields of a segment.
-      runtime: threads that write and encode.
-      encoding: measures the encoding time, separately from writing.
-      threads: number of arrays that are written at the same time; by default as many as the runtime
-        allows.
-
-    Raises:
-      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
-        allowed.
-      StorageError: the store reported an error.
+    ``described`` returns the fields of a segment. ``threads`` arrays are written at the same time;
+    by default as many as the runtime allows. Raises as ``write_field``.
     """
     places, writes = [], []
     for number, source in enumerate(rows.segments):
@@ -388,7 +340,6 @@ def write_segments(
 def _pieces(
     rows: CapturedRows, encoding: BusyClock, number: int, field: str, codec: Codec
 ) -> Iterator[RowPiece]:
-    """Rows of a field in pieces; the work on them is timed."""
     return encoding.over(rows.pieces(number, field, codec))
 
 
@@ -405,15 +356,7 @@ def fields_of(
     *,
     held: bool,
 ) -> list[Field]:
-    """Returns the fields of a segment to store.
-
-    Args:
-      source: the segment.
-      layout: tables and groups.
-      choices: group name to field name to the user's codec.
-      plans: the first codecs to try.
-      held: whether its rows are views of the training state, which might change concurrently.
-    """
+    """Returns the fields of a segment to store; ``held`` if its rows are views of the state."""
     group = layout.group_by_name[source.group]
     bounds = parts.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
@@ -445,19 +388,8 @@ def write_manifest(
 ) -> WrittenPart:
     """Writes digests, then the manifest; process 0 waits for the other shards in between.
 
-    Args:
-      plan: the part to write.
-      item_dir: directory of the item, in the step's temporary directory.
-      segments: all segments of the shard.
-      batch: the batch that wrote them.
-      writers: the processes that write the step.
-      layer: the layer file with all arrays; None if they are files of the batch.
-      dense: dense leaves that were written with the segments.
-      dense_bytes: see ``Manifest.dense_bytes``.
-
-    Raises:
-      StorageError: the store reported an error.
-      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
+    ``layer`` is the layer file with all arrays; None if they are files of the batch. Raises as
+    ``StepWriters.collect``, and StorageError.
     """
     several = writers.count > 1
     written = parts.finish(
@@ -512,7 +444,6 @@ def _share(plan: ShardPlan, segments: Sequence[Segment]) -> Share:
 
 
 def _planned_groups(plan: ShardPlan) -> tuple[GroupEntry, ...]:
-    """The groups with the codecs that the save planned."""
     plans = plan.plans
     return manifest.with_codecs(
         plan.layout.groups, lambda group, spec: plans[group.name][spec.name].codec

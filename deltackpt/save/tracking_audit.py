@@ -2,14 +2,11 @@
 """The tracking audit: checks that unmarked rows of a sample equal those of the parent.
 
 Each save keeps the bits and stamps of a few rows: some that it touched, some that earlier saves
-touched, and random ones. The next save compares them. A row that was not touched since must have
-the same bits and the same stamp. A TouchState that was re-created, or reverted to an earlier copy,
-eventually passes the parent's clock, but does not have the parent's stamps. After a state was
-reverted, or if the optimizer moves rows without ids, the bits differ.
-
-The sample is bounded in rows, bytes and tables, so its cost hardly depends on the state. A state
-with fewer rows is sampled completely, so the audit covers all rows. ``TrackingVerifier`` checks all
-rows.
+touched, and random ones. The next save compares them: a row that was not touched since must have
+the same bits and the same stamp. A TouchState that was re-created or reverted eventually passes the
+parent's clock, but lacks the parent's stamps. If a state was reverted, or the optimizer moves rows
+without ids, the bits differ. The sample is bounded in rows, bytes and tables, so its cost hardly
+depends on the state; ``TrackingVerifier`` checks all rows.
 """
 
 from __future__ import annotations
@@ -46,17 +43,11 @@ _rng = np.random.default_rng()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A few rows of one group as they were at a save.
+    """A few rows of one group as they were at a save."""
 
-    Attributes:
-      rows: virtual row indices, int64 ascending, (n,).
-      stamps: TouchState path to the stamps, int32 (n,); -1 without stamps.
-      bits: field name to the bits, uint8 (n, row_bytes).
-    """
-
-    rows: np.ndarray
-    stamps: Mapping[str, np.ndarray]
-    bits: Mapping[str, np.ndarray]
+    rows: np.ndarray  # virtual row indices, int64 ascending, (n,)
+    stamps: Mapping[str, np.ndarray]  # TouchState path to the stamps, int32 (n,); -1 without stamps
+    bits: Mapping[str, np.ndarray]  # field name to the bits, uint8 (n, row_bytes)
 
 
 #: Group, and which columns and rows of it this process holds, to the sample of these.
@@ -65,24 +56,14 @@ Samples = Mapping[tuple[str, Where], Sample]
 
 @dataclasses.dataclass(frozen=True)
 class AuditResult:
-    """The result of a save's check, and the sample for the next save.
+    """The result of a save's check, and the sample for the saves whose parent it is."""
 
-    Attributes:
-      faults: a line for each table with unmarked rows that changed; () if there are none.
-      sample: for the saves that have this one as their parent.
-    """
-
-    faults: tuple[str, ...]
+    faults: tuple[str, ...]  # a line for each table with unmarked rows that changed
     sample: Samples
 
 
 def text(faults: Sequence[str], where: str) -> str:
-    """Returns the text of the error: the tracking faults, and what to do.
-
-    Args:
-      faults: a line for each table; see ``AuditResult``.
-      where: location of the old rows, such as ``in the parent``.
-    """
+    """Returns the text of the error; ``where`` are the old rows, such as ``in the parent``."""
     return (
         f"rows differ from those {where}, and no TouchState marks them as touched:\n"
         + "\n".join(faults)
@@ -93,11 +74,9 @@ def text(faults: Sequence[str], where: str) -> str:
 
 
 def audit(sources: Sources, intent: Intent) -> AuditResult:
-    """Compares the rows that the parent sampled, and samples again.
+    """Compares the rows that the parent sampled, if the save is a delta, and samples again.
 
-    Args:
-      sources: the data that this process reads; touched rows are known if ``intent`` has clocks.
-      intent: the decision about the save; a base is sampled, but not checked.
+    Touched rows are known if ``intent`` has clocks.
     """
     faults: dict[str, list[np.ndarray]] = {}
     samples: dict[tuple[str, Where], Sample] = {}
@@ -117,13 +96,7 @@ def audit(sources: Sources, intent: Intent) -> AuditResult:
 
 
 def of_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Samples:
-    """Samples a state that was just restored, in which no row was touched.
-
-    Args:
-      split: the state.
-      fresh: its new TouchState.
-      runtime: the manager's.
-    """
+    """Samples a state that was just restored, in which no row was touched."""
     keys = matched(fresh, split.layout)
     stamps = {table: {"": fresh.stamps[key]} for table, key in keys.items()}
     sources = Sources(split.layout, split.fields, stamps, runtime)
@@ -140,17 +113,9 @@ class TrackingVerifier:
     def verify(self, split: Split, marks: Sequence[Marks], clocks: Clocks) -> bool:
         """Checks that every row that changed since the last call is marked.
 
-        Args:
-          split: the state.
-          marks: its TouchStates, and the one passed by the caller.
-          clocks: the clocks of the TouchStates.
-
-        Returns:
-          Whether an earlier state was available for comparison.
-
-        Raises:
-          TrackingError: rows changed without being marked, or no TouchState exists; the next call
-            compares with the same state as this one.
+        Returns whether there was an earlier state to compare. Raises TrackingError if rows changed
+        without being marked, or no TouchState exists; the next call compares with the same state as
+        this one.
         """
         if not marks:
             raise TrackingError(
@@ -173,21 +138,13 @@ class TrackingVerifier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SamplePlan:
-    """Rows of one group that can be sampled: those that this process holds of the same fields.
-
-    Attributes:
-      group: the group.
-      where: which columns and rows.
-      held: the rows.
-      fields: field name to its source.
-      most: maximum number of rows to sample.
-    """
+    """Rows of one group that can be sampled: those that this process holds of the same fields."""
 
     group: GroupEntry
     where: Where
     held: Rows
     fields: Mapping[str, FieldSource]
-    most: int = 0
+    most: int = 0  # maximum number of rows to sample
 
     @property
     def key(self) -> tuple[str, Where]:
@@ -316,7 +273,6 @@ def _consecutive(rows: np.ndarray, most: int) -> np.ndarray:
 
 
 def _random(spans: Sequence[Span], count: int) -> np.ndarray:
-    """Rows drawn from some spans, ascending."""
     starts = np.array([start for start, _ in spans])
     ends = np.cumsum([stop - start for start, stop in spans])
     drawn = row_blocks.distinct(_rng.integers(ends[-1], size=count))
