@@ -38,7 +38,6 @@ class Catalog:
     """The committed steps of a manager's directory."""
 
     def __init__(self, run: Run):
-        """Reads nothing yet."""
         self._run = run
         self._items = OrbaxItems(run.root, {})
 
@@ -164,7 +163,6 @@ class Catalog:
         return any(one.may_be_trimmed and one.step <= step for one in index.losses(newest))
 
     def _check(self, step: int) -> StorePath:
-        """Returns the path of a step."""
         self._run.root.await_readable(step)
         step_dir = self._run.root.at(step)
         if not step_dir.is_dir():

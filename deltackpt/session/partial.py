@@ -36,14 +36,7 @@ def read_state(
 ) -> ReadState:
     """Returns leaves of a step by path; see ``CheckpointManager.read_state``.
 
-    Args:
-      step: the step.
-      template: the target structure.
-      root: directory of the steps.
-      item: name of the item with the tables.
-      items: reads dense leaves.
-      read: reads tables.
-      progress: called with the bytes of tables read and the total.
+    ``read`` reads tables, and ``items`` dense leaves.
     """
     paths.check_template(template)
     root.await_readable(step)

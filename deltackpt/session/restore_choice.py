@@ -64,9 +64,8 @@ def _plain(point: RecoveryPoint) -> _PlainPoint:
 class FailedChoices:
     """Steps and recovery points that were damaged, or removed while they were read.
 
-    Attributes:
-      lost: missing or altered parts of the WAL: records above the last choice, by their newest
-        step; epoch headers that were read from a copy instead, by None.
+    ``lost`` has the missing or altered parts of the WAL: records above the last choice, by their
+    newest step; epoch headers that were read from a copy instead, by None.
     """
 
     def __init__(self) -> None:
@@ -113,20 +112,10 @@ class RestoreChooser:
     """Chooses among the steps and recovery points of a run, the same on all processes."""
 
     def __init__(self, run: Run):
-        """Reads nothing yet.
-
-        Args:
-          run: the manager's run.
-        """
         self._run = run
 
     def newest(self, tried: FailedChoices, *, wal: bool) -> RestoreChoice | None:
-        """Returns the newest step or recovery point except those already tried, or None.
-
-        Args:
-          tried: the ones that were not intact.
-          wal: whether to consider recovery points.
-        """
+        """Returns the newest step, or recovery point if ``wal``, that was not tried, or None."""
 
         def find() -> tuple[_PlainChoice | None, list[_PlainLoss]]:
             found = self._choose(tried, wal)
@@ -176,10 +165,7 @@ class RestoreChooser:
     ) -> list[int]:
         """Returns the steps that need a damaged save that a choice needs, ascending.
 
-        Args:
-          tried: where the save is remembered.
-          choice: what could not be restored.
-          error: why not, on this process.
+        ``error`` is why this process could not restore the choice; ``tried`` remembers the save.
         """
         run = self._run
         found = ledger_steps.find_damaged_save(error, run.root.store_path, run.item)
@@ -208,9 +194,7 @@ class RestoreChooser:
     def find_requested(self, requested: int | RecoveryPoint) -> RestoreChoice:
         """Returns the requested step, or the recovery point and a step that it replays onto.
 
-        Raises:
-          StepNotFound: the step or recovery point does not exist; the message names the nearest
-            ones.
+        Raises StepNotFound, which names the nearest ones.
         """
         choice = self.find_existing(requested)
         if choice is None:

@@ -2,8 +2,7 @@
 """Decides whether a state is still the restored one, so that saving its step again saves nothing.
 
 A ``jax.Array`` never changes: the restored object proves that a leaf is unchanged. Other leaves are
-compared bit for bit with the step, which is read again. That happens only if the restored step
-itself is saved.
+compared bit for bit with the step, which is read again only if it is itself saved.
 """
 
 from __future__ import annotations
@@ -30,17 +29,11 @@ _PLACED = (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredState:
-    """The restored state; keeps no array alive.
+    """The restored state; keeps no array alive."""
 
-    Attributes:
-      fields: the arrays of tables and slots.
-      dense: the other leaves.
-      equals: reads the step again and returns whether a state equals it, on every process.
-    """
-
-    fields: tuple[Callable[[], object], ...]
+    fields: tuple[Callable[[], object], ...]  # the arrays of tables and slots
     dense: tuple[Callable[[], object], ...]
-    equals: Callable[[Split], bool]
+    equals: Callable[[Split], bool]  # reads the step again; the same result on every process
 
     @classmethod
     def of(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
@@ -54,13 +47,10 @@ class RestoredState:
     def is_same(
         self, split: Split, coordinator: Coordinator, *, marked: bool, hashed: bool
     ) -> bool:
-        """Returns whether a state is the restored one, alike on every process.
+        """Returns whether a state is the restored one, alike on every process; each must call this.
 
-        Args:
-          split: the state.
-          coordinator: the processes; each must call this.
-          marked: whether rows are marked as touched, so that it is another state.
-          hashed: whether fingerprints prove that no row has changed.
+        If rows are ``marked`` as touched, it is another one; if ``hashed``, fingerprints prove that
+        no row has changed.
         """
         known = not marked and _are(self.dense, jax.tree.leaves(split.dense))
         known = known and (hashed or _are(self.fields, [*_fields_of(split)]))
@@ -76,12 +66,7 @@ def to_compare(split: Split) -> Split:
 
 
 def same_leaves(found: dict[str, PyTree], leaves: dict[str, PyTree]) -> bool:
-    """Returns whether dense leaves are equal bit for bit, on the shards of this process.
-
-    Args:
-      found: nested dicts of the leaves as they were read by ``to_compare``.
-      leaves: nested dicts.
-    """
+    """Returns whether dense leaves, nested dicts, are equal bit for bit on this process."""
     one, two = orbax_dense.by_key(found), orbax_dense.by_key(leaves)
     return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in two)
 

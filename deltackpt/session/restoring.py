@@ -58,12 +58,7 @@ class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
     def __init__(self, run: Run, extra: dict[str, object]):
-        """Reads nothing yet.
-
-        Args:
-          run: the manager's run.
-          extra: handlers of additional items, by name.
-        """
+        """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
         self._run = run
         self._extra = extra
         #: Objects of a bucket's journal that were already reported as damaged.

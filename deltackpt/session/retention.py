@@ -31,25 +31,15 @@ _logger = logging.getLogger(__name__)
 
 
 class StepMetadata(TypedDict, total=False):
-    """The part of Orbax's metadata of a step that policies use.
-
-    Attributes:
-      metrics: the numbers passed to ``save()``.
-      commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
-    """
+    """The part of Orbax's metadata of a step that policies use."""
 
     metrics: dict[str, float] | None
-    commit_timestamp_nsecs: int | None
+    commit_timestamp_nsecs: int | None  # since 1970
 
 
 @dataclasses.dataclass(frozen=True)
 class CommittedStep:
-    """A committed step as policies see it; its metadata is read when a policy accesses it.
-
-    Attributes:
-      step: the training step.
-      read: returns Orbax's metadata of the step.
-    """
+    """A committed step as policies see it; its metadata is read when a policy accesses it."""
 
     step: int
     read: Callable[[], StepMetadata]
@@ -92,15 +82,8 @@ class LatestN:
 def enforce(policy: PreservationPolicy, root: WritableRoot, protected: frozenset[SaveId]) -> None:
     """Removes steps that neither a policy nor a kept step needs, and records the kept steps.
 
-    If the manifest of a step cannot be read, nothing is removed.
-
-    Args:
-      policy: the user's policy, from ``policy_of``.
-      root: directory of the steps.
-      protected: saves that are kept regardless of the policy; ``Lineage.protected``.
-
-    Raises:
-      StorageError: the store reported an error.
+    If the manifest of a step cannot be read, nothing is removed. Saves that are ``protected`` are
+    kept regardless of the policy. Raises StorageError.
     """
     steps = committed_steps(root)
     if isinstance(policy, LatestN):

@@ -45,23 +45,14 @@ _BYTES_A_ROW = 12
 
 
 class RowTracking:
-    """The tracking of one manager; used by one thread at a time.
-
-    Attributes:
-      tracker: hashes the rows; None if a TouchState names them, or nothing does.
-      stopped: whether "auto" gave up hashing because most rows change.
-      hashed_before_restore: whether rows were hashed before a restore: training may go back to its
-        state in memory.
-    """
+    """The tracking of one manager; used by one thread at a time."""
 
     def __init__(self, mode: Tracking, *, dense_blocks: bool = False, may_stop: bool = True):
         """Hashes nothing yet.
 
-        Args:
-          mode: ``DeltaOptions.tracking``.
-          dense_blocks: whether deltas contain blocks of dense leaves, and pay without any table.
-          may_stop: whether "auto" stops hashing if most rows change: not if WAL records need the
-            rows in any case.
+        ``dense_blocks``: deltas contain blocks of dense leaves, and pay without any table.
+        ``may_stop``: "auto" stops hashing if most rows change; not if WAL records need the rows in
+        any case.
         """
         self._mode, self._dense_blocks = mode, dense_blocks
         self._may_stop = may_stop and not dense_blocks
@@ -84,12 +75,7 @@ class RowTracking:
         return "touched" if split.marks or touched is not None else ""
 
     def choose(self, split: Split, touched: TouchState | None) -> Split:
-        """Chooses the tracking for a state, and returns what it needs of the state.
-
-        Args:
-          split: the state.
-          touched: the TouchState passed by the caller.
-        """
+        """Chooses the tracking for a state, and returns what it needs of the state."""
         tracker = self.chosen(split, touched)
         if tracker is None:
             self._left = self.tracker or self._left
@@ -131,15 +117,10 @@ class RowTracking:
         recorded: TrackingName,
         identity: int,
     ) -> None:
-        """Continues from a restored state.
+        """Continues from a restored state, whose manifest has the tracking ``recorded``.
 
-        Args:
-          fields: its tables and slots.
-          layout: their layout.
-          has_touch_state: whether the state contains a TouchState.
-          recorded: the tracking in the step's manifest.
-          identity: for the fingerprints: another one than that of the TouchState that the restore
-            returns, which does not see what these find.
+        The ``identity`` for the fingerprints is another one than that of the TouchState that the
+        restore returns, which does not see what these find.
         """
         if self._mode == "auto":
             if has_touch_state or recorded == "touched" or self.stopped:
@@ -160,14 +141,9 @@ class RowTracking:
         return self.tracker is None or (self._mode == "auto" and recorded != "fingerprints")
 
     def touch_state(self, split: Split, given: TouchState | None) -> TouchState | None:
-        """Returns the TouchState of a save: the one passed, or what hashing finds now.
+        """Returns the TouchState of a save or record: the one passed, or what hashing finds now.
 
-        Args:
-          split: the state.
-          given: passed to ``save`` or ``append``.
-
-        Raises:
-          OptionError: a TouchState is passed although ``tracking="fingerprints"``.
+        Raises OptionError if one is passed although ``tracking="fingerprints"``.
         """
         if self.tracker is None:
             return given
@@ -248,11 +224,7 @@ class WalHooks(Protocol):
         ...
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
-        """Called before a save: compares the appended rows with the stamps.
-
-        Raises:
-          TrackingError: rows were touched that no WAL record contains.
-        """
+        """Called before a save: raises TrackingError if touched rows are in no WAL record."""
         ...
 
     def saved(self) -> None:
@@ -270,10 +242,8 @@ class WalHooks(Protocol):
     def deleted(self, step: SaveId, *, is_needed: bool) -> None:
         """Called on all processes once a step was deleted; no later record may continue from it.
 
-        Args:
-          step: the deleted save.
-          is_needed: whether WAL records were trimmed that no remaining step covers, so that the WAL
-            must end.
+        If it ``is_needed``, WAL records were trimmed that no remaining step covers: the WAL must
+        end.
         """
         ...
 
@@ -355,43 +325,26 @@ def refuse(
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """State shared by the saves and restores of a manager.
-
-    Attributes:
-      options: options of the manager.
-      event_handlers: receivers of events.
-      root: the checkpoint directory, whose lease a trainer holds.
-      item: name of the item with the tables.
-      choice: selects the tables.
-      coordinator: the processes that save and restore together.
-      lineage: the saves of this run.
-      runtime: threads and memory of saves.
-      tracking: how touched rows are found.
-      newest: the newest step: first as process 0 found it, then every committed one.
-      restored: the step that the next save continues from, if it is not the newest one.
-      dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
-      wal: receives the saves.
-      topic: the Kafka topic of the WAL.
-      restored_state: the restored state, and where training continued from it.
-      is_emitting: whether event handlers are being called.
-    """
+    """State shared by the saves and restores of a manager."""
 
     options: ManagerOptions
     event_handlers: tuple[events.EventHandler, ...]
-    root: Steps
-    item: str
+    root: Steps  # the checkpoint directory, whose lease a trainer holds
+    item: str  # name of the item with the tables
     choice: Tables
     coordinator: Coordinator
     lineage: Lineage
     runtime: Runtime
     tracking: RowTracking
-    newest: int | None
+    newest: int | None  # the newest step: first as process 0 found it, then every committed one
+    #: The step that the next save continues from, if it is not the newest one.
     restored: int | None = None
-    dense: DenseKeeper | None = None
+    dense: DenseKeeper | None = None  # for leaves that deltas store as changed blocks
     wal: WalHooks = dataclasses.field(default_factory=NoWal)
-    topic: Topic | None = None
+    topic: Topic | None = None  # of a WAL in Kafka
+    #: The restored state, and where training continued from it.
     restored_state: tuple[object, RestoredState] | None = None
-    is_emitting: bool = False
+    is_emitting: bool = False  # whether event handlers are being called
 
     @classmethod
     def start(
@@ -406,19 +359,8 @@ class Run:
     ) -> Run:
         """Begins a new run on a root, which process 0 opens before the others.
 
-        Every process checks the options before any lease is taken.
-
-        Args:
-          directory: the root, as the user named it.
-          item: name of the item with the tables.
-          choice: selects the tables.
-          options: options of the manager.
-          event_handlers: receivers of events.
-          open_root: opens the directory, for writing on process 0.
-          take_over: called before the directory is opened.
-
-        Raises:
-          OptionError: the options are not valid for this job or directory.
+        Every process checks the options before any lease is taken, and then calls ``take_over``.
+        Raises OptionError if the options are not valid for this job or directory.
         """
         coordinator, what = _coordinator(directory, options), _opening(directory)
         with coordinator.together(what, fatal=True):
@@ -493,12 +435,7 @@ class Run:
         return self.root
 
     def writers(self, temporary: Path, attempt: int) -> StepWriters:
-        """Returns the processes that write a step.
-
-        Args:
-          temporary: the step's temporary directory.
-          attempt: number of the attempt at a save in this run.
-        """
+        """Returns the processes that write an attempt at a step in this run."""
         return StepWriters(
             coordinator=self.coordinator,
             key=f"{self.lineage.run}-{attempt}",
@@ -514,11 +451,7 @@ class Run:
         return self.options.writes.durability == "power"
 
     def check_above(self, step: int) -> None:
-        """Checks that a step may be saved.
-
-        Raises:
-          OptionError: the step is not greater than the newest or the restored one.
-        """
+        """Raises OptionError if a step is not greater than the newest or the restored one."""
         newest = self.newest if self.restored is None else self.restored
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
@@ -541,11 +474,7 @@ class Run:
         )
 
     def roll_back(self, step: int) -> None:
-        """Moves steps later than the restored one aside, once, before the first save.
-
-        Args:
-          step: the step that is about to be saved.
-        """
+        """Moves steps later than the restored one aside, once, before ``step`` is saved first."""
         if self.restored is None:
             return
         # The others list no steps before process 0 has moved them.
@@ -575,9 +504,7 @@ class Run:
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state is the restored one, alike on every process.
 
-        Args:
-          split: the state.
-          touched: what ``RowTracking.touch_state`` returned.
+        ``touched`` is what ``RowTracking.touch_state`` returned.
         """
         if self.restored_state is None or self.restored_state[0] != self._position:
             return False  # Training keeps a state that it had before the last restore.
@@ -601,14 +528,9 @@ class Run:
         *,
         log_message: bool = False,
     ) -> None:
-        """Emits a failure event.
+        """Emits a failure event of what began at ``started``, a ``time.perf_counter()`` value.
 
-        Args:
-          operation: what failed.
-          step: the step, if it concerns one.
-          error: the failure.
-          started: when the operation began, as a ``time.perf_counter()`` value.
-          log_message: whether the error is neither raised nor issued as a warning.
+        ``log_message`` if the error is neither raised nor issued as a warning.
         """
         seconds = time.perf_counter() - started
         process = coordination.process_index()

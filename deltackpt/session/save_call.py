@@ -78,11 +78,7 @@ class Failure:
     cause: Exception
 
     def error(self, taken: Saved | None) -> SaveFailed:
-        """Returns the error to raise from ``cause``.
-
-        Args:
-          taken: the save that was made since then, or None.
-        """
+        """Returns the error to raise from ``cause``; ``taken`` is the save made since then."""
         if isinstance(self.cause, DeltackptError):
             detail = str(self.cause)
         else:
@@ -106,38 +102,23 @@ class Failure:
 
 
 class Done(NamedTuple):
-    """The result of the background half of a committed save.
+    """The result of the background half of a committed save."""
 
-    Attributes:
-      room_secs: how long the save waited for room.
-      committed: when the step became visible.
-      warnings: warnings about other problems.
-    """
-
-    room_secs: float
+    room_secs: float  # how long it waited for room
     committed: Committed
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # about other problems
 
 
 @dataclasses.dataclass(eq=False)
 class InFlight:
-    """The save in flight.
-
-    Attributes:
-      step: the training step.
-      temporary: the directory in which it is written.
-      pending: its tables, or why this process cannot save them.
-      future: future of its background half.
-      started: when ``save()`` was called, as a ``time.perf_counter()`` value.
-      blocked_secs: how long ``save()`` blocked.
-    """
+    """The save in flight."""
 
     step: int
     temporary: Path
-    pending: PendingSave | RefusedSave
+    pending: PendingSave | RefusedSave  # its tables, or why this process cannot save them
     future: Future[Done]
-    started: float
-    blocked_secs: float = 0.0
+    started: float  # when ``save()`` was called, ``time.perf_counter()``
+    blocked_secs: float = 0.0  # how long ``save()`` blocked
 
     @property
     def is_reported(self) -> bool:
@@ -157,15 +138,7 @@ def should_save(
     metrics: Mapping[str, float] | None,
     preempted: Callable[[int], bool],
 ) -> bool:
-    """Returns whether the options select a step; process 0 decides for all processes.
-
-    Args:
-      run: the manager's run.
-      step: the training step.
-      in_flight: the save in flight, if any.
-      metrics: the known metrics of the step.
-      preempted: whether the job will be preempted at a step.
-    """
+    """Returns whether the options select a step; process 0 decides for all processes."""
     policy = run.options.save_decision_policy
     if policy is None:
         return step % (run.options.save_interval_steps or 1) == 0

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves of a manager, one at a time: captured on the training thread, written by a worker.
 
-A save copies the touched rows and the dense leaves, lets the handlers start on additional items,
-and passes everything on as a ``commit.StepTransaction``, which is written and committed in the
-background. The next call reports a background failure once, and still makes its own save.
+The next call reports a background failure once, and still makes its own save.
 """
 
 from __future__ import annotations
@@ -75,13 +73,7 @@ class Saver:
     """Starts saves and waits for them; used by one thread at a time."""
 
     def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
-        """Starts nothing yet.
-
-        Args:
-          run: the manager's run.
-          extra: handlers of additional items, by name.
-          owner: the manager, which is kept alive while a save is in flight.
-        """
+        """Starts nothing yet; ``owner``, the manager, is kept alive while a save is in flight."""
         self._run = run
         self._extra = extra
         self._owner = owner
@@ -114,12 +106,7 @@ class Saver:
     ) -> Saved:
         """Waits for the previous save and starts one; see ``CheckpointManager.save``.
 
-        Args:
-          step: the training step.
-          state: the whole training state.
-          arguments: the other arguments.
-          when_busy: what to do while a save is in flight.
-          started: when the caller started to wait, as a ``time.perf_counter()`` value.
+        ``started`` is when the caller started to wait, as a ``time.perf_counter()`` value.
         """
         run = self._run
         if arguments.items is not None:
@@ -151,18 +138,14 @@ class Saver:
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
         """Returns a state's tables, slots and dense leaves, and its marks unless it hashes rows.
 
-        With ``tracking="auto"`` this decides how touched rows are found.
-
-        Raises:
-          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        With ``tracking="auto"`` this decides how touched rows are found. Raises as ``parts``.
         """
         return self._run.tracking.choose(self.parts(state, touched), touched)
 
     def parts(self, state: PyTree, touched: TouchState | None) -> Split:
         """Returns a state's tables, slots, dense leaves and marks, without side effects.
 
-        Raises:
-          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        Raises UnsupportedLeaf if a leaf cannot be stored, or it or ``touched`` cannot be read.
         """
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
@@ -378,13 +361,11 @@ class Saver:
         return Done(room_secs, committed, tuple(warnings))
 
     def _drop_references(self, planned: StepTransaction) -> None:
-        """Discards the dense leaves of a failed save as references."""
         run, pending = self._run, planned.items[planned.tables]
         if run.dense is not None and isinstance(pending, PendingSave):
             run.dense.references.failed(pending.intent.save_id)
 
     def _keep_references(self, planned: StepTransaction) -> None:
-        """Makes the dense leaves of a committed save the references."""
         run, pending = self._run, planned.items[planned.tables]
         if run.dense is not None and isinstance(pending, PendingSave):
             save_id = pending.intent.save_id
@@ -498,17 +479,10 @@ class Saver:
     # The end of a save.
 
     def wait_finished(self, timeout_secs: float) -> Failure | None:
-        """Waits for the save in flight, if any, and reports it.
+        """Waits for the save in flight, if any, and reports it; returns the failure to raise, once.
 
-        Args:
-          timeout_secs: maximum wait.
-
-        Returns:
-          The failure to raise, once: of this save, or of an earlier one that a restore or read
-          found.
-
-        Raises:
-          WaitTimeout: the save is still running.
+        The failure is of this save, or of an earlier one that a restore or read found. Raises
+        WaitTimeout if the save is still running.
         """
         failure = self._wait_finished(timeout_secs) or self.unreported
         self.unreported = None
@@ -546,11 +520,7 @@ class Saver:
         return None
 
     def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until every save is durable as configured, and reports it.
-
-        Raises:
-          WaitTimeout, FencedError, SaveFailed: as for ``WritableRoot.wait_uploaded``.
-        """
+        """Waits until every save is durable as configured; see ``WritableRoot.wait_uploaded``."""
         if isinstance(root := self._run.root, WritableRoot):
             try:
                 root.wait_uploaded(timeout_secs)
@@ -558,7 +528,6 @@ class Saver:
                 self._emit_root_events()
 
     def _emit_root_events(self) -> None:
-        """Emits the upload events since the last call."""
         if isinstance(root := self._run.root, WritableRoot):
             for event in root.poll_events():
                 if root.emits_events:
@@ -634,7 +603,6 @@ class Saver:
 
 
 def _release(items: Mapping[str, Item]) -> None:
-    """Releases the memory of items that will not be written."""
     for item in items.values():
         if isinstance(item, PendingSave):
             item.abandon()
