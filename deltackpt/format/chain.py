@@ -15,13 +15,8 @@ from deltackpt.format.manifest import Manifest, ParentRef, SaveId, SaveInfo
 def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iterator[SaveInfo]:
     """Yields a save and the parents that a restore needs, newest first, as far as they are found.
 
-    The walk ends at a base. It does not check what it finds, which may be another save than the
-    named one; ``restore_chain`` reports that. No directory is visited twice, so the walk ends.
-
-    Args:
-      target: where to begin.
-      find: returns the save in a parent's directory, or None. It is called after its child was
-        processed.
+    It does not check that ``find`` returns the named save: ``restore_chain`` does. No directory is
+    visited twice, so the walk ends.
     """
     passed: set[str] = set()
     save: SaveInfo | None = target
@@ -36,14 +31,8 @@ def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iter
 def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[SaveInfo, ...]:
     """Returns the saves that restoring ``target`` reads, base first.
 
-    Args:
-      target: the save to restore.
-      by_dir: committed saves by the name of their step directory.
-
-    Raises:
-      BrokenChain: a parent is missing, is another save than the one named, is not older, or a
-        directory holds the save of another step; the message names the step, the save id that was
-        expected, what was found, and the newest step whose chain is whole.
+    ``by_dir`` has the committed saves by step directory. Raises BrokenChain if a parent is missing,
+    is another save than the one named, is not older, or is in the directory of another step.
     """
     chain, problem = _walk(target, by_dir)
     if problem is None:
@@ -70,14 +59,10 @@ def live_set(
     in_flight: Iterable[SaveId] = (),
     compacted: Collection[SaveId] = (),
 ) -> frozenset[SaveId]:
-    """Returns the saves whose step directories must be kept.
+    """Returns the saves whose step directories must be kept: ``keep`` and what their chains need.
 
-    Args:
-      keep: saves that a policy keeps.
-      saves: all committed saves.
-      in_flight: saves not committed yet, and parents that they name or may name.
-      compacted: saves with a compacted base, which need neither their own step directories nor
-        those of their parents.
+    ``in_flight`` are saves that are not committed yet, and parents that they may name. A save in
+    ``compacted`` needs neither its own step directory nor those of its parents.
     """
     kept = frozenset(keep)
     return kept | (_closure(kept, saves, in_flight, compacted) - frozenset(compacted))
@@ -88,24 +73,14 @@ def needed_bases(
     in_flight: Iterable[SaveId],
     compacted: Collection[SaveId],
 ) -> frozenset[SaveId]:
-    """Returns the saves whose compacted bases must be kept, because other chains end there.
-
-    Args:
-      saves: all committed saves.
-      in_flight: saves not committed yet, and parents that they name or may name.
-      compacted: saves with a compacted base.
-    """
+    """Returns the saves whose compacted bases must be kept, because other chains end there."""
     standing = tuple(saves)
     every = frozenset(save.save_id for save in standing)
     return _closure(every, standing, in_flight, compacted) & frozenset(compacted)
 
 
 def check_index(head: Manifest) -> None:
-    """Checks that the manifest of process 0 names the part of every process once.
-
-    Raises:
-      Damaged: a process is missing or named twice.
-    """
+    """Raises Damaged unless the manifest of process 0 names the part of every process once."""
     found = [part.process for part in head.parts] or [0]
     # The number of processes is compared first, since it is unbounded.
     if head.process_count != len(found) or found != list(range(len(found))):
@@ -150,7 +125,6 @@ def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveIn
 
 
 def _own_problem(save: SaveInfo) -> str | None:
-    """The error of a save by itself."""
     if save.step_dir.isdecimal() and int(save.step_dir) != save.save_id.step:
         return (
             f"directory {save.step_dir}: expected a save of step {int(save.step_dir)}, found "

@@ -4,9 +4,7 @@
 Zarr v3 has no core name for bfloat16, the float8 kinds and sub-byte integers; such arrays are
 stored as the unsigned integers of their size, so that any Zarr reader opens them.
 
-A safetensors file is the header's length as 8 little-endian bytes, the header as JSON padded to a
-multiple of 8, then the tensors' bytes in the header's order, without gaps. The safetensors library
-writes whole files from memory; this project streams rows, and checks what it reads.
+The safetensors library writes whole files from memory; this project streams rows.
 """
 
 from __future__ import annotations
@@ -55,11 +53,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def dtype_of(name: str) -> np.dtype:
-    """Returns the dtype for a name in a manifest, such as ``float32`` or ``bfloat16``.
-
-    Raises:
-      OptionError: no such dtype is known.
-    """
+    """Returns the dtype for a name such as ``bfloat16``; raises OptionError if it is not known."""
     if not is_known(name):
         raise OptionError(
             f"dtype {name!r}: expected a numpy or ml_dtypes dtype, found neither; cast the table"
@@ -68,11 +62,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_elements(dtype: str, shape: str) -> np.ndarray | None:
-    """Returns an array without elements, from a dtype's name and comma-separated sizes.
-
-    Returns:
-      The array; None if the strings are invalid.
-    """
+    """Returns an empty array from a dtype and comma-separated sizes; None if they are invalid."""
     sizes = [int(size) for size in shape.split(",") if size.isdecimal() and len(size) < _DIGITS]
     if not is_known(dtype) or 0 not in sizes or len(sizes) != shape.count(",") + 1:
         return None
@@ -135,12 +125,7 @@ _LENGTH_BYTES = 8
 
 
 class SafetensorsTensor(NamedTuple):
-    """One tensor of a file.
-
-    Attributes:
-      dtype: its dtype, one of ``NAMES``.
-      shape: its shape.
-    """
+    """The dtype (one of ``NAMES``) and shape of one tensor of a file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -154,12 +139,7 @@ class SafetensorsTensor(NamedTuple):
 def safetensors_header(
     tensors: Mapping[str, SafetensorsTensor], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the first bytes of a file, before the tensors' bytes.
-
-    Args:
-      tensors: name to tensor, in the order of their bytes.
-      metadata: further entries.
-    """
+    """Returns the first bytes of a file, before the tensors' bytes, which follow in their order."""
     found: dict[str, object] = {METADATA: metadata}
     at = 0
     for name, one in tensors.items():
@@ -175,15 +155,7 @@ def safetensors_header(
 def parsed_safetensors_header(
     data: bytes, shown: str
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Returns the metadata and the tensors of a file, which share its memory.
-
-    Args:
-      data: the whole file.
-      shown: its name in errors.
-
-    Raises:
-      Damaged: it is truncated, or not such a file.
-    """
+    """Returns the metadata and the tensors of a whole file, which share its memory."""
     try:
         start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         found = json.loads(data[_LENGTH_BYTES:start])

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file format of extents, except for their contents: ``docs/reference/format.md``.
 
-The first block describes the division of the file, and is written once. Each extent begins with a
-header block that identifies the piece of the stream that follows. The header has its own checksum;
-its field ``crc32c`` covers the stream up to the end of the piece, so the last piece has that of the
-whole stream.
+The header of an extent has its own checksum; its field ``crc32c`` covers the stream up to the end
+of the piece, so the last piece has that of the whole stream.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ _MOST_SEQUENCE = 1 << 63
 
 
 class ExtentDivision(NamedTuple):
-    """How a file is divided.
-
-    Attributes:
-      extent_bytes: size of each extent with its header; a multiple of ``BLOCK_BYTES``.
-      count: number of extents.
-    """
+    """How a file is divided; extents, with their headers, are multiples of ``BLOCK_BYTES``."""
 
     extent_bytes: int
     count: int
@@ -54,27 +47,15 @@ class ExtentDivision(NamedTuple):
         return BLOCK_BYTES + extent * self.extent_bytes
 
     def extents(self, nbytes: int) -> int:
-        """Returns the number of extents that a stream of ``nbytes`` needs.
-
-        Examples:
-          >>> division = ExtentDivision(8192, 6)
-          >>> [division.extents(nbytes) for nbytes in (0, 4096, 4097)]
-          [1, 1, 2]
-        """
+        """Returns the number of extents that a stream of ``nbytes`` needs; at least 1."""
         return max(1, -(-nbytes // self.payload_bytes))
 
 
 class ExtentHeader(NamedTuple):
-    """The header of an extent.
+    """The header of an extent: piece ``number`` of ``pieces`` of a stream.
 
-    Attributes:
-      sequence: sequence number of the stream, greater than all earlier ones; the newest if the
-        extent is free.
-      number: number of the piece, from 0.
-      pieces: number of pieces; 0 if the extent was freed.
-      nbytes: size of the piece in bytes.
-      crc32c: CRC32C of the stream, from its beginning to the end of the piece.
-      key: key of the stream.
+    ``sequence`` is greater than that of all earlier streams. ``pieces`` is 0 if the extent was
+    freed; then ``sequence`` is the newest. ``crc32c`` covers the stream up to the end of the piece.
     """
 
     sequence: int
@@ -91,16 +72,7 @@ def division_block(division: ExtentDivision) -> bytes:
 
 
 def read_division(block: bytes, name: str) -> ExtentDivision:
-    """Parses the first block of a file.
-
-    Args:
-      block: the block.
-      name: the file's name in errors.
-
-    Raises:
-      Damaged: it is altered, or that of another kind of file.
-      FormatTooNew: a later version of deltackpt wrote it.
-    """
+    """Parses the first block of a file; raises Damaged or FormatTooNew."""
     body = _checked(block)
     action = "move the file away; its contents are lost"
     if body is None or not body.startswith(_HEAD_MAGIC):
@@ -118,11 +90,7 @@ def read_division(block: bytes, name: str) -> ExtentDivision:
 
 
 def header_block(header: ExtentHeader) -> bytes:
-    """Returns the first block of an extent.
-
-    Raises:
-      ValueError: the key is invalid.
-    """
+    """Returns the first block of an extent; raises ValueError if the key is invalid."""
     if header.pieces and not _KEY.fullmatch(header.key):
         raise ValueError(
             f"{header.key!r}: expected a key of 1 to 200 lower-case letters, digits, dots and "

@@ -93,10 +93,9 @@ class BaseRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """One table: the paths of its leaves in the state, and its place in its group.
+    """One table: its position in its group, and field name to the key path of its leaf.
 
-    ``leaves`` maps a field name to the key path of its leaf; a leaf of a field with trailing shape
-    t has shape (rows, *t).
+    A leaf of a field with trailing shape t has shape (rows, *t).
     """
 
     name: str
@@ -118,13 +117,9 @@ class DenseEntry:
 class Layout:
     """Tables, their groups and the dense leaves of one state; equal for equal states.
 
-    Codecs are not part of it: each save plans its own.
-
-    Attributes:
-      groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
-      tables: the tables in the order of their names.
-      dense: every leaf that is neither table nor slot nor TouchState.
-      tracking_paths: paths of TouchStates, which are never saved.
+    Groups are named ``g0``, ``g1``, ... in the order of their first table; tables are in the order
+    of their names. ``dense`` is every leaf that is neither table nor slot nor TouchState. Codecs
+    are not part of the layout: each save plans its own.
     """
 
     groups: tuple[GroupEntry, ...]
@@ -140,8 +135,8 @@ class Layout:
     def has_rows_of(self, other: Layout) -> bool:
         """Returns whether another layout has the same tables and slots, by name.
 
-        The types of the containers around them may differ: a state that was imported as plain
-        dicts is restored into a ``TrainState``.
+        The containers around them may differ: a state imported as plain dicts is restored into a
+        ``TrainState``.
         """
         return self.groups == other.groups and [_table_by_name(table) for table in self.tables] == [
             _table_by_name(table) for table in other.tables
@@ -182,14 +177,10 @@ WHOLE_SHARE = 1 << 32
 class Cover:
     """The region of a group that contains a part's rows, not necessarily all of the region.
 
-    Its size does not grow with the number of tables if a mesh shards all of them alike.
-
-    Attributes:
-      group: the group.
-      tables: ranges of the tables that it has rows of, numbered in the order of their offsets.
-      share: range of rows within each of these tables, from ``share[0]`` to ``share[1]``, in
-        units of ``rows / WHOLE_SHARE``.
-      columns: columns of the fields that are as wide as the table.
+    ``tables`` are ranges of table numbers, in the order of their offsets. ``share`` is the range of
+    rows within each of them, in units of ``rows / WHOLE_SHARE``; ``columns`` are those of fields as
+    wide as the table. The size of a cover does not grow with the number of tables if a mesh shards
+    all of them alike.
     """
 
     group: str
@@ -202,10 +193,7 @@ class Cover:
 class LayerRef:
     """The layer file with the arrays of a part.
 
-    Attributes:
-      nbytes: its length.
-      crc32c: CRC32C of all its bytes but the last four.
-      digest: its last four bytes as a little-endian number, its own checksum.
+    ``digest`` is its last four bytes as a little-endian number; ``crc32c`` covers all bytes before.
     """
 
     nbytes: int
@@ -215,13 +203,9 @@ class LayerRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Process 0's index entry for a part.
+    """Process 0's index entry for a part: the CRC32C of its manifest (0 in its own) and its covers.
 
-    Attributes:
-      process: index of the process.
-      crc32c: CRC32C of the bytes of its manifest; 0 in process 0's own.
-      nbytes: bytes of its arrays, before any compression.
-      covers: regions that contain its rows.
+    ``nbytes`` counts its arrays before any compression.
     """
 
     process: int
@@ -336,10 +320,7 @@ def path_name(path: KeyPath) -> str:
 
 
 def plan_crc32c(record: Manifest) -> int:
-    """Returns the CRC32C of the data that all processes must agree on.
-
-    They are tables, groups, codecs and dense leaves.
-    """
+    """Returns the CRC32C of what all processes must agree on: tables, groups, codecs, leaves."""
     names = ("groups", "tables", "dense", "tracking_paths")
     return google_crc32c.value(records.packed({name: getattr(record, name) for name in names}))
 
@@ -376,10 +357,7 @@ def from_bytes(data: bytes, cls: type[_Record], *, name: str, magic: str = MAGIC
 def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAGIC) -> object:
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
-    Raises:
-      Damaged: the bytes are truncated, altered, not a record of this kind, or invalid.
-      FormatTooNew: a later version wrote it, or it needs a feature unknown here.
-      FormatTooOld: a development version wrote it.
+    Raises Damaged, FormatTooNew or FormatTooOld (a development version wrote it).
     """
     if cls is Manifest:
         record = records.quickly(Manifest, data, name=name, magic=magic, alike=_ALIKE)
@@ -424,11 +402,7 @@ def _check(record: Manifest) -> None:
 
 
 def check_ids(record: Manifest | Outline) -> None:
-    """Checks the identity of the save in a manifest or outline.
-
-    Raises:
-      InvalidRecord: the identity is invalid.
-    """
+    """Raises InvalidRecord if the identity of the save in a manifest or outline is invalid."""
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
         ids.append(("parent.save_id", record.parent.save_id))
@@ -443,11 +417,7 @@ def check_ids(record: Manifest | Outline) -> None:
 
 
 def check_paths(record: Manifest | Layout | EpochHeader) -> None:
-    """Checks the paths of tables and dense leaves in a record.
-
-    Raises:
-      InvalidRecord: a path is invalid.
-    """
+    """Raises InvalidRecord if a path of a table or dense leaf is invalid."""
     for path in key_paths(record):
         require(all(_is_key(*entry) for entry in path), "a key path", path)
 
@@ -481,23 +451,17 @@ class _Size:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The fields of a Segment that determine its size."""
-
     arrays: tuple[_Size, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseSizes:
-    """The fields of DenseBlocks that determine their size."""
-
     segments: tuple[_Sizes, ...]
     complete: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PartSize:
-    """The size in bytes of the arrays of a Part."""
-
     nbytes: int
 
 
@@ -525,15 +489,7 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveInfo:
-    """The fields of a committed save that chain logic needs.
-
-    Attributes:
-      save_id: its identity.
-      kind: base or delta.
-      parent: a delta's parent.
-      step_dir: name of its step directory.
-      nbytes: bytes of its arrays.
-    """
+    """The fields of a committed save that chain logic needs."""
 
     save_id: SaveId
     kind: Kind
@@ -554,15 +510,7 @@ class SaveInfo:
 
 
 def outline(data: bytes, *, name: str) -> Outline | Manifest:
-    """Parses the outline of a save from the bytes of process 0's manifest.
-
-    Args:
-      data: the result of ``to_bytes``.
-      name: the manifest's name in errors.
-
-    Raises:
-      Damaged, FormatTooNew, FormatTooOld: as for ``from_bytes``.
-    """
+    """Parses the outline of a save from process 0's manifest; raises as ``from_bytes`` does."""
     found = records.quickly(Outline, data, name=name, magic=MAGIC, alike=frozenset())
     if found is not None and KNOWN_FEATURES.issuperset(found.features):
         with contextlib.suppress(InvalidRecord, TypeError):
@@ -640,11 +588,6 @@ def table_figures(
 
     A field's bytes are divided among tables in proportion to their rows. Row indices, which all
     fields of a segment share, are not counted.
-
-    Args:
-      groups: groups of the save.
-      tables: tables of the save.
-      segments: segments of one part, or of all.
     """
     found = []
     for group in groups:

@@ -164,10 +164,7 @@ _Where = TypeVar("_Where", bound=_Folder)
 
 
 def is_dense_node(name: str) -> bool:
-    """Returns whether a path in a step is a manifest or node of a process's dense database.
-
-    If nodes have their own folder, they describe everything except the values.
-    """
+    """Returns whether a path in a step is a manifest or node of a process's dense database."""
     return _DENSE_NODE.fullmatch(name) is not None
 
 
@@ -184,8 +181,7 @@ def layer_name(process: int) -> str:
 def is_of_part(name: str) -> bool:
     """Returns whether a path in the item's directory is covered by a process's own records.
 
-    Its digests cover the arrays. Process 0's index covers the files next to them, except the
-    manifest and digests of process 0 itself.
+    Process 0's index covers the files next to the arrays, except process 0's manifest and digests.
     """
     top = name.partition("/")[0]
     return _PART.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
@@ -202,13 +198,9 @@ def step_number(name: str) -> int | None:
 
 
 def as_step(step: SupportsIndex) -> int:
-    """Returns a caller's step as a plain int.
+    """Returns a caller's step, such as flax's ``TrainState.step``, as a plain int.
 
-    Args:
-      step: an int, or an integer scalar of numpy or jax, such as flax's ``TrainState.step``.
-
-    Raises:
-      OptionError: it is not an integer, or is out of range.
+    Raises OptionError if it is not an integer scalar from 0 to ``LAST_STEP``.
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)
@@ -279,13 +271,7 @@ def parse_segment_name(name: str) -> SegmentId | None:
 
 
 class PieceRange(NamedTuple):
-    """A piece of a segment in a bucket.
-
-    Attributes:
-      start: its offset in the segment.
-      end: offset of the next piece.
-      step: step of the last record in it, or of the record that it is a part of.
-    """
+    """A piece of a segment in a bucket: its offsets, and the step of its last (partial) record."""
 
     start: int
     end: int
@@ -317,22 +303,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
-    """Returns the path that a name refers to: itself, or the only one that ends with it.
+    """Returns the path that a name refers to: itself, or the only one that ends with ``/name``.
 
-    Args:
-      name: a '/'-joined path, or the last steps of one: ``users`` for ``params/tables/users``.
-      names: the paths.
-      error: type of the error for an ambiguous name.
-
-    Returns:
-      The path; the name itself if no path ends with it.
-
-    Raises:
-      error: several paths end with it; the message lists them.
-
-    Examples:
-      >>> meant("users", ["tables/users", "tables/items"], ValueError)
-      'tables/users'
+    Returns the name itself if no path ends with it; raises ``error`` if several do.
     """
     known = set(names)
     ends = {path for path in known if path.endswith(f"/{name}")}

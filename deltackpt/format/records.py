@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records: dataclasses as checked bytes, and back; limits on their contents. No I/O, no jax.
 
-The bytes of a record are one msgpack map with a CRC32C of its body (see
-``docs/reference/format.md``). Anyone who can write to a directory can write a record with a valid
-checksum, so no value is trusted: each must have the type that the dataclass declares, and integers
-must not be negative.
+Anyone who can write to a directory can write a record with a valid checksum, so no value is
+trusted: each must have the type that the dataclass declares, and integers must not be negative.
 """
 
 from __future__ import annotations
@@ -41,13 +39,7 @@ _Record = TypeVar("_Record")
 
 
 class InvalidRecord(ValueError):
-    """A record with a valid checksum but invalid contents.
-
-    Attributes:
-      expected: what should be there.
-      found: what is there.
-      place: where in the record.
-    """
+    """A record with a valid checksum but invalid contents; ``place`` is where in the record."""
 
     def __init__(self, expected: str, found: object, place: str = ""):
         self.expected = expected
@@ -67,13 +59,9 @@ class InvalidRecord(ValueError):
 
 
 class ValidatedValues:
-    """Values that were checked, by identity.
-
-    ``quickly`` returns the same objects for the same bytes.
-    """
+    """Values that were checked, by identity: ``quickly`` makes the same objects of equal bytes."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._known: dict[tuple[int, ...], tuple[object, ...]] = {}
 
     def has(self, *values: object) -> bool:
@@ -99,11 +87,7 @@ def shown(value: object) -> str:
 
 
 def to_bytes(record: object, magic: str) -> bytes:
-    """Encodes a dataclass with its checksum.
-
-    Raises:
-      OptionError: the record is longer than readers accept.
-    """
+    """Encodes a dataclass with its checksum; raises OptionError if readers would not accept it."""
     body = packed(_fields(record) | {_VERSION: FORMAT_VERSION})
     head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
     data = packed(head | {"body": body})
@@ -132,16 +116,9 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
-    """Parses the fields of a record.
+    """Parses the fields of a record of the kind ``magic``; ``name`` names the object in errors.
 
-    Args:
-      data: the result of ``to_bytes``.
-      name: the object's name in errors.
-      magic: the kind of record.
-
-    Raises:
-      Damaged: the bytes are truncated, altered or not a record of this kind.
-      FormatTooNew, FormatTooOld: a later version wrote it, or a development version.
+    Raises Damaged, FormatTooNew, or FormatTooOld (a development version wrote it).
     """
     version, body = _head_of(data, name, magic)
     try:
@@ -171,22 +148,10 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
 def quickly(
     kind: type[_Record], data: bytes, *, name: str, magic: str, alike: frozenset[str]
 ) -> _Record | None:
-    """Like ``built`` of ``fields_of``, for records that share some fields.
+    """Like ``built`` of ``fields_of``, but decodes equal bytes of the fields in ``alike`` once.
 
-    Equal bytes of these fields are decoded once, because all saves of a run have the same tables.
-
-    Args:
-      kind: the dataclass.
-      data: the result of ``to_bytes``.
-      name: the object's name in errors.
-      magic: the kind of record.
-      alike: names of the shared fields; ``a.b`` is the field ``b`` of the map in ``a``.
-
-    Returns:
-      The record; None if anything is unusual, which ``fields_of`` and ``built`` then report.
-
-    Raises:
-      Damaged: as for ``fields_of``.
+    All saves of a run have the same tables. ``a.b`` in ``alike`` is the field ``b`` of the map in
+    ``a``. Returns None if anything is unusual, which ``fields_of`` and ``built`` then report.
     """
     version, body = _head_of(data, name, magic)
     try:
@@ -291,20 +256,12 @@ def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
 
 
 def built(kind: type[_Record], fields: Mapping[str, object]) -> _Record:
-    """Builds the dataclass of a record from its fields; ignores unknown fields.
-
-    Raises:
-      InvalidRecord: a field is missing, or a value is not of the type that is declared.
-    """
+    """Builds a dataclass from its fields, ignoring unknown ones; raises InvalidRecord."""
     return _builder(kind)(fields)
 
 
 def unpacked(data: bytes) -> dict[str, object]:
-    """Decodes a msgpack map, with memory proportional to its bytes.
-
-    Raises:
-      ValueError: the bytes are not a map.
-    """
+    """Decodes a msgpack map with memory proportional to its bytes; raises ValueError."""
     try:
         # Decoding allocates an array before its elements are read. Skipping all elements first
         # proves that they exist.
@@ -322,7 +279,6 @@ def unpacked(data: bytes) -> dict[str, object]:
 
 @functools.cache
 def _builder(kind: object) -> Callable[[object], Any]:
-    """Returns a function that builds values of a type."""
     # Built once per type: a chain of twenty saves has about ten thousand values.
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -497,11 +453,7 @@ _NAME_BYTES = 255
 
 
 def require(holds: bool, expected: str, found: object, place: str = "") -> None:
-    """Checks a property of a record.
-
-    Raises:
-      InvalidRecord: the property is violated.
-    """
+    """Raises InvalidRecord if a property of a record does not hold."""
     if not holds:
         raise InvalidRecord(expected, found, place)
 
@@ -516,21 +468,13 @@ def is_name(name: str) -> bool:
 
 
 def check_save_id(save_id: SaveId, place: str) -> None:
-    """Checks the identity of a save or WAL record.
-
-    Raises:
-      InvalidRecord: the identity is invalid.
-    """
+    """Raises InvalidRecord if the identity of a save or WAL record is invalid."""
     require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
     require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
 
 
 def features_in(fields: Mapping[str, object]) -> list[str]:
-    """Returns the features that a record needs, before its other fields are checked.
-
-    Raises:
-      InvalidRecord: they are not names.
-    """
+    """Returns the features that a record needs, before its other fields are checked."""
     features = fields.get("features", [])
     if type(features) is not list or not all(type(feature) is str for feature in features):
         raise InvalidRecord("names of features", features, "features")
@@ -538,11 +482,7 @@ def features_in(fields: Mapping[str, object]) -> list[str]:
 
 
 def refuse_unknown(features: Iterable[str], known: frozenset[str], name: str) -> None:
-    """Refuses a record that needs features unknown here.
-
-    Raises:
-      FormatTooNew: a later version of deltackpt wrote it.
-    """
+    """Raises FormatTooNew if a record needs features unknown here."""
     if unknown := {*features} - known:
         raise FormatTooNew(
             f"{name}: expected known features, found {sorted(unknown)}; install a newer deltackpt"
@@ -550,11 +490,7 @@ def refuse_unknown(features: Iterable[str], known: frozenset[str], name: str) ->
 
 
 def check_segment(segment: Segment) -> None:
-    """Checks a segment's record on its own.
-
-    Raises:
-      InvalidRecord: the record is invalid.
-    """
+    """Raises InvalidRecord if a segment's record is invalid on its own."""
     require(is_name(segment.name), "the name of a directory", segment.name, "name")
     require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")
     if segment.ranges is not None:

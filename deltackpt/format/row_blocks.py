@@ -52,7 +52,6 @@ class Ranges:
     """Two or more ascending spans of rows, neither overlapping nor adjacent, as one sequence."""
 
     def __init__(self, spans: Sequence[Span]):
-        """See ``rows_of``, which makes them."""
         self.spans = tuple(spans)
         lengths = [stop - start for start, stop in self.spans]
         #: Position in the sequence at which each span begins, and the length at the end.
@@ -92,12 +91,7 @@ Rows = range | Ranges | np.ndarray
 
 
 class StoredRows(NamedTuple):
-    """Row indices of a segment or row group.
-
-    Attributes:
-      rows: some consecutive ones of its row indices.
-      first: the position of the first of them along the first axis of its arrays.
-    """
+    """Consecutive row indices of a segment, and the position of the first one in its arrays."""
 
     rows: Rows
     first: int = 0
@@ -134,10 +128,7 @@ def row_slices(rows: Rows, spans: Sequence[Span]) -> list[slice]:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Returns the sorted distinct values (0 or more).
-
-    Faster than ``np.unique`` for some thousand.
-    """
+    """Returns the sorted distinct values (>= 0), faster than ``np.unique`` for some thousand."""
     values = np.sort(values)
     return values[np.diff(values, prepend=-1) > 0]
 
@@ -165,12 +156,10 @@ def spans_of(rows: range | Ranges) -> tuple[Span, ...]:
 
 
 def sorted_spans(held: Sequence[Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the spans of rows in the order of their starts, and how far earlier ones reach.
+    """Returns int64 starts and ends of the spans of rows, by start, and how far earlier ones reach.
 
-    The memory does not depend on the size of the table.
-
-    Returns:
-      Starts and ends, int64 (n,); and (n + 1,) the largest end of all spans before each.
+    The last array, (n + 1,), has the largest end of all spans before each. The memory does not
+    depend on the size of the table.
     """
     found = []
     for rows in held:
@@ -224,16 +213,10 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 class RowBlock:
     """Rows of one group on one shard, in host memory.
 
-    A save copies the training state into these, and a read passes them to the merge.
-
-    Attributes:
-      group: name of the group.
-      rows: sorted unique virtual row indices, length n.
-      columns: range of columns that the block holds of ``values`` and of slots as wide as the
-        table; other fields are whole.
-      fields: field name to its array: ``values`` is (n, columns) in the table's dtype, a slot is
-        (n, columns) or (n, *trailing) in its own. A slot that is ``always`` written travels in a
-        block of its own whose rows are all rows of the shard.
+    ``rows`` are n sorted unique virtual row indices. ``fields`` maps a field to its array:
+    ``values`` is (n, columns), a slot is (n, columns) or (n, *trailing). ``columns`` is the range
+    that the block holds of fields as wide as the table; other fields are whole. A slot that is
+    ``always`` written is in a block of its own, with all rows of the shard.
     """
 
     group: str
@@ -249,12 +232,9 @@ class RowBlock:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedBlock:
-    """A segment's stored arrays; decoding them returns a RowBlock.
+    """A segment's stored arrays, first axis n; decoding them returns a RowBlock.
 
-    Attributes:
-      group, rows, columns: same as in RowBlock.
-      arrays: stored array name to array, first axis n. A field's codec yields one or more arrays,
-        the first named like the field, the others ``<field>.<suffix>``.
+    The first array of a field is named like the field, the others ``<field>.<suffix>``.
     """
 
     group: str
@@ -349,15 +329,9 @@ def array_entry(
     byte_planes: bool = False,
     chunk_rows: int | None = None,
 ) -> ArrayEntry:
-    """Describes an array to be stored; chunks hold whole rows of about ``CHUNK_BYTES``.
+    """Describes an array to be stored, of a core dtype of Zarr v3; only its first axis is split.
 
-    Args:
-      name: name of the array in its segment.
-      shape: its shape; only the first axis is split.
-      dtype: a core dtype of Zarr v3.
-      zstd: whether to compress chunks.
-      byte_planes: whether to compress chunks with their last axis first.
-      chunk_rows: rows per chunk; chosen automatically by default.
+    Chunks have whole rows of about ``CHUNK_BYTES`` if ``chunk_rows`` is None.
     """
     if chunk_rows is None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -382,15 +356,9 @@ def array_entry(
 class Encoding:
     """How one field of a segment was stored, and what that changed.
 
-    Attributes:
-      field: the field.
-      codec: the codec that was used in the end.
-      reason: why this codec was chosen, as text.
-      nbytes: bytes of its stored arrays, checksums and compression included.
-      rows: rows of each table of the group, in the order of their offsets.
-      squared_error: per table, the sum of squares of the decoding error; 0 if lossless.
-      squared_norm: per table, the sum of squares of the rows; 0 if lossless. Rows that are stored
-        next to their codes count in neither.
+    ``nbytes`` includes checksums and compression. ``rows``, ``squared_error`` (of the decoding
+    error) and ``squared_norm`` (of the rows) have one value per table of the group, in the order of
+    their offsets; the sums are 0 if lossless, and exclude rows stored next to their codes.
     """
 
     field: str
@@ -406,12 +374,9 @@ class Encoding:
 class Segment:
     """Rows of one group that a part holds, with the same fields for each.
 
-    ``columns`` is the range of columns that it holds of fields as wide as the tables; other fields
-    are whole.
-
-    Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
-    None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
-    the part's directory under ``name``.
+    ``columns`` is the range of columns of fields as wide as the tables; other fields are whole.
+    ``ranges`` lists the virtual rows as ascending half-open ranges; if it is None, the array
+    ``rows.gaps`` holds them. Segments are stored in the part's directory under ``name``.
     """
 
     name: str
@@ -424,7 +389,7 @@ class Segment:
     encodings: tuple[Encoding, ...] = ()
 
     def spec(self, group: GroupEntry, field: str) -> FieldSpec:
-        """A field's spec as this segment has it: its columns, and the codec that was used."""
+        """Returns a field's spec with this segment's columns and the codec that was used."""
         planned = next(spec for spec in group.fields if spec.name == field)
         used = {encoding.field: encoding.codec for encoding in self.encodings}
         trailing = planned.trailing
@@ -464,15 +429,10 @@ Key = tuple[bool, str]
 class BlockedValue:
     """One value of the dense item.
 
-    Attributes:
-      key: key in Orbax's database, ``NAME/.zarray`` or ``NAME/I.J``; for a file, its path in the
-        item.
-      file: whether it is a file.
-      dtype: dtype of its elements; ``uint8`` for plain values.
-      count: number of elements.
-      group: its dtype if it consists of blocks, otherwise ``plain``.
-      at: its first block in the group. For a plain value, its first byte; None if the value is
-        the same as in the parent.
+    ``key`` is ``NAME/.zarray`` or ``NAME/I.J`` in Orbax's database; for a file, its path in the
+    item. ``count`` is the number of elements. ``group`` is the dtype if the value consists of
+    blocks, otherwise ``plain``, whose dtype is ``uint8``. ``at`` is its first block in the group;
+    for a plain value, its first byte, or None if the value is the same as in the parent.
     """
 
     key: str
@@ -502,13 +462,10 @@ class BlockedValue:
 class DenseBlocks:
     """The dense leaves that one process wrote in a delta, or in a WAL record.
 
-    Attributes:
-      values: every value of the item that it owns, changed or not; keys are unique across
-        processes.
-      segments: the data that changed since the parent. ``group`` is a dtype, or ``plain``;
-        ``fields`` is ``blocks``, whose codec is that of the encoding.
-      complete: whether the segments contain every value without reference, so that no older save
-        is needed; False if that is unknown.
+    ``values`` are all values of the item that it owns, changed or not; keys are unique across
+    processes. ``segments`` hold what changed since the parent: the group is a dtype or ``plain``,
+    the field is ``blocks``. ``complete`` is whether they need no older save; False if that is
+    unknown.
     """
 
     values: tuple[BlockedValue, ...]
@@ -547,14 +504,9 @@ BLOCKED_DTYPES = frozenset(
 
 
 def check(record: DenseBlocks, *, remember: bool = False) -> None:
-    """Checks a record on its own.
+    """Raises InvalidRecord if a record is invalid on its own.
 
-    Args:
-      record: the record.
-      remember: whether other records may have the same tuple of values, which is checked once.
-
-    Raises:
-      InvalidRecord: the record is invalid.
+    ``remember`` says that other records may have the same tuple of values, which is checked once.
     """
     ends, plain_stop = _known_ends_of(record.values) if remember else _ends_of(record.values)
     names: set[str] = set()

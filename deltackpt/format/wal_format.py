@@ -53,12 +53,9 @@ class Continues:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalTopic:
-    """The Kafka topic that holds the records of an epoch: partition p those of process p.
+    """The Kafka topic of an epoch: partition p has the records of process p.
 
-    Attributes:
-      name: its name.
-      cluster: id of its cluster.
-      starts: for each partition, an offset before the first record of the epoch.
+    ``starts`` has, for each partition, an offset before the first record of the epoch.
     """
 
     name: str
@@ -70,17 +67,9 @@ class WalTopic:
 class EpochHeader:
     """Header of a WAL epoch: what the run resumed from, and what it logs.
 
-    Attributes:
-      epoch: number of the epoch.
-      run: id of the run, part of the save ids of its records and steps.
-      process_count: number of logging processes; 0 if the run has no log and only records its fork
-        point.
-      directory: location of the segments, if not next to the header.
-      topic: where the records are instead of segments, if they are in Kafka.
-      base: the step that was restored, or onto which the point was replayed; None for a new run.
-      continues: the restored recovery point; None if a step was restored.
-      groups, tables, dense, tracking_paths: same as in a manifest, for the logged state.
-      features: features that a reader must support.
+    ``process_count`` is 0 if the run has no log and only records its fork point. ``directory`` is
+    the location of the segments if it is not next to the header. ``base`` is the step that was
+    restored, or onto which the point was replayed; ``continues`` is the restored recovery point.
     """
 
     epoch: int
@@ -108,21 +97,12 @@ class EpochHeader:
 
 
 def epoch_header_bytes(head: EpochHeader) -> bytes:
-    """Encodes a head with its checksum."""
+    """Encodes an epoch header with its checksum."""
     return records.to_bytes(head, _MAGIC)
 
 
 def epoch_header_from(data: bytes, *, name: str) -> EpochHeader:
-    """Decodes a head.
-
-    Args:
-      data: the result of ``to_bytes``.
-      name: its name in errors.
-
-    Raises:
-      Damaged: it is altered or invalid.
-      FormatTooNew: a later version wrote it, or it needs a feature unknown here.
-    """
+    """Decodes an epoch header; raises Damaged or FormatTooNew."""
     fields = records.fields_of(data, name=name, magic=_MAGIC)
     try:
         head = records.built(EpochHeader, fields)
@@ -166,16 +146,11 @@ class RecordItem:
 class RecordHead:
     """A record, without its row groups.
 
-    Attributes:
-      part: number of the part of the WAL.
-      part_start: number of the first record of the part.
-      full: whether all dense leaves are in the record.
-      unix_ns: when it was captured, in nanoseconds since 1970.
-      values: values of the dense item, as ``packed_values``; None without dense leaves. They are
-        decoded when they are needed: there may be thousands.
-      against: number of the ``append()`` call whose record holds the previous values of the dense
-        leaves; None if this one has them in full.
-      items: additional items, in the order of their bytes.
+    ``part_start`` is the number of the first record of the part. ``full`` is whether all dense
+    leaves are in the record; if not, ``against`` is the number of the ``append()`` call whose
+    record holds their previous values. ``unix_ns`` is when the record was captured. ``values`` are
+    ``packed_values``, decoded only when they are needed; None without dense leaves. ``items`` are
+    in the order of their bytes.
     """
 
     part: int
@@ -193,18 +168,14 @@ class RecordHead:
 
 
 def record_head_bytes(head: RecordHead) -> bytes:
-    """Encodes a head."""
+    """Encodes a record head."""
     return records.packed(
         {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
     )
 
 
 def record_head_from(data: bytes, *, name: str) -> RecordHead:
-    """Decodes a head, whose bytes are verified.
-
-    Raises:
-      Damaged: it is invalid.
-    """
+    """Decodes a record head, whose bytes are verified; raises Damaged if it is invalid."""
     try:
         return records.built(RecordHead, records.unpacked(data))
     except InvalidRecord as error:
@@ -223,11 +194,7 @@ def packed_values(values: Iterable[BlockedValue]) -> bytes:
 
 @functools.lru_cache(maxsize=16)
 def unpacked_values(data: bytes) -> tuple[BlockedValue, ...]:
-    """Decodes values of a dense item; consecutive records mostly have the same.
-
-    Raises:
-      InvalidRecord: they are invalid.
-    """
+    """Decodes values of a dense item, mostly those of the last call; raises InvalidRecord."""
     try:
         rows = records.unpacked(data).get("values")
     except ValueError as error:
@@ -262,17 +229,7 @@ _MOST_PARTS = 100_000
 
 
 class RecordChunk(NamedTuple):
-    """A chunk of a record.
-
-    Attributes:
-      part: part of the WAL of the process; a new one begins after each failure.
-      epoch: number of the WAL epoch.
-      epoch_crc32c: CRC32C of its header.
-      seq: sequence number of the record.
-      index: index of the chunk in the record.
-      count: number of chunks of the record.
-      data: its bytes.
-    """
+    """Chunk ``index`` of ``count`` of record ``seq``; ``epoch_crc32c`` is that of the header."""
 
     part: int
     epoch: int
@@ -305,16 +262,7 @@ def chunk_from(message: bytes) -> RecordChunk | None:
 def record_chunks(
     record: memoryview, *, part: int, epoch: int, epoch_crc32c: int, seq: int, message_bytes: int
 ) -> Iterator[RecordChunk]:
-    """Yields the chunks of a record, in order.
-
-    Args:
-      record: the bytes of its layer.
-      part: part of the record.
-      epoch: number of the WAL epoch.
-      epoch_crc32c: CRC32C of its header.
-      seq: sequence number of the record.
-      message_bytes: maximum length of a message.
-    """
+    """Yields the chunks of a record's layer, in order; a message has up to ``message_bytes``."""
     nbytes = message_bytes - HEAD_BYTES
     starts = range(0, len(record), nbytes)
     for index, start in enumerate(starts):
