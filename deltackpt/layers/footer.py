@@ -2,8 +2,7 @@
 """Records of a layer file: header, footer and trailer, and their checks. No I/O.
 
 A layer is a header page, chunks, a footer with the manifest, and a trailer at the very end. Offsets
-count from its first byte, so layers can be appended to a file, or embedded in one. Every byte has a
-checksum: the header and the footer their own, all others that of a chunk.
+count from its first byte, so layers can be appended to a file, or embedded in one.
 ``docs/reference/format.md`` specifies the bytes.
 """
 
@@ -77,17 +76,11 @@ Compression = Literal["", "zstd", "planes"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows with the same arrays.
+    """Rows with the same arrays; the name is unique in the layer.
 
-    Attributes:
-      name: unique in the layer.
-      kind: what the rows are.
-      group: the virtual table that the rows belong to.
-      count: number of rows.
-      columns: range of columns that fields as wide as the table have; None for all.
-      ranges: ascending ranges of row indices; None if the array ``rows.gaps`` has them.
-      bounds: first and last row index of each chunk of ``rows.gaps``.
-      codecs: codec of each field.
+    ``group`` is the virtual table of the rows. ``columns`` is the range of columns of fields as
+    wide as the table, None for all. ``ranges`` are ascending; if None, the array ``rows.gaps`` has
+    the row indices, and ``bounds`` the first and last row index of each of its chunks.
     """
 
     name: str
@@ -102,16 +95,10 @@ class RowGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerArray:
-    """A stored array; only its first axis is split into chunks.
+    """A stored array of a core dtype of Zarr v3; only its first axis is split into chunks.
 
-    Attributes:
-      row_group: name of its row group.
-      name: unique in the row group.
-      shape: its shape; not necessarily one element per row of the row group.
-      dtype: a core dtype of Zarr v3.
-      chunk_rows: length of a chunk along the first axis; the last one may be shorter.
-      compression: see ``Compression``.
-      chunks: ``CHUNK`` of each chunk.
+    The first axis need not have one element per row of the row group. The last chunk may be shorter
+    than ``chunk_rows``. ``chunks`` is ``CHUNK`` of each chunk.
     """
 
     row_group: str
@@ -149,45 +136,26 @@ def compression_of(entry: ArrayEntry) -> Compression:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRef:
-    """The WAL epoch whose header describes what all its layers share.
-
-    Attributes:
-      number: number of the epoch.
-      crc32c: CRC32C of the bytes of its header.
-    """
+    """The WAL epoch whose header, of that CRC32C, describes what all its layers share."""
 
     number: int
     crc32c: int
 
     @classmethod
     def of(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
-        """Returns the reference to an epoch.
-
-        Args:
-          head: its header.
-          data: the bytes of the header; None to encode it.
-        """
+        """Returns the reference to an epoch; ``data`` is its encoded header, if that is at hand."""
         data = wal_format.epoch_header_bytes(head) if data is None else data
         return cls(number=head.epoch, crc32c=google_crc32c.value(data))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerManifest:
-    """What a layer holds.
+    """What a layer holds: one process's shard of a save or WAL record.
 
-    Attributes:
-      save_id: the save or WAL record, of which this is one process's shard.
-      parent: the save or record that relative codecs refer to, and that the rows were touched
-        since; None for a base.
-      process: index of the process.
-      process_count: number of processes.
-      sequence: position among the layers of a WAL; 0 for the layer of a step.
-      predecessor: digest of the previous layer; 0 without one.
-      epoch: the WAL epoch of a record; None for the layer of a step.
-      schema: the head of a WAL record, see ``format.wal_format``; empty for a step.
-      row_groups: what the arrays are.
-      arrays: in any order.
-      features: names of features that a reader must know.
+    ``parent`` is the save or record that relative codecs refer to, and that the rows were touched
+    since; None for a base. ``sequence`` is the position among the layers of a WAL, and
+    ``predecessor`` the digest of the previous one; both 0 without one. ``epoch`` and ``schema``
+    (the head of a record, see ``format.wal_format``) are those of WAL records only.
     """
 
     save_id: SaveId
@@ -236,11 +204,8 @@ class Header(NamedTuple):
 class Trailer(NamedTuple):
     """The last bytes of a layer.
 
-    Attributes:
-      version: version of the format.
-      footer: offset of the footer, which ends with the trailer.
-      manifest_bytes: bytes of the manifest, with which the footer begins.
-      digest: CRC32C of the footer up to here, and thereby of the layer.
+    ``footer`` is the offset of the footer, which begins with the manifest and ends with the
+    trailer. ``digest`` is the CRC32C of the footer up to here, and thereby identifies the layer.
     """
 
     version: int
@@ -259,11 +224,7 @@ class Chunk(NamedTuple):
 
 
 def header_of(page: bytes | memoryview, name: str) -> Header | None:
-    """Parses a header page; returns None if it is not one.
-
-    Raises:
-      FormatTooNew: a later version of deltackpt wrote it.
-    """
+    """Parses a header page; returns None if it is not one. Raises FormatTooNew."""
     if bytes(page[: len(_HEADER_MAGIC)]) != _HEADER_MAGIC:
         return None
     (crc,) = _CRC.unpack(page[-CRC_BYTES:])
@@ -294,11 +255,7 @@ def footer_bytes(manifest: LayerManifest, footer: int) -> bytes:
 
 
 def trailer_of(data: bytes | memoryview, nbytes: int, name: str) -> Trailer:
-    """Parses the trailer of a layer of ``nbytes``; its checksum is not verified.
-
-    Raises:
-      Damaged: it is not the trailer of such a layer.
-    """
+    """Parses the trailer of a layer of ``nbytes``; its checksum is not verified. Raises Damaged."""
     shown = f"{name}: footer"
     magic, version, own, footer, manifest_bytes = _TRAILER.unpack(data[: _TRAILER.size])
     (digest,) = _CRC.unpack(data[-CRC_BYTES:])
@@ -317,17 +274,7 @@ def trailer_of(data: bytes | memoryview, nbytes: int, name: str) -> Trailer:
 
 
 def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerManifest:
-    """Parses and verifies a footer.
-
-    Args:
-      trailer: the result of ``trailer_of``.
-      data: the whole footer.
-      name: the layer's name in errors.
-
-    Raises:
-      Damaged: the footer is altered or invalid.
-      FormatTooNew: a later version of deltackpt wrote it.
-    """
+    """Parses and verifies a whole footer; raises Damaged or FormatTooNew."""
     shown = f"{name}: footer"
     found = google_crc32c.value(bytes(data[:-CRC_BYTES]))
     if found != trailer.digest:
@@ -348,8 +295,7 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
 def chunks_of(manifest: LayerManifest, footer: int, name: str) -> list[list[Chunk]]:
     """Returns the chunks of each array of a manifest.
 
-    Raises:
-      Damaged: they do not cover every byte between the header and the footer exactly once.
+    Raises Damaged if they do not cover every byte between header and footer exactly once.
     """
     starts, end = {}, PAGE_BYTES
     for offset, nbytes, _ in sorted(one for array in manifest.arrays for one in array.places):
@@ -366,13 +312,9 @@ def chunks_of(manifest: LayerManifest, footer: int, name: str) -> list[list[Chun
 
 
 def chunk_crc32c(seed: int, offset: int, padding: np.ndarray, data: np.ndarray) -> int:
-    """Returns the checksum of a chunk and the padding before it.
+    """Returns the checksum of a chunk at an offset in the layer, and of the padding before it.
 
-    Args:
-      seed: ``LayerManifest.seed``.
-      offset: the chunk's offset in the layer.
-      padding: the bytes before it, uint8.
-      data: its bytes, contiguous uint8, read-only or not.
+    ``seed`` is ``LayerManifest.seed``; both arrays are contiguous uint8.
     """
     crc = google_crc32c.extend(seed, _OFFSET.pack(offset))
     return crc32c(data, crc32c(padding, crc) if len(padding) else crc)
@@ -390,7 +332,6 @@ def _check_version(version: int, shown: str) -> None:
 
 
 def _check(manifest: LayerManifest) -> None:
-    """Checks a manifest on its own."""
     for place, save_id in (("save_id", manifest.save_id), ("parent", manifest.parent)):
         if save_id is not None:
             check_save_id(save_id, place)

@@ -5,8 +5,6 @@ The planner reads row indices from the newest layer backwards, and skips rows th
 contains. Each row is therefore decoded and written once. Two kinds of rows are merged whole first,
 oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
 raw rows of which at least half are needed.
-
-Blocks of dense leaves may be relative to older ones; see ``reading.stored_dense``.
 """
 
 from __future__ import annotations
@@ -70,15 +68,8 @@ class Source(Protocol):
     ) -> None:
         """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
 
-        Args:
-          segment: a segment of the source.
-          entry: one of its arrays.
-          start: first element.
-          stop: last element + 1.
-          out: (stop - start, *entry.shape[1:]) of the stored dtype.
-
-        Raises:
-          Damaged: the array is missing or altered.
+        ``out`` is (stop - start, *entry.shape[1:]) of the stored dtype. Raises Damaged if the array
+        is missing or altered, as every function does that reads.
         """
         ...
 
@@ -97,19 +88,11 @@ class Layer(Source, Protocol):
         ...
 
     def check(self, segment: Segment) -> None:
-        """Checks that the stored data are long enough; called before memory is allocated for them.
-
-        Raises:
-          Damaged: the stored data are too short.
-        """
+        """Raises Damaged if the stored data are too short; called before memory is allocated."""
         ...
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Returns the row indices in ``[first, stop)`` of a segment without ranges.
-
-        Raises:
-          Damaged: they are missing or altered.
-        """
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
         ...
 
 
@@ -118,20 +101,12 @@ RowIndices = Callable[[Any, Segment, Targets], StoredRows | None]
 
 
 def segment_rows(layer: Layer, segment: Segment) -> Rows:
-    """Returns the rows of a segment, checked against its group.
-
-    Raises:
-      Damaged: row indices are missing or altered.
-    """
+    """Returns the rows of a segment, checked against its group."""
     return rows_within(layer, segment, (0, MOST)).rows
 
 
 def rows_within(layer: Layer, segment: Segment, span: Span) -> StoredRows:
-    """Returns the rows of a segment in a span, checked against its group.
-
-    Raises:
-      Damaged: row indices are missing or altered.
-    """
+    """Returns the rows of a segment in a span, checked against its group."""
     layer.check(segment)
     if segment.ranges is not None:
         rows = row_blocks.rows_of(segment.ranges)
@@ -168,16 +143,9 @@ def plan(
 ) -> Iterator[Iterator[Piece]]:
     """Yields stages of pieces. Merge all pieces of a stage before you merge one of the next.
 
-    The pieces of a stage may be merged at the same time, in any order.
-
-    Args:
-      layers: the layers of each save or WAL record, oldest first.
-      targets: the buffers to fill.
-      indices: returns the row indices of a segment; by default they are read.
-      runtime: reads row indices; by default the caller's thread does.
-
-    Raises:
-      Damaged: row indices are missing or altered.
+    The pieces of a stage may be merged at the same time, in any order. ``layers`` has the layers of
+    each save or WAL record, oldest first. ``indices`` returns the row indices of a segment; the
+    threads of ``runtime`` call it, by default the caller's thread.
     """
     return _Planner(layers, targets, indices, runtime).stages()
 
@@ -200,11 +168,7 @@ class Work(Protocol):
         ...
 
     def run(self, memory: Memory) -> None:
-        """Reads, decodes and merges; ``memory`` is for temporary buffers.
-
-        Raises:
-          Damaged: an array is missing or altered.
-        """
+        """Reads, decodes and merges; ``memory`` is for temporary buffers."""
         ...
 
 
@@ -213,15 +177,9 @@ def run(
     runtime: Runtime,
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
-    """Reads, decodes and merges pieces.
+    """Reads, decodes and merges pieces; ``on_bytes`` receives the stored bytes of each piece.
 
-    Args:
-      stages: the pieces, in stages.
-      runtime: threads, and temporary memory.
-      on_bytes: called with the stored bytes of each merged piece.
-
-    Raises:
-      Damaged: an array is missing or altered. No thread is still running.
+    If it raises Damaged, no thread is still running.
     """
 
     def merge(piece: Work) -> None:
@@ -235,18 +193,12 @@ def run(
 
 
 def _are_small(pieces: Iterable[Work]) -> bool:
-    """Returns whether one thread merges some pieces in less time than several."""
     sizes = [piece.nbytes for piece in pieces]
     return max(sizes, default=0) <= _SMALL_BYTES and sum(sizes) <= _SMALL_TOTAL_BYTES
 
 
 def apply(block: RowBlock, targets: Iterable[Target]) -> None:
-    """Writes the rows of a block into every target that they belong to.
-
-    Args:
-      block: rows of one group.
-      targets: buffers; those of other groups and fields are ignored.
-    """
+    """Writes the rows of a block into every target that they belong to."""
     for target in targets:
         if target.group != block.group or target.field not in block.fields:
             continue
@@ -259,15 +211,9 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> None:
 class Piece:
     """Rows at positions ``[start, stop)`` of one field of a segment.
 
-    Those of a table are within one chunk, and blocks of dense leaves within one target.
-
-    Attributes:
-      field: the field.
-      rows: the virtual rows at these positions.
-      needed: (rows,) bool, those that no newer layer has; None if all are needed.
-      start: first position.
-      stop: last position + 1.
-      targets: the buffers that the rows belong to.
+    Those of a table are within one chunk, and blocks of dense leaves within one target. ``rows``
+    are their virtual rows. ``needed``, (rows,) bool, has those that no newer layer has; None if all
+    are needed.
     """
 
     field: SegmentField
@@ -286,11 +232,7 @@ class Piece:
         )
 
     def run(self, memory: Memory) -> None:
-        """Reads, decodes and merges the piece; ``memory`` is for temporary buffers.
-
-        Raises:
-          Damaged: an array is missing or altered.
-        """
+        """See ``Work``."""
         direct = self._direct_target()
         if not self.field.is_relative:
             self._populate()
@@ -318,11 +260,7 @@ class Piece:
             apply(raw, self.targets)
 
     def load(self) -> list[RowBlock]:
-        """Reads and decodes the piece; a later block overwrites an earlier one.
-
-        Raises:
-          Damaged: an array is missing or altered.
-        """
+        """Reads and decodes the piece; a later block overwrites an earlier one."""
         encoded = self._encoded(self._stored(np.empty), len(self.rows))
         decoded = [codecs.decode_block(one, [self.field.spec]) for one in encoded]
         return [*decoded, *self._read_raw_rows()]
@@ -541,11 +479,7 @@ class SegmentField:
 
     @functools.cached_property
     def raw_positions(self) -> np.ndarray:
-        """The positions in the segment, ascending, of the raw rows.
-
-        Raises:
-          Damaged: the array is missing or altered.
-        """
+        """The positions in the segment, ascending, of the raw rows."""
         entry = self.raw_rows[1]
         out = empty_buffer(entry.shape, np.dtype(entry.dtype))
         self.layer.read_into(self.segment, entry, 0, entry.shape[0], out)
@@ -570,8 +504,6 @@ _Kind = tuple[str, Span, tuple[str, ...]]
 
 
 class _Found(NamedTuple):
-    """A segment of a layer."""
-
     layer: Layer
     segment: Segment
 
@@ -585,13 +517,9 @@ class _Found(NamedTuple):
 
 
 class _SegmentRows(NamedTuple):
-    """A segment with the rows to merge.
+    """The ``held`` rows of a segment of save number ``save``.
 
-    Attributes:
-      save: index of its save.
-      segment: the segment.
-      held: its rows.
-      needed: (rows,) bool, the wanted rows that no newer save has; None if all are.
+    ``needed``, (rows,) bool, has the wanted rows that no newer save has; None if all are.
     """
 
     save: int

@@ -51,9 +51,7 @@ class ByteSource(Protocol):
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         """Fills parts in order with the bytes from ``start`` on: one range of an object store.
 
-        Raises:
-          Damaged: it does not exist, or is shorter.
-          StorageError: reading failed.
+        Raises Damaged if the source does not exist or is shorter, and StorageError.
         """
         ...
 
@@ -88,7 +86,6 @@ class _Memory(NamedTuple):
     run_bytes: int = _FILE_RUN_BYTES
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        """See ``ByteSource``."""
         at = start - self.start
         for part in parts:
             np.frombuffer(part, np.uint8)[:] = self.data[at : at + part.nbytes]
@@ -98,11 +95,7 @@ class _Memory(NamedTuple):
 class LayerReader:
     """A layer whose footer is verified; everything else is verified when it is read.
 
-    Attributes:
-      manifest: what it holds.
-      start: offset of its first byte in the source.
-      nbytes: its length in bytes.
-      digest: CRC32C that identifies its contents.
+    Reading raises StorageError, and Damaged with the name of the part that is altered or missing.
     """
 
     def __init__(
@@ -116,17 +109,8 @@ class LayerReader:
     ):
         """Reads and verifies the footer, usually with one range.
 
-        Args:
-          source: the file or object.
-          nbytes: length of the layer; stores without suffix ranges cannot find its end.
-          start: offset of the layer in the source.
-          digest: expected digest; None if it is not known.
-          name: its name in errors; by default that of the source.
-
-        Raises:
-          Damaged: the footer is missing, truncated, altered or invalid, or of another layer.
-          FormatTooNew: a later version of deltackpt wrote the layer.
-          StorageError: reading failed.
+        ``start`` and ``nbytes`` are the layer's in the source: stores without suffix ranges cannot
+        find its end. ``digest`` is the expected one, if known; ``name`` is the layer's in errors.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
         self._verified: set[Chunk] = set()
@@ -151,12 +135,7 @@ class LayerReader:
         return found
 
     def loaded(self) -> LayerReader:
-        """Returns the same layer in memory, read with one range; chunks are verified as before.
-
-        Raises:
-          Damaged: it is shorter now.
-          StorageError: reading failed.
-        """
+        """Returns the same layer in memory, read with one range; chunks are verified as before."""
         data = np.empty(self.nbytes, np.uint8)
         self._read(0, [data], "chunks")
         return self.at(_Memory(self._name, self.start, data))
@@ -180,12 +159,7 @@ class LayerReader:
         return self._arrays[row_group.name]
 
     def rows(self, row_group: RowGroup, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Returns the row indices in ``[first, stop)``; reads only the chunks around the range.
-
-        Raises:
-          Damaged: the row indices are altered or invalid.
-          StorageError: reading failed.
-        """
+        """Returns the row indices in ``[first, stop)``; reads only the chunks around the range."""
         if row_group.ranges is not None:
             held = StoredRows(rows_of(row_group.ranges))
         else:
@@ -206,19 +180,8 @@ class LayerReader:
     def read_into(self, array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
         """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
 
-        Whole uncompressed chunks are read directly into ``out``. After an error its contents are
-        undefined.
-
-        Args:
-          array: one of ``arrays()``.
-          start: first element.
-          stop: last element + 1.
-          out: (stop - start, *array.shape[1:]) of the stored dtype, contiguous.
-
-        Raises:
-          Damaged: the named chunk is truncated or altered.
-          StorageError: reading failed.
-          OptionError: the range or ``out`` does not fit the array.
+        ``out`` is (stop - start, *array.shape[1:]) of the stored dtype, contiguous; whole
+        uncompressed chunks are read directly into it. After an error its contents are undefined.
         """
         _check_target(array, start, stop, out)
         if not out.nbytes:
@@ -245,22 +208,12 @@ class LayerReader:
                     one.target[:] = data[one.skipped : one.skipped + len(one.target)]
 
     def verify(self) -> None:
-        """Verifies every byte of the layer.
-
-        Raises:
-          Damaged: a byte is altered or missing; the error names the header or the chunk.
-          StorageError: reading failed.
-        """
+        """Verifies every byte of the layer."""
         for error in self.damage():
             raise error
 
     def verify_rest(self, row_groups: Collection[str]) -> None:
-        """Reads and verifies the chunks of some row groups that were not read yet.
-
-        Raises:
-          Damaged: a chunk is altered or missing; the error names it.
-          StorageError: reading failed.
-        """
+        """Reads and verifies the chunks of some row groups that were not read yet."""
         for array in self.manifest.arrays:
             if array.row_group in row_groups:
                 for numbers in self._batches(array, 0, array.chunk_count - 1):
@@ -269,11 +222,7 @@ class LayerReader:
                     self._read_chunks(array, [_Wanted(*one, _room(one[1])) for one in unread])
 
     def damage(self) -> Iterator[Damaged]:
-        """Reads every byte of the layer, and yields what is altered or missing.
-
-        Raises:
-          StorageError: reading failed.
-        """
+        """Reads every byte of the layer, and yields what is altered or missing."""
         page = np.empty(PAGE_BYTES, np.uint8)
         try:
             self._read(0, [page], "header")

@@ -43,14 +43,10 @@ class Target:
 
 
 def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
-    """Returns all fields of some tables, each with a half-open range of rows.
+    """Returns all fields of some tables, each with a half-open range of rows; None is all rows.
 
-    Args:
-      target: the layout of the step.
-      rows: table name, or the end of exactly one name, to the range; None for all rows.
-
-    Raises:
-      TemplateMismatch: the table does not exist, or has fewer rows.
+    A table may be named by the end of its name, if only one ends so. Raises TemplateMismatch if it
+    does not exist or has fewer rows.
     """
     tables = {table.name: table for table in target.tables}
     groups = target.group_by_name
@@ -78,14 +74,9 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
 def empty_buffers(
     target: Layout, wanted: Wanted | None = None
 ) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
-    """Allocates buffers for the wanted parts of a step: table name to field name to box to array.
+    """Allocates buffers for the wanted parts of a step, by default all, and targets for them.
 
-    Args:
-      target: the layout of the step.
-      wanted: the wanted parts; by default every table and slot in full.
-
-    Returns:
-      The arrays, and targets of ``fill`` for them.
+    The buffers are by table name, field name and box.
     """
     if wanted is None:
         wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
@@ -109,12 +100,7 @@ def empty_buffers(
 def targets_of(
     buffers: Mapping[str, Mapping[str, Mapping[Box, np.ndarray]]], target: Layout
 ) -> Targets:
-    """Returns some buffers as targets.
-
-    Args:
-      buffers: table name to field name to box to array.
-      target: the layout of the step.
-    """
+    """Returns buffers, by table name, field name and box, as targets."""
     groups, found = target.group_by_name, []
     for table in target.tables:
         held = buffers.get(table.name, {})
@@ -136,14 +122,12 @@ def targets_of(
 
 
 class Targets:
-    """The buffers that a restore fills, by group, field and rows."""
+    """The buffers that a restore fills, by group, field and rows.
+
+    The rows of the targets of one field are the same or disjoint: a grid splits them.
+    """
 
     def __init__(self, targets: Sequence[Target]):
-        """Sorts them.
-
-        Args:
-          targets: a grid splits boxes of one field: their rows are the same or disjoint.
-        """
         self.all = tuple(targets)
         #: Numbers of rows of a save's groups to the covers of the targets, by group.
         self._covers: dict[tuple[int, ...], dict[str, Cover]] = {}
@@ -171,9 +155,7 @@ class Targets:
     def touch(self, stored: Manifest, cover: Cover) -> bool:
         """Returns whether a shard may contain any wanted row, from its cover alone.
 
-        Args:
-          stored: the save's manifest; its tables may have fewer rows than the target layout.
-          cover: the shard's cover.
+        The tables of ``stored`` may have fewer rows than the target layout.
         """
         rows = tuple(group.rows for group in stored.groups)
         if rows not in self._covers:
@@ -187,7 +169,6 @@ class Targets:
         )
 
     def _covers_in(self, stored: Manifest) -> dict[str, Cover]:
-        """Returns the cover of the targets in the tables of a save, by group."""
         found = {}
         for group in stored.groups:
             targets = [one for one in self.all if one.group == group.name]

@@ -2,10 +2,9 @@
 """Writes layers: arrays are gathered in buffers, which are written while others are filled.
 
 Several threads write long arrays directly from their aligned memory: a copy and a second pass for
-the checksum would cost as much CPU time as gathering the rows. Several threads may write arrays of
-one layer; their chunks then alternate in the file. A layer that fits into one buffer is a single
-write: handing it to another thread costs more than it saves. The header of a longer layer is
-written last.
+the checksum would cost as much CPU time as gathering the rows. Chunks of arrays that are written at
+the same time alternate in the file. A layer that fits into one buffer is a single write: handing it
+to another thread costs more than it saves. The header of a longer layer is written last.
 """
 
 from __future__ import annotations
@@ -73,13 +72,10 @@ _IN_PLACE_BYTES, _PIECE_BYTES = 1 << 20, 4 << 20
 
 
 class WrittenLayer(NamedTuple):
-    """A layer that was written.
+    """A layer that was written, in bytes ``[start, stop)`` of the file.
 
-    Attributes:
-      start: offset of its first byte in the file.
-      stop: offset of its last byte + 1.
-      digest: its last four bytes as a number, which the next layer names as its predecessor.
-      crc32c: CRC32C of all its bytes but the last four; 0 if it was not calculated.
+    ``digest`` is its last four bytes as a number, which the next layer names as its predecessor.
+    ``crc32c`` covers all bytes before; 0 if it was not calculated.
     """
 
     start: int
@@ -120,17 +116,11 @@ class LayerFile:
         buffer_bytes: int = 6 << 20,
         checksum: bool = True,
     ):
-        """Writes nothing yet.
+        """Writes nothing yet; the caller closes ``file``.
 
-        Args:
-          file: a new file, which the caller closes.
-          runtime: provides the buffers, and writes them.
-          fsync: whether layers must survive a power cut.
-          sequence: sequence number of the first layer.
-          predecessor: digest of the layer that it continues; 0 without one.
-          chunk_bytes: length of an uncompressed chunk, if rows are not longer.
-          buffer_bytes: length of a buffer. Layers up to this length are a single write.
-          checksum: whether to calculate ``WrittenLayer.crc32c``.
+        ``sequence`` is that of the first layer, which continues the layer with the digest
+        ``predecessor``. Layers of up to ``buffer_bytes`` are a single write. ``checksum`` is
+        whether to calculate ``WrittenLayer.crc32c``.
         """
         self.file, self._runtime, self._fsync = file, runtime, fsync
         self._sequence, self._predecessor = sequence, predecessor
@@ -141,11 +131,8 @@ class LayerFile:
     def begin_layer(self, manifest: LayerManifest) -> OpenLayer:
         """Begins a layer; finish or abandon it before the next call.
 
-        Args:
-          manifest: only the save id and the process are used.
-
-        Raises:
-          StorageError: an earlier write failed.
+        Only the save id and the process of the manifest are used. Raises StorageError if an earlier
+        write failed.
         """
         self._check()
         self._has_failed = True
@@ -154,8 +141,7 @@ class LayerFile:
     def sync(self) -> None:
         """Makes all layers durable, unless the file was created with ``fsync=False``.
 
-        Raises:
-          StorageError: flushing failed; layers since the last call may be lost.
+        If it raises StorageError, layers since the last call may be lost.
         """
         self._check()
         if self._is_durable:
@@ -192,7 +178,7 @@ class OpenLayer:
     """
 
     def __init__(self, file: LayerFile, seed: int):
-        """Created by ``LayerFile.begin_layer``; ``seed`` is that of checksums."""
+        """Called by ``LayerFile.begin_layer``; ``seed`` is that of checksums."""
         self._file, self._seed = file, seed
         self._runtime, self._start = file._runtime, file.nbytes
         self._lock = threading.Lock()
@@ -211,9 +197,7 @@ class OpenLayer:
     def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
         """Writes the row indices of a row group, unless ``ranges_of`` describes them.
 
-        Raises:
-          StorageError: writing failed.
-          OptionError: row indices are not ascending.
+        Raises OptionError if they are not ascending.
         """
         if ranges_of(rows) is not None:
             return None
@@ -234,26 +218,16 @@ class OpenLayer:
         *,
         check: bool = False,
     ) -> ArrayWriter:
-        """Begins an array that is written piece by piece.
+        """Begins an array of a core dtype of Zarr v3 that is written piece by piece.
 
-        Args:
-          row_group: name of its row group.
-          name: unique in its row group.
-          shape: its shape.
-          dtype: a core dtype of Zarr v3.
-          compression: how to compress its chunks.
-          check: whether others might change the pieces while they are copied, which is detected.
+        ``check`` detects that the pieces change while they are copied.
         """
         return ArrayWriter(self, self._begun(row_group, name, shape, dtype, compression), check)
 
     def finish(self, manifest: LayerManifest) -> WrittenLayer:
         """Writes the rest of the layer; it is durable after ``LayerFile.sync``.
 
-        Args:
-          manifest: without sequence number, predecessor, arrays and bounds of row groups.
-
-        Raises:
-          StorageError: writing failed.
+        ``manifest`` has no sequence number, predecessor, arrays nor bounds of row groups.
         """
         try:
             written = self._finish(manifest)
@@ -509,7 +483,6 @@ class ArrayWriter:
     """Writes an array of a layer piece by piece; used by one thread."""
 
     def __init__(self, layer: OpenLayer, array: _Array, check: bool):
-        """Created by ``OpenLayer.array``."""
         self._layer, self._array, self._check = layer, array, check
         self._done = 0
         #: The first rows of the next chunk, if a piece ended within it.
@@ -519,8 +492,7 @@ class ArrayWriter:
     def write(self, rows: np.ndarray) -> None:
         """Appends rows, (n, *trailing); their memory may be reused when this returns.
 
-        Raises:
-          StorageError: writing failed, or the rows changed while they were copied.
+        Raises StorageError if the rows changed while they were copied.
         """
         array, crc = self._array, 0 if self._check else None
         given = rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
@@ -648,20 +620,7 @@ class LayerShard:
         process: int,
         process_count: int,
     ):
-        """Creates the file.
-
-        Args:
-          item_dir: directory of the item, in the step's temporary directory.
-          save_id: id of the save.
-          parent: id of its parent.
-          batch: fsyncs the file, and keeps its digest.
-          runtime: provides the buffers, and writes them.
-          process: index of this process.
-          process_count: number of processes.
-
-        Raises:
-          StorageError: the file cannot be created.
-        """
+        """Creates the file in the item's directory; ``batch`` fsyncs it and keeps its digest."""
         self._batch = batch
         self._manifest = LayerManifest(
             save_id=save_id, parent=parent, process=process, process_count=process_count
@@ -680,14 +639,7 @@ class LayerShard:
         return LayerSegmentSink(self._layer, segment)
 
     def finish(self, segments: Sequence[Segment]) -> LayerRef:
-        """Writes the rest of the file; the caller then fsyncs the batch.
-
-        Args:
-          segments: all segments, whose arrays were written.
-
-        Raises:
-          StorageError: writing failed.
-        """
+        """Writes the rest of the file; the caller then fsyncs the batch."""
         manifest = dataclasses.replace(
             self._manifest, row_groups=tuple(map(row_group_of, segments))
         )
