@@ -32,13 +32,7 @@ _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 def check_head(head: Manifest, name: str) -> None:
     """Checks what the manifest of process 0 claims about the save as a whole.
 
-    Args:
-      head: the manifest.
-      name: its name in errors.
-
-    Raises:
-      Damaged: no valid save has this manifest.
-      FormatTooNew: it uses codecs that this version does not know.
+    Raises Damaged if no valid save has this manifest, and FormatTooNew if a codec is not known.
     """
     try:
         require(head.process == 0, "the manifest of process 0", head.process, "process")
@@ -54,16 +48,7 @@ def check_head(head: Manifest, name: str) -> None:
 
 
 def check_part(record: Manifest, head: Manifest, name: str) -> None:
-    """Checks what a manifest claims about its process's shard.
-
-    Args:
-      record: the manifest.
-      head: the manifest of process 0, whose groups all processes share.
-      name: its name in errors.
-
-    Raises:
-      Damaged, FormatTooNew: as for ``check_head``.
-    """
+    """Checks a manifest of a process's shard against process 0's; raises as ``check_head`` does."""
     groups = head.group_by_name
     tables = collections.Counter(table.group for table in head.tables)
     for segment in record.segments:
@@ -73,16 +58,9 @@ def check_part(record: Manifest, head: Manifest, name: str) -> None:
 def check_segment(
     segment: Segment, groups: Mapping[str, GroupEntry], tables: Mapping[str, int] | None, name: str
 ) -> None:
-    """Checks what a record claims about a segment against the groups.
+    """Checks a segment of a shard or WAL record against the groups; raises as ``check_head`` does.
 
-    Args:
-      segment: a segment of a shard or of a WAL record.
-      groups: groups by name.
-      tables: group name to its number of tables; None if the segment has no statistics per table.
-      name: the record's name in errors.
-
-    Raises:
-      Damaged, FormatTooNew: as for ``check_head``.
+    ``tables`` has each group's number of tables; None if the segment has no statistics per table.
     """
     try:
         require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
@@ -98,15 +76,7 @@ def check_segment(
 
 
 def check_tables(head: Manifest | EpochHeader, name: str) -> None:
-    """Checks what a record claims about groups and tables.
-
-    Args:
-      head: the record.
-      name: its name in errors.
-
-    Raises:
-      Damaged, FormatTooNew: as for ``check_head``.
-    """
+    """Checks what a record claims about groups and tables; raises as ``check_head`` does."""
     try:
         if not _sound.has(head.groups, head.tables):
             _check_groups(head, name)
@@ -117,16 +87,9 @@ def check_tables(head: Manifest | EpochHeader, name: str) -> None:
 
 
 def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], name: str) -> None:
-    """Checks the files of an array's chunks against what the manifest claims about the array.
+    """Raises Damaged if the lengths of an array's chunk files do not fit the manifest's claims.
 
-    Args:
-      entry: the array.
-      chunk_bytes: uncompressed size in bytes of one of its chunks, including the checksum.
-      lengths: lengths of the files that the digests name.
-      name: its name in errors.
-
-    Raises:
-      Damaged: the files are not the array's chunks, or are too short.
+    ``chunk_bytes`` is the uncompressed size of a chunk, including the checksum.
     """
     count = -(-entry.shape[0] // entry.chunk_rows)
     if len(lengths) != count:
@@ -136,17 +99,7 @@ def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], 
 
 
 def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> None:
-    """Checks that the file of a chunk is long enough for its contents.
-
-    Args:
-      entry: the array.
-      chunk_bytes: uncompressed size in bytes of one of its chunks, including the checksum.
-      length: length of the file.
-      name: its name in errors.
-
-    Raises:
-      Damaged: it is too short.
-    """
+    """Raises Damaged if the file of a chunk is too short for its contents."""
     if not entry.compressed and length != chunk_bytes:
         raise Damaged(name, f"{chunk_bytes} bytes", f"{length} bytes")
     if entry.compressed and length * MOST_ZSTD_RATIO < chunk_bytes:
@@ -156,12 +109,7 @@ def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> 
 def check_paths(target: Layout, name: str) -> None:
     """Checks that key paths form one tree of bounded size, if nothing else is known.
 
-    Args:
-      target: the layout whose leaves are placed at their key paths.
-      name: its name in errors.
-
-    Raises:
-      Damaged: a leaf is inside another leaf, or lists would consist mostly of holes.
+    Raises Damaged if a leaf is inside another one, or lists would consist mostly of holes.
     """
     paths = set(manifest.key_paths(target))
     lengths: dict[KeyPath, int] = {}

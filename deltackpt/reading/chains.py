@@ -66,17 +66,9 @@ def read_chain(
 ) -> tuple[StoredSave, ...]:
     """Returns the saves that restoring a step reads, base first.
 
-    Args:
-      step_dir: the step.
-      item: name of our item in it.
-      compacted: whether a compacted base may replace saves. One with a damaged manifest is skipped,
-        with a warning, if those saves still exist.
-      unusable: names of the steps whose compacted bases are skipped.
-
-    Raises:
-      StepNotFound, ForeignDirectory, Damaged: as for ``read_save``.
-      BrokenChain: a parent is missing or is another save than the one named.
-      StepGone: the step was removed at the same time.
+    A compacted base may replace saves, unless ``compacted`` is False or its step is ``unusable``;
+    one with a damaged manifest is skipped, with a warning, if those saves still exist. Raises as
+    ``read_save`` does, BrokenChain, and StepGone if the step was removed at the same time.
     """
     step_dir = store_path(step_dir)
     with detect_removal(step_dir):
@@ -101,17 +93,10 @@ def _among(bases: Collection[str]) -> Callable[[StorePath], bool]:
 
 
 def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
-    """Reads a chain; if it cannot be read, reads another one to the same step.
+    """Reads a chain; if that fails, calls ``read`` with another chain to the same step.
 
     A damaged compacted base is skipped if what it replaced still exists. A chain that compaction
     and retention replaced at the same time is read through its new base.
-
-    Args:
-      saves: a chain of ``read_chain``, or the end of one.
-      read: reads a chain as a whole; called again with another one.
-
-    Raises:
-      RestoreError: the error of ``read`` for the last chain.
     """
     unusable: set[StorePath] = set()
     for _ in range(_MOST_CHAINS):
@@ -136,7 +121,6 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
 def _other_chain(
     saves: Sequence[StoredSave], unusable: set[StorePath]
 ) -> tuple[StoredSave, ...] | None:
-    """Returns another chain to the same save, or None."""
     target = saves[-1]
     try:
         found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
@@ -225,14 +209,10 @@ def _walked_with(
 def since(newest: StoredSave, held: SaveId, layout: Layout) -> list[StoredSave] | None:
     """Returns the saves after a held one, oldest first; None if they do not descend from it.
 
-    Only descendants of the held save can be applied. A delta against an earlier save contains every
-    row touched since, unless training rolled back in memory; held rows may then be from the
-    discarded steps. If parents do not match, reading the whole chain reports it.
-
-    Args:
-      newest: the save to reach.
-      held: id of the held save.
-      layout: its tables and dense leaves.
+    Only descendants of the held save, which has ``layout``, can be applied. A delta against an
+    earlier save contains every row touched since, unless training rolled back in memory; held rows
+    may then be from the discarded steps. If parents do not match, reading the whole chain reports
+    it.
     """
     if newest.info.save_id == held:
         return []

@@ -45,17 +45,10 @@ def after(
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues | None:
-    """Returns the dense leaves after further saves; None if one has them in Orbax's item.
+    """Returns the dense leaves after further saves, oldest first; None if one has Orbax's item.
 
-    Args:
-      before: the leaves before the first of the saves.
-      newer: the saves, oldest first.
-      wanted: which values to read: those of ``before``, and new ones.
-      room: allocates the values that change.
-      on_bytes: called with the lengths of what is read.
-
-    Raises:
-      Damaged: an object is missing or altered.
+    ``before`` are the leaves before the first of the saves. ``room`` allocates the values that
+    change; ``on_bytes`` receives the lengths of what is read.
     """
     item = StoredItem(newer, on_bytes=on_bytes)
     if item.base is not None:
@@ -77,18 +70,9 @@ def at_record(
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
-    """Returns the dense leaves of one process at a WAL record.
+    """Returns the dense leaves of one process at a WAL record; see ``after``.
 
-    Args:
-      record: the record.
-      records: the process's records, by attempt.
-      known: the leaves at earlier records, to continue from.
-      wanted: as for ``after``.
-      room: as for ``after``.
-      on_bytes: as for ``after``.
-
-    Raises:
-      Damaged: a record, or one that it is relative to, is missing or altered.
+    ``records`` are the process's records by attempt; ``known`` the leaves at earlier ones.
     """
     layers, before, at = [], None, record
     while at is not None and before is None and at.dense is not None:
@@ -108,17 +92,10 @@ def at_point(
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
-    """Returns the dense leaves of a recovery point, of all processes.
+    """Returns the dense leaves of a recovery point, of all processes; raises DamagedWal.
 
-    Args:
-      plan: the replay plan to the recovery point.
-      known: the leaves at the records of an earlier call with the same ``wanted``; replaced.
-      wanted: as for ``after``.
-      room: as for ``after``.
-      on_bytes: as for ``after``.
-
-    Raises:
-      DamagedWal: the leaves are missing or altered.
+    ``known`` are the leaves at the records of an earlier call with the same ``wanted``; they are
+    replaced by those of this call.
     """
     found: KnownStates = {}
     for process, record in plan.last_records.items():

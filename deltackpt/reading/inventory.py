@@ -27,13 +27,10 @@ _CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 class Inventory:
     """What the records of a save claim about its files.
 
-    Attributes:
-      files: digest of each file that a record names, including the records themselves, by POSIX
-        path below the save's directory.
-      records: the readable manifests, that of process 0 first.
-      damage: records that are missing, altered, or inconsistent. Files that they name are not in
-        ``files``.
-      scope: path prefix; if no record is damaged, every file with this prefix must be in ``files``.
+    ``files`` has the digest of each file that a record names, and of the records, by path below the
+    save's directory. ``records`` are the readable manifests, process 0's first. ``damage`` are
+    missing, altered or inconsistent records, whose files are not in ``files``. If there are none,
+    every file whose path begins with ``scope`` must be in ``files``.
     """
 
     files: dict[str, Digest]
@@ -49,35 +46,20 @@ def read_inventory(
     shown: str | None = None,
     unreadable: bool = False,
 ) -> Inventory:
-    """Reads the records of a step, or of a compacted base: manifests and digests.
+    """Reads the manifests and digests of a step, or of a compacted base (``compacted/<step>``).
 
-    Args:
-      step_dir: the step, or the directory ``compacted/<step>``.
-      item: name of deltackpt's item in it.
-      shown: the directory's name in errors; its own name by default.
-      unreadable: whether an unreadable record counts as damage; otherwise the error is raised.
-
-    Raises:
-      StorageError: a record exists but cannot be read.
+    ``shown`` is the directory's name in errors. An ``unreadable`` record counts as damage;
+    otherwise it raises StorageError.
     """
     at = store_path(step_dir)
     return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
 
 
 def every_digest(folder: StorePath, item: str, *, base: bool = False) -> dict[str, Digest]:
-    """Returns digests of all files of a step, or of a compacted base, by their paths below it.
+    """Returns digests of all files of a step, or of ``compacted/<step>/<item>``, by path below it.
 
-    Files that no record names are read to compute their digest, e.g. if another manager committed
-    the step.
-
-    Args:
-      folder: the step, or ``compacted/<step>/<item>``.
-      item: name of deltackpt's item.
-      base: whether the directory is that of a compacted base.
-
-    Raises:
-      Damaged: a record is missing or altered.
-      StorageError: a record cannot be read.
+    Files that no record names, as in a step that another manager committed, are read to compute
+    their digest. Raises Damaged if a record is missing or altered.
     """
     shown = f"{naming.COMPACTED}/{folder.parent.name}/{item}" if base else None
     found = read_inventory(folder.parent if base else folder, item, shown=shown)
@@ -96,14 +78,7 @@ def every_digest(folder: StorePath, item: str, *, base: bool = False) -> dict[st
 def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
     """Returns digests of the files of a step that only one process's staging directory has.
 
-    Args:
-      folder: the step, or the process's part of it.
-      item: name of deltackpt's item.
-      process: index of a process other than 0, which has all files that describe the step.
-
-    Raises:
-      Damaged: a record of the part is missing or altered.
-      StorageError: a record cannot be read.
+    The process is not 0, which has all files that describe the step.
     """
     own = folder / item / naming.manifest_name(process)
     step = folder / naming.step_digests_name(process)
@@ -115,8 +90,6 @@ def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
 
 
 class _Inventory:
-    """An inventory under construction."""
-
     def __init__(self, step_dir: StorePath, item: str, shown: str, unreadable: bool):
         self._dir = step_dir
         self._item = item
@@ -247,15 +220,7 @@ def _digest_of(layer: LayerRef) -> Digest:
 
 
 def verify_step(step_dir: StorePath | Path, item: str = naming.EMBEDDINGS_ITEM) -> list[Damaged]:
-    """Re-reads a whole step: its records, and every file that they name.
-
-    Args:
-      step_dir: the step.
-      item: name of deltackpt's item in it.
-
-    Returns:
-      The damage found.
-    """
+    """Re-reads a whole step, its records and every file that they name; returns the damage."""
     found = read_inventory(step_dir, item)
     return [*found.damage, *digests.check_files(step_dir, found.files)]
 

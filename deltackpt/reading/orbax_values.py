@@ -47,12 +47,7 @@ def ignore_range(key: Key, start: int, stop: int) -> None:
 
 
 class OrbaxValues:
-    """Values and files of an item.
-
-    Attributes:
-      name: its name in errors.
-      bytes_read: bytes of values, and of other data that was verified with them.
-    """
+    """Values and files of an item; everything that is read is verified and raises Damaged."""
 
     def __init__(
         self,
@@ -62,10 +57,7 @@ class OrbaxValues:
     ):
         """Reads nothing yet.
 
-        Args:
-          item_dir: directory of the item.
-          expected: digests of its files, by their paths below it; None if nothing covers them.
-          name: how errors name it; that of the step and its own by default.
+        ``expected`` returns the digests of the item's files; None if nothing covers them.
         """
         self.name = item_dir.shown(2) if name is None else name
         self.bytes_read = 0
@@ -75,15 +67,13 @@ class OrbaxValues:
 
     @property
     def at(self) -> StorePath:
-        """Returns its path."""
+        """The item's path."""
         return self._item_dir
 
     def at_copy(self, item_dir: StorePath, *, verify: bool) -> OrbaxValues:
         """Returns the values of a copy of the item, which errors name as this one.
 
-        Args:
-          item_dir: directory of the copy.
-          verify: whether to compare its files with the digests of this one.
+        ``verify`` compares its files with the digests of this one.
         """
         return OrbaxValues(item_dir, self._read_digests if verify else None, self.name)
 
@@ -101,11 +91,7 @@ class OrbaxValues:
         return None if found is None else found.nbytes
 
     def read(self, keys: Collection[Key]) -> dict[Key, memoryview]:
-        """Returns the values of some keys, in their own memory; missing ones are omitted.
-
-        Raises:
-          Damaged: as for ``fill``.
-        """
+        """Returns the values of some keys, in their own memory; missing ones are omitted."""
         into: dict[Key, np.ndarray] = {}
         found: dict[Key, memoryview] = {}
         present = set(self._files)
@@ -121,16 +107,8 @@ class OrbaxValues:
         """Reads values into their destination, and verifies everything that they depend on.
 
         If only descriptions of arrays are read, which are in the database's nodes, only the
-        checksums of the nodes are verified: they are used only for planning. Everything read is
-        verified with the nodes.
-
-        Args:
-          into: (bytes,) uint8, for each wanted value.
-          on_filled: called with each range of a value that was read and summed; from several
-            threads.
-
-        Raises:
-          Damaged: a value is missing, or of another length; a file is missing or altered.
+        checksums of the nodes are verified: they are used only for planning. Several threads call
+        ``on_filled`` with each range of a value that was read and summed.
         """
         placed: dict[str, list[_WantedValue]] = {}
         for (file, key), out in into.items():
@@ -157,11 +135,7 @@ class OrbaxValues:
         self._sound |= {file for file, reader in readers.items() if reader.whole}
 
     def check_rest(self) -> None:
-        """Verifies the database files that were not read, if digests name them.
-
-        Raises:
-          Damaged: a file is missing or altered.
-        """
+        """Verifies the database files that were not read, if digests name them."""
         known = self._expected or {}
         seen = self._sound.union(self._files)
         rest = {name: digest for name, digest in known.items() if name not in seen}
@@ -196,7 +170,6 @@ class OrbaxValues:
         return [name for name in found if not name.startswith(_OF_DATABASE)]
 
     def _listed(self, name: str, shown: str) -> Digest:
-        """The digest of a file."""
         assert self._expected is not None
         if (found := self._expected.get(name)) is None:
             raise Damaged(shown, "a file listed in the digests", "an unlisted file")
@@ -226,13 +199,9 @@ class OrbaxValues:
 
 
 def key_impls(array_metadatas: Mapping[str, Any]) -> dict[str, str]:
-    """Returns PRNG implementations of typed keys, by array name, from Orbax's metadata file.
+    """Returns PRNG implementations of typed keys by array name, from Orbax's array metadata.
 
-    Args:
-      array_metadatas: JSON contents of the file.
-
-    Raises:
-      KeyError, TypeError, AttributeError: the contents are not valid array metadata.
+    Raises KeyError, TypeError or AttributeError if the metadata are invalid.
     """
     found = {}
     for entry in array_metadatas["array_metadatas"]:
@@ -262,9 +231,7 @@ class _FileSpan(NamedTuple):
 class _FileReader:
     """Reads the wanted parts of a file; reads all of a file that has a digest.
 
-    Attributes:
-      pieces: the parts to read.
-      whole: whether they are all of a file that has a digest.
+    ``whole`` is whether ``pieces`` are all of a file that has a digest.
     """
 
     whole = True
@@ -276,7 +243,6 @@ class _FileReader:
         expected: Digest | None,
         values: Sequence[_WantedValue],
     ):
-        """Reads nothing yet."""
         self._at = at
         self._shown = shown
         self._expected = expected
@@ -284,11 +250,7 @@ class _FileReader:
         self.pieces = [*self._pieces(values)]
 
     def read(self, piece: _FileSpan, on_filled: OnFilled) -> tuple[int, bytes]:
-        """Reads a piece; see ``OrbaxValues.fill``.
-
-        Returns:
-          The CRC32C of its bytes; and the bytes if they belong to the file's tail.
-        """
+        """Reads a piece; returns the CRC32C of its bytes, and the bytes if they are of the tail."""
         value = piece.value
         if value is None:
             out = np.empty(piece.stop - piece.start, np.uint8)
@@ -306,14 +268,7 @@ class _FileReader:
         return found
 
     def check(self, sums: Sequence[tuple[int, bytes]]) -> None:
-        """Compares what was read with the digest.
-
-        Args:
-          sums: what ``read`` returned of each piece.
-
-        Raises:
-          Damaged: it is another file.
-        """
+        """Compares what ``read`` returned for each piece with the digest."""
         if self._expected is None:
             return
         crc, tail = 0, b""
@@ -366,7 +321,6 @@ class _BlockReader:
         values: Sequence[_WantedValue],
         nodes: Sequence[Extent],
     ):
-        """Reads nothing yet."""
         self._at, self._shown, self._expected = at, shown, expected
         self._body = expected.length - TAIL_BYTES
         self._sums = np.frombuffer(expected.blocks, "<u4")
@@ -421,11 +375,7 @@ class _BlockReader:
 
 
 def of_save(save: StoredSave) -> OrbaxValues:
-    """Returns the dense item of a save.
-
-    Raises:
-      Damaged, ForeignDirectory: as for ``check_dense``.
-    """
+    """Returns the dense item of a save; raises as ``check_dense`` does."""
     check_dense(save)
     if naming.DENSE_ITEM in save.head.digests:
         expected = functools.partial(_digests_in, save)

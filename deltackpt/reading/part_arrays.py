@@ -25,18 +25,14 @@ from deltackpt.storage.store import StorePath
 
 
 class PartArrays(Protocol):
-    """The stored arrays of a part; every read is verified."""
+    """The stored arrays of a part; every read is verified, and raises Damaged."""
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of an array in errors."""
         ...
 
     def check(self, segment: Segment) -> None:
-        """Checks that the stored bytes are long enough for the arrays of a segment.
-
-        Raises:
-          Damaged: they are too short; the message names the array.
-        """
+        """Raises Damaged if the stored bytes are too short for the arrays of a segment."""
         ...
 
     def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
@@ -52,21 +48,13 @@ class PartArrays(Protocol):
         ...
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Returns the row indices in ``[first, stop)`` of a segment without ranges.
-
-        Raises:
-          Damaged: they are missing or altered.
-        """
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
         ...
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
-        """Reads elements ``[start, stop)`` of an array's first axis.
-
-        Raises:
-          Damaged: the array is missing or altered.
-        """
+        """Reads elements ``[start, stop)`` of an array's first axis."""
         ...
 
     def files_of(self, segment: Segment) -> dict[str, int]:
@@ -78,17 +66,11 @@ class ZarrArrays:
     """One Zarr array in files of its own for each array; see ``PartArrays``."""
 
     def __init__(self, item_dir: StorePath, record: Manifest):
-        """Reads nothing yet.
-
-        Args:
-          item_dir: directory of the item.
-          record: manifest of the part.
-        """
         self._item_dir, self._record = item_dir, record
 
     @functools.cached_property
     def _digests(self) -> dict[str, dict[str, Digest]]:
-        """Returns the directory of each array below the item's to its chunks' paths and digests."""
+        """Directory of each array below the item's to its chunks' paths and digests."""
         found: dict[str, dict[str, Digest]] = {}
         known = digests.read_item_digests(self._item_dir, self._record)
         for name in known.files:
@@ -98,7 +80,6 @@ class ZarrArrays:
 
     @functools.cached_property
     def _sums(self) -> dict[str, dict[str, ChunkSums]]:
-        """Returns the directory of each array below the item's to its chunks' checksums."""
         return {
             array: {name: ChunkSums(one.tail, one.blocks) for name, one in chunks.items()}
             for array, chunks in self._digests.items()
@@ -179,26 +160,14 @@ class LayerArrays:
     """A layer; see ``PartArrays``."""
 
     def __init__(self, opened: Callable[[], LayerReader], *, name: str, file: str):
-        """Reads nothing yet.
-
-        Args:
-          opened: returns the layer.
-          name: its name in errors.
-          file: path of its file below the item's folder; empty in the WAL.
-        """
+        """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL."""
         self._opened, self._name, self._file = opened, name, file
         #: Row groups that agree with the record.
         self._checked: dict[str, RowGroup] = {}
 
     @classmethod
     def of(cls, item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerArrays:
-        """Returns the arrays of a delta's part.
-
-        Args:
-          item_dir: directory of the item.
-          record: manifest of the part.
-          ref: the layer, from the manifest.
-        """
+        """Returns the arrays of a delta's part, whose manifest names the layer."""
         file = naming.layer_name(record.process)
         source = StoredBytes(item_dir / file)
         opened = functools.partial(_layer_of, source, record.save_id, ref)
@@ -206,11 +175,7 @@ class LayerArrays:
 
     @functools.cached_property
     def layer(self) -> LayerReader:
-        """Returns the layer.
-
-        Raises:
-          Damaged: its footer is missing, altered, or that of another save.
-        """
+        """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
         return self._opened()
 
     def files_of(self, segment: Segment) -> dict[str, int]:
@@ -285,13 +250,7 @@ class LayerArrays:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``.
-
-    Attributes:
-      arrays: its stored arrays.
-      segments: the segments of its tables.
-      groups: the groups of the save or the WAL epoch by name.
-    """
+    """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``."""
 
     arrays: PartArrays
     segments: tuple[Segment, ...]
@@ -326,23 +285,14 @@ class Shard:
 
 
 def is_of_dense_segment(object_name: str) -> bool:
-    """Returns whether an error names a part of a segment of dense leaves.
-
-    Args:
-      object_name: name in the error, without the path of the item.
-    """
+    """Returns whether a name in an error, without the item's path, is of a dense segment."""
     inside, _, row_group = object_name.partition(": ")
     found = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
     return any(name.startswith(row_blocks.SEGMENTS) for name in found)
 
 
 def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
-    """Returns the stored arrays of a part.
-
-    Args:
-      item_dir: directory of the item.
-      record: manifest of the part.
-    """
+    """Returns the stored arrays of a part."""
     if record.layer is None:
         return ZarrArrays(item_dir, record)
     return LayerArrays.of(item_dir, record, record.layer)

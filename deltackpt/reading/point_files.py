@@ -29,10 +29,8 @@ _ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
 class RecordedState(NamedTuple):
     """A full recovery point without its tables.
 
-    Attributes:
-      dense: its dense leaves.
-      items: its additional items, by process and name.
-      rows: table name to the rows of all records since its step, wanted or not, int64 ascending.
+    ``items`` are its additional items, by process and name. ``rows`` are those of all records since
+    its step, wanted or not, by table: int64, ascending.
     """
 
     dense: DenseValues
@@ -40,24 +38,12 @@ class RecordedState(NamedTuple):
     rows: Mapping[str, np.ndarray]
 
     def items_for(self, process: int, count: int) -> dict[str, object]:
-        """Returns the items for a process: its own, if the number of processes has not changed.
-
-        Otherwise, returns the items of process 0.
-
-        Args:
-          process: index of the process.
-          count: number of processes.
-        """
+        """Returns the items for a process: its own, or process 0's if the count has changed."""
         return dict(self.items[process if count == len(self.items) else 0])
 
 
 def to_files(state: RecordedState, layout: Layout) -> dict[str, bytes | memoryview]:
-    """Returns the files of a recovery point, by their names.
-
-    Args:
-      state: the recovery point.
-      layout: its tables.
-    """
+    """Returns the files of a recovery point, by their names."""
     dense = state.dense
     found: dict[str, bytes | memoryview] = {
         **{name_of(key): data for key, data in dense.values.items()},
@@ -78,15 +64,7 @@ def to_files(state: RecordedState, layout: Layout) -> dict[str, bytes | memoryvi
 
 
 def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> RecordedState:
-    """Returns the argument of ``to_files``.
-
-    Args:
-      files: the bytes of each file; they must stay valid as long as the result exists.
-      layout: the tables of the point.
-
-    Raises:
-      Damaged: a file is missing or too short.
-    """
+    """Returns the argument of ``to_files``, which shares the memory of the files."""
     rows = {}
     for table in layout.tables:
         name = _ROWS + table.name
@@ -110,11 +88,9 @@ def name_of(key: str, *, file: bool = False) -> str:
 
 
 def dense_of(files: Mapping[str, np.ndarray], folder: str = "") -> DenseValues:
-    """Returns the dense leaves among some files.
+    """Returns the dense leaves among some files, whose memory they share.
 
-    Args:
-      files: the bytes of each file; they must stay valid as long as the result exists.
-      folder: prefix of their names: ``STEP`` for a delta.
+    ``folder`` is a prefix of their names: ``STEP`` for a delta.
     """
     return DenseValues(_below(files, folder + _VALUES), _below(files, folder + _FILES))
 

@@ -38,7 +38,6 @@ class ProgressMeter:
     """Counts bytes read, for the progress callback; threads may add at once."""
 
     def __init__(self, progress: Progress | None, total: int = 0):
-        """Expects ``total`` bytes at first."""
         self.done = 0
         self._total = total
         self._progress = progress
@@ -69,19 +68,11 @@ _ROW_INDICES_BYTES = 256 << 20
 class RestoredTables:
     """Merged tables and slots.
 
-    Attributes:
-      buffers: table name to field name to box to array in host memory, (rows, *trailing) of the
-        box.
-      placed: the results of ``place``, if requested.
-      layout: tables and groups of the step.
-      chain: the saves that were read, base first.
-      bytes_read: bytes of the stored arrays that were read.
-      seconds: wall time of reading and merging.
-      source: where the rows were read from.
-      files: contents of the step's other files, by POSIX path below the step, if the source holds
-        them; for a recovery point, named as in ``point_files``.
-      point: whether the buffers are at the requested recovery point. If not, all records up to it
-        must still be replayed; some may have been applied already.
+    ``buffers`` are by table name, field name and box: (rows, *trailing) of the box, in host memory;
+    ``placed`` is the result of ``place``, if requested. ``files`` are the contents of the step's
+    other files by path, if the source holds them; for a recovery point, named as in
+    ``point_files``. ``point`` is whether the buffers are at the requested recovery point. If not,
+    all records up to it must still be replayed; some may have been applied already.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -113,22 +104,11 @@ def restore_tables(
     plan: ReplayPlan | None = None,
     seen: SeenRows | None = None,
 ) -> RestoredTables:
-    """Reads and merges the wanted parts of a chain, from the shards that contain them.
+    """Reads and merges the wanted parts of a chain, by default every table and slot.
 
-    If the chain cannot be read, ``chains.read_whole`` tries another chain to the same step.
-
-    Args:
-      saves: a chain of ``read_chain``.
-      wanted: what to restore; by default every table and slot as a whole.
-      progress: called as bytes are read.
-      plan: WAL records to replay onto the step; none by default.
-      seen: receives the rows of the records.
-
-    Raises:
-      Damaged: an object is missing or altered; the message names it.
-      DamagedWal: a record is missing or altered; the message names it.
-      StepGone: a step of the chain was removed at the same time.
-      TemplateMismatch: a wanted table or box does not exist.
+    ``plan`` has WAL records to replay onto the step, and ``seen`` receives their rows. If the chain
+    cannot be read, ``chains.read_whole`` tries another one. Raises Damaged, DamagedWal, StepGone,
+    and TemplateMismatch if a wanted table or box does not exist.
     """
     restored = functools.partial(_restored, wanted=wanted, progress=progress, plan=plan, seen=seen)
     return read_whole(saves, restored)
@@ -157,11 +137,7 @@ def _restored(
 
 
 def check_keys(restored: RestoredTables) -> None:
-    """Checks that ids are unique in the rows that this process has of each key column.
-
-    Raises:
-      DamagedKeys: an id has two rows; the message names the table, the id and both rows.
-    """
+    """Raises DamagedKeys if an id has two rows among those that this process has of a key."""
     groups, step = restored.layout.group_by_name, restored.chain[-1].save_id.step
     for table in restored.layout.tables:
         key = groups[table.group].key
@@ -179,14 +155,7 @@ def check_keys(restored: RestoredTables) -> None:
 
 
 def verify_keys(saves: Sequence[StoredSave]) -> None:
-    """Reads the key columns of a step, and checks that ids are unique.
-
-    Args:
-      saves: a chain of ``read_chain``.
-
-    Raises:
-      DamagedKeys, Damaged, StepGone: as for ``check_keys`` and ``restore_tables``.
-    """
+    """Reads the key columns of a step, and checks that ids are unique."""
     groups = saves[-1].layout.group_by_name
     wanted = {
         table.name: {key.name: [Box((0, table.rows), (0, width(key.trailing)))]}
@@ -208,28 +177,12 @@ def fill(
     runtime: Runtime | None = None,
     over_parent: bool = False,
 ) -> int:
-    """Reads and merges saves and WAL records into buffers.
+    """Reads and merges saves and WAL records into buffers; returns the stored bytes that were read.
 
-    If their row indices need much memory, only some layers are merged at a time, the oldest first.
-    After an error, the contents of the buffers are undefined.
-
-    Args:
-      saves: a chain of ``read_chain``, or the end of one; none if ``over_parent``.
-      targets: the buffers.
-      progress: called as bytes are read.
-      records: the records above the saves; all their rows are verified, wanted or not.
-      seen: receives the rows of the records, wanted or not.
-      indices: returns the row indices of segments; by default they are read.
-      runtime: threads and temporary memory; by default those of this call.
-      over_parent: whether the buffers contain the parent of the first save or record.
-
-    Returns:
-      How many bytes of stored arrays were read.
-
-    Raises:
-      Damaged: an object is missing or altered; the message names it.
-      DamagedWal: a record is missing or altered; the message names it.
-      StepGone: a step of the chain was removed at the same time.
+    ``saves`` are a chain of ``read_chain`` or the end of one; none if ``over_parent``: the buffers
+    then contain the parent of the first save or record. All rows of ``records`` are verified and
+    reported to ``seen``, wanted or not. If row indices need much memory, only some layers are
+    merged at a time, the oldest first. After an error, the contents of the buffers are undefined.
     """
     if records:
         indices = wal_rows.all_rows(seen, indices)
@@ -303,15 +256,9 @@ def layers_of(
     targets: Targets,
     runtime: Runtime | None = None,
 ) -> list[list[StoredPart]]:
-    """Returns the shards of each save that may have wanted rows.
+    """Returns the shards of each save, oldest first, that may have wanted rows.
 
-    Args:
-      saves: saves, oldest first.
-      targets: the wanted rows.
-      runtime: reads the manifests of large saves; by default the caller's thread does.
-
-    Raises:
-      Damaged: a manifest is missing or altered.
+    ``runtime`` reads the manifests of large saves; by default the caller's thread does.
     """
     coming = [
         None
@@ -336,16 +283,6 @@ def check_covered(
     """Checks that a save contains each wanted row exactly once, unless its parent's tables have it.
 
     These are all rows of a base; for a delta, the rows by which tables have grown.
-
-    Args:
-      save: the save.
-      shards: its shards.
-      targets: the wanted rows.
-      indices: as for ``fill``.
-      parent: the parent of a delta; None for a base.
-
-    Raises:
-      Damaged: a row is missing or contained twice.
     """
     before = {} if parent is None else {one.name: one.rows for one in parent.head.groups}
     new = {one.name: (before.get(one.name, 0), one.rows) for one in save.head.groups}

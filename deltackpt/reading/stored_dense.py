@@ -70,10 +70,8 @@ def uncounted(nbytes: int) -> None:
 class DenseValues(NamedTuple):
     """The dense leaves of a step or recovery point, decoded; the ``Base`` of what follows it.
 
-    Attributes:
-      values: the values of Orbax's database by key.
-      files: the files beside it, by their paths in the item.
-      dtypes: dtypes of the values that layers contain, ``uint8`` for plain ones.
+    ``values`` are those of Orbax's database, and ``files`` the files beside it. ``dtypes`` are
+    those of the values that layers contain, ``uint8`` for plain ones.
     """
 
     values: Mapping[str, memoryview]
@@ -109,15 +107,11 @@ class Base(Protocol):
         ...
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
-        """Reads and verifies values, directly into their destination.
+        """Reads and verifies values, directly into their destination: (bytes,) uint8.
 
-        Args:
-          into: destination of each wanted value, (bytes,) uint8.
-          on_filled: may be called with each range of bytes that was read, once, from several
-            threads and before the range is verified. The callee may modify it afterwards.
-
-        Raises:
-          Damaged: a value is missing, altered, or has another length.
+        Several threads may call ``on_filled``, once with each range of bytes that was read, before
+        it is verified. The callee may modify the range afterwards. Raises Damaged if a value is
+        missing, altered, or has another length.
         """
         ...
 
@@ -140,11 +134,7 @@ def new_memory(value: BlockedValue) -> np.ndarray:
 class DenseShard:
     """The dense leaves that one process wrote in a step or a WAL record.
 
-    Attributes:
-      arrays: the arrays of its layer.
-      record: its values and segments.
-      name: its name in errors.
-      on_bytes: called with the lengths of what is read.
+    ``on_bytes`` receives the lengths of what is read.
     """
 
     arrays: LayerArrays
@@ -153,7 +143,7 @@ class DenseShard:
     on_bytes: OnBytes = uncounted
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """Returns the name of a stored array in errors."""
+        """See ``layers.merge.Source``."""
         return self.arrays.name_of(segment, entry)
 
     def read_into(
@@ -165,11 +155,7 @@ class DenseShard:
         self.arrays.read_into(segment, entry, start, stop, out)
 
     def rows(self, segment: Segment) -> Rows:
-        """Returns the indices of the blocks of a segment in its group, ascending.
-
-        Raises:
-          Damaged: the indices are missing or altered.
-        """
+        """Returns the indices of the blocks of a segment in its group, ascending."""
         if segment.ranges is not None:
             rows = row_blocks.rows_of(segment.ranges)
         else:
@@ -185,11 +171,7 @@ class DenseShard:
         return rows
 
     def codec_of(self, segment: Segment) -> block_codecs.BlockCodec:
-        """Returns the codec of a segment's blocks.
-
-        Raises:
-          Damaged: the codec is unknown.
-        """
+        """Returns the codec of a segment's blocks; raises Damaged if it is unknown."""
         used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
         try:
             [codec] = used
@@ -198,11 +180,7 @@ class DenseShard:
             raise Damaged(self.name, f"a codec of {segment.name}", f"{used}") from error
 
     def field_of(self, segment: Segment) -> SegmentField:
-        """Returns the blocks of a segment, which has the arrays of its codec.
-
-        Raises:
-          Damaged: it lacks an array, or its codec is unknown.
-        """
+        """Returns the blocks of a segment; raises Damaged if an array of its codec is missing."""
         codec, entries = self.codec_of(segment), {entry.name: entry for entry in segment.arrays}
         if not codec.accepts_dtype(segment.group):
             expected = f"a codec of {segment.group} for {segment.name}"
@@ -221,11 +199,7 @@ class DenseShard:
 
     @functools.cached_property
     def plain_bytes(self) -> np.ndarray:
-        """Returns the bytes of all its plain values, (n,) uint8; it has some.
-
-        Raises:
-          Damaged: they are missing or altered.
-        """
+        """The bytes of all its plain values, (n,) uint8; it has some."""
         [segment] = [segment for segment in self.record.segments if segment.group == PLAIN]
         [entry] = segment.arrays
         out = host_memory.empty_buffer((segment.count,), np.dtype(np.uint8))
@@ -241,20 +215,12 @@ def of_step(
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
-    """Returns the dense item of the last save of a chain.
+    """Returns the dense item of the last save of a chain, read with ``chains.read_whole``.
 
-    If the chain cannot be read, another chain to the same step is tried: see ``chains.read_whole``.
-
-    Args:
-      saves: a chain, as returned by ``read_chain``.
-      wanted: whether to read the value of a key of the database; files are always read.
-      item_of: returns Orbax's item of a base; callers that read a step repeatedly cache it.
-      room: allocates the values of blocks; values of a base have their own memory.
-      on_bytes: called with the length of each chunk, or of each value of the base, as it is read.
-
-    Raises:
-      Damaged: an object is missing or altered; the message names it.
-      StepGone: a step of the chain was removed concurrently.
+    ``wanted`` is whether to read the value of a key of the database; files are always read.
+    ``item_of`` returns Orbax's item of a base; callers that read a step repeatedly cache it.
+    ``room`` allocates the values of blocks; values of a base have their own memory. ``on_bytes``
+    receives the length of each chunk, or of each value of the base, as it is read.
     """
 
     def read(saves: Sequence[StoredSave]) -> DenseValues:
@@ -266,11 +232,10 @@ def of_step(
 class StoredItem:
     """The dense item of a step, read on demand.
 
-    Attributes:
-      shards: the dense leaves in the layers of each delta, newest first; empty if the step has
-        Orbax's item.
-      base: Orbax's item below them; None if no older save is needed, or if the chain has no base.
-      fresh: whether what is read has no other owner, and may be kept and changed.
+    ``shards`` are the dense leaves in the layers of each delta, newest first; empty if the step has
+    Orbax's item. ``base`` is Orbax's item below them; None if no older save is needed, or if the
+    chain has no base. ``fresh`` is whether what is read has no other owner, and may be kept and
+    changed.
     """
 
     fresh = True
@@ -283,17 +248,7 @@ class StoredItem:
         room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
     ):
-        """Reads only manifests.
-
-        Args:
-          saves: a chain, as returned by ``read_chain``.
-          item_of: as for ``of_step``.
-          room: as for ``of_step``.
-          on_bytes: as for ``of_step``.
-
-        Raises:
-          Damaged: a manifest is missing or altered.
-        """
+        """Reads only the manifests of a chain of ``read_chain``; see ``of_step``."""
         self.shards: list[list[DenseShard]] = []
         self.base: BaseItem | None = None
         for save in reversed(saves):
@@ -308,32 +263,21 @@ class StoredItem:
 
     @functools.cached_property
     def outline(self) -> DenseValues:
-        """Returns all files, and the metadata of the arrays.
-
-        Raises:
-          Damaged: an object is missing or altered.
-        """
+        """All files, and the metadata of the arrays."""
         return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
     @functools.cached_property
     def missing(self) -> Mapping[Key, BlockedValue]:
-        """Returns the values that the deltas do not complete; reads only records and row indices.
-
-        Raises:
-          Damaged: an object is missing or altered.
-        """
+        """The values that the deltas do not complete; reads only records and row indices."""
         if not self.shards:
             return {}
         return DensePlan.sized(self.shards, self._name, lambda key: True, self.base).missing
 
     def check(self) -> None:
-        """Checks that the chain has everything that the deltas need, without reading values.
+        """Raises Damaged if the chain lacks something that the deltas need, without reading values.
 
         Each save may be intact by itself and still lack what a later one needs, for example if the
         base was replaced by another one.
-
-        Raises:
-          Damaged: a value is missing; the error names the base's item or the step.
         """
         if not self.shards:
             return
@@ -349,14 +293,7 @@ class StoredItem:
         ocdbt.check_keys(self._name, keys, self.outline.values)
 
     def read(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """Returns the wanted values of the database, and all files.
-
-        Args:
-          wanted: whether to read the value of a key.
-
-        Raises:
-          Damaged: an object is missing or altered.
-        """
+        """Returns the wanted values of the database, and all files."""
         if self.shards:
             return values_of(self.shards, self.base, self._name, wanted, self._room)
         assert self.base is not None
@@ -373,7 +310,7 @@ class BaseItem:
 
     @functools.cached_property
     def item(self) -> OrbaxValues:
-        """Returns the item, which caches what it has verified."""
+        """The item, which caches what it has verified."""
         return self.item_of(self.save)
 
     def nbytes(self, key: Key) -> int | None:
@@ -402,15 +339,7 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
-    """Returns the dense leaves that each process wrote, for a save with them in its layers.
-
-    Args:
-      save: the save.
-      on_bytes: as for ``of_step``.
-
-    Raises:
-      Damaged: a manifest is missing or altered, or lists no dense leaves.
-    """
+    """Yields the dense leaves that each process wrote, for a save with them in its layers."""
     for process, layer, record in save.dense_parts():
         yield DenseShard(layer, record, f"{save.name}, process {process}", on_bytes)
 
@@ -422,19 +351,10 @@ def values_of(
     wanted: Callable[[str], bool] = lambda key: True,
     room: Room = new_memory,
 ) -> DenseValues:
-    """Returns the dense item at the newest of some saves or WAL records.
+    """Returns the dense item at the newest of some saves or WAL records, newest first.
 
-    Values that the layers do not change are those of a base in memory, which is never written.
-
-    Args:
-      saves: the shards of each, newest first.
-      base: the dense item of the oldest one's parent; None without a parent.
-      name: the newest one's name in errors.
-      wanted: as for ``of_step``.
-      room: as for ``of_step``.
-
-    Raises:
-      Damaged: an object is missing or altered.
+    Values that the layers do not change are those of ``base``, the dense item below the oldest one;
+    if that is in memory, it is never written. See ``of_step`` for ``wanted`` and ``room``.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
     return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)
@@ -444,10 +364,8 @@ class DensePlan:
     """What must be read for some values of the newest of some saves or WAL records.
 
     A chain is everything that the saves change in the same few blocks of a value. One thread
-    applies it, oldest save first, while the blocks are in the cache.
-
-    Attributes:
-      missing: the values that the saves do not complete: they are relative to what is below.
+    applies it, oldest save first, while the blocks are in the cache. ``missing`` are the values
+    that the saves do not complete: they are relative to what is below.
     """
 
     def __init__(
@@ -456,16 +374,7 @@ class DensePlan:
         name: str,
         wanted: Callable[[Key], bool],
     ):
-        """Reads row indices, but no values.
-
-        Args:
-          saves: the shards of each, newest first.
-          name: the newest one's name in errors.
-          wanted: whether to read a value.
-
-        Raises:
-          Damaged: an object is missing or altered, or invalid.
-        """
+        """Reads row indices of the shards of each save, newest first, but no values."""
         self._name = name
         every = (value for shard in saves[0] for value in shard.record.values)
         values = {(value.file, value.key): value for value in every}
@@ -484,7 +393,7 @@ class DensePlan:
 
     @functools.cached_property
     def changed(self) -> set[Key]:
-        """Returns the values of which the saves contain a part."""
+        """The values of which the saves contain a part."""
         return {*self._plain, *(key for key, _ in self._chains)}
 
     @classmethod
@@ -499,15 +408,6 @@ class DensePlan:
 
         A value has no more blocks than saves contain of its group without a reference, or it is as
         long as the base has it. Errors of small values are found, and named better, later.
-
-        Args:
-          saves: as for ``DensePlan``.
-          name: as for ``DensePlan``.
-          wanted: as for ``DensePlan``.
-          base: what is below the saves.
-
-        Raises:
-          Damaged: a value is longer; or as for ``DensePlan``.
         """
         held: collections.Counter[str] = collections.Counter()
         for shard in (shard for save in saves for shard in save):
@@ -526,19 +426,11 @@ class DensePlan:
 
     @property
     def dtypes(self) -> dict[Key, str]:
-        """Returns the dtype of each value."""
+        """The dtype of each value."""
         return {key: value.dtype for key, value in self._values.items()}
 
     def read(self, room: Room, base: Base | None) -> dict[Key, memoryview]:
-        """Reads the values; returns the bytes of each.
-
-        Args:
-          room: returns memory for a value.
-          base: what is below the saves.
-
-        Raises:
-          Damaged: an object is missing or altered.
-        """
+        """Reads the values, in memory from ``room`` and above ``base``; returns their bytes."""
         shared = self._shared(base) if isinstance(base, DenseValues) else {}
         data: dict[Key, np.ndarray] = {}
         for key, value in self._values.items():
@@ -659,8 +551,6 @@ class DensePlan:
 
 
 class _StoredBlocks(NamedTuple):
-    """Some blocks of a value in a segment, by their numbers in the value."""
-
     field: SegmentField
     held: StoredRows
 
@@ -684,12 +574,8 @@ def blocks_by_value(
 ) -> Iterator[tuple[BlockedValue, StoredRows]]:
     """Yields the values that have some of the blocks of a segment, with their blocks.
 
-    Args:
-      values: values of the segment's group, ascending.
-      rows: the rows of the segment in the group.
-
-    Yields:
-      A value; and the numbers of its blocks in the segment, with their first position there.
+    ``values`` are those of the segment's group, ascending; ``rows`` the segment's in the group. The
+    blocks are numbered in their value, with the first one's position in the segment.
     """
     low, high = merge.reach(rows)
     begin = max(0, bisect.bisect_right(values, low, key=_first_of) - 1)
@@ -717,7 +603,6 @@ def _chain_blocks(value: BlockedValue) -> int:
 
 
 def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
-    """Whether the flags of all of some rows are set."""
     first, stop = merge.reach(rows)
     # Mostly none is, which is quicker to see than to look each of them up.
     around = flags[first:stop]

@@ -44,17 +44,9 @@ def detect_removal(
     """Raises ``StepGone`` if an error inside occurs because a step was removed or replaced.
 
     A removed step can cause any error: a missing file, a file of another save, an error of a
-    library. If the step still exists, the error is raised unchanged.
-
-    Args:
-      step_dir: the step.
-      exists: returns whether the step is still the same save; by default, whether its directory is
-        the same as at the start. A step that does not exist at the start cannot be removed.
-      during: what is done to the step, as a participle for the message.
-      instead: what to do with the newest step instead, for the message.
-
-    Raises:
-      StepGone: the error occurred because the step was removed.
+    library. If the step still exists, the error is raised unchanged. ``exists`` returns whether the
+    step is still the same save; by default, whether its directory is the same as at the start, if
+    it existed then. ``during`` (a participle) and ``instead`` complete the message.
     """
     at = store_path(step_dir)
     stamp = at.stamp()
@@ -89,13 +81,7 @@ def is_of_reading(error: Exception) -> bool:
 
 
 def gone(step_dir: StorePath | Path, *, during: str = "read", instead: str = "restore") -> StepGone:
-    """Returns the error for a step that was removed, or replaced by another save of its number.
-
-    Args:
-      step_dir: the step.
-      during: what was being done to it.
-      instead: what to do with the newest step instead, for the message.
-    """
+    """Returns the error for a step that was removed, or replaced by another save of its number."""
     return StepGone(
         f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "
         f"or replaced; {instead} the newest step instead"
@@ -106,12 +92,9 @@ def gone(step_dir: StorePath | Path, *, during: str = "read", instead: str = "re
 class StoredSave:
     """A committed save, or the compacted base that replaces it.
 
-    Attributes:
-      info: its entry in a chain; a compacted base has the save id of the save that it replaces.
-      step_dir: its step directory, which may be removed if a compacted base replaces it.
-      item: name of deltackpt's item.
-      item_dir: directory of its manifests and arrays.
-      head: the manifest of process 0; other manifests are read when needed.
+    ``info`` of a compacted base has the save id of the save that it replaces; ``step_dir`` may then
+    be removed. ``item_dir`` has its manifests and arrays. ``head`` is the manifest of process 0;
+    others are read when needed.
     """
 
     info: SaveInfo
@@ -147,11 +130,8 @@ class StoredSave:
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
         """Returns the shards with wanted rows, by process; all of them by default.
 
-        Args:
-          wanted: returns whether any row within a cover is wanted.
-
-        Raises:
-          Damaged: a manifest is missing or altered, or belongs to another save.
+        ``wanted`` returns whether any row within a cover is wanted. Raises Damaged if a manifest is
+        missing, altered, or of another save.
         """
         if not self.head.parts:
             return [self._part(0)]
@@ -162,11 +142,7 @@ class StoredSave:
         ]
 
     def dense_parts(self) -> Iterator[tuple[int, LayerArrays, DenseBlocks]]:
-        """Yields the processes with their layers and the dense leaves in these.
-
-        Raises:
-          Damaged: a manifest is missing or altered, or lists no dense leaves.
-        """
+        """Yields the processes with their layers and the dense leaves in these."""
         for part in self.parts():
             record, process = part.record.dense_blocks, part.record.process
             if record is None or not isinstance(part.arrays, LayerArrays):
@@ -213,25 +189,14 @@ class StoredSave:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredPart(Shard):
-    """One process's shard of a save.
-
-    Attributes:
-      item_dir: directory of the save's manifests and arrays.
-      record: its manifest.
-    """
+    """One process's shard of a save, with its manifest."""
 
     item_dir: StorePath
     record: Manifest
 
     @classmethod
     def of(cls, item_dir: StorePath, record: Manifest, head: Manifest) -> StoredPart:
-        """Returns the shard that a manifest describes; reads nothing.
-
-        Args:
-          item_dir: directory of the save's manifests and arrays.
-          record: the manifest of the shard.
-          head: the manifest of process 0, which has the groups.
-        """
+        """Returns the shard that a manifest describes; reads nothing. ``head`` has the groups."""
         arrays = arrays_of(item_dir, record)
         return cls(arrays, record.segments, head.group_by_name, item_dir, record)
 
@@ -246,18 +211,11 @@ def read_save(
     *,
     read: Callable[[StorePath, str], bytes] = StorePath.read,
 ) -> StoredSave:
-    """Reads and checks the manifests of one step.
+    """Reads and checks the manifest of process 0 of a step.
 
-    Args:
-      step_dir: the step.
-      item: name of deltackpt's item.
-      read: returns the bytes of an object; called with its name in errors.
-
-    Raises:
-      StepNotFound: the step directory does not exist.
-      ForeignDirectory: the step has no item of deltackpt.
-      Damaged: a manifest is missing, altered, or of another save.
-      FormatTooNew: it uses codecs that this version does not know.
+    ``read`` returns the bytes of an object, given its name in errors. Raises StepNotFound,
+    ForeignDirectory if the step has no item of deltackpt, Damaged, and FormatTooNew if it uses
+    unknown codecs.
     """
     step_dir = store_path(step_dir)
     item_dir = step_dir / item
@@ -277,18 +235,9 @@ def read_save(
 def read_compacted(
     step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM
 ) -> StoredSave | None:
-    """Reads and checks the compacted base that replaces a save.
+    """Reads the compacted base that replaces a save, whose directory may be removed, or None.
 
-    Args:
-      step_dir: directory of the save, which may be removed.
-      save_id: id of the save; a base left by another save of the same step is ignored.
-      item: name of deltackpt's item.
-
-    Returns:
-      The base, or None.
-
-    Raises:
-      Damaged, FormatTooNew: as for ``read_save``.
+    A base left by another save of the same step is ignored.
     """
     step_dir = store_path(step_dir)
     item_dir = naming.compacted_dir(step_dir, item)
@@ -304,11 +253,7 @@ def read_compacted(
 
 
 def read_base(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> StoredSave:
-    """Reads and checks the compacted base of a step, for any save that it replaces.
-
-    Raises:
-      Damaged, FormatTooNew: as for ``read_save``.
-    """
+    """Reads and checks the compacted base of a step, for any save that it replaces."""
     step_dir = store_path(step_dir)
     return _read_save(step_dir, item, naming.compacted_dir(step_dir, item))
 
@@ -325,13 +270,7 @@ def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str
 
 
 def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
-    """Returns a step's entry in a chain, and checks nothing else: see ``read_save``.
-
-    Raises:
-      Damaged: its manifest is missing, altered, or invalid.
-      FormatTooNew: a later version wrote it.
-      StorageError: it cannot be read.
-    """
+    """Returns a step's entry in a chain, and checks nothing else: see ``read_save``."""
     step_dir = store_path(step_dir)
     at = step_dir / item / naming.manifest_name(0)
     name = at.below(step_dir.parent)
@@ -364,14 +303,11 @@ def exists(step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM)
 
 
 def check_dense(save: StoredSave) -> None:
-    """Checks that a step has the dense leaves that its manifest names.
+    """Raises Damaged if a step lacks the dense leaves that its manifest names.
 
     A compacted base names them too. It contains them if the replaced step has them in its shards;
-    otherwise they stay in that step.
-
-    Raises:
-      Damaged: the dense leaves do not exist, e.g. because a base was copied over the step.
-      ForeignDirectory: another manager committed the step and saves them elsewhere, or not at all.
+    otherwise they stay in that step. Raises ForeignDirectory if another manager committed the step
+    and saves them elsewhere, or not at all.
     """
     if not save.head.dense or save.head.dense_blocks is not None:
         return
@@ -392,11 +328,7 @@ def check_dense(save: StoredSave) -> None:
 
 
 def check_exists(save: StoredSave) -> None:
-    """Raises an error if a step is no longer the save that was read.
-
-    Raises:
-      StepGone: the step was removed, and another save may have its number.
-    """
+    """Raises StepGone if a step is no longer the save that was read."""
     with contextlib.suppress(RestoreError):
         if read_save(save.step_dir, save.item_dir.name).info.save_id == save.info.save_id:
             return

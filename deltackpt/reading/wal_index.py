@@ -68,13 +68,9 @@ class ReplaySegment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplayPlan:
-    """The records to replay from a step to a recovery point.
+    """The records to replay from a step to a recovery point, by epoch, oldest first.
 
-    Attributes:
-      point: the recovery point.
-      step: the step that the replay starts from.
-      segments: the records by epoch, oldest first.
-      view: the valid part of the point's epoch.
+    ``view`` is the valid part of the point's epoch.
     """
 
     point: RecoveryPoint
@@ -110,11 +106,7 @@ class ReplayPlan:
         return None
 
     def items(self) -> dict[int, dict[str, object]]:
-        """Returns the additional items of the recovery point, by process and name.
-
-        Raises:
-          DamagedWal: they are missing or altered.
-        """
+        """Returns the additional items of the point, by process and name; raises DamagedWal."""
         return {process: record.items() for process, record in self.last_records.items()}
 
     @property
@@ -126,12 +118,9 @@ class ReplayPlan:
 
 
 class Loss(NamedTuple):
-    """WAL records that were durable and are missing or altered.
+    """WAL records, up to ``step`` if known, that were durable and are missing or altered.
 
-    Attributes:
-      step: their newest known step.
-      error: what is wrong.
-      may_be_trimmed: whether they may have been trimmed because a later step was committed.
+    ``may_be_trimmed`` is whether they may have been trimmed because a later step was committed.
     """
 
     step: int
@@ -150,21 +139,13 @@ class Loss(NamedTuple):
 
 
 class _Log(NamedTuple):
-    """The WAL of a process, and its records by their save ids."""
-
     log: ProcessWal
     by_id: Mapping[SaveId, WalRecord]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochView:
-    """The valid part of a WAL epoch.
-
-    Attributes:
-      head: its header.
-      last: the last valid record; None if all are valid.
-      processes: the WAL of each process, if it has one.
-    """
+    """The valid part of a WAL epoch: all records of its processes, or those up to ``last``."""
 
     head: EpochHeader
     last: SaveId | None
@@ -218,13 +199,11 @@ class EpochView:
 class WalIndex:
     """The contents of a checkpoint directory's WAL at the time it was read.
 
-    Attributes:
-      views: the valid epochs, newest first.
-      unreadable: the loss of the epoch that the oldest of them continues from, if its header cannot
-        be read.
-      replaced: errors of headers of which a copy was read instead: nothing is lost.
-      unseen: the missing part if the segments of the newest epoch are not visible from here.
-      in_topic: the missing part if records are in a Kafka topic that cannot be read from here.
+    ``views`` are the valid epochs, newest first. ``unreadable`` is the loss of the epoch that the
+    oldest of them continues from, if its header cannot be read. ``replaced`` are errors of headers
+    of which a copy was read instead: nothing is lost. ``unseen`` is the missing part if the
+    segments of the newest epoch are not visible from here; ``in_topic`` if records are in a Kafka
+    topic that cannot be read from here.
     """
 
     views: tuple[EpochView, ...]
@@ -243,11 +222,7 @@ class WalIndex:
         return [one for one in found if one.step > above]
 
     def require_topics(self) -> None:
-        """Checks that no records are in a Kafka topic that cannot be read from here.
-
-        Raises:
-          OptionError: some are.
-        """
+        """Raises OptionError if records are in a Kafka topic that cannot be read from here."""
         if self.in_topic is not None:
             raise OptionError(str(self.in_topic))
 
@@ -270,9 +245,7 @@ class WalIndex:
     def plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan | None:
         """Returns the records from a step to a point; None if they do not reach back to the step.
 
-        Args:
-          point: one of ``points``.
-          step: save id of a committed step that ``has_step`` and that is not after the point.
+        ``step`` is committed, not after the point, and ``has_step``.
         """
         segments: list[ReplaySegment] = []
         below = [*itertools.dropwhile(lambda view: view.head.epoch != point.epoch, self.views)]
@@ -325,11 +298,7 @@ class WalReader:
     """The current WAL of a checkpoint directory; it can be read repeatedly."""
 
     def __init__(self, at: StorePath | WalLocation):
-        """Reads nothing yet.
-
-        Args:
-          at: where it is; for a directory, that of the headers.
-        """
+        """Reads nothing yet; ``at`` may be the directory of the headers."""
         self.places: WalLocation = WalFolder(at) if isinstance(at, StorePath) else at
         #: Heads, and their bytes: a new root may take the place of the one that was read.
         self._heads: dict[int, tuple[bytes, EpochHeader]] = {}
@@ -342,12 +311,7 @@ class WalReader:
         return sorted(self.places.numbers(), reverse=True)
 
     def head(self, epoch: int) -> EpochHeader:
-        """Returns the header of an epoch; it never changes.
-
-        Raises:
-          Damaged: it is missing or altered.
-          FormatTooNew: a later version of deltackpt wrote it.
-        """
+        """Returns the header of an epoch, which never changes; raises Damaged or FormatTooNew."""
         self._replaced.pop(epoch, None)
         try:
             return self._head_of(epoch, self.places.head(epoch))
@@ -428,10 +392,8 @@ class WalReader:
     def read(self) -> WalIndex:
         """Returns the valid records of the WAL.
 
-        Raises:
-          Damaged: the newest header cannot be read, so it is unknown which records are valid.
-          FormatTooNew: a later version of deltackpt wrote it.
-          StorageError: the WAL cannot be read.
+        Raises Damaged if the newest header cannot be read, so it is unknown which records are
+        valid.
         """
         numbers = self.numbers()
         for gone in self._heads.keys() - {*numbers}:
@@ -451,16 +413,7 @@ class WalReader:
         return self._index(newest)
 
     def leads(self, step: SaveId, to: Continues) -> bool:
-        """Returns whether the records from a step to a point exist, valid or not.
-
-        Args:
-          step: save id of a committed step before the point.
-          to: the point.
-
-        Raises:
-          FormatTooNew: a later version of deltackpt wrote a header.
-          StorageError: the WAL cannot be read.
-        """
+        """Returns whether the records from a step to a later point exist, valid or not."""
         try:
             head = self.head(to.epoch)
         except (Damaged, Missing):
@@ -484,16 +437,10 @@ class WalReader:
     def view(
         self, head: EpochHeader, last: SaveId | None, following: EpochHeader | None = None
     ) -> EpochView:
-        """Returns an epoch up to a record, even if the epoch is no longer valid.
+        """Returns an epoch up to a record (None for all), even if the epoch is no longer valid.
 
-        Args:
-          head: header of the epoch.
-          last: the last record to include; None for all.
-          following: the epoch that continues from that record.
-
-        Raises:
-          StorageError: its segments cannot be read.
-          OptionError: its records are in another Kafka cluster than the one to read from.
+        ``following`` is the epoch that continues from that record. Raises OptionError if the
+        records are in another Kafka cluster than the one to read from.
         """
         if head.topic is not None and self.places.topics is not None:
             until = None if following is None else following.topic
@@ -538,17 +485,11 @@ def newest_plan(
     at: int | None = None,
     soft: bool = False,
 ) -> ReplayPlan | None:
-    """Returns the replay plan to the newest full recovery point after some steps.
+    """Returns the replay plan to the newest full recovery point after some committed steps.
 
-    Args:
-      index: contents of the WAL.
-      steps: committed steps by number; None if the save id of a step is unknown.
-      skipped: damaged records to avoid.
-      at: step of the wanted point; the newest by default.
-      soft: whether a point without dense leaves suffices.
-
-    Returns:
-      The replay plan; None if no restorable point is newer than the newest step.
+    The save id of a step is None if it is unknown. ``skipped`` are damaged records to avoid, ``at``
+    is the step of the wanted point, and ``soft`` accepts a point without dense leaves. Returns None
+    if no restorable point is newer than the newest step.
     """
     newest = max(steps, default=None)
     for point in index.points():
@@ -581,12 +522,7 @@ def coverings(
 ) -> tuple[list[Covering], list[RecoveryPoint]]:
     """Returns few replay plans that cover each reachable recovery point once, soft ones too.
 
-    Args:
-      index: contents of the WAL.
-      steps: committed steps.
-
-    Returns:
-      The replay plans, newest first; and the unreachable points, newest first.
+    Returns the plans for committed steps and the unreachable points, both newest first.
     """
     below = sorted((one for one in steps if index.has_step(steps[one])), reverse=True)
     points = index.points()

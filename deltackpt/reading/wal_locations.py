@@ -53,7 +53,7 @@ class Record(NamedTuple):
 
 
 class WalLocation(Protocol):
-    """Headers of WAL epochs, and their segments."""
+    """Headers of WAL epochs, and their segments; methods raise StorageError if reading fails."""
 
     @property
     def topics(self) -> WalTopics | None:
@@ -61,19 +61,11 @@ class WalLocation(Protocol):
         ...
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of all epochs, unordered, even if a header is unreadable or lost.
-
-        Raises:
-          StorageError: they cannot be listed.
-        """
+        """Returns the numbers of all epochs, unordered, even if a header is unreadable or lost."""
         ...
 
     def logged(self) -> list[int]:
-        """Returns the numbers of the epochs that have segments, unordered, even without a header.
-
-        Raises:
-          StorageError: they cannot be listed.
-        """
+        """Returns the numbers of the epochs with segments, unordered, even without a header."""
         ...
 
     def has(self, epoch: int) -> bool:
@@ -81,20 +73,11 @@ class WalLocation(Protocol):
         ...
 
     def head(self, epoch: int) -> Record:
-        """Returns the header of an epoch.
-
-        Raises:
-          Damaged: it is missing, or longer than any.
-          StorageError: it cannot be read.
-        """
+        """Returns the header of an epoch; raises Damaged if it is missing, or longer than any."""
         ...
 
     def copy(self, epoch: int) -> Record:
-        """Returns another copy of the header of an epoch.
-
-        Raises:
-          Damaged, StorageError: as for ``head``.
-        """
+        """Returns another copy of the header of an epoch; raises as ``head`` does."""
         ...
 
     def segments(self, epoch: int) -> StorePath:
@@ -149,7 +132,6 @@ class WalLocations:
     """Several locations, nearest first."""
 
     def __init__(self, places: Sequence[WalLocation]):
-        """Reads nothing yet."""
         self._places = places
         self.topics = next((one.topics for one in places if one.topics is not None), None)
 

@@ -60,13 +60,8 @@ _ZEROS = bytes(16)
 class WalRecord:
     """What one process wrote in one ``append()`` call.
 
-    Attributes:
-      save_id: id of the record.
-      parent: the record or step since which its rows were touched.
-      place: part, and number of the record.
-      segment: the segment file.
-      head: the record, without its row groups.
-      layer: its layer, which the chunks are read from.
+    ``parent`` is the record or step since which its rows were touched. ``place`` is its part and
+    number, and ``segment`` the file. Its chunks are read from ``layer``.
     """
 
     save_id: SaveId
@@ -103,20 +98,12 @@ class WalRecord:
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Returns the rows.
-
-        Raises:
-          Damaged: a row group is invalid.
-        """
+        """The rows; raises Damaged if a row group is invalid."""
         return self._segments(lambda group: group.kind == "rows")
 
     @functools.cached_property
     def dense(self) -> DenseBlocks | None:
-        """Returns the dense leaves; None if the record has none.
-
-        Raises:
-          Damaged: they are invalid.
-        """
+        """The dense leaves; None if the record has none. Raises Damaged if they are invalid."""
         if self.head.values is None:
             return None
         segments = self._segments(lambda group: group.name.startswith(row_blocks.SEGMENTS))
@@ -146,11 +133,7 @@ class WalRecord:
         )
 
     def items(self) -> dict[str, object]:
-        """Returns its additional items by name.
-
-        Raises:
-          DamagedWal: they are missing or altered.
-        """
+        """Returns its additional items by name; raises DamagedWal."""
         nbytes = self.head.item_bytes
         arrays = [one for one in self.layer.manifest.arrays if one.row_group == ITEMS]
         kinds = [(one.name, one.shape, one.dtype) for one in arrays]
@@ -185,12 +168,7 @@ class WalRecord:
 def segment_of(group: RowGroup, stored: Iterable[LayerArray]) -> Segment:
     """Returns the segment that was written as a row group, without statistics of its encodings.
 
-    Args:
-      group: the row group.
-      stored: its arrays.
-
-    Raises:
-      InvalidRecord: the row group is not a valid segment.
+    Raises InvalidRecord if the row group is not a valid segment.
     """
     encodings = tuple(
         Encoding(
@@ -230,14 +208,9 @@ def segment_of(group: RowGroup, stored: Iterable[LayerArray]) -> Segment:
 
 
 class damage_of:
-    """Converts damage into an error that names the affected record."""
+    """Converts ``Damaged`` inside the context into a ``DamagedWal`` that names the record."""
 
     def __init__(self, record: WalRecord):
-        """Applies to everything read within the context.
-
-        Args:
-          record: the record.
-        """
         self._record = record
 
     def __enter__(self) -> None:
@@ -251,13 +224,10 @@ class damage_of:
 class Break(NamedTuple):
     """A position at which the valid records of a segment end although the file continues.
 
-    Attributes:
-      at: the segment's part, and the number expected of the next record.
-      counts: whether a record there would count, because no later part continues from an earlier
-        one.
-      is_torn: whether a writer that was killed, or is still writing, can have caused it.
-      step: the newest step of the records after it; None if unknown.
-      problem: what was found instead.
+    ``at`` is the segment's part, and the number expected of the next record. ``counts`` is whether
+    a record there would count, because no later part continues from an earlier one. ``is_torn`` is
+    whether a writer that was killed, or is still writing, can have caused it. ``step`` is the
+    newest one of the records after it; None if unknown.
     """
 
     at: SegmentId
@@ -270,11 +240,9 @@ class Break(NamedTuple):
 class Hole(NamedTuple):
     """Records of a process that were durable and are no longer intact.
 
-    Attributes:
-      step: their newest step; if unknown, a lower bound.
-      before: the first intact record after them; None if the WAL ends there.
-      may_be_trimmed: whether they and all earlier records are completely missing.
-      problem: what is missing or altered.
+    ``step`` is their newest one; if unknown, a lower bound. ``before`` is the first intact record
+    after them; None if the WAL ends there. ``may_be_trimmed`` is whether they and all earlier
+    records are completely missing.
     """
 
     step: int
@@ -285,15 +253,10 @@ class Hole(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Scan:
-    """How far a segment was scanned.
+    """How far a segment was scanned: record ``seq``, which begins ``at``, is the next.
 
-    Attributes:
-      seq: number of its next record.
-      at: where that begins.
-      records: its valid records.
-      problem: why these end; None at the end of the file.
-      rest: what follows there; set on the first request.
-      seen: where it ended, and the length of its file, at the last scan.
+    ``problem`` is why ``records`` end; None at the end of the file. ``rest`` is what follows there;
+    set on the first request. ``seen`` is the end of the last scan, and the file's length then.
     """
 
     seq: int
@@ -308,14 +271,7 @@ class ProcessWal:
     """The records of one process, oldest first; ``advance`` reads newly written records."""
 
     def __init__(self, store_path: StorePath, run: str, epoch: EpochRef, process: int):
-        """Reads nothing yet.
-
-        Args:
-          store_path: the directory of its segments.
-          run: id of the run of the epoch.
-          epoch: the epoch.
-          process: index of the process.
-        """
+        """Reads nothing yet; ``store_path`` is the directory of its segments."""
         self._store_path = store_path
         self._run, self._epoch, self._process = run, epoch, process
         self._scans: dict[SegmentId, _Scan] = {}
@@ -425,9 +381,7 @@ class ProcessWal:
     def advance(self) -> None:
         """Scans the records written since the last call.
 
-        Raises:
-          FormatTooNew: another version of deltackpt wrote a segment.
-          StorageError: the directory cannot be read.
+        Raises FormatTooNew, and StorageError if the directory cannot be read.
         """
         if isinstance(self._store_path.store, FileStore):
             stamp = self._store_path.stamp()
@@ -581,9 +535,8 @@ class _NoHeader(Damaged):
 class _Rest(NamedTuple):
     """The bytes at the end of a segment that are not a record.
 
-    Attributes:
-      is_torn: whether it is the beginning of a layer, as a killed writer leaves it.
-      step: the newest step of the layers in it; None if there is none.
+    ``is_torn`` is whether it is the beginning of a layer, as a killed writer leaves it. ``step`` is
+    the newest one of the layers in it; None if there is none.
     """
 
     is_torn: bool

@@ -31,11 +31,7 @@ _SMALL_TOTAL_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordRows(Shard):
-    """The rows that one process wrote in a WAL record.
-
-    Attributes:
-      record: the record.
-    """
+    """The rows that one process wrote in a WAL record."""
 
     arrays: LayerArrays
     record: WalRecord
@@ -49,11 +45,6 @@ class SeenRows:
     """The rows that some WAL records contain, as a bitmap for each group."""
 
     def __init__(self, layout: Layout):
-        """Creates an empty set.
-
-        Args:
-          layout: the tables.
-        """
         self._layout = layout
         self._flags = {group.name: np.zeros(group.rows, bool) for group in layout.groups}
 
@@ -86,16 +77,10 @@ class SeenRows:
 def rows_of(
     record: WalRecord, layout: Layout, group: str | None = None, *, most_bytes: int = _SMALL_BYTES
 ) -> RecordRows:
-    """Returns the rows of a record; reads nothing.
+    """Returns the rows of a record, or of one group of it; reads nothing.
 
-    Args:
-      record: the record.
-      layout: the tables of its epoch.
-      group: returns only rows of this group; by default all.
-      most_bytes: length up to which the record is read with one request.
-
-    Raises:
-      Damaged: a row group is invalid.
+    A record of up to ``most_bytes`` is read with one request. Raises Damaged if a row group is
+    invalid.
     """
     groups, source = layout.group_by_name, StoredBytes(record.segment)
     is_file = isinstance(record.segment.store, FileStore)
@@ -115,13 +100,8 @@ def rows_of(
 def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> list[list[RecordRows]]:
     """Returns the rows of each record of a replay plan, oldest record first; reads nothing.
 
-    Args:
-      plan: the replay plan.
-      layout: layout of its step.
-      group: returns only rows of this group; by default all.
-
-    Raises:
-      DamagedWal: a record is invalid, or its epoch has other tables.
+    ``layout`` is that of the plan's step. Raises DamagedWal if a record is invalid, or its epoch
+    has other tables.
     """
     found: dict[tuple[int, int], list[RecordRows]] = {}
     left = _SMALL_TOTAL_BYTES
@@ -143,12 +123,7 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
 
 
 def all_rows(seen: SeenRows | None, others: RowIndices = merge.stored_rows) -> RowIndices:
-    """Returns a function that returns all row indices of WAL records, wanted or not.
-
-    Args:
-      seen: receives them, if given.
-      others: returns the row indices of saves.
-    """
+    """Returns a function that returns all row indices of WAL records, and adds them to ``seen``."""
 
     def indices(layer: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
         if not isinstance(layer, RecordRows):
@@ -165,8 +140,7 @@ def all_rows(seen: SeenRows | None, others: RowIndices = merge.stored_rows) -> R
 def verified(records: WalRows) -> Iterator[None]:
     """Verifies what was not read of the rows of some records at the end of a merge.
 
-    Raises:
-      DamagedWal: the rows of a record are missing or altered; the error names the record.
+    Raises DamagedWal with the name of the record.
     """
     every = [rows for of_record in records for rows in of_record]
     try:

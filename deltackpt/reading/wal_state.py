@@ -21,15 +21,11 @@ from deltackpt.storage.store import StorePath
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EpochState:
-    """The state of an epoch.
+    """The state of an epoch, and the folders that contain its segments, or may contain them.
 
-    Attributes:
-      number: number of the epoch.
-      folders: folders that contain its segments, or may contain them.
-      view: its header and records; only the valid records if the epoch is live, otherwise all. None
-        if it cannot be read.
-      live: whether restores may read it; None if the newest header is damaged.
-      problem: why it, or its records, cannot be read.
+    ``view`` has only the valid records if the epoch is live, otherwise all; None if it cannot be
+    read. ``live`` is whether restores may read it; None if the newest header is damaged.
+    ``problem`` is why it, or its records, cannot be read.
     """
 
     number: int
@@ -56,13 +52,10 @@ class EpochState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WalState:
-    """The WAL epochs of a root.
+    """The WAL epochs of a root, newest first.
 
-    Attributes:
-      at: the directory of the headers.
-      index: the valid records; None if the newest header cannot be read.
-      epochs: all epochs, newest first.
-      problem: why the newest header cannot be read.
+    ``index`` has the valid records; None if the newest header cannot be read, because of
+    ``problem``.
     """
 
     at: WalLocation
@@ -76,11 +69,7 @@ class WalState:
         return self.epochs[0].head if self.epochs else None
 
     def needless(self, steps: Mapping[int, SaveId]) -> dict[int, str]:
-        """Returns epochs that no restore can need, with the reason.
-
-        Args:
-          steps: committed steps.
-        """
+        """Returns epochs that no restore to the committed steps can need, with the reason."""
         newest = self.newest
         if self.index is None or newest is None:
             return {}
@@ -98,15 +87,7 @@ class WalState:
 
 
 def read_wal_state(at: WalLocation) -> WalState:
-    """Returns all WAL epochs of a root.
-
-    Args:
-      at: their location.
-
-    Raises:
-      StorageError: the location cannot be read.
-      FormatTooOld: a development version of deltackpt wrote a WAL that counts.
-    """
+    """Returns all WAL epochs of a root; raises FormatTooOld if a development version's counts."""
     logs = WalReader(at)
     numbers = logs.numbers()
     index, problem = None, None

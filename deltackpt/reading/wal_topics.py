@@ -34,21 +34,13 @@ _SEGMENT_BYTES = 64 << 20
 
 
 class _Next(NamedTuple):
-    """The chunk that continues a part."""
-
     seq: int
     index: int
 
 
 @dataclasses.dataclass(eq=False)
 class _CopiedPart:
-    """The copied records of a part.
-
-    Attributes:
-      following: the chunk that continues it.
-      path: the segment file that it belongs to.
-      nbytes: length of the file.
-    """
+    """The copied records of a part, of which ``path`` is the current segment file."""
 
     following: _Next
     path: Path
@@ -111,11 +103,7 @@ class WalTopics:
     """Copies of the topics that one checkpoint directory's WAL epochs use; thread-safe."""
 
     def __init__(self, config: Config):
-        """Connects when an epoch is read.
-
-        Args:
-          config: how to reach the cluster; see ``storage.kafka.Topic``.
-        """
+        """Connects when an epoch is read; see ``storage.kafka.Topic`` for ``config``."""
         self._config = config
         self._lock = threading.Lock()
         self._folder: Path | None = None
@@ -133,15 +121,9 @@ class WalTopics:
     ) -> None:
         """Copies what was written to an epoch since the last call.
 
-        Args:
-          head: its header, which names a topic.
-          epoch: the epoch.
-          beside: the epoch's folder next to the headers, which has the progress of its processes.
-          until: the topic of an epoch that continues from it: what follows no longer counts.
-
-        Raises:
-          StorageError: the topic cannot be read.
-          OptionError: the configuration is that of another cluster, or the topic no longer exists.
+        ``beside`` is its folder next to the headers, which has the progress of its processes.
+        ``until`` is the topic of an epoch that continues from it: what follows does not count.
+        Raises OptionError for the configuration of another cluster, or if the topic is gone.
         """
         assert head.topic is not None
         with self._lock:
