@@ -35,23 +35,12 @@ _RETRY_SECS = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionDescription:
-    """The newest version, for other processes.
-
-    Attributes:
-      save_id: as for ``PublishedState``.
-      point: save id of the recovery point, if any.
-      epoch: its WAL epoch.
-      full: whether it has dense leaves.
-      unix_secs: as for ``PublishedState``.
-      number: as for ``PublishedState``.
-      sequence: as for ``PublishedState``.
-      address: the rows.
-    """
+    """The newest version, for other processes; see ``PublishedState``."""
 
     save_id: SaveId
-    point: SaveId | None
-    epoch: int
-    full: bool
+    point: SaveId | None  # Save id of the recovery point.
+    epoch: int  # WAL epoch of the point.
+    full: bool  # Whether the point has dense leaves.
     unix_secs: float
     number: int
     sequence: int
@@ -62,7 +51,6 @@ class SharedVersion:
     """Describes the newest version to other processes."""
 
     def __init__(self) -> None:
-        """Describes nothing yet."""
         self._memory = SharedMemory(_MOST_BYTES)
 
     def publish(self, path: Path) -> None:

@@ -48,16 +48,11 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        """Creates an empty pool."""
         #: Appended to in whichever thread drops the last reference: a deque needs no lock.
         self._spare: dict[int, collections.deque[np.ndarray]] = {}
 
     def room(self, value: BlockedValue) -> np.ndarray:
-        """Returns uninitialized memory for a value; see ``stored_dense.Room``.
-
-        Raises:
-          RestoreError: there is not enough memory.
-        """
+        """Returns uninitialized memory for a value; see ``stored_dense.Room``."""
         shape, dtype = shape_of(value), dtype_of(value.dtype)
         size = _size(value.nbytes)
         spare = self._spare.setdefault(size, collections.deque())
@@ -71,11 +66,7 @@ class Buffers:
         return used.view(dtype).reshape(shape)
 
     def trim(self, used: Iterable[int]) -> None:
-        """Frees spare memory that the next version cannot use.
-
-        Args:
-          used: sizes in bytes of the newest version's values; all of them may change in the next.
-        """
+        """Frees spare memory that the next version, with values of these sizes, cannot use."""
         wanted = collections.Counter(map(_size, used))
         for size, spare in [*self._spare.items()]:
             for _ in range(len(spare) - wanted[size]):
@@ -108,12 +99,6 @@ class LeafReplica:
     """
 
     def __init__(self, item: str, patterns: Sequence[str]):
-        """Reads nothing yet.
-
-        Args:
-          item: name of deltackpt's item in the steps.
-          patterns: globs over the paths of the leaves.
-        """
         self.loaded: LoadedLeaves | None = None
         self._step: LoadedLeaves | None = None
         self._item, self._patterns = item, patterns

@@ -47,11 +47,7 @@ if TYPE_CHECKING:
 
 
 def jax_module() -> types.ModuleType:
-    """Imports jax, which the other modules of this package do not need.
-
-    Raises:
-      MissingExtra: it is not installed.
-    """
+    """Imports jax, which only this module needs, or raises ``MissingExtra``."""
     try:
         return importlib.import_module("jax")
     except ImportError as error:
@@ -67,19 +63,12 @@ def neutral() -> contextlib.AbstractContextManager[None]:
 
 
 class DeviceRows:
-    """All held rows of one table as one ``jax.Array``.
+    """All held rows of one table as one ``jax.Array``; an earlier one is donated.
 
-    Attributes:
-      number: number of the version in the array; None before the first.
-      array: the array; an earlier one is donated.
+    ``number`` is that of the version in the array; None before the first.
     """
 
     def __init__(self, sharding: object):
-        """Transfers nothing yet.
-
-        Args:
-          sharding: a sharding or device; None for the default device.
-        """
         self.number: int | None = None
         self.array: jax.Array | None = None
         self._sharding = sharding
@@ -96,13 +85,7 @@ class DeviceRows:
         return array
 
     def change(self, number: int, at: np.ndarray, values: np.ndarray) -> jax.Array:
-        """Replaces some rows; returns the array. ``put`` comes first.
-
-        Args:
-          number: number of the version that the array then has.
-          at: (n,) their positions, each at most once.
-          values: (n, *row shape) their values.
-        """
+        """Replaces rows at unique positions; returns the array. ``put`` comes first."""
         # Sizes are powers of two, so that few programs are compiled; the rest is out of bounds.
         size = 1 << (max(1, len(at)) - 1).bit_length()
         array, scatter = self.array, self._scatter

@@ -47,7 +47,6 @@ class ChangeLog:
     """The rows that changed between the newest versions. Thread-safe."""
 
     def __init__(self) -> None:
-        """Creates an empty log."""
         self._entries: collections.deque[_Entry] = collections.deque()
         self._lock = threading.Lock()
         self._number, self._nbytes = 0, 0
@@ -109,19 +108,7 @@ def united(one: ChangedTables, other: ChangedTables) -> ChangedTables:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangeBatch:
-    """New values of some rows of a table.
-
-    Attributes:
-      table: name of the table.
-      rows: (n,) int64 row indices, each at most once.
-      values: (n, *row shape) their values, of the table's dtype.
-      position: the step or recovery point that the values are of.
-      reset: whether the whole table is sent, because the changes since the consumer's position are
-        not known: rows that the consumer has from elsewhere may be outdated until the next complete
-        batch.
-      complete: whether a copy to which all batches were applied equals the state at ``position``.
-        Store ``position`` then, to continue after it.
-    """
+    """New values of some rows of a table."""
 
     table: str
     rows: np.ndarray
@@ -158,38 +145,21 @@ class _PendingRows:
 
 
 class Changes(Iterator[ChangeBatch]):
-    """The changes that one consumer receives, an iterator of ``ChangeBatch``es.
-
-    Attributes:
-      consumer: name of the consumer, in ``Live.status``.
-      position: the step or recovery point that the consumer has completely received; None before.
-      completed: number of that version, or 0.
-    """
+    """The changes that one consumer receives, an iterator of ``ChangeBatch``es."""
 
     def __init__(
         self,
         log: ChangeLog,
-        opened: Callable[[], AbstractContextManager[PublishedState | None]],
-        wait: Callable[[int], bool],
-        look_up: Callable[[Position, PublishedState], ChangedTables],
+        opened: Callable[[], AbstractContextManager[PublishedState | None]],  # Opens the newest.
+        wait: Callable[[int], bool],  # For another version than this number; whether there is one.
+        look_up: Callable[[Position, PublishedState], ChangedTables],  # In storage.
         *,
         consumer: str,
         tables: Sequence[str],
         after: Position | None,
         batch_rows: int,
     ):
-        """Internal: call ``Live.changes``.
-
-        Args:
-          log: the changed rows.
-          opened: opens the newest version, if there is one.
-          wait: waits for another version than the one with a number; returns whether there is one.
-          look_up: returns the rows that changed from a position to a version, from storage.
-          consumer: name of the consumer.
-          tables: globs over table names, or ends of names.
-          after: the position to continue after.
-          batch_rows: maximum rows per batch.
-        """
+        """Internal: call ``Live.changes``."""
         self.consumer, self.position = consumer, after
         self._log, self._opened, self._wait, self._look_up = log, opened, wait, look_up
         self._patterns, self._batch_rows = tables, batch_rows

@@ -24,32 +24,20 @@ _SLOT = "slot."
 
 @dataclasses.dataclass(frozen=True)
 class ServedField:
-    """Rows of the values or of one slot of a table.
+    """Rows of the values or of one slot of a table."""
 
-    Attributes:
-      offset: offset in memory, in bytes.
-      trailing: shape of one row.
-      dtype: name of the dtype.
-    """
-
-    offset: int
-    trailing: tuple[int, ...]
+    offset: int  # In bytes.
+    trailing: tuple[int, ...]  # Shape of one row.
     dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedTable:
-    """One table in memory.
+    """One table in memory."""
 
-    Attributes:
-      rows: number of rows of the whole table.
-      row_span: the held row indices, half-open.
-      fields: ``values``, or ``slot.<name>``, to its rows.
-    """
-
-    rows: int
-    row_span: Span
-    fields: dict[str, ServedField]
+    rows: int  # Of the whole table.
+    row_span: Span  # The held row indices, half-open.
+    fields: dict[str, ServedField]  # ``values``, or ``slot.<name>``, to its rows.
 
     @property
     def nbytes(self) -> int:
@@ -81,27 +69,16 @@ def served_tables(tables: ReplicaTables, choice: FieldChoice) -> dict[str, Serve
 
 @dataclasses.dataclass(frozen=True)
 class RowsAddress:
-    """What another process needs to look up rows.
-
-    Attributes:
-      memory: address of the memory.
-      tables: the tables in it.
-    """
+    """What another process needs to look up rows."""
 
     memory: MemoryAddress
     tables: dict[str, ServedTable]
 
 
 class Rows:
-    """Rows in the memory of this process or of another one.
-
-    Attributes:
-      memory: the memory.
-      tables: the tables in it, by name.
-    """
+    """Rows in the memory of this process or of another one."""
 
     def __init__(self, memory: SharedMemory | MemoryReader, tables: Mapping[str, ServedTable]):
-        """Reads nothing yet."""
         self.memory, self.tables = memory, tables
         self._arrays = {
             (name, field): memory.array(
@@ -117,11 +94,7 @@ class Rows:
         self._lock = threading.Lock()
 
     def name_of(self, table: str) -> str:
-        """Returns the full name of a table.
-
-        Raises:
-          OptionError: it is not held.
-        """
+        """Returns the full name of a followed table."""
         if table in self.tables:
             return table
         name = naming.meant(table, self.tables, OptionError)
@@ -133,15 +106,7 @@ class Rows:
         return name
 
     def array(self, table: str, slot: str | None = None) -> np.ndarray:
-        """Returns all held rows of a table or of one of its slots, in the memory itself.
-
-        Args:
-          table: full name of the table.
-          slot: name of the slot; None for the values.
-
-        Raises:
-          OptionError: the slot is not held.
-        """
+        """Returns all held rows of a table or of one of its slots, in the memory itself."""
         found = self._arrays.get((table, VALUES if slot is None else _SLOT + slot))
         if found is None:
             slots = [one.removeprefix(_SLOT) for one in self.tables[table].fields if one != VALUES]
@@ -173,13 +138,7 @@ class Rows:
         return values, found
 
     def rows_of(self, table: str, ids: np.ndarray | Sequence[int], sequence: int) -> np.ndarray:
-        """Returns the rows of ids; see ``Version.rows_of``.
-
-        Args:
-          table: full name of the table.
-          ids: the ids.
-          sequence: the current sequence number of the memory.
-        """
+        """Returns the rows of ids; see ``Version.rows_of``. ``sequence`` is that of the memory."""
         column, first = self.array(table, KEY_SLOT), self.tables[table].row_span[0]
         if not len(column):
             return np.full(np.shape(ids), -1)
@@ -200,11 +159,7 @@ def is_meant(pattern: str, table: str) -> bool:
 
 
 def choose(patterns: Sequence[str], tables: Mapping[str, object]) -> list[str]:
-    """Returns the tables that one of some globs means.
-
-    Raises:
-      OptionError: a glob means no table.
-    """
+    """Returns the tables that any glob matches; raises ``OptionError`` if one matches none."""
     for pattern in patterns:
         if not any(is_meant(pattern, name) for name in tables):
             raise OptionError(

@@ -34,11 +34,7 @@ from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
 def chosen(layout: Layout, patterns: Sequence[str]) -> tuple[DenseEntry, ...]:
-    """Returns the dense leaves whose path matches one of the globs.
-
-    Raises:
-      OptionError: no leaf matches, or two matching leaves have the same path.
-    """
+    """Returns the dense leaves that a glob matches; raises ``OptionError`` if there are none."""
     found = tuple(
         leaf
         for leaf in layout.dense
@@ -71,19 +67,12 @@ def name_of(leaf: DenseEntry) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LeafArray:
-    """The layout of a leaf's array.
+    """The layout of a leaf's array."""
 
-    Attributes:
-      name: name of the leaf in Orbax's database.
-      shape: shape of the leaf.
-      dtype: dtype of the leaf.
-      chunks: shape of each chunk, which is one value; chunks at the edges are padded to it.
-    """
-
-    name: str
+    name: str  # In Orbax's database.
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunks: tuple[int, ...]
+    chunks: tuple[int, ...]  # Shape of each chunk, which is one value and padded at the edges.
 
     @property
     def keys(self) -> list[str]:
@@ -119,19 +108,7 @@ class LeafArray:
 
 
 def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArray | None:
-    """Parses the Zarr metadata of a leaf.
-
-    Args:
-      name: name of the leaf in Orbax's database.
-      text: its ``.zarray``; None without one.
-      shown: name of the step in errors.
-
-    Returns:
-      The array; None if its values are compressed, filtered, or not in native C order.
-
-    Raises:
-      Damaged: the metadata is invalid.
-    """
+    """Parses a leaf's ``.zarray``; None if there is none, or values are not plain in C order."""
     if text is None:
         return None
     try:
@@ -153,37 +130,21 @@ def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedLeaves:
-    """Dense leaves in memory.
-
-    Attributes:
-      save: the step.
-      layout: layout of its state.
-      point: the recovery point above the step; None for a step.
-      dense: the values of the leaves, their Zarr metadata, and Orbax's files; never written.
-      numbers: number of the content of each value: equal in two versions only if it is equal.
-      leaves: the leaves and the layouts of their arrays.
-      accepts_deltas: whether a delta of the step can be applied to the values.
-      unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
-      bytes_read: bytes of stored arrays and values that were read for it.
-    """
+    """Dense leaves in memory."""
 
     save: SaveInfo
     layout: Layout
-    point: RecoveryPoint | None
-    dense: DenseValues
-    numbers: Mapping[str, int]
+    point: RecoveryPoint | None  # None for a step.
+    dense: DenseValues  # Values, their Zarr metadata, and Orbax's files; never written.
+    numbers: Mapping[str, int]  # Value to a number, equal in two versions only if the value is.
     leaves: Mapping[DenseEntry, LeafArray]
-    accepts_deltas: bool
-    unix_secs: float
-    bytes_read: int
+    accepts_deltas: bool  # Whether a delta of the step can be applied.
+    unix_secs: float  # Of the step's commit, or of the recovery point.
+    bytes_read: int  # Of stored arrays and values, for this state.
 
     @property
     def impls(self) -> dict[str, str]:
-        """Returns PRNG implementations of typed keys, by array name.
-
-        Raises:
-          Damaged: a file about the arrays is not one of Orbax's.
-        """
+        """Returns PRNG implementations of typed keys, by array name."""
         found: dict[str, str] = {}
         for name, data in self.dense.files.items():
             if not name.startswith(f"{ARRAY_METADATAS}/process_"):
@@ -210,7 +171,6 @@ class ServedLeaves(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, held: LoadedLeaves):
-        """Internal: see ``Version.dense``."""
         self._held = held
         self._leaves = {path_name(leaf.path): found for leaf, found in held.leaves.items()}
         self._arrays: dict[str, np.ndarray] = {}

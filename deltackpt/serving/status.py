@@ -67,24 +67,9 @@ class FollowerStatus:
 
 
 class StatusServer:
-    """Answers HTTP requests for a status until it is closed.
-
-    Attributes:
-      url: URL of the page.
-    """
+    """Answers HTTP requests for a status until it is closed; ``url`` is that of the page."""
 
     def __init__(self, status: Callable[[], FollowerStatus], host: str, port: int):
-        """Starts the server.
-
-        Args:
-          status: returns the status.
-          host: the address to bind.
-          port: the port; 0 for any free one.
-
-        Raises:
-          OSError: the port is not available.
-        """
-
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 code, kind, body = _answer(self.path.partition("?")[0], status)

@@ -87,25 +87,15 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PublishedState:
-    """The newest state for readers.
-
-    Attributes:
-      save_id: id of its step.
-      point: the recovery point above the step; None for a step.
-      unix_secs: when the step was committed, or the point captured, in seconds since 1970.
-      number: number of the version, ascending; see ``ChangeLog``.
-      dense: the dense leaves; None if none are followed.
-      rows: the rows; None if no tables are followed.
-      sequence: the memory's sequence number while it holds these rows.
-    """
+    """The newest state for readers."""
 
     save_id: SaveId
-    point: RecoveryPoint | None
-    unix_secs: float
-    number: int
-    dense: ServedLeaves | None = None
-    rows: Rows | None = None
-    sequence: int = 0
+    point: RecoveryPoint | None  # Above the step; None for a step.
+    unix_secs: float  # When the step was committed, or the point captured.
+    number: int  # Ascends; see ``ChangeLog``.
+    dense: ServedLeaves | None = None  # None if none are followed.
+    rows: Rows | None = None  # None if no tables are followed.
+    sequence: int = 0  # Of the memory while it holds these rows.
 
     @property
     def position(self) -> Position:
@@ -122,11 +112,7 @@ class PublishedState:
         return self.rows is None or self.rows.memory.sequence == self.sequence
 
     def check_current(self) -> None:
-        """Checks that rows that were read are those of this state.
-
-        Raises:
-          VersionExpired: a newer state has replaced it.
-        """
+        """Raises ``VersionExpired`` if a newer state has replaced the rows that were read."""
         if not self.is_current():
             raise VersionExpired(
                 f"version of step {self.step}: expected it to be closed within hold_secs, found "
@@ -138,7 +124,6 @@ class LookupCounts:
     """Counts rows that were looked up, by table. Thread-safe."""
 
     def __init__(self) -> None:
-        """Starts at zero."""
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 

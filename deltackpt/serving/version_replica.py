@@ -25,11 +25,7 @@ class VersionReplica:
     """The rows and dense leaves of the next version; see ``candidates.StateReplica``.
 
     Rows change in place, so readers open no version from the moment when they change until the
-    dense leaves of the same state are held, too.
-
-    Attributes:
-      shown: the newest complete state, or None.
-      changes: the rows that changed between the newest states.
+    dense leaves of the same state are held, too. ``shown`` is the newest complete state.
     """
 
     def __init__(
@@ -40,15 +36,6 @@ class VersionReplica:
         rows: RowReplica | None,
         choice: TableChoice,
     ):
-        """Holds nothing yet.
-
-        Args:
-          root: the directory of the steps.
-          wal: its WAL.
-          leaves: reads the dense leaves; None if none are followed.
-          rows: holds the rows; None if no tables are followed.
-          choice: the fields that it holds.
-        """
         self.shown: PublishedState | None = None
         self.changes = ChangeLog()
         self._root, self._wal = root, wal
@@ -80,17 +67,10 @@ class VersionReplica:
         return changed
 
     def changed_between(self, before: Position, after: PublishedState) -> ChangedTables:
-        """Returns rows that may differ between two states, from the saves and records in between.
+        """Returns rows that may differ between two states, from row indices in storage.
 
-        Any thread may call it. It reads row indices only.
-
-        Args:
-          before: the older state, which need not have been held.
-          after: a state that was shown.
-
-        Returns:
-          The rows; None if the newer state does not continue the older one, or if the saves and
-          records in between are not available.
+        None if the newer state does not continue the older one, or what is in between is gone. Any
+        thread may call it.
         """
         assert self._rows is not None
         found = self._root.at(after.save_id.step)
@@ -142,29 +122,19 @@ class VersionReplica:
 
 
 class TableChoice:
-    """Chooses tables and slots by name; see ``loaded_state.FieldChoice``."""
+    """Chooses tables and slots by globs over names; see ``loaded_state.FieldChoice``."""
 
     def __init__(self, tables: Sequence[str], slots: Sequence[str]):
-        """Chooses.
-
-        Args:
-          tables: globs over table names, or ends of names.
-          slots: globs over names of slots.
-        """
         self._tables, self._slots = tables, slots
 
     def __call__(self, table: TableEntry, field: str) -> bool:
-        """See ``loaded_state.FieldChoice``."""
+        """Returns whether to hold a field."""
         kind, _, slot = field.partition(".")
         wanted = kind == VALUES or any(naming.matches(one, slot) for one in self._slots)
         return wanted and any(is_meant(one, table.name) for one in self._tables)
 
     def check(self, layout: Layout) -> None:
-        """Checks that each glob matches.
-
-        Raises:
-          OptionError: one matches no table, or no slot of the chosen tables.
-        """
+        """Raises ``OptionError`` if a glob matches no table, or no slot of the chosen tables."""
         names = choose(self._tables, {table.name: table for table in layout.tables})
         groups = layout.group_by_name
         slots = {

@@ -106,7 +106,7 @@ class LoadedState:
     files_of: RecoveryPoint | None = None  # Point with dense leaves; None: the save.
     replayed: SeenRows | None = None  # The rows of all applied records.
     lossless: bool = False  # Whether all saves and records are, so they agree on unchanged rows.
-    changed: Mapping[str, np.ndarray] | None = None  # Rows changed since the state before, or any.
+    changed: Mapping[str, np.ndarray] | None = None  # Changed rows; None: any.
     unix_secs: float = 0.0  # When the save was committed, or the record captured.
 
     @property
