@@ -337,7 +337,7 @@ def kafka(report: Report, options: argparse.Namespace, root: Path) -> None:
             steps = open_steps(root / "read")
             steps.topics = WalTopics(cluster.config)
             started = time.perf_counter()
-            [view] = WalReader(steps.log_at).read().views
+            [view] = WalReader(steps.wal_location).read().views
             if number:  # The first reads from the disk.
                 reads.add("read", {"secs": time.perf_counter() - started})
             nbytes = sum(one.nbytes for one in view.processes[0].log.records)

@@ -100,8 +100,8 @@ def remove_everything(root: Path) -> None:
         opened.collect()  # The compacted base, which no step needs.
         opened.roll_back(4, "another-run")
     with whatever_comes():
-        for number in opened.log_at.numbers():
-            garbage.remove_wal_epoch(opened.log_at, number)
+        for number in opened.wal_location.numbers():
+            garbage.remove_wal_epoch(opened.wal_location, number)
     place, no_info = Directory(root, ITEM), cast(SaveInfo, None)
     for unit in (ObjectKey(90, None), ObjectKey(3, ITEM)):
         with whatever_comes():

@@ -18,7 +18,7 @@ from deltackpt.errors import Damaged, FencedError, OutOfSpace
 from deltackpt.format import naming, wal_format
 from deltackpt.format.naming import PieceRange
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import LogRef
+from deltackpt.ledger.entries import WalRef
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import Pieces, UploadedWal, UploadedWals
 from deltackpt.storage.store import FileStore, store_path
@@ -110,22 +110,22 @@ def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, 
 # ---- WALs in a journal
 
 
-def ref(journal: Journal, epoch: int, run: str = "a") -> LogRef:
+def ref(journal: Journal, epoch: int, run: str = "a") -> WalRef:
     prefix = entries.log_prefix(epoch, journal.claimed.lease.epoch)
-    return LogRef(epoch=epoch, run=run, prefix=prefix, crc32c=0)
+    return WalRef(epoch=epoch, run=run, prefix=prefix, crc32c=0)
 
 
 def test_epochs_count_only_under_the_current_claim_and_in_order(tmp_path):
     first, second = Journal(store_path(tmp_path)), Journal(store_path(tmp_path))
     first.claim()
-    assert first.add_log(ref(first, 0))
-    assert first.add_log(ref(first, 3))
+    assert first.add_wal(ref(first, 0))
+    assert first.add_wal(ref(first, 3))
     for epoch in (2, 3):
-        assert not first.add_log(ref(first, epoch, "b"))
+        assert not first.add_wal(ref(first, epoch, "b"))
     second.claim()
     with pytest.raises(FencedError):
-        first.add_log(ref(first, 4))
-    assert second.add_log(ref(second, 4))
+        first.add_wal(ref(first, 4))
+    assert second.add_wal(ref(second, 4))
     second.retire(lambda state: [one.prefix for one in state.entry.logs[:-1]])
     assert [one.epoch for one in second.state().entry.logs] == [4]
 
@@ -134,7 +134,7 @@ def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_pa
     journal = Journal(store_path(tmp_path))
     journal.claim()
     kept, cut = ref(journal, 0), ref(journal, 1)
-    assert journal.add_log(kept)
+    assert journal.add_wal(kept)
     for one in (kept, cut):
         at = journal.root / one.prefix / "0" / "x.seg" / naming.piece_name(PieceRange(0, 3, 1))
         at.store.put(at.key, b"abc")
@@ -162,7 +162,7 @@ def test_an_entry_without_wal_epochs_belongs_to_a_run_without_a_wal(tmp_path):
 def test_a_wal_prefix_of_another_location_is_damage(tmp_path, prefix):
     journal = Journal(store_path(tmp_path))
     journal.claim()
-    logs = (LogRef(epoch=0, run="a", prefix=prefix, crc32c=0),)
+    logs = (WalRef(epoch=0, run="a", prefix=prefix, crc32c=0),)
     data = entries.to_bytes(dataclasses.replace(journal.known.entry, logs=logs))
     with pytest.raises(Damaged, match="a prefix of WAL epoch 0"):
         entries.entry_from(data, name="entry", number=None)

@@ -179,7 +179,7 @@ class Checkpoints:
         Raises:
           StorageError: the WAL cannot be read.
         """
-        return wal_of(read_wal_state(self._root.log_at), self._root.restorable())
+        return wal_of(read_wal_state(self._root.wal_location), self._root.restorable())
 
     def recovery_points(self) -> list[RecoveryPoint]:
         """Recovery points that a step can be replayed to, newest first, including soft ones.
@@ -350,7 +350,7 @@ class Checkpoints:
                 self._saves,
                 wanted,
                 all_steps=steps is None,
-                log=WalReader(self._root.log_at).read() if wal and steps is None else None,
+                log=WalReader(self._root.wal_location).read() if wal and steps is None else None,
             )
             if rows is not None:
                 found = read(table, np.atleast_1d(rows), field)

@@ -134,7 +134,7 @@ class WritableRoot(Steps, abc.ABC):
         return self.path / naming.LOG
 
     @property
-    def log_at(self) -> WalLocation:
+    def wal_location(self) -> WalLocation:
         """See ``Steps``."""
         return WalFolder(store_path(self.wal_dir), self.topics)
 

@@ -164,7 +164,7 @@ class RolledBack:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogRef:
+class WalRef:
     """A WAL epoch whose header, with the given CRC32C, is in the remote directory."""
 
     epoch: int
@@ -186,7 +186,7 @@ class Entry:
     #: The greatest attempt ever committed, by run; newest runs last.
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
     rolled_back: tuple[RolledBack, ...] = ()  # units that still exist
-    logs: tuple[LogRef, ...] = ()  # ascending; the newest determines which records count
+    logs: tuple[WalRef, ...] = ()  # ascending; the newest determines which records count
     features: tuple[str, ...] = ()  # that a reader must support; none so far
 
 
@@ -341,7 +341,7 @@ def check(name: str, standings: Iterable[CatalogEntry]) -> None:
             raise Damaged(name, f"a save of step {one.step}", f"save id {one.save_id}")
 
 
-def _check_logs(name: str, logs: Iterable[LogRef]) -> None:
+def _check_logs(name: str, logs: Iterable[WalRef]) -> None:
     numbers = []
     for one in logs:
         match = _LOG.fullmatch(one.prefix)

@@ -35,10 +35,10 @@ from deltackpt.ledger.entries import (
     CatalogEntry,
     Entry,
     LeaseClaim,
-    LogRef,
     ObjectKey,
     RolledBack,
     State,
+    WalRef,
 )
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
@@ -348,7 +348,7 @@ class Journal(JournalView):
 
     # ---- write-ahead log
 
-    def add_log(self, ref: LogRef) -> bool:
+    def add_wal(self, ref: WalRef) -> bool:
         """Commits a WAL epoch whose header was uploaded; returns whether it did.
 
         It does not if the epoch has another prefix, or a newer one exists. Earlier epochs count

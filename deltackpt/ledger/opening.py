@@ -36,7 +36,7 @@ class BucketSteps(Steps):
         self.journal = journal
 
     @property
-    def log_at(self) -> WalLocation:
+    def wal_location(self) -> WalLocation:
         """See ``Steps``; reads the journal again."""
         state = self.journal.state()
         return UploadedWals(self.journal.root, lambda: state, self.topics)

@@ -121,7 +121,7 @@ class Steps:
         return str(self.store_path)
 
     @property
-    def log_at(self) -> WalLocation:
+    def wal_location(self) -> WalLocation:
         """Where the WAL is read."""
         return WalFolder(self.store_path / naming.LOG, self.topics)
 
@@ -329,7 +329,7 @@ def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan |
     """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
     if isinstance(requested, int) and root.at(requested).stamp() is not None:
         return requested, None
-    index, steps = WalReader(root.log_at).read(), root.restorable()
+    index, steps = WalReader(root.wal_location).read(), root.restorable()
     plan = plan_to(index, steps, requested)
     if plan is not None:
         return plan.step.step, plan

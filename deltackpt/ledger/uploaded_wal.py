@@ -15,7 +15,7 @@ import google_crc32c
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import naming
 from deltackpt.format.naming import PieceRange
-from deltackpt.ledger.entries import LogRef, State
+from deltackpt.ledger.entries import State, WalRef
 from deltackpt.reading.wal_locations import NAME, NBYTES, Record
 from deltackpt.storage.store import Missing, Stamp, StorePath
 
@@ -206,7 +206,7 @@ class UploadedWals:
         """See ``WalLocation``."""
         return StorePath(UploadedWal(self._root / self._ref(epoch).prefix), "")
 
-    def _ref(self, epoch: int) -> LogRef:
+    def _ref(self, epoch: int) -> WalRef:
         for one in self._state().entry.logs:
             if one.epoch == epoch:
                 return one

@@ -150,7 +150,7 @@ class _Directory:
 
     def wal_epochs(self, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
         """WAL epochs that no restore needs once only some steps are kept."""
-        log = read_wal_state(self.steps.log_at)
+        log = read_wal_state(self.steps.wal_location)
         if log.problem is not None:
             return [], [f"the WAL stays: cannot determine which epochs are valid: {log.problem}"]
         known = self.steps.saves()

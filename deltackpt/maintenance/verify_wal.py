@@ -39,7 +39,7 @@ from deltackpt.storage import ocdbt
 
 def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalReport:
     """Checks the valid epochs of a WAL; ``steps`` are those that can be restored."""
-    audit = _WalAudit(opened, read_wal_state(opened.log_at), meter)
+    audit = _WalAudit(opened, read_wal_state(opened.wal_location), meter)
     audit.verify_epochs()
     points = audit.verdicts(steps)
     return WalReport(
@@ -171,7 +171,7 @@ class _WalAudit:
         lost, losses = self._lost(index, unreached, steps)
         if lost or losses:
             # A trainer may roll back or trim the log while it is read.
-            again, steps = WalReader(self._opened.log_at).read(), self._opened.restorable()
+            again, steps = WalReader(self._opened.wal_location).read(), self._opened.restorable()
             _, unreached = coverings(again, steps)
             found_again = self._lost(again, unreached, steps)
             lost = [one for one in lost if one in found_again[0]]

@@ -224,10 +224,10 @@ class StepReader:
         )
 
     def _plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan:
-        found = WalReader(self._root.log_at).read().plan(point, step)
+        found = WalReader(self._root.wal_location).read().plan(point, step)
         if found is None:
             raise DamagedWal(
-                str(self._root.log_at),
+                str(self._root.wal_location),
                 f"WAL records from step {step.step} to {point}",
                 "some missing",
                 record=point.save_id,

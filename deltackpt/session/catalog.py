@@ -140,7 +140,7 @@ class Catalog:
     def _covers_trimmed(self, step: int) -> bool:
         """Returns whether only this step explains why WAL records are missing."""
         try:
-            index = WalReader(self._run.root.log_at).read()
+            index = WalReader(self._run.root.wal_location).read()
         except RestoreError:
             return False  # Restores report it, with this step and without it.
         if not index.views:

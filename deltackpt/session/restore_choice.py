@@ -156,7 +156,7 @@ class RestoreChooser:
 
     def _index(self) -> WalIndex:
         """Reads the WAL; its records decide what can be restored, so all must be readable."""
-        index = WalReader(self._run.root.log_at).read()
+        index = WalReader(self._run.root.wal_location).read()
         index.require_topics()
         return index
 
@@ -188,7 +188,8 @@ class RestoreChooser:
         """Returns whether training rolled back past a recovery point since it was found."""
         run = self._run
         return run.coordinator.from_process_0(
-            f"looking for {point}", lambda: not WalReader(run.root.log_at).read().counts(point)
+            f"looking for {point}",
+            lambda: not WalReader(run.root.wal_location).read().counts(point),
         )
 
     def find_requested(self, requested: int | RecoveryPoint) -> RestoreChoice:

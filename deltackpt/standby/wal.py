@@ -34,7 +34,7 @@ class FollowedWal:
     """The WAL of a directory, as far as it was read; used by one thread."""
 
     def __init__(self, root: Steps, item: str, *, soft: bool):
-        self._logs = WalReader(root.log_at)
+        self._logs = WalReader(root.wal_location)
         self._ids = _SaveIds(root, item)
         self._root = root
         self._soft = soft
@@ -99,7 +99,7 @@ class FollowedWal:
         lost = losses_of(self._root, self._index, step, above=step)
         if lost != in_both(self._lost, lost):
             with contextlib.suppress(RestoreError, StorageError):
-                again = WalReader(self._root.log_at).read()
+                again = WalReader(self._root.wal_location).read()
                 lost = in_both(losses_of(self._root, again, step, above=step), lost)
         self._lost = lost
         found += [loss.error for loss in lost]

@@ -247,10 +247,10 @@ class StagedRoot(WritableRoot):
         return self._client.unusable
 
     @property
-    def log_at(self) -> WalLocation:
+    def wal_location(self) -> WalLocation:
         """See ``Steps``; read remotely if a single staging directory may lack part of it."""
         at_root = UploadedWals(self._journal.root, self._remote, self.topics)
-        return at_root if self.no_shared_fs else WalLocations([super().log_at, at_root])
+        return at_root if self.no_shared_fs else WalLocations([super().wal_location, at_root])
 
     def _remote(self) -> State:
         """The remote state: as far as known, but at least what the leading process has seen."""

@@ -23,7 +23,7 @@ from deltackpt.format.naming import PieceRange
 from deltackpt.format.wal_format import EpochHeader
 from deltackpt.ledger import entries
 from deltackpt.ledger.committed import SEGMENT_BYTES
-from deltackpt.ledger.entries import LogRef, State
+from deltackpt.ledger.entries import State, WalRef
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import HEAD, HEAD_COPY, pieces_at
 from deltackpt.reading.wal_index import WalReader
@@ -115,14 +115,14 @@ class WalUpload:
         data = wal_format.epoch_header_bytes(head)
         prefix = entries.log_prefix(head.epoch, journal.claimed.lease.epoch)
         at = journal.root / prefix / HEAD
-        ref = LogRef(
+        ref = WalRef(
             epoch=head.epoch, run=head.run, prefix=prefix, crc32c=google_crc32c.value(data)
         )
         is_committed = False
         try:
             for one in (at, journal.root / prefix / HEAD_COPY):
                 one.store.put(one.key, data)
-            is_committed = journal.add_log(ref)
+            is_committed = journal.add_wal(ref)
         finally:
             if not is_committed:
                 journal.abandon_upload(prefix)
@@ -144,14 +144,14 @@ class WalUpload:
         """Returns the bytes of complete staged records that were not uploaded yet."""
         return sum(piece.nbytes for _, piece in self._waiting(journal))
 
-    def _waiting(self, journal: Journal) -> Iterator[tuple[LogRef, _UploadPiece]]:
+    def _waiting(self, journal: Journal) -> Iterator[tuple[WalRef, _UploadPiece]]:
         """What is staged and not uploaded, by WAL epoch and process, oldest first."""
         for ref, head in self._staged(journal):
             for process in range(head.process_count):
                 for piece in self._of_process(ref, head, process, journal):
                     yield ref, piece
 
-    def _staged(self, journal: Journal) -> Iterator[tuple[LogRef, EpochHeader]]:
+    def _staged(self, journal: Journal) -> Iterator[tuple[WalRef, EpochHeader]]:
         """The remote WAL epochs that are also staged."""
         here = {*self._logs.numbers()}
         for ref in journal.known.entry.logs:
@@ -165,7 +165,7 @@ class WalUpload:
                 yield ref, head
 
     def _of_process(
-        self, ref: LogRef, head: EpochHeader, process: int, journal: Journal
+        self, ref: WalRef, head: EpochHeader, process: int, journal: Journal
     ) -> Iterator[_UploadPiece]:
         log, needed = self._logs.log_of(head, process), _oldest_needed(journal.known)
         if not _advanced(log):
@@ -186,7 +186,7 @@ class WalUpload:
                 source = self._logs.segments_of(head) / segment
                 yield _UploadPiece(segment, source, start, fresh, is_closed, log.noted.number)
 
-    def _send(self, ref: LogRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
+    def _send(self, ref: WalRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
         """Uploads a piece whose records are intact."""
         try:
             self._check(ref, piece)
@@ -210,7 +210,7 @@ class WalUpload:
         self._since[ref.prefix, piece.segment] = time.monotonic()
         return True
 
-    def _note(self, ref: LogRef, piece: _UploadPiece, journal: Journal) -> None:
+    def _note(self, ref: WalRef, piece: _UploadPiece, journal: Journal) -> None:
         """Records the newest uploaded record of a process, as the process does locally."""
         durable = [one.save_id for one in piece.records if one.save_id.attempt <= piece.durable]
         if durable:
@@ -244,7 +244,7 @@ class WalUpload:
                     _put_progress(at, fresh[-1])
             self._noted.add(ref.prefix)
 
-    def _check(self, ref: LogRef, piece: _UploadPiece) -> None:
+    def _check(self, ref: WalRef, piece: _UploadPiece) -> None:
         """Checks that records are intact: altered ones are not uploaded."""
         for record in piece.records:
             try:
@@ -278,7 +278,7 @@ class WalUpload:
         self._sent = {prefix: one for prefix, one in self._sent.items() if prefix in prefixes}
         self._since = {key: one for key, one in self._since.items() if key[0] in prefixes}
 
-    def _trim(self, ref: LogRef, step: int, journal: Journal) -> None:
+    def _trim(self, ref: WalRef, step: int, journal: Journal) -> None:
         known = self._known(ref, journal)
         last: dict[str, str] = {}
         for segment in sorted(known):
@@ -290,7 +290,7 @@ class WalUpload:
                 at.store.delete((at / naming.piece_name(piece)).key for piece in known[segment])
                 del known[segment]
 
-    def _known(self, ref: LogRef, journal: Journal) -> dict[str, list[PieceRange]]:
+    def _known(self, ref: WalRef, journal: Journal) -> dict[str, list[PieceRange]]:
         """The uploaded part of a WAL epoch: listed once, since only this process uploads there."""
         if ref.prefix not in self._sent:
             found = pieces_at(journal.root / ref.prefix)

@@ -245,7 +245,7 @@ class EndedWal(NoWal):
 
     def __init__(self, run: Run):
         self._run = run
-        self._logs = WalReader(run.writable_root.log_at)
+        self._logs = WalReader(run.writable_root.wal_location)
         self.begun = ""
 
     def begin_epoch(self, split: Split) -> None:

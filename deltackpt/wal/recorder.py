@@ -100,7 +100,7 @@ class Recorder:
         self._run = run
         assert run.options.wal is not None
         self._options = run.options.wal
-        self._logs = WalReader(run.writable_root.log_at)
+        self._logs = WalReader(run.writable_root.wal_location)
         if run.topic is not None and run.coordinator.index == 0:
             kafka_writer.refuse_foreign(run.topic, self._logs)
         self._epoch: OpenEpoch | None = None

@@ -80,7 +80,7 @@ _LEAST_BASE_BYTES = 16 << 20
 def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
     """Checks the WAL; yields nothing without one."""
     try:
-        found = read_wal_state(opened.log_at)
+        found = read_wal_state(opened.wal_location)
     except DeltackptError as error:
         yield _problem("WAL", str(error), "No recovery point can be restored.")
         return
@@ -97,7 +97,7 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         return
     yield _summary(found)
     for view in found.index.views:
-        yield from _places(WalReader(opened.log_at), view)
+        yield from _places(WalReader(opened.wal_location), view)
     if found.index.views:
         yield from _processes(found.index.views[0])
         yield from _gaps(opened, found.index)
@@ -194,7 +194,7 @@ def _processes(view: EpochView) -> Iterator[Finding]:
 def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
     """Checks for missing or altered records, except for a torn end."""
     if found := losses_of(opened, index, max(opened.steps(), default=-1)):
-        again = WalReader(opened.log_at).read()
+        again = WalReader(opened.wal_location).read()
         found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
     if found:
         yield Finding(
