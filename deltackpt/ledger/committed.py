@@ -244,7 +244,6 @@ class CommittedStore:
         return self._journal.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:
-        """Returns the prefix, relative name and digest of a file."""
         unit, name = _unit_of(key) or (None, "")
         prefix = None if unit is None else self._prefix_of(unit)
         if unit is None or prefix is None or not name:

@@ -427,8 +427,6 @@ class Journal(JournalView):
     # ---- changing the state
 
     def _change_own(self, change: Change, prefix: str | None = None) -> State:
-        """Like ``_change``, but only under the claim."""
-
         def checked(state: State) -> Entry | None:
             self._require_claim(state)
             return change(state)

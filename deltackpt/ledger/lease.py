@@ -145,7 +145,6 @@ class Grace:
     """Bounds the waits of a lease holder for newer trainers that have not started yet."""
 
     def __init__(self, poll_secs: float):
-        """Waits ``poll_secs`` between two checks."""
         self._poll_secs = poll_secs
         #: When the holder first waited.
         self._since: float | None = None

@@ -31,7 +31,6 @@ class BucketSteps(Steps):
     """The steps named by a journal, for reading."""
 
     def __init__(self, journal: JournalView, item: str):
-        """Reads the steps from a journal; sends no request yet."""
         super().__init__(StorePath(CommittedStore(journal), ""), item, given=journal.root.store.url)
         self.journal = journal
 

@@ -114,7 +114,6 @@ def send(
 
 
 def _segments(file: Digest) -> int:
-    """Number of objects of a file."""
     return max(1, -(-file.length // SEGMENT_BYTES))
 
 

@@ -72,7 +72,6 @@ class UploadedWal:
     """A remote WAL epoch, with a directory's layout: ``<process>/<segment>``; thread-safe."""
 
     def __init__(self, at: StorePath):
-        """Sends no request yet; ``at`` is the folder of the remote WAL epoch."""
         self._at = at
         self._known: Mapping[str, Pieces] = {}
 

@@ -238,7 +238,6 @@ class JournalView:
         return _Listed(*(frozenset(one for one in each if one and one > after) for each in found))
 
     def _entry(self, number: int, *, copy: bool = False) -> Entry:
-        """Reads an entry, or its copy."""
         at = self._at(number, copy=copy)
         return entries.entry_from(at.store.get(at.key), name=at.shown(), number=number)
 
@@ -252,7 +251,6 @@ class JournalView:
         return self.root / (entries.copy_name(name) if copy else name)
 
     def _key(self, name: str) -> str:
-        """The key of a name below the root."""
         return f"{self.root.key}/{name}" if self.root.key else name
 
 
@@ -262,13 +260,11 @@ def entry_name(number: int) -> str:
 
 
 def _copy_number(name: str) -> int | None:
-    """The number of the entry whose copy has this name; None for other names."""
     found = entries.copied_name(name)
     return None if found is None else _number(found)
 
 
 def _number(name: str) -> int | None:
-    """The number in an entry's name; None for other names."""
     digits = name.removesuffix(".msgpack")
     if len(digits) == _DIGITS and digits != name and digits.isascii() and digits.isdecimal():
         return int(digits)

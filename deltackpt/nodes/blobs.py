@@ -237,19 +237,15 @@ class _InMemory:
         self._left = memoryview(block.memory)[:nbytes]
 
     def window(self) -> memoryview:
-        """See ``Incoming``."""
         return self._left
 
     def filled(self, nbytes: int) -> None:
-        """See ``Incoming``."""
         self._left = self._left[nbytes:]
 
     def commit(self, *, absent: bool) -> None:
-        """See ``Incoming``."""
         self._blobs.commit(self._key, self._block, self._nbytes, absent=absent)
 
     def discard(self) -> None:
-        """See ``Incoming``."""
         self._left = self._left[:0]
         self._blobs.give_back(self._block)
 
@@ -261,9 +257,7 @@ class _FromMemory:
         self._memory = memoryview(block.memory)
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        """See ``OpenObject``."""
         return connection.send(self._memory[start : start + nbytes])
 
     def close(self) -> None:
-        """See ``OpenObject``."""
         self._blobs.give_back(self._block, reader=True)

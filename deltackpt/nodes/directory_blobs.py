@@ -191,11 +191,9 @@ class _InFile:
         )
 
     def window(self) -> memoryview:
-        """See ``Incoming``."""
         return self._file.room()[: self._left].data
 
     def filled(self, nbytes: int) -> None:
-        """See ``Incoming``."""
         self._left -= nbytes
         self._file.advance(nbytes)
 
@@ -223,7 +221,6 @@ class _InFile:
         self._end()
 
     def discard(self) -> None:
-        """See ``Incoming``."""
         with contextlib.suppress(OSError):
             os.unlink(self._temporary, dir_fd=self._blobs.arriving)
         self._end()
@@ -256,9 +253,7 @@ class _FromFile:
         self.version = f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        """See ``OpenObject``."""
         return os.sendfile(connection.fileno(), self._file.fileno(), start, nbytes)
 
     def close(self) -> None:
-        """See ``OpenObject``."""
         self._file.close()

@@ -259,7 +259,6 @@ class NodeServer:
         client.close()
 
     def _answered(self, client: _Client) -> bool:
-        """Answers a request; returns whether another one may follow."""
         try:
             request = self._request(client)
             with self._busy(client, request):
@@ -332,7 +331,6 @@ class NodeServer:
         return _Request(method, key, query, fields, nbytes or 0, token)
 
     def _serve_request(self, client: _Client, request: _Request) -> None:
-        """Answers a request."""
         if request.method == "PUT":
             self._put(client, request)
             client.answer(201)
@@ -446,7 +444,6 @@ def _ignore(client: _Client) -> None:
 
 
 def _status_of(error: StorageError | Damaged) -> int:
-    """The status that reports a store's error."""
     for kind, status in _STATUSES.items():
         if isinstance(error, kind):
             return status
@@ -489,7 +486,6 @@ class _Forwarded:
         self._buffer = bytearray()
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        """See ``OpenObject``."""
         nbytes = min(nbytes, _PIECE_BYTES)
         if not self._buffer:
             self._buffer = bytearray(min(self.nbytes, _PIECE_BYTES))
@@ -500,5 +496,4 @@ class _Forwarded:
         connection.sendall(piece)
         return nbytes
 
-    def close(self) -> None:
-        """See ``OpenObject``: nothing is held."""
+    def close(self) -> None: ...

@@ -155,7 +155,6 @@ class StagedBundle:
     """A bundle of a step directory's files, which are read on demand."""
 
     def __init__(self, step_dir: Path, contents: BundleManifest):
-        """Reads nothing."""
         record = manifest.to_bytes(contents, _MAGIC)
         self._step_dir = step_dir
         self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record

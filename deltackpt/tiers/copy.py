@@ -212,7 +212,6 @@ class _CopyRun:
 def _place(
     where: str | os.PathLike[str], endpoint: str | None, item: str = naming.EMBEDDINGS_ITEM
 ) -> Location:
-    """Resolves a path, a URL or a spec."""
     path = buckets.file_path(where)
     if path is not None:
         return Directory(path.absolute(), item)
@@ -220,7 +219,6 @@ def _place(
 
 
 def _wanted(source: Location, steps: Collection[int] | None, all_steps: bool) -> list[int]:
-    """The steps to copy."""
     standing = sorted(source.steps())
     if not standing:
         raise StepNotFound(f"{source.name}: expected complete steps, found none; check the path")

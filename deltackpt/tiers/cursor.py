@@ -95,7 +95,6 @@ class Cursor(abc.ABC):
     tier: ClassVar[TierName]
 
     def __init__(self, stage: StagingDir, progress: TierProgress | None = None):
-        """Reads and writes nothing yet."""
         self.stage = stage
         self.progress = progress or TierProgress(holder="")
         self.trainer = Trainer()

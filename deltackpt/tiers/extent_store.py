@@ -172,7 +172,6 @@ class ExtentFile:
             yield
 
     def _scan(self) -> None:
-        """Scans the headers for stored bundles."""
         block = self._buffer[:BLOCK_BYTES]
         found = self._read_division()
         # Bundles that another division would overwrite or not find.
@@ -305,7 +304,6 @@ class StoredBundle:
     """
 
     def __init__(self, file: DirectFile, division: ExtentDivision, held: _Held):
-        """Reads nothing yet."""
         self._file = file
         self._division = division
         self._held = held
@@ -375,7 +373,6 @@ def _is_whole(headers: tuple[ExtentHeader, ...], division: ExtentDivision) -> bo
 
 
 def _make(directory: Path, division: ExtentDivision) -> None:
-    """Creates the file, and allocates its space."""
     making = directory / _MAKING
     try:
         with posix.typed_errors(

@@ -316,7 +316,6 @@ def _is_of_another_root(old: Orders, state: State) -> bool:
 
 
 def _move_aside(stage: StagingDir, local: Root, old: Orders, state: State, expected: str) -> None:
-    """Moves superseded saves aside with a warning."""
     stale: list[int] = []
     aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")
     for step, info in sorted(local.saves().items(), reverse=True):

@@ -25,7 +25,6 @@ class Pusher(Cursor):
     tier = "peers"
 
     def __init__(self, stage: StagingDir):
-        """Sends no request yet."""
         super().__init__(stage)
         self._peers: PeerTier | None = None
         self._stamp: object = None

@@ -100,7 +100,6 @@ class PeerTier:
     name = "peers"
 
     def __init__(self, group: PeerGroup):
-        """Sends no request yet."""
         self._group = group
         self._code = erasure.code_of(group.k, group.m)
         self._racks = {one.node: one.rack for one in group.others if one.rack}
@@ -470,7 +469,6 @@ class _SegmentReader:
         self._at = -1
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """See ``Reader``."""
         if start < 0 or start + len(out) > self._coding.ref.nbytes:
             raise ValueError(
                 f"{self._coding.ref.key}: bytes {start} to {start + len(out)} of a bundle"

@@ -220,7 +220,6 @@ def _most_memory() -> str:
 
 
 def _shorten(log: Path) -> None:
-    """Truncates a log that has grown long."""
     with contextlib.suppress(OSError, StorageError):
         if posix.length(log, log.name) > _MOST_LOG_BYTES:
             os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))

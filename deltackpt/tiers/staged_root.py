@@ -354,12 +354,10 @@ class StagedRoot(WritableRoot):
         return folder
 
     def _at_root(self) -> dict[int, CatalogEntry]:
-        """Remote steps, as far as known."""
         steps = self._journal.known.steps
         return {step: one for step, one in steps.items() if self._is_shown(one)}
 
     def _bases_at_root(self) -> list[CatalogEntry]:
-        """Remote compacted bases, as far as known."""
         return [
             one
             for one in self._journal.known.bases.values()

@@ -210,7 +210,6 @@ class StagingDir:
     """The staging directory; ``fetched`` briefly caches remote files."""
 
     def __init__(self, path: Path):
-        """Does no I/O."""
         self.path = path
         self.steps = path / "steps"
         self.lock = path / "stage.lock"
@@ -230,7 +229,6 @@ class StagingDir:
         return self.path / "aside" / why
 
     def _leases(self) -> list[int]:
-        """The leases with orders, ascending."""
         if not self.path.is_dir():
             return []
         found = map(_ORDERS_NAME.fullmatch, posix.listing(self.path))
@@ -325,7 +323,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _read_orders(path: Path) -> Orders | None:
-    """Reads orders; None if there is no such file."""
     try:
         data = posix.read_bytes(path)
     except Damaged:

@@ -80,7 +80,6 @@ class Parts:
     """The reports of all uploaders on one save; of a single uploader, they are not stored."""
 
     def __init__(self, at: StorePath | None):
-        """Reads nothing yet; ``at`` is the folder of the reports."""
         self._at = at
         self._known: dict[int, UploadPart] = {}
 
@@ -148,7 +147,6 @@ class _Upload:
             )
 
     def is_staged(self) -> bool:
-        """Whether the save is still where it was found."""
         try:
             found = stored_saves.read_info(self.save.at, self.orders.item)
         except Damaged:
@@ -265,7 +263,6 @@ class Uploader(Cursor):
         return [one.step for one in self._staged() if self._is_waiting(one)]
 
     def _is_waiting(self, save: StagedSave) -> bool:
-        """Whether a save is waiting, according to the last report."""
         if save.key in self.progress.damaged:
             return False
         if save.info is not None:
@@ -318,7 +315,6 @@ class Uploader(Cursor):
     # ---- orders
 
     def _carry_out(self, orders: Orders, journal: Journal) -> None:
-        """Applies pending orders. Idempotent."""
         done = self.progress.orders
         if orders.number == done:
             return
@@ -572,7 +568,6 @@ def delay_secs(made: Sequence[float], now: float, process: int, processes: int) 
 
 
 def _remove_reports(root: StorePath, epoch: int) -> None:
-    """Removes the reports of superseded claims."""
     at = root / MEETING
     for name in at.folders():
         of = prefix_epoch(f"{SAVES}/{name}")

@@ -78,7 +78,6 @@ class WalUpload:
     """Uploads the log of one staging directory; used by one thread."""
 
     def __init__(self, stage: StagingDir):
-        """Reads and writes nothing yet."""
         self._at = store_path(stage.steps / naming.LOG)
         self._logs = WalReader(self._at)
         #: What is uploaded of each segment, by WAL epoch: ``<process>/<segment>`` to pieces.
@@ -187,7 +186,6 @@ class WalUpload:
                 yield _UploadPiece(segment, source, start, fresh, is_closed, log.noted.number)
 
     def _send(self, ref: WalRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
-        """Uploads a piece whose records are intact."""
         try:
             self._check(ref, piece)
         except Damaged:
@@ -245,7 +243,6 @@ class WalUpload:
             self._noted.add(ref.prefix)
 
     def _check(self, ref: WalRef, piece: _UploadPiece) -> None:
-        """Checks that records are intact: altered ones are not uploaded."""
         for record in piece.records:
             try:
                 record.layer.verify()
