@@ -65,11 +65,11 @@ def _unless_missing(
     except ImportError as error:
         return [
             Finding(
-                area=area,
-                subject=subject,
-                severity="problem",
-                found=f"cannot be checked: {error}",
+                subject,
+                "problem",
+                f"cannot be checked: {error}",
                 action="install the missing package: pip install deltackpt",
+                area=area,
             )
         ]
 
@@ -96,9 +96,9 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
             yield machine.fsync_finding(*machine.measured_fsync_secs(Path(scratch)))
     except OSError as error:
         yield Finding(
-            subject="writing",
-            severity="problem",
-            found=os.strerror(error.errno or 0),
-            meaning="A trainer cannot save here.",
-            action="check the owner, the permissions and the mount of the directory",
+            "writing",
+            "problem",
+            os.strerror(error.errno or 0),
+            "A trainer cannot save here.",
+            "check the owner, the permissions and the mount of the directory",
         )

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt import units
@@ -15,6 +15,8 @@ from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import PLAIN
+from deltackpt.ledger.directory import Root, is_leftover
+from deltackpt.ledger.lease import read_lease
 from deltackpt.ledger.steps import Steps, in_both, losses_of
 from deltackpt.maintenance.doctor.machine import SCHEME, SCRATCH, Finding, ago_text
 from deltackpt.reading import chains, stored_saves
@@ -34,13 +36,8 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         if stored_saves.read_save(at, opened.item).head.dense_blocks is None:
             return
     except (Damaged, FormatMismatch) as error:
-        yield Finding(
-            subject="newest step",
-            severity="problem",
-            found=f"step {newest}: {error}",
-            meaning="It cannot be restored.",
-            action="deltackpt verify reports restorable steps",
-        )
+        found, action = f"step {newest}: {error}", "deltackpt verify reports restorable steps"
+        yield Finding("newest step", "problem", found, "It cannot be restored.", action)
         return
     except (DeltackptError, OSError):
         return  # Another manager's step, or it was removed.
@@ -54,18 +51,19 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         item.check()
     except (DeltackptError, OSError) as error:
         yield Finding(
-            subject="dense leaves",
-            severity="problem",
-            found=f"step {newest}: {error}",
-            meaning="Its dense leaves, and those of deltas that depend on it, cannot be restored.",
-            action="deltackpt verify reports restorable steps; the next base starts a new chain",
+            "dense leaves",
+            "problem",
+            f"step {newest}: {error}",
+            "Its dense leaves, and those of deltas that depend on it, cannot be restored.",
+            "deltackpt verify reports restorable steps; the next base starts a new chain",
         )
         return
     deltas, nbytes = len(item.shards), sum(shard.record.nbytes for shard in shards)
     where = f", and the rest from {item.base.save.name}" if item.base and item.missing else ""
     yield Finding(
-        subject="dense leaves",
-        found=f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
+        "dense leaves",
+        "ok",
+        f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
         f"{units.size(nbytes)} before compression{where}",
         figures={"deltas": deltas, "nbytes": nbytes, "from_base": bool(item.missing)},
     )
@@ -82,13 +80,14 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
     try:
         found = read_wal_state(opened.wal_location)
     except DeltackptError as error:
-        yield _problem("WAL", str(error), "No recovery point can be restored.")
+        yield Finding("WAL", "problem", str(error), "No recovery point can be restored.")
         return
     if not found.epochs:
         return
     if found.index is None:
-        yield _problem(
+        yield Finding(
             "WAL",
+            "problem",
             str(found.problem),
             "The valid recovery points cannot be determined: restore_latest() raises an error.",
             "restore the epoch header from a backup, or resume from a step: "
@@ -106,14 +105,14 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
             yield _length(plan)
         except Damaged as error:
             text = "The newest recovery point cannot be restored."
-            yield _problem("WAL to replay", str(error), text)
+            yield Finding("WAL to replay", "problem", str(error), text)
     if needless := found.needless(steps):
         yield Finding(
-            subject="obsolete WAL epochs",
-            severity="note",
-            found=f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
-            meaning="Records of earlier runs that no restore needs; they use space.",
-            action="none: the trainer removes them at its next steps, or deltackpt gc does",
+            "obsolete WAL epochs",
+            "note",
+            f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
+            "Records of earlier runs that no restore needs; they use space.",
+            "none: the trainer removes them at its next steps, or deltackpt gc does",
             figures={"epochs": sorted(needless)},
         )
 
@@ -128,8 +127,9 @@ def _summary(found: WalState) -> Finding:
         counted = units.count(len(points), "full recovery point")
         newest = f"{counted}, newest {points[0].step}, {age}"
     return Finding(
-        subject="WAL",
-        found=f"{units.count(len(found.epochs), 'epoch')}, {units.size(nbytes)}; {newest}",
+        "WAL",
+        "ok",
+        f"{units.count(len(found.epochs), 'epoch')}, {units.size(nbytes)}; {newest}",
         figures={
             "epochs": len(found.epochs),
             "full_recovery_points": len(points),
@@ -142,17 +142,14 @@ def _summary(found: WalState) -> Finding:
 def _places(logs: WalReader, view: EpochView) -> Iterator[Finding]:
     """Checks that the records of an epoch can be read from here."""
     if (missing := logs.in_topic(view.head)) is not None:
-        yield Finding(
-            subject=f"records of WAL epoch {view.head.epoch}",
-            severity="note",
-            found=f"{missing.expected}, {missing.found}",
-            meaning="Its recovery points are not checked.",
-            action=missing.action,
-        )
+        subject, found = "records of WAL epoch", f"{missing.expected}, {missing.found}"
+        meaning = "Its recovery points are not checked."
+        yield Finding(f"{subject} {view.head.epoch}", "note", found, meaning, missing.action)
     where = view.head.directory
     if where is not None and view.head.process_count and not store_path(where).exists():
-        yield _problem(
+        yield Finding(
             f"directory of WAL epoch {view.head.epoch}",
+            "problem",
             f"{where}: no such directory on this machine",
             "Its recovery points cannot be restored here: the disk is lost, or on another node.",
             "mount it, or restore on the node that has it",
@@ -182,11 +179,11 @@ def _processes(view: EpochView) -> Iterator[Finding]:
         for process, secs in behind.items()
     ]
     yield Finding(
-        subject="WAL processes",
-        severity="warning" if late else "note",
-        found=f"of {view.head.process_count}, " + ", ".join(texts),
-        meaning="A recovery point needs the records of all processes; newer ones are lost.",
-        action="check the disks and program logs of these processes" if late else "",
+        "WAL processes",
+        "warning" if late else "note",
+        f"of {view.head.process_count}, " + ", ".join(texts),
+        "A recovery point needs the records of all processes; newer ones are lost.",
+        "check the disks and program logs of these processes" if late else "",
         figures={"behind_secs": behind},
     )
 
@@ -198,11 +195,11 @@ def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
         found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
     if found:
         yield Finding(
-            subject="WAL gaps",
-            severity="warning",
-            found=f"{len(found)}, the first: {found[0].error}",
-            meaning="Recovery points after a gap cannot be restored from a step before it.",
-            action="run deltackpt verify to list them; save a step, which needs no WAL",
+            "WAL gaps",
+            "warning",
+            f"{len(found)}, the first: {found[0].error}",
+            "Recovery points after a gap cannot be restored from a step before it.",
+            "run deltackpt verify to list them; save a step, which needs no WAL",
             figures={"count": len(found)},
         )
 
@@ -216,28 +213,15 @@ def _length(plan: ReplayPlan) -> Finding:
         if record.dense is not None
         for value in record.dense.values
     )
-    long = plan.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
-        subject="WAL to replay",
-        severity="warning" if long else "ok",
-        found=(
-            f"{units.size(plan.nbytes)} from step {plan.step.step} to {plan.point.step}; a base "
-            f"has {units.size(base)}"
-        ),
-        meaning="A restore reads more WAL than a full base would be." if long else "",
-        action="save() more often, or lower WalOptions.max_wal_ratio" if long else "",
+        "WAL to replay",
+        "warning",
+        f"{units.size(plan.nbytes)} from step {plan.step.step} to {plan.point.step}; a base has "
+        f"{units.size(base)}",
+        "A restore reads more WAL than a full base would be.",
+        "save() more often, or lower WalOptions.max_wal_ratio",
         figures={"wal_bytes": plan.nbytes, "base_bytes": base},
-    )
-
-
-def _problem(subject: str, found: str, meaning: str, action: str = "") -> Finding:
-    return Finding(
-        subject=subject,
-        severity="problem",
-        found=found,
-        meaning=meaning,
-        action=action,
-    )
+    ).ok_if(plan.nbytes <= max(base, _LEAST_BASE_BYTES))
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
@@ -257,62 +241,56 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
         if not read_only:
             buckets.probe(root)
     except (DeltackptError, OSError) as error:
-        yield Finding(
-            subject="bucket",
-            severity="problem",
-            found=str(error),
-            meaning="Trainers and readers cannot open it, or a trainer's commits can fail.",
-        )
+        meaning = "Trainers and readers cannot open it, or a trainer's commits can fail."
+        yield Finding("bucket", "problem", str(error), meaning)
         return
     commits = "not checked (read-only)" if read_only else "work as commits need"
     yield Finding(
-        subject="bucket",
-        found=f"{root}: journal read in {secs * 1e3:.0f} ms; conditional writes {commits}",
+        "bucket",
+        "ok",
+        f"{root}: journal read in {secs * 1e3:.0f} ms; conditional writes {commits}",
         figures={"journal_secs": secs, "entry": state.entry.number},
     )
     for problem in journal.problems:
-        yield Finding(
-            subject="journal",
-            severity="problem",
-            found=str(problem),
-            meaning="An object of the bucket was removed or altered: find out what did this.",
-        )
-    steps = [*state.steps]
-    yield Finding(
-        subject="steps",
-        found=f"{len(steps)} committed{f', newest {steps[-1]}' if steps else ''}",
-        figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
-    )
+        meaning = "An object of the bucket was removed or altered: find out what did this."
+        yield Finding("journal", "problem", str(problem), meaning)
+    yield _steps_finding([*state.steps])
     count = sum(map(len, left.values()))
     yield Finding(
-        subject="leftovers",
-        severity="note" if left else "ok",
-        found=f"{count} objects of {len(left)} interrupted uploads" if left else "none",
-        meaning="The next trainer deletes them." if left else "",
+        "leftovers",
+        "note",
+        f"{count} objects of {len(left)} interrupted uploads" if left else "none",
+        "The next trainer deletes them.",
         figures={"objects": count},
-    )
-    claim = state.claim
-    yield Finding(
-        subject="claim",
-        found="no trainer has used this bucket"
-        if claim is None
-        else f"epoch {claim.lease.epoch}, by process {claim.lease.pid} on {claim.lease.host}, "
-        f"{ago_text(time.time() - claim.lease.since_secs)}",
+    ).ok_if(not left)
+    found = "no trainer has used this bucket"
+    if state.claim is not None:
+        lease = state.claim.lease
+        age = ago_text(time.time() - lease.since_secs)
+        found = f"epoch {lease.epoch}, by process {lease.pid} on {lease.host}, {age}"
+    yield Finding("claim", "ok", found)
+
+
+def _steps_finding(steps: Sequence[int]) -> Finding:
+    newest = steps[-1] if steps else None
+    return Finding(
+        "steps",
+        "ok",
+        f"{len(steps)} committed" + (f", newest {newest}" if steps else ""),
+        figures={"steps": len(steps), "newest_step": newest},
     )
 
 
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     """Checks the steps of a directory, its WAL, leftovers and lease."""
-    from deltackpt.ledger.directory import Root
-
     path = Path(os.path.expanduser(directory)).absolute()
     if not SCHEME.match(directory) and not path.exists():
         yield Finding(
-            subject="directory",
-            severity="warning",
-            found=f"{path}: does not exist",
-            meaning="A trainer creates it. The findings below are for its parent directory.",
-            action=f"check the spelling, or: mkdir -p {path}",
+            "directory",
+            "warning",
+            f"{path}: does not exist",
+            "A trainer creates it. The findings below are for its parent directory.",
+            f"check the spelling, or: mkdir -p {path}",
         )
         return
     try:
@@ -322,27 +300,18 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
             of_dense = [*dense_findings(opened)]
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
-        yield Finding(
-            subject="directory",
-            severity="problem",
-            found=str(error),
-            meaning="Trainers and readers cannot open it.",
-        )
+        meaning = "Trainers and readers cannot open it."
+        yield Finding("directory", "problem", str(error), meaning)
         return
     writable = read_only or os.access(path, os.W_OK | os.X_OK)
     yield Finding(
-        subject="directory",
-        severity="ok" if writable else "problem",
-        found=str(path) if writable else f"{path}: not writable for this user",
-        meaning="" if writable else "Steps can be restored (access='read'), but not saved.",
-        action="" if writable else "check its owner and permissions, or run this as the trainer",
-    )
-    newest = f", newest {steps[-1]}" if steps else ""
-    yield Finding(
-        subject="steps",
-        found=f"{len(steps)} committed{newest}",
-        figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
-    )
+        "directory",
+        "problem",
+        str(path) if writable else f"{path}: not writable for this user",
+        "Steps can be restored (access='read'), but not saved.",
+        "check its owner and permissions, or run this as the trainer",
+    ).ok_if(writable)
+    yield _steps_finding(steps)
     yield from of_dense
     yield from log_findings(opened, known)
     yield from _leftovers(path, entries)
@@ -350,17 +319,15 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
 
 
 def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
-    from deltackpt.ledger.directory import is_leftover
-
     now = time.time()
     cut = {name: _age_secs(path / name, now) for name in entries if is_leftover(name)}
     if cut:
         yield Finding(
-            subject="unfinished steps",
-            severity="note",
-            found=", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
-            meaning="A save in flight, or an interrupted one; readers ignore it.",
-            action="none: the next trainer that opens the directory removes leftovers",
+            "unfinished steps",
+            "note",
+            ", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
+            "A save in flight, or an interrupted one; readers ignore it.",
+            "none: the next trainer that opens the directory removes leftovers",
             figures={"ages_secs": cut},
         )
     for subject, found, meaning, action in (
@@ -391,14 +358,9 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     ):
         if found:
             shown = ", ".join(entry.name for entry in found[:5])
-            yield Finding(
-                subject=subject,
-                severity="note",
-                found=f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}",
-                meaning=meaning,
-                action=action,
-                figures={"count": len(found)},
-            )
+            text = f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}"
+            figures = {"count": len(found)}
+            yield Finding(subject, "note", text, meaning, action, figures=figures)
 
 
 def _age_secs(path: Path, now: float) -> float | None:
@@ -409,28 +371,22 @@ def _age_secs(path: Path, now: float) -> float | None:
 
 
 def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
-    from deltackpt.ledger.lease import read_lease
-
     newest = max((epoch for name in entries if (epoch := naming.lease_epoch(name))), default=None)
     if newest is None:
         return
     try:
         lease = read_lease(path / naming.lease_name(newest))
     except FormatMismatch as error:
-        yield Finding(
-            subject="lease",
-            severity="problem",
-            found=str(error),
-            meaning="Another version of deltackpt uses the directory.",
-        )
+        meaning = "Another version of deltackpt uses the directory."
+        yield Finding("lease", "problem", str(error), meaning)
         return
     except Damaged:
         yield Finding(
-            subject="lease",
-            severity="note",
-            found=f"epoch {newest}, not signed",
-            meaning="A trainer is starting, or was killed while it started.",
-            action="none: the next trainer takes the next epoch",
+            "lease",
+            "note",
+            f"epoch {newest}, not signed",
+            "A trainer is starting, or was killed while it started.",
+            "none: the next trainer takes the next epoch",
             figures={"epoch": newest},
         )
         return
@@ -438,12 +394,10 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
     state = {True: ", which is running", False: ", which has ended", None: ""}[runs]
     yield Finding(
-        subject="lease",
-        severity="ok" if runs is False else "note",
-        found=f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",
-        meaning=""
-        if runs is False
-        else "Another trainer that opens the directory fences this one.",
-        action="" if runs is False else "use a separate directory for each trainer",
+        "lease",
+        "note",
+        f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",
+        "Another trainer that opens the directory fences this one.",
+        "use a separate directory for each trainer",
         figures={**dataclasses.asdict(lease), "runs": runs},
-    )
+    ).ok_if(runs is False)

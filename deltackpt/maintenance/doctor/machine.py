@@ -29,7 +29,7 @@ SCRATCH = ".deltackpt-doctor."
 SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """The result of one check; names of ``figures`` end in units.
 
@@ -37,13 +37,18 @@ class Finding:
     saves or restores fail, or that their guarantees do not hold.
     """
 
-    area: Area = "directory"
     subject: str
-    severity: Severity = "ok"
+    severity: Severity
     found: str
     meaning: str = ""
     action: str = ""
+    _: dataclasses.KW_ONLY
+    area: Area = "directory"
     figures: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def ok_if(self, fine: bool) -> Finding:
+        """Returns the finding as ``ok``, without meaning and action, if everything is fine."""
+        return dataclasses.replace(self, severity="ok", meaning="", action="") if fine else self
 
 
 def file_text(path: str | Path) -> str:
@@ -116,18 +121,13 @@ def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Find
     """Reports the guarantees of a file system, from its type and mount options."""
     if mount is None:
         meaning = "The kind of file system cannot be determined on this system."
-        return Finding(subject="file system", severity="note", found="unknown", meaning=meaning)
+        return Finding("file system", "note", "unknown", meaning)
     severity, what, meaning, action = _promises(mount)
     if read_only and "ro" in mount.options:
         severity, action = "ok", ""
-    return Finding(
-        subject="file system",
-        severity=severity,
-        found=f"{mount.kind}, {what}: {mount.source} on {mount.point} ({','.join(mount.options)})",
-        meaning=meaning,
-        action=action,
-        figures=dataclasses.asdict(mount),
-    )
+    found = f"{mount.kind}, {what}: {mount.source} on {mount.point} ({','.join(mount.options)})"
+    figures = dataclasses.asdict(mount)
+    return Finding("file system", severity, found, meaning, action, figures=figures)
 
 
 def _promises(mount: Mount) -> tuple[Severity, str, str, str]:
@@ -170,26 +170,24 @@ def room_findings(path: Path) -> Iterator[Finding]:
     """Checks free space and free inodes."""
     found = os.statvfs(path)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    few = free < max(_FEW_BYTES, total // 50)
     yield Finding(
-        subject="free space",
-        severity="warning" if few else "ok",
-        found=f"{units.size(free)} of {units.size(total)}",
-        meaning="A save that does not fit fails before it starts." if few else "",
-        action="free space, or keep fewer steps (ManagerOptions.max_to_keep)" if few else "",
+        "free space",
+        "warning",
+        f"{units.size(free)} of {units.size(total)}",
+        "A save that does not fit fails before it starts.",
+        "free space, or keep fewer steps (ManagerOptions.max_to_keep)",
         figures={"free_bytes": free, "total_bytes": total},
-    )
+    ).ok_if(free >= max(_FEW_BYTES, total // 50))
     # Btrfs and others create inodes on demand, and report 0.
     if found.f_files:
-        few = found.f_favail < _FEW_INODES
         yield Finding(
-            subject="free inodes",
-            severity="warning" if few else "ok",
-            found=f"{found.f_favail:,} of {found.f_files:,}",
-            meaning="A save creates tens of files, more with many groups." if few else "",
-            action="remove files, or keep fewer steps" if few else "",
+            "free inodes",
+            "warning",
+            f"{found.f_favail:,} of {found.f_files:,}",
+            "A save creates tens of files, more with many groups.",
+            "remove files, or keep fewer steps",
             figures={"free_inodes": found.f_favail, "total_inodes": found.f_files},
-        )
+        ).ok_if(found.f_favail >= _FEW_INODES)
 
 
 def semantics_findings(scratch: Path) -> Iterator[Finding]:
@@ -198,14 +196,8 @@ def semantics_findings(scratch: Path) -> Iterator[Finding]:
         ("exclusive creation", _creates_exclusively, "Two trainers could both hold the lease."),
         ("rename", _renames, "An incomplete step could become visible, or replace another."),
     ):
-        fault = check(scratch)
-        yield Finding(
-            subject=subject,
-            severity="problem" if fault else "ok",
-            found=fault or "works",
-            meaning=meaning if fault else "",
-            action="save to a file system with POSIX semantics" if fault else "",
-        )
+        fault, action = check(scratch), "save to a file system with POSIX semantics"
+        yield Finding(subject, "problem", fault or "works", meaning, action).ok_if(not fault)
 
 
 def _creates_exclusively(scratch: Path) -> str:
@@ -267,18 +259,15 @@ def measured_fsync_secs(scratch: Path) -> tuple[float, float]:
 
 def fsync_finding(write_secs: float, rename_secs: float) -> Finding:
     """Reports the results of ``measured_fsync_secs``."""
-    slow = write_secs > _SLOW_FSYNC_SECS
     return Finding(
-        subject="fsync",
-        severity="warning" if slow else "ok",
-        found=f"{write_secs * 1e3:.2f} ms for a file of {units.size(_SMALL_BYTES)}, "
+        "fsync",
+        "warning",
+        f"{write_secs * 1e3:.2f} ms for a file of {units.size(_SMALL_BYTES)}, "
         f"{rename_secs * 1e3:.2f} ms for a rename",
-        meaning="A save fsyncs each of its files and folders: expect seconds until its commit."
-        if slow
-        else "",
-        action="use a faster disk, or durability='process'" if slow else "",
+        "A save fsyncs each of its files and folders: expect seconds until its commit.",
+        "use a faster disk, or durability='process'",
         figures={"write_secs": write_secs, "rename_secs": rename_secs},
-    )
+    ).ok_if(write_secs <= _SLOW_FSYNC_SECS)
 
 
 def memory_finding() -> Finding:
@@ -288,16 +277,8 @@ def memory_finding() -> Finding:
     text = f"{units.size(found.available)} of {units.size(found.total)} available"
     if limit is not None and limit < found.total:
         text += f", this process is limited to {units.size(limit)} (cgroup)"
-    return Finding(
-        area="machine",
-        subject="memory",
-        found=text,
-        figures={
-            "total_bytes": found.total,
-            "available_bytes": found.available,
-            "limit_bytes": limit,
-        },
-    )
+    figures = {"total_bytes": found.total, "available_bytes": found.available, "limit_bytes": limit}
+    return Finding("memory", "ok", text, area="machine", figures=figures)
 
 
 def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
@@ -330,77 +311,64 @@ def shared_memory_finding() -> Finding:
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
-        return Finding(
-            area="machine",
-            subject="shared memory",
-            severity="note",
-            found="/dev/shm does not exist",
-            meaning="The hot standby keeps tables there, and cannot run on this machine.",
-        )
+        meaning = "The hot standby keeps tables there, and cannot run on this machine."
+        text = "/dev/shm does not exist"
+        return Finding("shared memory", "note", text, meaning, area="machine")
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    few = total < 1 << 30
     return Finding(
+        "shared memory",
+        "note",
+        f"{units.size(free)} of {units.size(total)} free in /dev/shm",
+        "The hot standby keeps tables there; containers often have only 64 MiB.",
+        "docker run --shm-size=..., or an emptyDir of medium Memory",
         area="machine",
-        subject="shared memory",
-        severity="note" if few else "ok",
-        found=f"{units.size(free)} of {units.size(total)} free in /dev/shm",
-        meaning="The hot standby keeps tables there; containers often have only 64 MiB."
-        if few
-        else "",
-        action="docker run --shm-size=..., or an emptyDir of medium Memory" if few else "",
         figures={"free_bytes": free, "total_bytes": total},
-    )
+    ).ok_if(total >= 1 << 30)
 
 
 def open_files_finding() -> Finding:
     """Checks how many files this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < 1024
     unlimited = resource.RLIM_INFINITY
     shown = ["unlimited" if n == unlimited else f"{n:,}" for n in (soft, hard)]
     return Finding(
+        "open files",
+        "warning",
+        f"at most {shown[0]} (hard limit {shown[1]})",
+        "Saves with many groups open hundreds of files, Ray thousands.",
+        "ulimit -n 65536",
         area="machine",
-        subject="open files",
-        severity="warning" if few else "ok",
-        found=f"at most {shown[0]} (hard limit {shown[1]})",
-        meaning="Saves with many groups open hundreds of files, Ray thousands." if few else "",
-        action="ulimit -n 65536" if few else "",
         figures={"soft": soft, "hard": hard},
-    )
+    ).ok_if(soft == unlimited or soft >= 1024)
 
 
 def processors_finding() -> Finding:
     """Checks how many CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     return Finding(
+        "CPUs",
+        "note",
+        f"{count} for this process ({platform.machine()})",
+        "Saves encode and write during training steps.",
+        "give the job another CPU",
         area="machine",
-        subject="CPUs",
-        severity="note" if count == 1 else "ok",
-        found=f"{count} for this process ({platform.machine()})",
-        meaning="Saves encode and write during training steps." if count == 1 else "",
-        action="give the job another CPU" if count == 1 else "",
         figures={"count": count},
-    )
+    ).ok_if(count > 1)
 
 
 def huge_page_findings() -> Iterator[Finding]:
     """Checks whether the kernel may back large buffers with huge pages."""
     setting = re.search(r"\[(\w+)\]", file_text("/sys/kernel/mm/transparent_hugepage/enabled"))
-    if setting is None:
-        return
-    never = setting[1] == "never"
-    yield Finding(
-        area="machine",
-        subject="huge pages",
-        severity="warning" if never else "ok",
-        found=setting[1],
-        meaning="Page faults take most of the time of a restore." if never else "",
-        action="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if never else "",
-        figures={"setting": setting[1]},
-    )
+    if setting is not None:
+        yield Finding(
+            "huge pages",
+            "warning",
+            setting[1],
+            "Page faults take most of the time of a restore.",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            area="machine",
+            figures={"setting": setting[1]},
+        ).ok_if(setting[1] != "never")
 
 
 #: Always shown; others only if there is a problem.
@@ -413,15 +381,15 @@ def version_findings() -> Iterator[Finding]:
         ours = importlib.metadata.distribution("deltackpt")
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
+            "deltackpt",
+            "warning",
+            "imported from a source tree that is not installed",
+            "The required versions cannot be determined.",
+            "pip install -e .",
             area="software",
-            subject="deltackpt",
-            severity="warning",
-            found="imported from a source tree that is not installed",
-            meaning="The required versions cannot be determined.",
-            action="pip install -e .",
         )
         return
-    yield Finding(area="software", subject="deltackpt", severity="ok", found=ours.version)
+    yield Finding("deltackpt", "ok", ours.version, area="software")
     python = ours.metadata["Requires-Python"] or ""
     yield version_finding("python", platform.python_version(), python, required=True)
     requirements = {}
@@ -453,59 +421,46 @@ def version_finding(name: str, found: str | None, supported: str, *, required: b
     """Checks the version of a package, or ``python``; ``found`` is None if it is not installed."""
     wanted = ",".join(sorted(supported.split(","), reverse=True))
     action = f'pip install "{name}{wanted}"' if name != "python" else f"use python {wanted}"
+    if found is not None:
+        fits = SpecifierSet(supported).contains(found, prereleases=True)
+        text = found if fits else f"{found}, supported is {wanted}"
+        finding = Finding(name, "problem", text, "deltackpt is not tested with it.", action)
+        finding = finding.ok_if(fits)
+    elif required:
+        finding = Finding(name, "problem", "not installed", "", action)
+    else:
+        meaning = "Only features that build on it need it."
+        finding = Finding(name, "note", "not installed", meaning, f"if you need it: {action}")
     figures = {"version": found, "supported": wanted}
-    if found is None:
-        return Finding(
-            area="software",
-            subject=name,
-            severity="problem" if required else "note",
-            found="not installed",
-            meaning="" if required else "Only features that build on it need it.",
-            action=action if required else f"if you need it: {action}",
-            figures=figures,
-        )
-    fits = SpecifierSet(supported).contains(found, prereleases=True)
-    return Finding(
-        area="software",
-        subject=name,
-        severity="ok" if fits else "problem",
-        found=found if fits else f"{found}, supported is {wanted}",
-        meaning="" if fits else "deltackpt is not tested with it.",
-        action="" if fits else action,
-        figures=figures,
-    )
+    return dataclasses.replace(finding, area="software", figures=figures)
 
 
 def checksum_findings() -> Iterator[Finding]:
     """Checks that checksums are computed by compiled code."""
     import google_crc32c
 
-    fast = google_crc32c.implementation == "c"
     yield Finding(
+        "google-crc32c",
+        "problem",
+        f"{google_crc32c.implementation} implementation",
+        "Every byte is checksummed: saves and restores are very slow.",
+        "pip install --force-reinstall --only-binary :all: google-crc32c",
         area="software",
-        subject="google-crc32c",
-        severity="ok" if fast else "problem",
-        found=f"{google_crc32c.implementation} implementation",
-        meaning="" if fast else "Every byte is checksummed: saves and restores are very slow.",
-        action="" if fast else "pip install --force-reinstall --only-binary :all: google-crc32c",
         figures={"implementation": google_crc32c.implementation},
-    )
+    ).ok_if(google_crc32c.implementation == "c")
 
 
 def kernel_findings() -> Iterator[Finding]:
     """Checks whether the compiled kernels are used, and with which instruction set."""
     from deltackpt import kernels
 
-    fast = kernels.available()
+    fast, used = kernels.available(), kernels.instruction_set()
     yield Finding(
+        "kernels",
+        "note",
+        f"compiled, {used}" if fast else "not compiled",
+        "XLA and numpy do their work: saves with row codecs are slower.",
+        "install a C compiler, then reinstall deltackpt",
         area="software",
-        subject="kernels",
-        severity="ok" if fast else "note",
-        found=f"compiled, {kernels.instruction_set()}" if fast else "not compiled",
-        meaning="" if fast else "XLA and numpy do their work: saves with row codecs are slower.",
-        action="" if fast else "install a C compiler, then reinstall deltackpt",
-        figures={
-            "instruction_set": kernels.instruction_set() or None,
-            "supported": list(kernels.instruction_sets()),
-        },
-    )
+        figures={"instruction_set": used or None, "supported": list(kernels.instruction_sets())},
+    ).ok_if(fast)
