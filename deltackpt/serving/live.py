@@ -226,9 +226,9 @@ def follow(
             memory_bytes=memory_bytes,
         )
     of_leaves = LeafReplica(opened.item, patterns) if patterns else None
-    holder = VersionReplica(opened, followed, of_leaves, rows, choice)
+    replica = VersionReplica(opened, followed, of_leaves, rows, choice)
     candidates = Candidates(opened, followed if wal else None)
-    return Live(str(directory), holder, candidates, poll_secs, opened.topics)
+    return Live(str(directory), replica, candidates, poll_secs, opened.topics)
 
 
 class Live(Versions):
@@ -245,7 +245,7 @@ class Live(Versions):
     def __init__(
         self,
         directory: str,
-        holder: VersionReplica,
+        replica: VersionReplica,
         candidates: Candidates,
         poll_secs: float | None,
         topics: WalTopics | None,
@@ -253,7 +253,7 @@ class Live(Versions):
         """Internal: call ``follow``."""
         super().__init__()
         self.problem: DeltackptError | None = None
-        self._directory, self._holder, self._candidates = directory, holder, candidates
+        self._directory, self._replica, self._candidates = directory, replica, candidates
         self._topics = topics
         self._newest: int | None = None
         self._shown: PublishedState | None = None
@@ -299,7 +299,7 @@ class Live(Versions):
             if self._closing.is_set():
                 raise ClosedError("serving: expected an open Live, found it closed; call follow()")
             try:
-                self._candidates.load_newest(self._holder)
+                self._candidates.load_newest(self._replica)
             except DeltackptError as error:
                 self._set_problem(without_frames(error))
                 raise
@@ -375,7 +375,7 @@ class Live(Versions):
           OptionError: no tables are followed, or ``batch_rows`` is not positive. The iterator
             raises it if no followed table matches.
         """
-        if not self._holder.has_tables:
+        if not self._replica.has_tables:
             raise OptionError("changes: expected followed tables, found none; pass tables=")
         if batch_rows < 1:
             raise OptionError(f"changes: expected at least 1 row per batch, found {batch_rows}")
@@ -384,10 +384,10 @@ class Live(Versions):
             return contextlib.nullcontext() if self._shown is None else self._opened(_OPEN_SECS)
 
         found = Changes(
-            self._holder.changes,
+            self._replica.changes,
             opened,
             lambda number: self._wait_for_other(number, wait_secs),
-            self._holder.changed_between,
+            self._replica.changed_between,
             consumer=consumer,
             tables=_several(tables),
             after=after,
@@ -418,7 +418,7 @@ class Live(Versions):
                 raise OptionError("on_device: expected followed tables, found none; pass tables=")
             name = shown.rows.name_of(table)
             placed = self._tables_on_device.setdefault((name, sharding), DeviceRows(sharding))
-            changed = None if placed.number is None else self._holder.changes.since(placed.number)
+            changed = None if placed.number is None else self._replica.changes.since(placed.number)
             array = shown.rows.array(name)
             if changed is None:
                 placed_array = placed.put(shown.number, array)
@@ -475,7 +475,7 @@ class Live(Versions):
           OptionError: no tables are followed.
           OSError: the file cannot be written.
         """
-        if not self._holder.has_tables:
+        if not self._replica.has_tables:
             raise OptionError("share: expected followed tables, found none; pass tables=")
         with self._changed:
             if self._shared is None:
@@ -488,7 +488,7 @@ class Live(Versions):
         """Returns the state of the follower, as the status page shows it."""
         shown, problem = self._shown, self.problem
         lag = None if shown is None else self.staleness()
-        counts, changed = self._lookups.by_table(), self._holder.changes.changed_rows()
+        counts, changed = self._lookups.by_table(), self._replica.changes.changed_rows()
         rows, dense = (None, None) if shown is None else (shown.rows, shown.dense)
         newest, behind = 0 if shown is None else shown.number, dict[str, int]()
         with self._changed:
@@ -554,7 +554,7 @@ class Live(Versions):
 
     def _show(self) -> bool:
         """Shows the held state to readers; returns whether it is another one."""
-        shown = self._holder.shown
+        shown = self._replica.shown
         if shown is None or shown is self._shown:
             return False
         with self._changed:

@@ -50,7 +50,7 @@ class Candidates:
         #: The error of a newer state than the held one, or None.
         self.problem: DeltackptError | None = None
 
-    def load_newest(self, holder: StateReplica) -> bool | None:
+    def load_newest(self, replica: StateReplica) -> bool | None:
         """Loads the newest intact state; returns whether it changed, or None without a step."""
         wal = self._wal
         if wal is not None:
@@ -76,9 +76,9 @@ class Candidates:
                 steps.remove(step)
                 continue
             try:
-                if stamp != self._seen or not holder.is_at(plan):
+                if stamp != self._seen or not replica.is_at(plan):
                     with stored_saves.detect_removal(step_dir):
-                        is_changed = holder.load_state(step_dir, plan) or is_changed
+                        is_changed = replica.load_state(step_dir, plan) or is_changed
             except StepGone as error:
                 failure = failure or without_frames(error)
                 steps.remove(step)
@@ -93,7 +93,7 @@ class Candidates:
                 steps.remove(step)
                 continue
             self._seen = stamp
-            if holder.is_at(plan):  # Otherwise the step had to be loaded first.
+            if replica.is_at(plan):  # Otherwise the step had to be loaded first.
                 above = step if plan is None else plan.point.step
                 self.problem = failure or (None if wal is None else wal.problem(above))
                 return is_changed

@@ -33,15 +33,15 @@ class StateFiles:
     def __init__(self, goal: Goal, found: CachedFiles | None, most_bytes: int, known: KnownStates):
         self.files = found
         self._most_bytes = most_bytes
-        self._logged = None
+        self._recorded = None
         if found is None and goal.full is not None:
             dense = dense_state.at_point(goal.full, known)
-            self._logged = dense, goal.full.items()
+            self._recorded = dense, goal.full.items()
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
         """Stores the files of a recovery point; ``rows`` are of all records from its step."""
-        if self._logged is not None:
-            dense, items = self._logged
+        if self._recorded is not None:
+            dense, items = self._recorded
             state = RecordedState(dense, items, rows.by_table())
             self.files = cached_files.store(point_files.to_files(state, layout), self._most_bytes)
 

@@ -34,11 +34,11 @@ class FollowedWal:
     """The WAL of a directory, as far as it was read; used by one thread."""
 
     def __init__(self, root: Steps, item: str, *, soft: bool):
-        self._logs = WalReader(root.wal_location)
+        self._reader = WalReader(root.wal_location)
         self._ids = _SaveIds(root, item)
         self._root = root
         self._soft = soft
-        #: Parts of the log that two reads found missing.
+        #: Parts of the WAL that two reads found missing.
         self._lost: Sequence[Loss] = ()
         self._index = WalIndex(())
         self._unreadable: DeltackptError | None = None
@@ -50,7 +50,7 @@ class FollowedWal:
         now = time.monotonic()
         self._refused = {record: told for record, told in self._refused.items() if now < told[0]}
         try:
-            self._index, self._unreadable = self._logs.read(), None
+            self._index, self._unreadable = self._reader.read(), None
         except (RestoreError, StorageError) as error:
             self._index, self._unreadable = WalIndex(()), without_frames(error)
 
@@ -107,7 +107,7 @@ class FollowedWal:
 
 
 class _SaveIds(Mapping[int, SaveId | None]):
-    """The save of a step, queried only when the log needs it; None if unknown."""
+    """The save of a step, queried only when the WAL needs it; None if unknown."""
 
     def __init__(self, root: Steps, item: str):
         self._root, self._item = root, item

@@ -175,7 +175,7 @@ class OpenEpoch:
 
 
 def write_head(
-    logs: WalReader,
+    reader: WalReader,
     *,
     run: str,
     layout: Layout | None,  # None without a WAL.
@@ -192,7 +192,7 @@ def write_head(
     that a reader there can find the root of the segments.
     """
     while True:
-        number = max(logs.numbers(), default=-1) + 1
+        number = max(reader.numbers(), default=-1) + 1
         head = EpochHeader(
             epoch=number,
             run=run,
@@ -224,11 +224,11 @@ def write_head(
 
 
 def write_end(
-    run: Run, logs: WalReader, base: SaveId | None, continues: Continues | None = None
+    run: Run, reader: WalReader, base: SaveId | None, continues: Continues | None = None
 ) -> int:
     """Writes a header without a WAL, which invalidates the records above its fork point."""
     return write_head(
-        logs,
+        reader,
         run=run.lineage.run,
         layout=None,
         process_count=0,
@@ -245,7 +245,7 @@ class EndedWal(NoWal):
 
     def __init__(self, run: Run):
         self._run = run
-        self._logs = WalReader(run.writable_root.wal_location)
+        self._reader = WalReader(run.writable_root.wal_location)
         self.begun = ""
 
     def begin_epoch(self, split: Split) -> None:
@@ -267,20 +267,20 @@ class EndedWal(NoWal):
 
     def _end(self, what: str, base: SaveId | None, continues: Continues | None) -> None:
         def write() -> None:
-            if self._logs.numbers():
+            if self._reader.numbers():
                 self._run.writable_root.check_lease()
-                write_end(self._run, self._logs, base, continues)
+                write_end(self._run, self._reader, base, continues)
 
         self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
-def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
+def head_of(run: Run, reader: WalReader, number: int) -> EpochHeader:
     """Reads the header that process 0 has written."""
     options = run.options.wal
     assert options is not None
     backend = options.backend
     if isinstance(backend, KafkaWal) or (directory := backend.directory) is None:
-        return logs.head(number)
+        return reader.head(number)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):
         name, data = local_wal_folder(directory, run.lineage.run).head(number)

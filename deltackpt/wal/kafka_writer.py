@@ -38,18 +38,18 @@ def here(topic: Topic) -> WalTopic:
     return WalTopic(name=topic.name, cluster=topic.cluster(), starts=starts)
 
 
-def refuse_foreign(topic: Topic, logs: WalReader) -> None:
+def refuse_foreign(topic: Topic, reader: WalReader) -> None:
     """Raises ``OptionError`` if another directory uses a topic: truncation deletes records."""
     if all(offsets.start == offsets.stop for offsets in topic.offsets().values()):
         return
-    for number in logs.numbers():
+    for number in reader.numbers():
         with contextlib.suppress(RestoreError):
-            known = logs.head(number).topic
+            known = reader.head(number).topic
             if known is not None and known.name == topic.name:
                 return
     raise OptionError(
         f"{topic}: expected no messages, or those of this checkpoint directory, found messages, "
-        f"but no WAL epoch in {logs.places} names the topic; use a topic of its own for each "
+        f"but no WAL epoch in {reader.places} names the topic; use a topic of its own for each "
         "directory, or delete the messages"
     )
 

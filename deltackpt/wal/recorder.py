@@ -81,7 +81,7 @@ class _Continuation:
 
     last: Known  # A save with the clocks of the newest batch: the next rows are touched since.
     root: SaveId | None  # The save below the first record; None once that is written.
-    anchor: SaveId  # Save or recovery point that the records replay onto.
+    delta_base: SaveId  # Save or recovery point that the records replay onto.
     committed: bool  # Whether that is known to be committed.
     saved: Clocks  # Clocks of the newest save since, which the records may replay onto.
 
@@ -100,9 +100,9 @@ class Recorder:
         self._run = run
         assert run.options.wal is not None
         self._options = run.options.wal
-        self._logs = WalReader(run.writable_root.wal_location)
+        self._reader = WalReader(run.writable_root.wal_location)
         if run.topic is not None and run.coordinator.index == 0:
-            kafka_writer.refuse_foreign(run.topic, self._logs)
+            kafka_writer.refuse_foreign(run.topic, self._reader)
         self._epoch: OpenEpoch | None = None
         self._save_requests = SaveRequests(run)
         #: The tables that the epoch header names.
@@ -208,7 +208,7 @@ class Recorder:
                 is_named = True
             if call.ids is None and self._is_restored(step, split, touched):
                 why = "skipped: it was restored, and nothing has changed since"
-                return self._logged(step, None, why, call.started)
+                return self._appended(step, None, why, call.started)
             self._check_above(step)
             if reason is None:
                 if not self._begun or self._layout != split.layout:
@@ -223,7 +223,7 @@ class Recorder:
                 return SaveNeeded(reason)
             if refused or self._ended is not None:
                 why = self._ended or "this process waits for the next save of all processes"
-                return self._logged(step, None, f"skipped: {why}", call.started)
+                return self._appended(step, None, f"skipped: {why}", call.started)
             if (broken := self._save_requests.pop_failure()) is not None:
                 raise AppendFailed(
                     "append: expected the processes to agree in the background on when all save, "
@@ -242,13 +242,13 @@ class Recorder:
                 step, number, split, marks, clocks, moved, rows, items, full, call.started
             ):
                 why = "skipped: the buffer is full; the next call also appends these rows"
-                return self._logged(step, None, why, call.started)
+                return self._appended(step, None, why, call.started)
             chain = self._chain
         except _Unmarked as error:
             self._suspect(str(error))
             if self._ended is None:
                 return SaveNeeded(str(error))
-            return self._logged(step, None, f"skipped: {error}", call.started)
+            return self._appended(step, None, f"skipped: {error}", call.started)
         finally:
             if chain is None and rows is not None:
                 self._requeue(rows)
@@ -260,7 +260,7 @@ class Recorder:
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
         chain.root, self._newest_step = None, step
         kind = "full" if full else "soft"
-        return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
+        return self._appended(step, kind, f"{kind}: rows since the last record", call.started)
 
     def requeue_ids(self, ids: Mapping[str, object] | None) -> None:
         """Keeps the rows that a call named and that failed before ``append``.
@@ -425,9 +425,9 @@ class Recorder:
 
     def _continue_from(self, known: Known) -> None:
         """Makes the next record continue from a save, or from the point restored above it."""
-        anchor = known.info.save_id if known.continues is None else known.continues.save_id
-        committed = known.continues is not None or self._run.lineage.newest_committed == anchor
-        self._chain = _Continuation(known, anchor, anchor, committed, known.clocks)
+        delta_base = known.info.save_id if known.continues is None else known.continues.save_id
+        committed = known.continues is not None or self._run.lineage.newest_committed == delta_base
+        self._chain = _Continuation(known, delta_base, delta_base, committed, known.clocks)
         self._audit.start(known)
 
     def _report(self) -> WalFailure | None:
@@ -460,7 +460,7 @@ class Recorder:
                 self.distrust(self._needs_step)
         return failure
 
-    def _logged(
+    def _appended(
         self, step: int, kind: Literal["full", "soft"] | None, reason: str, started: float
     ) -> Appended:
         return Appended(
@@ -497,7 +497,7 @@ class Recorder:
 
     def _base_committed(self, chain: _Continuation) -> bool:
         if not chain.committed:
-            chain.committed = self._run.lineage.newest_committed == chain.anchor
+            chain.committed = self._run.lineage.newest_committed == chain.delta_base
         return chain.committed
 
     def wait(self, timeout_secs: float) -> RecoveryPoint | int | None:
@@ -566,13 +566,13 @@ class Recorder:
         def write() -> tuple[int, bool]:
             leads = True
             if continues is not None and known is not None and self._may_have_trimmed:
-                leads = self._logs.leads(known.info.save_id, continues)
+                leads = self._reader.leads(known.info.save_id, continues)
             run.writable_root.check_lease()
             if self._to_make is not None:
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
             number = write_head(
-                self._logs,
+                self._reader,
                 run=run.lineage.run,
                 layout=split.layout,
                 process_count=run.coordinator.count,
@@ -593,7 +593,7 @@ class Recorder:
             self._pending_rows.add(self._epoch.close())
             self._epoch = None
         with run.coordinator.together("looking for the WAL", fatal=True):
-            head = head_of(run, self._logs, number)
+            head = head_of(run, self._reader, number)
             epoch = OpenEpoch.open(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
         self._epoch, self._ended = epoch, None
@@ -719,15 +719,15 @@ class Recorder:
 
     def _write_end(self) -> None:
         """Writes a header without a WAL, which invalidates everything appended before."""
-        write_end(self._run, self._logs, self._committed[-1] if self._committed else None)
+        write_end(self._run, self._reader, self._committed[-1] if self._committed else None)
 
     def _void(self) -> None:
         """Invalidates the points of this run if ``distrust`` could not."""
         epoch = self._epoch
         if not self._voiding or epoch is None:
             return
-        if self._logs.numbers()[:1] == [epoch.head.epoch]:
-            # Else that is done, the log is gone, or the root is another trainer's.
+        if self._reader.numbers()[:1] == [epoch.head.epoch]:
+            # Else that is done, the WAL is gone, or the root is another trainer's.
             self._run.writable_root.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.

@@ -16,7 +16,7 @@ from deltackpt.wal.agreement_thread import AgreementThread
 from deltackpt.wal.epoch import OpenEpoch
 from deltackpt.wal.writer import WalFailure, WalWriter
 
-#: A log of some such bases is replayed before anybody waits for it.
+#: A WAL as long as some such bases is replayed before anybody waits for it.
 _LEAST_BASE_BYTES = 16 << 20
 #: Failures in a row after which a step is saved.
 _FAILURES = 2
