@@ -145,7 +145,7 @@ test-without-jax: $(READY) $(BARE)/.ready
 
 # Codecs, formats, saves, restores and the WAL: what another Python or JAX may affect, in minutes.
 QUICK := $(addprefix tests/, test_block_codes.py test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
-	test_log.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
+	test_wal.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
 # Without ray and other development-only packages.
 $(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml hatch_build.py constraints-%.txt tools/make_venv.sh tools/pins.sh
 	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test

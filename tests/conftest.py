@@ -70,7 +70,7 @@ CLUSTERS = {
 CROWDED = {
     "test_benchmarks",
     "test_dlrm_multi",
-    "test_log_processes",
+    "test_wal_processes",
     "test_node_kills",
     "test_process_kills",
     "test_processes",
@@ -86,7 +86,7 @@ PROCESSES = {
     "orbax_suites",
     "test_exits",
     "test_jax_trainer",
-    "test_log_processes",
+    "test_wal_processes",
     "test_processes",
     "test_processes_failures",
     "test_ray_cluster",
@@ -225,8 +225,8 @@ def no_programs_of_other_files() -> Iterator[None]:
 def no_open_logs() -> Iterator[None]:
     """Closes the WAL files that a test has made by hand: hundreds with hypothesis."""
     yield
-    if "made_up_logs" in sys.modules:
-        sys.modules["made_up_logs"].close_all()
+    if "made_up_wals" in sys.modules:
+        sys.modules["made_up_wals"].close_all()
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ def chain(root: Path, step: int) -> list[str]:
     return [*inspect.open(root).at(step).reads]
 
 
-def fold(root: Path, step: int, **how):
+def run_compaction(root: Path, step: int, **how):
     return compact.compact(root, step=step, **{"memory_bytes": 64 << 20, **how})
 
 

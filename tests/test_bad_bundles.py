@@ -22,7 +22,7 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck
 from test_tiers import Node, same
-from test_tiers_neighbours import Cluster
+from test_tiers_peers import Cluster
 
 import deltackpt
 from deltackpt.errors import RestoreError, StorageError

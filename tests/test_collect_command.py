@@ -20,7 +20,7 @@ import pytest
 from command import run
 from damages import flip
 from hypothesis import strategies as st
-from test_compact import contents, fold, manager, write_chain
+from test_compact import contents, manager, run_compaction, write_chain
 
 import deltackpt
 from deltackpt.errors import (
@@ -52,7 +52,7 @@ def written(tmp_path_factory) -> Path:
         for step in range(5):
             trainer.save(step, state, touched=touched)
             state, touched = model.train(state, touched, step)
-    fold(root, 1)
+    run_compaction(root, 1)
     return root
 
 
@@ -314,7 +314,7 @@ def values(folder: Path) -> Path:
 
 def test_a_damaged_compacted_base_never_replaces_its_chain(root):
     """Its manifest is intact, but its rows are not."""
-    fold(root, 4)
+    run_compaction(root, 4)
     ended(root)
     before = contents(root, 4, compacted=False)
     flip(values(root / "compacted" / "4"), 0)

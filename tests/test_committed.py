@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import servers
 from command import run as command
-from test_compact import fold, write_chain
+from test_compact import run_compaction, write_chain
 
 from deltackpt import inspect
 from deltackpt.errors import Damaged, StorageError
@@ -39,7 +39,7 @@ def run(tmp_path_factory) -> Path:
     """A base, two deltas, and a compacted base of the first delta."""
     root = tmp_path_factory.mktemp("run")
     write_chain(root, 3, codec="lossless")
-    fold(root, 1)
+    run_compaction(root, 1)
     return root
 
 

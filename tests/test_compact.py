@@ -93,7 +93,7 @@ def chain(root: Path, step: int) -> list[str]:
     return [save.name for save in chains.read_chain(root / str(step))]
 
 
-def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | None:
+def run_compaction(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | None:
     return compact.compact(root, step=step, **{"memory_bytes": MEMORY_BYTES, **kwargs})
 
 
@@ -116,7 +116,7 @@ def leftovers(root: Path) -> list[str]:
 def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
     states = write_chain(tmp_path, **options)
     before = {step: contents(tmp_path, step) for step in states}
-    done = fold(tmp_path, 3)
+    done = run_compaction(tmp_path, 3)
     assert done is not None and (done.step, done.save_id.step) == (3, 3)
     assert done.deltas == len(chains.read_chain(tmp_path / "3", compacted=False)) - 1
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
@@ -133,20 +133,20 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
 
 def test_a_base_without_deltas_needs_no_compaction(tmp_path):
     write_chain(tmp_path)
-    assert fold(tmp_path, 0) is None
-    assert fold(tmp_path, 4) is not None
-    assert fold(tmp_path, 4) is None
-    assert fold(tmp_path, 3) is not None, "an older step of the same chain"
+    assert run_compaction(tmp_path, 0) is None
+    assert run_compaction(tmp_path, 4) is not None
+    assert run_compaction(tmp_path, 4) is None
+    assert run_compaction(tmp_path, 3) is not None, "an older step of the same chain"
 
 
 def test_a_compacted_base_is_merged_again_with_later_deltas(tmp_path):
     states = write_chain(tmp_path, 6, codec="adaptive4")
     before = contents(tmp_path, 5)
-    fold(tmp_path, 2)
+    run_compaction(tmp_path, 2)
     for step in (0, 1, 2):
         shutil.rmtree(tmp_path / str(step))
     assert chain(tmp_path, 5)[0] == "compacted/2/embeddings"
-    assert fold(tmp_path, 5).deltas == 3
+    assert run_compaction(tmp_path, 5).deltas == 3
     shutil.rmtree(tmp_path / "compacted" / "2")
     assert contents(tmp_path, 5) == before
     assert len(states) == 6
@@ -207,7 +207,7 @@ def test_saves_of_several_processes_compact(tmp_path, savers, spec):
             states.append(state)
             found = run.save(step, state)
             assert not [one for one in found if isinstance(one, Exception)]
-    assert fold(tmp_path, 2, workers=3).deltas == 2
+    assert run_compaction(tmp_path, 2, workers=3).deltas == 2
     assert len(chains.read_chain(tmp_path / "3")) == 2
     for step, state in enumerate(states):
         test_meshes.assert_restores(tmp_path, step, Job(2), topology, state)
@@ -228,7 +228,7 @@ def test_tables_of_other_dtypes_compact(tmp_path):
         touched = deltackpt.touched.mark(touched, {"tables/half": jnp.array([3])})
         model.commit(one, 1, state, touched=touched)
         before = contents(tmp_path, 1)
-        assert fold(tmp_path, 1) is not None
+        assert run_compaction(tmp_path, 1) is not None
         assert contents(tmp_path, 1) == before
         assert one.restore(1, state).chain == (1,)
 
@@ -240,32 +240,32 @@ def test_a_second_compactor_is_refused_and_a_reader_is_not(tmp_path):
     states = write_chain(tmp_path)
     with compact.exclusive(tmp_path):
         with pytest.raises(AlreadyCompacting, match="held by another process"):
-            fold(tmp_path)
+            run_compaction(tmp_path)
         assert len(chain(tmp_path, 4)) == len(states)
-    assert fold(tmp_path) is not None
+    assert run_compaction(tmp_path) is not None
 
 
 def test_failed_compactions_raise_typed_errors(tmp_path):
     with pytest.raises(StepNotFound):
-        fold(tmp_path / "nowhere")
+        run_compaction(tmp_path / "nowhere")
     with pytest.raises(StepNotFound, match="committed steps"):
-        fold(tmp_path)
+        run_compaction(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("not ours")
     with pytest.raises(ForeignDirectory):
-        fold(other)
+        run_compaction(other)
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
     write_chain(tmp_path / "root")
     with pytest.raises(StepNotFound):
-        fold(tmp_path / "root", 99)
+        run_compaction(tmp_path / "root", 99)
     with pytest.raises(OptionError, match="at least"):
-        fold(tmp_path / "root", memory_bytes=1 << 20)
+        run_compaction(tmp_path / "root", memory_bytes=1 << 20)
     with pytest.raises(OptionError, match="workers"):
-        fold(tmp_path / "root", workers=0)
+        run_compaction(tmp_path / "root", workers=0)
     shutil.rmtree(tmp_path / "root" / "1")
     with pytest.raises(BrokenChain, match="parent 1"):
-        fold(tmp_path / "root", 4)
+        run_compaction(tmp_path / "root", 4)
 
 
 def test_a_full_disk_changes_nothing(tmp_path):
@@ -273,15 +273,15 @@ def test_a_full_disk_changes_nothing(tmp_path):
     before = contents(tmp_path, 4)
     with Disk(tmp_path) as disk, pytest.raises(OutOfSpace):
         disk.fail("write", f"^{naming.COMPACTED}/.*/c/", errno=errno.ENOSPC, after=1)
-        fold(tmp_path, 4)
+        run_compaction(tmp_path, 4)
     assert os.listdir(tmp_path / naming.COMPACTED) == [naming.COMPACTION_LOCK]
     with (
         mock.patch.object(compact.posix, "free_bytes", lambda path: 10),
         pytest.raises(OutOfSpace, match="expected room for"),
     ):
-        fold(tmp_path, 4)
+        run_compaction(tmp_path, 4)
     assert contents(tmp_path, 4) == before
-    assert fold(tmp_path, 4) is not None
+    assert run_compaction(tmp_path, 4) is not None
 
 
 def test_a_base_with_a_missing_part_is_not_published(tmp_path):
@@ -339,7 +339,7 @@ def _damaged(root: Path, how: str):
 def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
     write_chain(tmp_path)
     before = {step: contents(tmp_path, step) for step in (3, 4)}
-    fold(tmp_path, 3, workers=2)
+    run_compaction(tmp_path, 3, workers=2)
     bare = tmp_path.with_name(tmp_path.name + "-bare")
     shutil.copytree(tmp_path, bare)
     for step in (0, 1, 2):
@@ -365,10 +365,10 @@ def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
 def test_a_base_whose_manifest_is_damaged_is_replaced(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 3)
-    fold(tmp_path, 3)
+    run_compaction(tmp_path, 3)
     (tmp_path / "compacted/3/embeddings/manifest.0.msgpack").write_bytes(b"")
     with pytest.warns(UserWarning, match="is skipped"):
-        assert fold(tmp_path, 3) is not None
+        assert run_compaction(tmp_path, 3) is not None
     assert contents(tmp_path, 3) == before
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
 
@@ -376,11 +376,11 @@ def test_a_base_whose_manifest_is_damaged_is_replaced(tmp_path):
 def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_path):
     write_chain(tmp_path / "a")
     write_chain(tmp_path / "b", rows=11)
-    fold(tmp_path / "a", 3)
+    run_compaction(tmp_path / "a", 3)
     shutil.copytree(tmp_path / "a" / "compacted", tmp_path / "b" / "compacted")
     before = contents(tmp_path / "b", 3)
     assert len(chain(tmp_path / "b", 3)) == 4
-    assert fold(tmp_path / "b", 3) is not None
+    assert run_compaction(tmp_path / "b", 3) is not None
     assert chain(tmp_path / "b", 3) == ["compacted/3/embeddings"]
     assert contents(tmp_path / "b", 3) == before
 
@@ -389,7 +389,7 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
     saves = chains.read_chain(tmp_path / "4")
-    fold(tmp_path, 3)
+    run_compaction(tmp_path, 3)
     for step in (0, 1, 2, 3):
         shutil.rmtree(tmp_path / str(step))
     with pytest.warns(UserWarning, match="reading it through compacted/3/embeddings instead"):
@@ -413,7 +413,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
             one.wait_until_finished()
             if step in (4, 8):
                 before = contents(tmp_path, step)
-                assert fold(tmp_path, step) is not None
+                assert run_compaction(tmp_path, step) is not None
                 assert contents(tmp_path, step) == before
             expected, (state, touched) = state, model.train(state, touched, step)
         one._root._collected.result()
@@ -444,7 +444,7 @@ def test_one_shot_deltas_build_on_the_compacted_base(tmp_path):
         for step in range(7):
             model.commit(one, step, state, touched=touched)
             if step == 3:
-                assert fold(tmp_path, 3) is not None
+                assert run_compaction(tmp_path, 3) is not None
             expected, (state, touched) = state, model.train(state, touched, step)
         # Step 4 noted the base, so step 5 is the first delta on it.
         assert one.restore(4).chain == (0, 4)
@@ -453,8 +453,8 @@ def test_one_shot_deltas_build_on_the_compacted_base(tmp_path):
 
 def test_a_rollback_moves_the_bases_of_later_steps_aside(tmp_path):
     states = write_chain(tmp_path, 6)
-    fold(tmp_path, 2)
-    fold(tmp_path, 5)
+    run_compaction(tmp_path, 2)
+    run_compaction(tmp_path, 5)
     with manager(tmp_path) as one:
         found = one.restore(3, states[3])
         with pytest.warns(UserWarning, match="were moved"):
@@ -493,7 +493,7 @@ def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_
         count = 0
         while not stop.is_set():
             try:
-                count += fold(tmp_path, workers=1) is not None
+                count += run_compaction(tmp_path, workers=1) is not None
             except (StepGone, StepNotFound):
                 continue
         return count
@@ -528,7 +528,7 @@ from deltackpt.maintenance import compact
 
 threading.stack_size(1 << 20)
 small, large, memory_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-# What libraries need once, whatever there is to fold.
+# What libraries need once, whatever there is to compact.
 assert compact.compact(small, workers=2, memory_bytes=memory_bytes) is not None
 data = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (data + memory_bytes, data + memory_bytes))

@@ -21,7 +21,7 @@ import pytest
 import servers
 from command import run as command
 from golden import make_golden
-from test_compact import contents, fold, manager, write_chain
+from test_compact import contents, manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
@@ -59,7 +59,7 @@ def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
     """A base, two deltas, and a compacted base of the first delta."""
     root = tmp_path_factory.mktemp("run")
     states = write_chain(root, 3, codec="lossless")
-    fold(root, 1)
+    run_compaction(root, 1)
     return root, states
 
 

@@ -17,8 +17,8 @@ import model
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from made_up_logs import StoredRecord, history_of, records_in
-from test_log_looking import manager
+from made_up_wals import StoredRecord, history_of, records_in
+from test_wal_inspection import manager
 
 from deltackpt.errors import Damaged, DamagedWal, DeltackptError
 from deltackpt.format import naming, wal_format

@@ -19,11 +19,11 @@ from dense_runs import (
     bits,
     by_orbax,
     chain,
-    fold,
     initial,
     marked,
     options,
     restored,
+    run_compaction,
     trained,
     write,
     written,
@@ -47,7 +47,7 @@ def test_a_compacted_base_has_an_orbax_item_with_the_bits_of_the_chain(written, 
     root, states = written
     before = {step: dense_leaves(root, step) for step in STEPS}
     state = {step: restored(root, step, states[step]) for step in STEPS}
-    done = fold(root, 4, workers=workers)
+    done = run_compaction(root, 4, workers=workers)
     assert done is not None and done.deltas == 3
     assert done.bytes_written > sum(len(value) for value in before[4].values())
     assert chain(root, 4) == ["compacted/4"]
@@ -69,9 +69,9 @@ def test_a_base_is_compacted_in_pieces_that_fit_into_memory(tmp_path):
     states = write(root, steps=(1, 2, 3), state={**initial(), **large})
     before, state = dense_leaves(root, 3), restored(root, 3, states[3])
     with pytest.raises(OptionError, match="memory_bytes: expected at least") as refused:
-        fold(root, 3, memory_bytes=1)
+        run_compaction(root, 3, memory_bytes=1)
     [least] = re.findall(r"at least ([\d,]+)", str(refused.value))
-    assert fold(root, 3, memory_bytes=int(least.replace(",", "")), workers=1) is not None
+    assert run_compaction(root, 3, memory_bytes=int(least.replace(",", "")), workers=1) is not None
     item = root / "compacted/3/embeddings/dense"
     assert (item / "ocdbt.process_1").is_dir(), "several pieces"
     assert dense_leaves(root, 3) == before
@@ -85,16 +85,16 @@ def test_a_full_disk_is_refused_before_anything_is_read(written):
         mock.patch.object(compact.posix, "free_bytes", lambda path: 4000),
         pytest.raises(OutOfSpace, match="expected room for"),
     ):
-        fold(root, 5)
+        run_compaction(root, 5)
 
 
 def test_a_compacted_base_is_compacted_again_and_deltas_continue_from_it(written):
     root, states = written
-    fold(root, 3)
+    run_compaction(root, 3)
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
     before = dense_leaves(root, 5)
-    assert fold(root, 5).deltas == 2
+    assert run_compaction(root, 5).deltas == 2
     assert dense_leaves(root, 5) == before
     shutil.rmtree(root / "compacted/3")
     shutil.rmtree(root / "4")
@@ -129,7 +129,7 @@ def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
             one.wait_until_finished()
             if step in (3, 6):
                 before = dense_leaves(root, step)
-                assert fold(root, step) is not None
+                assert run_compaction(root, step) is not None
                 assert dense_leaves(root, step) == before
             last, state = state, trained(state, step)
             touched = marked(touched, step)
@@ -154,7 +154,7 @@ def write_items(root: Path) -> dict:
 def test_a_compacted_base_has_no_orbax_item_if_its_deltas_have_one(tmp_path):
     root = tmp_path / "run"
     state = write_items(root)
-    assert fold(root, 2) is not None
+    assert run_compaction(root, 2) is not None
     assert (root / "2/dense").exists() and not (root / "compacted/2/embeddings/dense").exists()
     assert restored(root, 2, state) == bits(state)
 
@@ -168,7 +168,7 @@ def test_no_delta_continues_from_an_item_that_compaction_removes(tmp_path):
         assert one.save(3, trained(state, 2), touched=marked(found.touched, 2)).kind == "delta"
         one.wait_until_finished()
     assert stored_saves.read_save(root / "3").head.dense_blocks is not None
-    fold(root, 2)
+    run_compaction(root, 2)
     before = restored(root, 3, state)
     for step in (1, 2):
         shutil.rmtree(root / str(step))
@@ -210,7 +210,7 @@ def test_everything_restores_after_a_kill_at_any_call(written):
 def test_a_damaged_item_of_a_compacted_base_is_skipped_or_an_error(written, how):
     root, _ = written
     before = dense_leaves(root, 4)
-    fold(root, 3)
+    run_compaction(root, 3)
     bare = root.with_name("bare")
     shutil.copytree(root, bare)
     for step in (1, 2):
@@ -236,5 +236,5 @@ def test_a_step_that_lacks_a_value_of_its_arrays_is_not_compacted(written):
         mock.patch.object(ocdbt, "implied", lambda described: {"other/0"}),
         pytest.raises(Damaged, match="the values of dense leaves that their arrays imply"),
     ):
-        fold(root, 3)
+        run_compaction(root, 3)
     assert chain(root, 3)[0] == "1"

@@ -20,8 +20,8 @@ from dense_runs import (
     STEPS,
     bits,
     by_orbax,
-    fold,
     restored,
+    run_compaction,
     written,
     written_once,
 )
@@ -79,7 +79,7 @@ def test_every_leaf_is_shown_as_it_restores(written):
     root, states = written
     for step in (1, 2, 5):
         assert_shown(root, step, states)
-    fold(root, 4)
+    run_compaction(root, 4)
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
     for step in (4, 5):
@@ -142,7 +142,7 @@ def verdicts(root: Path) -> dict[int, tuple[str, ...]]:
 
 def test_every_damaged_file_of_blocks_and_items_is_found(written):
     root, _ = written
-    fold(root, 3)
+    run_compaction(root, 3)
     chunks = stored_chunks(root / "4", "*")
     files = [*(root / "compacted/3/embeddings/dense").rglob("*")]
     chosen = [path for path in files if path.is_file() and path.stat().st_size]
@@ -221,7 +221,7 @@ def test_doctor_checks_what_dense_leaves_build_on(written):
     shutil.move(root / "1/dense", root.with_name("aside"))
     assert told()[0] == "problem" and "1/dense" in told()[1]
     shutil.move(root.with_name("aside"), root / "1/dense")
-    fold(root, 4)
+    run_compaction(root, 4)
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
     assert told()[0] == "ok" and "from compacted/4/embeddings" in told()[1]
@@ -244,7 +244,7 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(written):
     assert found.dense_bytes == expected
     tables = 50 * 8 * 4
     assert found.memory_bytes == tables and found.merged_bytes > tables + 60_000
-    fold(root, 3)
+    run_compaction(root, 3)
     item = root / "compacted/3/embeddings/dense"
     folded = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
     expected = folded + sum(path.stat().st_size for path in beside)
@@ -254,7 +254,7 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(written):
 
 def test_collection_removes_only_what_a_compacted_base_replaces(written):
     root, states = written
-    fold(root, 4)
+    run_compaction(root, 4)
     before = {step: restored(root, step, states[step]) for step in (4, 5)}
     kept = Retention(keep_last=1)
     done = gc.collect(root, retention=kept, offline=True)
@@ -278,7 +278,7 @@ def test_stock_orbax_reads_an_export(written, compacted, tmp_path):
     root, states = written
     before = restored(root, 4)
     if compacted:
-        fold(root, 4)
+        run_compaction(root, 4)
     done = interchange.export_orbax(root, 4, tmp_path / "export")
     assert done.step == 4 and not done.changed
     state = by_orbax(tmp_path / "export/4/default")
@@ -308,7 +308,7 @@ def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_p
     root, states = written
     before = restored(root, 5, states[5])
     if compacted:
-        fold(root, 3)
+        run_compaction(root, 3)
     done = copying.copy(root, tmp_path / "copy")
     assert done.steps == (5,)
     assert restored(tmp_path / "copy", 5, states[5]) == before

@@ -112,7 +112,7 @@ def test_reports_name_a_step_of_a_development_version(root):
     assert "development version" in found["newest step"].found
 
 
-def test_training_that_starts_anew_saves_a_base(root):
+def test_training_that_starts_over_saves_a_base(root):
     with deltackpt.CheckpointManager(root, handlers=TABLES) as trainer:
         trainer.save(3, {"t": jnp.ones((100, 4)), "w": jnp.ones(3)})
     assert inspect.open(root).save_of(3).kind == "base"

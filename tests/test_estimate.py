@@ -11,7 +11,7 @@ import model
 import pytest
 from command import run
 from golden import make_golden
-from test_compact import fold, manager, write_chain
+from test_compact import manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
@@ -86,7 +86,7 @@ def test_planned_memory_equals_what_a_restore_fills(written):
 
 def test_a_compacted_base_is_planned_at_its_path(written, tmp_path):
     write_chain(tmp_path, 4)
-    fold(tmp_path, 1)
+    run_compaction(tmp_path, 1)
     plan = restore_plan(tmp_path, 2)
     assert [save.name for save in plan.chain] == ["compacted/1/embeddings", "2"]
     assert plan.chain[0].compacted and not plan.chain[1].compacted

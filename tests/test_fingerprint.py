@@ -210,7 +210,7 @@ def test_always_slots_are_not_part_of_a_fingerprint():
     )
 
 
-def test_a_look_does_not_read_always_slots():
+def test_a_poll_does_not_read_always_slots():
     state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
     slots = {"tables/*": {"s": "slots/{name}"}}
     parts = split(state, Tables(select="tables/*", slots=slots, always="s"))
@@ -250,7 +250,7 @@ def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str,
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_look_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, place):
+def test_a_poll_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, place):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     tracker = RowTracker()
@@ -389,7 +389,7 @@ def test_a_touch_state_within_the_state_is_ignored(tmp_path):
         assert [report.rows for report in manager.wait_until_finished()] == [1000, 1]
 
 
-def test_a_failed_look_is_undone(tmp_path):
+def test_a_failed_poll_is_undone(tmp_path):
     """Otherwise no save would include the rows that it found."""
     state = initial()
     with tracked(tmp_path) as manager:

@@ -260,7 +260,7 @@ LOSSY = [
     for name in ("adaptive4", "int8", "bf16", "greedy2")
 ]
 ACTIONS = st.sampled_from(
-    ["train", "save", "save", "save", "nothing", "base", "fail", "back", "grow", "spoil", "look"]
+    ["train", "save", "save", "save", "nothing", "base", "fail", "back", "grow", "spoil", "poll"]
 )
 
 
@@ -286,7 +286,7 @@ ACTIONS = st.sampled_from(
     seed=st.integers(0, 1000),
 )
 @example(
-    ["save", "base", "save", "look"], LOSSY[0], deltackpt.policies.Consecutive(), None, True, 1
+    ["save", "base", "save", "poll"], LOSSY[0], deltackpt.policies.Consecutive(), None, True, 1
 )
 def test_after_each_poll_the_held_bytes_are_those_of_the_newest_step(
     tmp_path_factory, actions, codec, policy, retention, slots, seed
@@ -297,7 +297,7 @@ def test_after_each_poll_the_held_bytes_are_those_of_the_newest_step(
     with Trainer(root, codec, policy, slots, max_to_keep=retention) as trainer:
         trainer.save()
         followers = [opened(root, *SHARDS[number]) for number in range(len(SHARDS))]
-        for action in [*actions, "look"]:
+        for action in [*actions, "poll"]:
             if action == "train":
                 trainer.train(rows=int(draw.choice([0, 5, 400])))
             elif action == "spoil":
@@ -317,7 +317,7 @@ def test_after_each_poll_the_held_bytes_are_those_of_the_newest_step(
                 trainer.grow()
             # Some followers poll rarely and find several steps at once.
             for number, one in enumerate(followers):
-                if action == "look" or number not in late:
+                if action == "poll" or number not in late:
                     advanced(one)
                     step = trainer.newest
                     expected = in_storage(root, step)

@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 from test_follower import Trainer, advanced, assert_holds, in_storage, opened
-from test_follower_log import Source
+from test_follower_wal import Source
 
 import deltackpt
 from deltackpt.errors import RestoreError

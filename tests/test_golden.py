@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 from golden import make_golden
-from made_up_logs import records_in
+from made_up_wals import records_in
 
 import deltackpt
 from deltackpt import inspect

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from golden import make_golden
 from hypothesis import HealthCheck, given, settings
-from test_compact import contents, fold, write_chain
+from test_compact import contents, run_compaction, write_chain
 
 import deltackpt.inspect
 from deltackpt.errors import Damaged, DeltackptError
@@ -50,7 +50,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("written")
     found = {name: place / name for name in ("raw", "lossy", "parts")}
     write_chain(found["raw"], len(STEPS))
-    fold(found["raw"], 1)
+    run_compaction(found["raw"], 1)
     write_chain(
         found["lossy"],
         len(STEPS),

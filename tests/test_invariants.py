@@ -435,10 +435,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def compact(self, which, workers):
         """Compacts beside a save in flight."""
         self.disk.clear()
-        self.fold(which, workers)
+        self.run_compaction(which, workers)
         self.look_beside()
 
-    def fold(self, which, workers):
+    def run_compaction(self, which, workers):
         listed = self.manager.all_steps()
         if listed:
             with contextlib.suppress(StepGone, StepNotFound):
@@ -468,7 +468,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if result is not None:
             self.adopt(result)
         elif during == "compaction":
-            self.fold(which, 1)
+            self.run_compaction(which, 1)
         for _ in range(2 if during == "saves" else 1):
             self.move(rows)
             self.take()

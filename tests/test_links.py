@@ -13,8 +13,8 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-from test_compact import fold
-from test_log import options
+from test_compact import run_compaction
+from test_wal import options
 
 import deltackpt
 from deltackpt.errors import Damaged, DeltackptError
@@ -47,7 +47,7 @@ def written(tmp_path_factory) -> Path:
             for _ in range(3):
                 run.save()
                 run.append()
-    fold(root, 3)
+    run_compaction(root, 3)
     cut = f"{naming.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
     for place in (
         f"{naming.TRASH}/{'1' * 32}/1/{ITEM}",

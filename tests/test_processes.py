@@ -684,7 +684,7 @@ def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, t
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)
 
 
-def test_processes_that_only_look_at_a_step_continue_from_their_own_state(server, tmp_path):
+def test_processes_that_only_read_a_step_continue_from_their_own_state(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2]}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place)

@@ -15,9 +15,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from test_cli import run
-from test_compact import fold, write_chain
-from test_log_looking import write as write_log
+from test_compact import run_compaction, write_chain
 from test_plots import MadeUp
+from test_wal_inspection import write as write_log
 
 from deltackpt import inspect
 from deltackpt.errors import StorageError
@@ -77,7 +77,7 @@ def test_page_shows_what_the_directory_holds(tmp_path):
 
 def test_compacted_bases_are_counted_and_their_reads_are_reported(tmp_path):
     write_chain(tmp_path / "run")
-    fold(tmp_path / "run", 3)
+    run_compaction(tmp_path / "run", 3)
     ck = inspect.open(tmp_path / "run")
     assert report.write(ck, tmp_path / "report.html").compacted == 1
     text = Page(tmp_path / "report.html").text

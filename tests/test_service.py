@@ -29,7 +29,7 @@ import many_worker
 import ray
 import ray_nodes
 from damages import flip
-from made_up_logs import records_in
+from made_up_wals import records_in
 from many import Job
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_nodes import (

@@ -11,7 +11,7 @@ import model
 import numpy as np
 import pytest
 from hypothesis import given
-from test_follower_log import Trainer
+from test_follower_wal import Trainer
 
 from deltackpt import serving
 from deltackpt.errors import Damaged, OptionError, PatchMismatch

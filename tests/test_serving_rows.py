@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Served rows: each version is exactly one step or recovery point, for every reader.
 
-The state machine is that of the WAL (``test_log_invariants``), with followers that look in between
+The state machine is that of the WAL (``test_wal_invariants``), with followers that look in between
 and copies that apply their changes.
 """
 
@@ -31,10 +31,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
-from test_follower_log import FollowedMachine, Trainer, from_storage, logs_of
+from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of
 from test_ids import Vocabulary
 from test_ids import manager as ids_manager
-from test_log_invariants import COLLECTOR
+from test_wal_invariants import COLLECTOR
 
 import deltackpt
 from deltackpt import serving, touched

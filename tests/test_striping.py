@@ -293,7 +293,7 @@ def test_a_conditional_write_whose_answer_was_lost_stays_whole():
         assert store.get("x") == BIG
 
 
-def test_an_object_that_is_replaced_during_a_read_is_read_anew(store):
+def test_an_object_that_is_replaced_during_a_read_is_read_again(store):
     store.put("x", BIG)
     real, replaced = Node.read_into, []
 

@@ -16,7 +16,7 @@ import ray_nodes
 import servers
 from ray_nodes import IGNORED, wait_until
 from test_tiers import same
-from test_tiers_neighbours import NeighbourNode, root_out_of_reach
+from test_tiers_peers import NeighbourNode, root_out_of_reach
 
 from deltackpt.service import peer_agents
 from deltackpt.tiers import Copies, Erasure

@@ -146,7 +146,7 @@ def test_a_rolled_back_step_is_not_a_parent_of_the_state_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("made", ["init", "jitted init", "eval_shape", "fresh"])
-def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
+def test_a_touch_state_recreated_during_a_run_is_not_saved_as_a_delta(tmp_path, made):
     start = model.initial()
     tables = {f"tables/{name}": leaf for name, leaf in start["tables"].items()}
     jitted = jax.jit(touched.init)

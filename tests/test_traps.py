@@ -25,7 +25,7 @@ ELSEWHERE = {
     "no lookup marks a row": "test_touched.py::test_evaluation_marks_nothing",
     "no table overwrites another": "test_tables.py::test_two_tables_of_one_name_are_an_error",
     "the older of two trainers is fenced": (
-        "test_surfacing.py::test_a_manager_fenced_by_another_one_refuses_every_call"
+        "test_background_errors.py::test_a_manager_fenced_by_another_one_refuses_every_call"
     ),
     "a full disk is out of space": "test_root.py::test_a_full_file_system_is_out_of_space",
     "a failing disk loses nothing": (
@@ -50,7 +50,7 @@ ELSEWHERE = {
         "test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes"
     ),
     "a TouchState made anew is no delta": (
-        "test_tracking_trust.py::test_a_touch_state_made_anew_in_mid_run_is_no_delta"
+        "test_tracking_trust.py::test_a_touch_state_recreated_during_a_run_is_not_saved_as_a_delta"
     ),
     "any damage is noticed": (
         "test_damage.py::test_damage_of_any_file_is_named_and_an_older_step_restores"

@@ -21,7 +21,7 @@ import command
 import google_crc32c
 import pytest
 from golden import make_golden
-from test_compact import fold, manager, write_chain
+from test_compact import manager, run_compaction, write_chain
 
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, naming
@@ -44,7 +44,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("written")
     found = {name: place / name for name in ("lossless", "lossy", "parts")}
     write_chain(found["lossless"], 3, codec="lossless", slot_codec="lossless")
-    fold(found["lossless"], 1, workers=2)
+    run_compaction(found["lossless"], 1, workers=2)
     write_chain(found["lossy"], 3, codec="adaptive4", always=("accumulator",))
     for step in make_golden.STEPS[:2]:
         shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
@@ -391,7 +391,7 @@ def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path, 
 
     def checked(directory: StorePath, *args, **kwargs):
         if next(first, False):
-            fold(tmp_path, 1)
+            run_compaction(tmp_path, 1)
             for step in ("0", "1"):
                 shutil.rmtree(tmp_path / step)
         return real(directory, *args, **kwargs)
@@ -422,7 +422,7 @@ def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
 def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
     """Its item is already in the trash, but its folder still exists."""
     write_chain(tmp_path, 2)
-    fold(tmp_path, 1)
+    run_compaction(tmp_path, 1)
     real = inventory.read_inventory
 
     def removing(folder: StorePath, item: str, **kwargs):

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 import pytest
 from golden import make_golden
-from made_up_logs import (
+from made_up_wals import (
     BASE,
     RAW,
     ROWS,

@@ -11,11 +11,11 @@ Each entry records example tests that were deleted because another test covers t
 [[covered]]
 name = "wal-record-cut-short"               # unique
 promise = "A record that was cut short is not replayed."
-deleted = ["tests/test_log.py::test_x"]     # ids without parameters
+deleted = ["tests/test_wal.py::test_x"]     # ids without parameters
 file = "deltackpt/reading/wal_records.py"
 line = "if len(data) < expected:"           # text that occurs once in the file
 broken = "if False:"                        # what replaces it
-caught_by = "tests/test_log_invariants.py::test_y"
+caught_by = "tests/test_wal_invariants.py::test_y"
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
 @pytest.fixture(scope="session")
 def log_trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
     """The fork server of processes with a WAL."""
-    server = harness.Trainees(tmp_path_factory.mktemp("trainees"), "log_trainee.py")
+    server = harness.Trainees(tmp_path_factory.mktemp("trainees"), "wal_trainee.py")
     yield server
     server.close()
 

@@ -142,7 +142,7 @@ def test_a_job_that_needs_no_save_writes_nothing_to_the_board(tmp_path):
     assert job.board.changes == before
 
 
-def test_a_wish_to_start_anew_outlasts_a_save_in_flight(tmp_path):
+def test_a_request_for_a_new_epoch_outlasts_a_save_in_flight(tmp_path):
     job, anew = Job(tmp_path, 2), SaveRequest("rows were left out", restarts_wal=True)
     job.all[1].request_save(anew)
     job.all[1].request_save(NEEDED)
@@ -155,7 +155,7 @@ def test_a_wish_to_start_anew_outlasts_a_save_in_flight(tmp_path):
     assert anew in found and NEEDED not in found
 
 
-def test_a_wish_that_could_not_be_sent_is_sent_at_the_next_call(tmp_path):
+def test_a_save_request_that_could_not_be_sent_is_sent_at_the_next_call(tmp_path):
     job = Job(tmp_path, 2)
     job.board.refuses = True
     job.all[1].request_save(NEEDED)

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from test_tiers import eventually, same, staged, without_promoter
-from test_tiers_neighbours import Cluster, cluster, node, root_out_of_reach, s3  # noqa: F401
+from test_tiers_peers import Cluster, cluster, node, root_out_of_reach, s3  # noqa: F401
 
 from deltackpt.errors import ClosedError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.nodes.blobs import MemoryBlobs

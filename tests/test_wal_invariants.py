@@ -31,7 +31,7 @@ from damages import HOWS, damage
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from test_invariants import tracking_named
-from test_log_disk import assert_no_seq_twice, assert_nothing_is_tried_again
+from test_wal_disk import assert_no_seq_twice, assert_nothing_is_tried_again
 from user_contexts import CONTEXTS, InContext
 
 import deltackpt

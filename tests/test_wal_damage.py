@@ -14,8 +14,8 @@ from unittest import mock
 import model
 import pytest
 from damages import HOWS, damage, flip
-from made_up_logs import MadeUpLog, bounds_of, history_of, records_in
-from test_log_looking import HANDLERS, Written, manager, segments, write
+from made_up_wals import MadeUpLog, bounds_of, history_of, records_in
+from test_wal_inspection import HANDLERS, Written, manager, segments, write
 
 import deltackpt
 from deltackpt import events

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import many_log_worker
+import many_wal_worker
 import many_worker
 import pytest
 from many import Job, Server
@@ -25,7 +25,7 @@ FAR = 5000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server(many_log_worker.__file__)
+    server = Server(many_wal_worker.__file__)
     yield server
     server.close()
 
@@ -534,7 +534,7 @@ def test_a_process_that_cannot_read_the_header_fails_the_call_on_all_and_the_nex
     assert_reads_alone(root, 3)
 
 
-def test_processes_that_only_look_at_a_point_continue_from_their_own_state(server, tmp_path):
+def test_processes_that_only_read_a_recovery_point_continue_from_their_own_state(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)

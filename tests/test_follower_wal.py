@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A follower of a directory with a WAL holds what a restore would return, or reports why not.
 
-The state machine is that of the WAL (``test_log_invariants``), with followers that look in between.
+The state machine is that of the WAL (``test_wal_invariants``), with followers that poll in between.
 After any sequence of appends, saves, failures, torn writes, kills and restores, they hold the bits
 of exactly the step and point that they name, and in the end the newest ones.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
-from made_up_logs import records_in
+from made_up_wals import records_in
 from test_follower import held_regions, in_state
-from test_log_invariants import COLLECTOR, LogMachine
+from test_wal_invariants import COLLECTOR, LogMachine
 
 import deltackpt
 from deltackpt import touched
@@ -143,13 +143,13 @@ class FollowedMachine(LogMachine):
         return self.followers.get(key)
 
     @rule(shard=st.sampled_from([(0, 1), (1, 2), (5, 7)]), soft=st.booleans())
-    def look(self, shard, soft):
+    def poll(self, shard, soft):
         one = self.opened(shard, soft)
         if one is not None:
             self.advance(one)
 
     @rule(soft=st.booleans())
-    def look_when_all_is_written(self, soft):
+    def poll_when_all_is_written(self, soft):
         self.quietly(self.manager.wait_until_finished)
         self.quietly(self.manager.wait_appended)
         for shard in ((0, 1), (1, 2), (5, 7)):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
-from test_log import options
+from test_wal import options
 
 import deltackpt
 from deltackpt import touched

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kafka_trainee
-import many_log_worker
+import many_wal_worker
 import numpy as np
 import pytest
 import servers
@@ -175,7 +175,7 @@ def end_uploaders(staging_dir: Path) -> None:
 
 def test_several_processes_write_a_partition_each(cluster, tmp_path):
     topic = cluster.topic("several", 4)
-    server = Server(many_log_worker.__file__)
+    server = Server(many_wal_worker.__file__)
     try:
         log = {"kafka": {"topic": topic, "config": cluster.config, "chunk_bytes": CHUNK_BYTES}}
         with Job(server, tmp_path / "jobs", processes=2) as job:
@@ -363,7 +363,7 @@ def test_records_deleted_under_a_reader_are_skipped(cluster, topic, tmp_path):
     assert [one.offset for one in read.read({0: span})] == [*range(middle, span.stop)]
 
 
-def test_a_topic_created_anew_is_noticed(cluster, topic, tmp_path):
+def test_a_recreated_topic_is_noticed(cluster, topic, tmp_path):
     from confluent_kafka.admin import AdminClient
 
     run = new_run(tmp_path, topic, cluster.config)
@@ -401,7 +401,7 @@ def test_a_follower_reads_only_what_is_new(cluster, topic, tmp_path):
         started(run, 3)
         follower = open_steps(tmp_path / "run")
         follower.topics = WalTopics(cluster.config)
-        logs = WalReader(follower.log_at)
+        logs = WalReader(follower.wal_location)
         read_of, spans_of = Topic.read, []
 
         def counted(topic: Topic, spans: dict[int, Offsets]):

@@ -236,7 +236,7 @@ def test_a_status_from_before_the_agreed_call_requests_no_second_step():
     assert isinstance(again, Proposal) and again.id == 2
 
 
-def test_a_wish_to_start_over_takes_precedence_over_one_to_save():
+def test_a_request_for_a_new_epoch_takes_precedence_over_one_to_save():
     anew = SaveRequest("rows were left out", restarts_wal=True)
     proposal = Leader(2, 1.0).next_action(
         0.0, {0: ProcessStatus(request=NEEDED), 1: ProcessStatus(request=anew)}, None

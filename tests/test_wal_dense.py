@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from damages import flip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from made_up_logs import change, records_in, to
-from test_log_disk import CALLS, LOG, assert_nothing_is_tried_again
+from made_up_wals import change, records_in, to
+from test_wal_disk import CALLS, LOG, assert_nothing_is_tried_again
 
 import deltackpt
 from deltackpt import touched

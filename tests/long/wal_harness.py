@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks processes that append to a WAL and are killed; see ``log_trainee.py``."""
+"""Checks processes that append to a WAL and are killed; see ``wal_trainee.py``."""
 
 from __future__ import annotations
 

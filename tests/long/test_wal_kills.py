@@ -17,14 +17,14 @@ import time
 from typing import Any
 
 import harness
-import log_harness
-import log_job_worker
 import many_worker
 import pytest
 import trainee
-from log_harness import Offers
+import wal_harness
+import wal_job_worker
 from many import Job, Process, Server
 from test_kills import killing_call, timed
+from wal_harness import Offers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -50,7 +50,7 @@ def test_a_kill_anywhere_loses_no_acknowledged_record_and_alters_no_bit(
     random_ = campaign.random("log kills", lane)
     kills = campaign.count(KILLS[1]) // len(LANES)
     calls, moments = rehearsed(log_trainees, tmp_path / "rehearsal")
-    phases: collections.Counter[str] = collections.Counter({name: 0 for name in log_harness.PHASES})
+    phases: collections.Counter[str] = collections.Counter({name: 0 for name in wal_harness.PHASES})
     lives = restores = of_points = inexact = 0
     root, offers, told = tmp_path / "root", Offers(), []
     outside = harness.Outside(tmp_path / "outside")
@@ -62,7 +62,7 @@ def test_a_kill_anywhere_loses_no_acknowledged_record_and_alters_no_bit(
         lives += 1
         assert lives < 5 * kills, f"most lives end by themselves: {phases}"
         kill, since, after = draw_kill(random_, phases, calls, moments)
-        task = {**log_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
+        task = {**wal_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
         outside.plant(random_, root)
         running = log_trainees.start("log", root, **task)
         ended = running.end(since, after, running.kill)
@@ -73,7 +73,7 @@ def test_a_kill_anywhere_loses_no_acknowledged_record_and_alters_no_bit(
             harness.put_back(root, ended)
             outside.check()
         if ended.status == -signal.SIGKILL and ended.calls:
-            phases[log_harness.phase(*killing_call(ended, kill))] += 1
+            phases[wal_harness.phase(*killing_call(ended, kill))] += 1
     figures(
         "kills of one process that logs",
         kills=phases.total(),
@@ -104,8 +104,8 @@ def rehearsed(trainees, root) -> tuple[int, dict[str, float]]:
         ended, secs = timed(trainees.start("log", root, branch=100 * number, **life))
         assert ended.status == 0, trainees.diagnosis()
         calls = len(ended.calls)
-    seen = {log_harness.phase(*call) for call in ended.calls.values()}
-    assert seen <= set(log_harness.PHASES), seen - set(log_harness.PHASES)
+    seen = {wal_harness.phase(*call) for call in ended.calls.values()}
+    assert seen <= set(wal_harness.PHASES), seen - set(wal_harness.PHASES)
     return calls, secs
 
 
@@ -117,15 +117,15 @@ def draw_kill(
     if plan in moments:
         return {}, plan, random_.uniform(0, moments[plan])
     at, match = random_.randint(1, calls), ""
-    rarest = min(log_harness.MATCHES, key=phases.__getitem__)
+    rarest = min(wal_harness.MATCHES, key=phases.__getitem__)
     if plan == "phase":
-        at, match = random_.randint(1, 3), log_harness.MATCHES[rarest]
+        at, match = random_.randint(1, 3), wal_harness.MATCHES[rarest]
     return {"action": trainee.KILL, "at": at, "match": match}, "ready", None
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server(log_job_worker.__file__)
+    server = Server(wal_job_worker.__file__)
     yield server
     server.close()
 

@@ -20,7 +20,7 @@ import model
 import numpy as np
 import pytest
 from test_exits import opened
-from test_log_assembly import Job
+from test_wal_lagging_processes import Job
 
 import deltackpt
 from deltackpt import serving

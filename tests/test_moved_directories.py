@@ -13,7 +13,7 @@ from typing import Any
 import model
 import orbax.checkpoint as ocp
 import pytest
-from test_log import assert_found_again
+from test_wal import assert_found_again
 
 import deltackpt
 from deltackpt import RecoveryPoint

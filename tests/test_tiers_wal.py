@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import servers
 from damages import DAMAGES, HOWS, flip
-from made_up_logs import bounds_of, records_in
+from made_up_wals import bounds_of, records_in
 from test_tiers import (
     Node,
     breakable,
@@ -184,7 +184,7 @@ def test_every_record_of_a_killed_trainer_is_uploaded(node):
 import os, signal, sys
 sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
 from pathlib import Path
-from test_tiers_log import Logging
+from test_tiers_wal import Logging
 one = Logging({one.url!r}, {one.endpoint!r}, Path({str(one.stage.path)!r}))
 manager = one.manager()
 one.save(manager, 0)

@@ -19,7 +19,7 @@ import pytest
 from command import run
 from damages import flip
 from golden import make_golden
-from made_up_logs import records_in
+from made_up_wals import records_in
 from test_collect_command import ended
 
 import deltackpt

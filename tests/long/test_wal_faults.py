@@ -8,11 +8,11 @@ import errno
 import shutil
 
 import harness
-import log_harness
 import pytest
 import trainee
-from log_harness import Offers
+import wal_harness
 from test_power_cuts import KINDS, disk
+from wal_harness import Offers
 
 __all__ = ["disk"]
 
@@ -48,7 +48,7 @@ def test_an_acknowledged_record_survives_a_power_cut(
             shutil.rmtree(root, ignore_errors=True)
             root, offers = disk.mount / f"root{cuts}", Offers()
         cuts += 1
-        life = log_harness.draw_log_life(random_, (cuts - 1) % LIVES + 1, DOINGS)
+        life = wal_harness.draw_log_life(random_, (cuts - 1) % LIVES + 1, DOINGS)
         outside.plant(random_, root)
         running = log_trainees.start("log", root, **life)
         ended = running.end(
@@ -64,7 +64,7 @@ def test_an_acknowledged_record_survives_a_power_cut(
             harness.put_back(root, ended)
             outside.check()
         if ended.calls:
-            phases[log_harness.phase(*ended.calls[max(ended.calls)])] += 1
+            phases[wal_harness.phase(*ended.calls[max(ended.calls)])] += 1
     figures(
         f"power cuts of logs on {disk.kind}",
         cuts=cuts,
@@ -109,7 +109,7 @@ def test_a_failed_io_call_is_reported_and_no_row_is_lost(
         outcomes[
             ", ".join(sorted({note.get("error") or "event" for note in told})) or "nothing"
         ] += 1
-        if where is not None and where[0] == "write" and log_harness.phase(*where) == "log: frames":
+        if where is not None and where[0] == "write" and wal_harness.phase(*where) == "log: frames":
             assert told, (where, ended.notes)
         assert ended.last("restored", "wrong") is None, (where, ended.notes)
         # Steps after the fault are durable again, with the rows of the failed ones.
