@@ -132,6 +132,7 @@ def _given(rows: Rows, layout: Layout) -> TouchedRows:
 
 def capture(
     save_id: SaveId,
+    parent: SaveId | None,
     split: Split,
     segments: Sequence[SegmentSource],
     *,
@@ -161,6 +162,7 @@ def capture(
         raise
     return Batch(
         save_id=save_id,
+        parent=parent,
         full=full,
         rows=rows,
         layout=split.layout,

@@ -32,11 +32,11 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal.kafka_writer import KAFKA_SEGMENT_BYTES, KafkaWriter
 from deltackpt.wal.progress import WalProgress
-from deltackpt.wal.record_batch import DenseRecords
+from deltackpt.wal.record_batch import Batch, DenseRecords
 from deltackpt.wal.segment_files import RecordsOf, RecordWriter, SegmentWriter
-from deltackpt.wal.writer import Durable, WalWriter
+from deltackpt.wal.writer import WalWriter
 
-#: Durable records that other processes may not have yet.
+#: Durable full records that other processes may not have yet.
 _KEPT = 4096
 
 
@@ -58,7 +58,7 @@ class OpenEpoch:
         self._heads = [WalFolder(store_path(run.writable_root.wal_dir))]
         self._check_lease = run.writable_root.check_lease
         self._lock = threading.Lock()
-        self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
+        self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         self.progress = WalProgress(directory, run.coordinator.index, head.process_count)
         backend, process = options.backend, run.coordinator.index
         self._process = process
@@ -131,13 +131,7 @@ class OpenEpoch:
         """Returns the newest full point that all processes have; ``fresh`` reads progress now."""
         number = self.progress.of_all(fresh=fresh)
         with self._lock:
-            found = (
-                one for one in reversed(self._durable) if one.full and one.save_id.attempt <= number
-            )
-            newest = next(found, None)
-        if newest is None:
-            return None
-        return RecoveryPoint(self.head.epoch, newest.save_id, True, newest.unix_secs)
+            return next((p for p in reversed(self._durable) if p.save_id.attempt <= number), None)
 
     def truncate(self, step: SaveId) -> None:
         """Removes records that no restore needs: those up to a step, and all earlier epochs.
@@ -168,9 +162,13 @@ class OpenEpoch:
         self.progress.record(0, 0)
         self.progress.close()
 
-    def _is_durable(self, records: Sequence[Durable]) -> None:
+    def _is_durable(self, records: Sequence[Batch]) -> None:
         with self._lock:
-            self._durable.extend(records)
+            self._durable.extend(
+                RecoveryPoint(self.head.epoch, one.save_id, True, one.unix_ns / 1e9)
+                for one in records
+                if one.full
+            )
         self.progress.record(records[-1].save_id.attempt, records[-1].save_id.step)
 
 

@@ -35,13 +35,6 @@ from deltackpt.wal.segment_files import FilledRecord
 _AGAINST = 15
 
 
-class WrittenLeaves(NamedTuple):
-    """Dense leaves that were written; for ``against``, see ``RecordHead``."""
-
-    dense: WrittenDense
-    against: int | None
-
-
 class DenseRecords:
     """Writes the dense leaves of one epoch, whole without a keeper; used by one thread."""
 
@@ -61,16 +54,16 @@ class DenseRecords:
         dense: DenseLeaves,
         save_id: SaveId,
         sink_of: Callable[[str], SegmentSink],
-    ) -> WrittenLeaves:
-        """Writes the dense leaves of a record."""
+    ) -> tuple[WrittenDense, int | None]:
+        """Writes the dense leaves of a record; also returns its ``RecordHead.against``."""
         if self._keeper is None:
-            return WrittenLeaves(dense.write_layer(sink_of, save_id, None), None)
+            return dense.write_layer(sink_of, save_id, None), None
         if self._count > _AGAINST:
             self.restart()
         self._count += 1
         against, self._reference = self._reference, save_id
         written = dense.write_layer(sink_of, save_id, against)
-        return WrittenLeaves(written, None if against is None else against.attempt)
+        return written, None if against is None else against.attempt
 
     def written(self, save_id: SaveId) -> None:
         """Releases the copies of earlier records: a record was written."""
@@ -83,6 +76,7 @@ class Batch:
     """The data that one process appends in one call."""
 
     save_id: SaveId
+    parent: SaveId | None  # The save that it is relative to; None: the previous record.
     full: bool
     rows: StagedRows  # Copied, or being copied.
     layout: Layout
@@ -95,6 +89,7 @@ class Batch:
     started: float  # The same time, of ``time.perf_counter()``.
     blocked_secs: float = 0.0  # How long ``append()`` blocked.
     figures: Figures | None = None  # None until it is written.
+    begins_file: bool = False  # Whether it is the first of a new segment.
 
     def release(self) -> None:
         """Releases its memory. Idempotent."""
@@ -189,10 +184,10 @@ def write_record(
 
     # Most records are written before another thread would begin.
     segments = write_segments(batch.rows, sink_of, described, runtime, BusyClock(), threads=1)
-    leaves = None
+    leaves, against = None, None
     if batch.dense is not None:
-        leaves = dense.write(batch.dense, batch.save_id, sink_of)
-        segments += leaves.dense.record.segments
+        leaves, against = dense.write(batch.dense, batch.save_id, sink_of)
+        segments += leaves.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = row_blocks.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
         parts.write_array(sink_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
@@ -201,10 +196,10 @@ def write_record(
         part_start=0,
         full=batch.full,
         unix_ns=batch.unix_ns,
-        values=None if leaves is None else packed_values(leaves.dense.record.values),
-        against=None if leaves is None else leaves.against,
+        values=None if leaves is None else packed_values(leaves.record.values),
+        against=against,
         items=tuple(
             RecordItem(name=one.name, kind=one.kind, nbytes=len(one.data)) for one in batch.items
         ),
     )
-    return FilledRecord(head, segments), 0 if leaves is None else leaves.dense.nbytes
+    return FilledRecord(head, segments), 0 if leaves is None else leaves.nbytes

@@ -335,6 +335,7 @@ class Recorder:
                 raise _Unmarked(found)
             batch = batch_capture.capture(
                 SaveId(epoch.head.run, step, number),
+                chain.root,
                 split,
                 segments,
                 full=full,
@@ -353,7 +354,7 @@ class Recorder:
             raise
         batch.blocked_secs = time.perf_counter() - started
         try:
-            writer.submit(batch, chain.root, losses)
+            writer.submit(batch, losses)
         except BaseException:
             batch.release()
             writer.requeue(pending)

@@ -13,7 +13,6 @@ record.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,14 +35,6 @@ _UNSYNCED_BYTES = 64 << 20
 _REPORTS = 10_000
 
 
-class Durable(NamedTuple):
-    """A durable record of this process."""
-
-    save_id: SaveId
-    full: bool
-    unix_secs: float
-
-
 class WalFailure(NamedTuple):
     """Records that could not be made durable."""
 
@@ -61,15 +52,6 @@ class WalFailure(NamedTuple):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QueuedBatch:
-    """An in-flight batch."""
-
-    batch: Batch
-    root: SaveId | None  # Its predecessor; None for the previous record.
-    begins_file: bool = False  # Whether it is the first of a new segment.
-
-
 class WalWriter:
     """Writes the batches of one process in the background, in order; see the module."""
 
@@ -83,7 +65,7 @@ class WalWriter:
         segment_bytes: int,  # Size at which a file ends.
         deadline_secs: float,  # How long ``close`` waits.
         runtime: Runtime,  # Its memory is reserved for batches until they are durable.
-        notify: Callable[[Sequence[Durable]], None],  # Of the records that one fsync made durable.
+        notify: Callable[[Sequence[Batch]], None],  # Of the records that one fsync made durable.
     ):
         self._segments = segments
         self._check = check
@@ -94,9 +76,9 @@ class WalWriter:
         self._runtime, self._memory = runtime, runtime.memory
         self._notify = notify
         self._changed = threading.Condition()
-        self._queue: collections.deque[QueuedBatch] = collections.deque()
-        self._written: list[QueuedBatch] = []
-        self._writing: QueuedBatch | None = None
+        self._queue: collections.deque[Batch] = collections.deque()
+        self._written: list[Batch] = []
+        self._writing: Batch | None = None
         self._parent: SaveId | None = None
         self._durable_at = segments.position
         #: The newest durable record, which a batch continues after a failure.
@@ -121,13 +103,8 @@ class WalWriter:
 
     # On the training thread.
 
-    def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
-        """Queues a batch; ``losses`` is the count before any of its rows were determined.
-
-        ``root`` is the save after which its rows were touched; None for the previous batch's
-        record.
-        """
-        queued = QueuedBatch(batch=batch, root=root)
+    def submit(self, batch: Batch, losses: int) -> None:
+        """Queues a batch; ``losses`` is the count before any of its rows were determined."""
         with self._changed:
             self.require_thread()
             if batch.dense is not None:
@@ -135,16 +112,16 @@ class WalWriter:
             if losses != self.losses:
                 # It lacks the rows of a record that has since been given up.
                 assert self.failure is not None
-                self._lose([queued], self.failure.cause)
-                self._drop([queued])
+                self._lose([batch], self.failure.cause)
+                self._drop([batch])
                 return
             # Batches from before ``roll`` may still be queued: they belong to the old file.
-            self._queue.append(dataclasses.replace(queued, begins_file=self._roll))
-            self._roll = False
+            batch.begins_file, self._roll = self._roll, False
+            self._queue.append(batch)
             self._busy = True
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._work, name="deltackpt-log", daemon=True
+                    target=self._work, name="deltackpt-wal", daemon=True
                 )
                 self._thread.start()
             self._changed.notify_all()
@@ -248,9 +225,9 @@ class WalWriter:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     break
-                self._writing = queued = self._queue.popleft()
+                self._writing = batch = self._queue.popleft()
             try:
-                self._write(queued)
+                self._write(batch)
                 self._sync_where_due()
             except Exception as error:
                 self._fail_pending(error)
@@ -261,20 +238,19 @@ class WalWriter:
                 # Not if this thread is about to die: whoever waits must find its error.
                 self._busy = bool(self._queue or self._written)
                 self._changed.notify_all()
-            del queued
+            del batch
         self._segments.close()
 
-    def _write(self, queued: QueuedBatch) -> None:
-        batch = queued.batch
+    def _write(self, batch: Batch) -> None:
         segments = self._segments
-        if queued.begins_file or segments.segment_bytes >= self._segment_bytes:
+        if batch.begins_file or segments.segment_bytes >= self._segment_bytes:
             self._sync()
             segments.roll()
             self._dense.restart()
-        self._written.append(queued)
+        self._written.append(batch)
         started = time.perf_counter()
         batch.rows.land()
-        parent = queued.root or self._parent
+        parent = batch.parent or self._parent
         assert parent is not None
         dense_bytes, encoded = 0, started
 
@@ -299,7 +275,7 @@ class WalWriter:
     def _sync_where_due(self) -> None:
         with self._changed:
             waits = bool(self._queue)
-        unsynced = sum(one.batch.figures.nbytes for one in self._written if one.batch.figures)
+        unsynced = sum(one.figures.nbytes for one in self._written if one.figures)
         if not waits or unsynced >= _UNSYNCED_BYTES:
             self._sync()
 
@@ -313,10 +289,9 @@ class WalWriter:
         now = time.perf_counter()
         done, self._written = self._written, []
         self._durable_at = self._segments.position
-        self._durable, self._failures = done[-1].batch.save_id, 0
-        batches = [queued.batch for queued in done]
-        self._notify([Durable(one.save_id, one.full, one.unix_ns / 1e9) for one in batches])
-        for batch in batches:
+        self._durable, self._failures = done[-1].save_id, 0
+        self._notify(done)
+        for batch in done:
             self.reports.append(
                 _event(batch, self._process, now - started, now - batch.started, len(done))
             )
@@ -338,29 +313,29 @@ class WalWriter:
         self._segments.begin_part(self._durable_at)
         self._dense.restart()
 
-    def _drop(self, ended: Iterable[QueuedBatch]) -> None:
+    def _drop(self, ended: Iterable[Batch]) -> None:
         """Releases all memory of batches that are durable, or never will be."""
         for one in ended:
-            one.batch.release()
-            self._memory.release(one.batch.reserved_bytes)
+            one.release()
+            self._memory.release(one.reserved_bytes)
 
-    def _undurable(self) -> list[QueuedBatch]:
+    def _undurable(self) -> list[Batch]:
         # That which is written now is not among the written ones while these are forced.
         now = () if self._writing is None or self._writing in self._written else (self._writing,)
         return [*self._written, *now, *self._queue]
 
-    def _lose(self, lost: Sequence[QueuedBatch], error: Exception) -> None:
+    def _lose(self, lost: Sequence[Batch], error: Exception) -> None:
         """Records what no record contains; under the lock."""
         if not lost:
             return
-        roots = [one.root for one in lost if one.root is not None]
-        if roots:
-            self._durable = roots[-1]
+        parents = [one.parent for one in lost if one.parent is not None]
+        if parents:
+            self._durable = parents[-1]
         self._parent = self._durable
         for one in lost:
-            self._pending.add(one.batch.row_indices)
-        steps = tuple(one.batch.save_id.step for one in lost)
-        since = lost[0].batch.started
+            self._pending.add(one.row_indices)
+        steps = tuple(one.save_id.step for one in lost)
+        since = lost[0].started
         if (before := self.failure) is not None:
             steps, since = (*before.steps, *steps), before.since
         self.failure = WalFailure(steps, error, since)
