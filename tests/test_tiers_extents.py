@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import servers
 from test_tiers import Node, eventually, same, staged, without_promoter
@@ -27,14 +27,24 @@ from deltackpt.tiers.extent_store import ExtentFile
 
 EXTENT = 64 << 10
 _numbers = itertools.count()
+_MAGIC = re.compile(b"dckpack1")
 
 
 class ExtentNode(Node):
     """A machine whose staging directory is lost in a power cut, but not its extents."""
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
-        given = Extents(directory=str(self.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
-        return super().manager(**{"extents": given, "wait_for": "staging", **options})
+        return super().manager(**{"extents": self.of_size(40), "wait_for": "staging", **options})
+
+    def of_size(self, extents: int) -> Extents:
+        size = extents * EXTENT
+        return Extents(directory=str(self.extents), nbytes=size, extent_bytes=EXTENT)
+
+    def bundle(self, number: int) -> int:
+        """Where a bundle starts in the extents."""
+        return [
+            found.start() for found in _MAGIC.finditer((self.extents / "extents").read_bytes())
+        ][number]
 
     @property
     def extents(self) -> Path:
@@ -44,8 +54,58 @@ class ExtentNode(Node):
         """Discards everything in memory."""
         shutil.rmtree(self.stage.path)
 
-    def begin_anew(self) -> None:
+    def saves(self, manager: deltackpt.CheckpointManager, *steps: int, bases: Any = ()) -> None:
+        """Saves steps and waits for them."""
+        for step in steps:
+            self.save(manager, step, force_base=step in bases)
+        manager.wait_until_finished()
+
+    def run(self, *steps: int, bases: Any = (), start: int | None = None, **options: Any) -> None:
+        """A run of its own: resumes from ``start`` or the newest step, then saves steps."""
+        with self.manager(**options) as manager:
+            if manager.all_steps():
+                self.restore(manager, start)
+            self.saves(manager, *steps, bases=bases)
+
+    def resumed(self, step: int, steps: list[int] | None = None, **options: Any) -> Any:
+        """A new manager restores ``step``, the newest of ``steps``, bit for bit."""
+        expected = self.held()
         self.begin(99)
+        with self.manager(**options) as manager:
+            found = self.restore(manager)
+            assert found.step == step
+            assert same(self.held(), expected)
+            assert steps is None or sorted(manager.all_steps()) == steps
+        return found
+
+    def after_power_cut(self, step: int, steps: list[int] | None = None, **options: Any) -> Any:
+        self.cut_power()
+        return self.resumed(step, steps, **options)
+
+
+@contextlib.contextmanager
+def failing(method: str) -> Iterator[None]:
+    """Calls of a method of the extents fail with an I/O error."""
+
+    def refuse(self, _):
+        raise StorageError("extents: expected to write, found an input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExtentFile, method, refuse)
+        yield
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def damage_staged(one: ExtentNode, step: int) -> None:
+    """Flips a bit in the large files of a staged step."""
+    for path in (one.stage.steps / str(step)).rglob("*"):
+        if path.is_file() and path.stat().st_size > 4000:
+            flip(path, 100)
 
 
 @pytest.fixture(scope="module")
@@ -69,81 +129,41 @@ def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(node, mon
         with one.manager() as manager:
             for step in range(4):
                 one.save(manager, step, metrics={"loss": float(step)})
-            manager.wait_until_finished()
+    assert one.after_power_cut(3).source == ("extents",) * 4
     one.cut_power()
-    expected = one.held()
-    one.begin_anew()
     with one.manager(wait_for="remote") as manager:
-        found = one.restore(manager)
-        assert (found.step, found.source) == (3, ("extents",) * 4)
-        assert same(one.held(), expected)
-        one.save(manager, 4)
-        manager.wait_until_finished()
+        one.restore(manager)
+        one.saves(manager, 4)
         assert one.root() == [0, 1, 2, 3, 4]
-        assert manager.restore(4, jax.eval_shape(lambda: one.state)).source == (
-            *("extents",) * 4,
-            "staging",
-        )
+        assert one.restore(manager, 4).source == (*("extents",) * 4, "staging")
 
 
 def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(node):
     one = node()
-    with one.manager(wait_for="remote") as manager:
-        for step in range(3):
-            one.save(manager, step)
-    expected = one.held()
-    one.cut_power()
-    with one.manager() as manager:
-        assert one.restore(manager).source == ("extents",) * 3
-        assert same(one.held(), expected)
-    one.cut_power()
+    one.run(0, 1, 2, wait_for="remote")
+    assert one.after_power_cut(2).source == ("extents",) * 3
     shutil.rmtree(one.extents)
-    with one.manager() as manager:
-        assert one.restore(manager).source == ("directory",) * 3
-        assert same(one.held(), expected)
+    assert one.after_power_cut(2).source == ("directory",) * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*rolled-back")
 def test_rolled_back_saves_do_not_return(node, monkeypatch):
     one = node()
-    with monkeypatch.context() as patch:
-        without_promoter(patch)
-        with one.manager() as manager:
-            for step in range(4):
-                one.save(manager, step)
-            one.restore(manager, 1)
-            with pytest.warns(UserWarning, match="rolled-back"):
-                one.save(manager, 2)
-            manager.wait_until_finished()
-        expected = one.held()
-        one.cut_power()
-        with one.manager() as manager:
-            assert manager.all_steps() == [0, 1, 2]
-            one.restore(manager)
-            assert same(one.held(), expected)
-            one.restore(manager, 0)
-            with pytest.warns(UserWarning, match="rolled-back"):
-                one.save(manager, 1)
-            manager.wait_until_finished()
-        expected = one.held()
-        one.cut_power()
-        with one.manager() as manager:
-            assert manager.all_steps() == [0, 1]
-            one.restore(manager)
-            assert same(one.held(), expected)
+    without_promoter(monkeypatch)
+    one.run(0, 1, 2, 3)
+    one.run(2, start=1)
+    one.after_power_cut(2, [0, 1, 2])
+    one.run(1, start=0)
+    one.after_power_cut(1, [0, 1])
 
 
 def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monkeypatch):
     one, two = node(), node()
-    with one.manager(wait_for="remote") as manager:
-        one.save(manager, 0)
+    one.run(0, wait_for="remote")
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager() as manager:
-            one.restore(manager)
-            one.save(manager, 1)
-    with two.manager(wait_for="remote") as manager:
-        two.restore(manager)
-        two.save(manager, 2)
+        one.run(1)
+    two.run(2, wait_for="remote")
     one.cut_power()
     with pytest.warns(UserWarning, match="step 1 is superseded: training continued without"):
         manager = one.manager()
@@ -159,9 +179,7 @@ def test_a_step_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1, 2)
         for path in (one.stage.steps / "1").rglob("*"):
             if path.is_file() and path.name != "manifest.0.msgpack":
                 path.write_bytes(b"altered")
@@ -174,30 +192,19 @@ def test_a_step_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
 
 def test_full_extents_drop_uploaded_saves_first(node):
     one = node()
-    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
+    small = one.of_size(12)
     with one.manager(extents=small, wait_for="remote") as manager:
-        for step in range(30):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, *range(30))
         held = staged(manager)._client.recoverable()
         assert len(held) <= 12 and max(one.step for one in held) == 29
-        expected = one.held()
-    one.cut_power()
-    with one.manager(extents=small) as manager:
-        found = one.restore(manager)
-        assert found.step == 29 and set(found.source) == {"directory", "extents"}
-        assert same(one.held(), expected)
+    assert set(one.after_power_cut(29, extents=small).source) == {"directory", "extents"}
 
 
 def test_full_extents_wait_for_uploads_until_the_manager_is_closed(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
-    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
-    manager = one.manager(extents=small, timeouts=Timeouts(close_secs=1.0))
-    for step in range(12):
-        one.save(manager, step)
-    eventually(lambda: not manager.is_saving_in_progress(), "all are in the stage")
-    manager.wait_until_finished()
+    manager = one.manager(extents=one.of_size(12), timeouts=Timeouts(close_secs=1.0))
+    one.saves(manager, *range(12))
     one.save(manager, 12)
     with pytest.raises(WaitTimeout):
         manager.close()
@@ -208,9 +215,8 @@ def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypa
     one = node()
     one.state["tables"]["words"] = jnp.zeros((60_000, 4), jnp.float32)
     one.touched = deltackpt.touched.init(one.state["tables"])
-    small = Extents(directory=str(one.extents), nbytes=16 * EXTENT, extent_bytes=EXTENT)
     without_promoter(monkeypatch)
-    manager = one.manager(extents=small)
+    manager = one.manager(extents=one.of_size(16))
     manager.save(0, one.state, touched=one.touched)
     with pytest.raises(SaveFailed, match="two bases of .* and four deltas"):
         manager.wait_until_finished()
@@ -223,7 +229,7 @@ def test_extents_belong_to_one_remote_directory_and_one_trainer(node, s3, tmp_pa
     with one.manager() as manager:
         one.save(manager, 0)
         other = ExtentNode(s3.bucket("of-another-root") + "/run", s3.endpoint, one.stage.path)
-        shared = Extents(directory=str(one.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
+        shared = one.of_size(40)
         other.stage = type(one.stage)(tmp_path / "elsewhere")
         with pytest.raises(InUse):
             other.manager(extents=shared)
@@ -232,43 +238,33 @@ def test_extents_belong_to_one_remote_directory_and_one_trainer(node, s3, tmp_pa
         healthy.save(trainer, 0)
         with pytest.raises(OptionError, match="found saves of s3://extents"):
             other.manager(extents=shared)
-        healthy.save(trainer, 1)
-        trainer.wait_until_finished()
+        healthy.saves(trainer, 1)
     with one.manager() as manager:
         one.restore(manager)
 
 
-def test_a_write_error_in_the_extents_fails_the_save_and_loses_no_row(node, monkeypatch):
+def test_after_a_write_error_in_the_extents_no_row_is_lost(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
-
-        def refuse(self, pack):
-            raise StorageError("extents: expected to write, found an input/output error")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
+        one.saves(manager, 0)
+        state, touched = one.state, one.touched
+        with failing("put"):
             one.save(manager, 1)
             with pytest.raises(SaveFailed, match="input/output error"):
                 manager.wait_until_finished()
-        one.save(manager, 2)
-        manager.wait_until_finished()
-    one.cut_power()
-    expected = one.held()
-    with one.manager() as manager:
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
+        one.state, one.touched = state, touched
+        with pytest.raises(OptionError, match="expected a step above 1"):  # It is committed.
+            one.save(manager, 1)
+        one.saves(manager, 2)
+    one.after_power_cut(2)
 
 
 def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
-        for step in range(2):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1)
         found = staged(manager)
         with pytest.warns(UserWarning, match="expected a part of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
@@ -281,28 +277,15 @@ def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
 def test_a_failed_drop_fails_the_save_and_rolled_back_saves_do_not_return(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
-
-    def refuse(self, labels):
-        raise StorageError("extents: expected to write, found an input/output error")
-
     with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
+        one.saves(manager, 0, 1, 2)
         one.restore(manager, 0)
-        with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.delete", refuse)
-            with pytest.warns(UserWarning, match="rolled-back"), pytest.raises(StorageError):
+        with failing("delete"), pytest.warns(UserWarning, match="rolled-back"):
+            with pytest.raises(StorageError):
                 one.save(manager, 1)
-        one.save(manager, 2)
-        manager.wait_until_finished()
-        expected = one.held()
-    one.cut_power()
+        one.saves(manager, 2)
     with pytest.warns(UserWarning, match="is superseded: training continued without it"):
-        manager = one.manager()
-    with manager:
-        assert manager.all_steps() == [0, 2]
-        one.restore(manager)
-        assert same(one.held(), expected)
+        one.after_power_cut(2, [0, 2])
 
 
 def test_invalid_extents_are_refused_by_name():
@@ -321,22 +304,6 @@ def test_invalid_extents_are_refused_by_name():
         Tiers(wait_for="peers")
 
 
-def test_rows_of_both_tiers_are_bit_identical(node):
-    one = node()
-    with one.manager(wait_for="remote") as manager:
-        one.save(manager, 0)
-        one.save(manager, 1)
-    one.cut_power()
-    with one.manager() as manager:
-        near = one.restore(manager)
-    one.cut_power()
-    shutil.rmtree(one.extents)
-    with one.manager() as manager:
-        far = one.restore(manager)
-    for left, right in zip(jax.tree.leaves(near.state), jax.tree.leaves(far.state), strict=True):
-        assert np.array_equal(np.asarray(left), np.asarray(right))
-
-
 def others_can_read(folder: Path) -> Iterator[str]:
     """Files below a directory that other users can open, if they can enter the directory."""
     for path in sorted(folder.iterdir()):
@@ -348,6 +315,7 @@ def others_can_read(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("made_before", "shared"), [(True, False), (False, True)])
+@pytest.mark.filterwarnings("ignore:.*rolled-back")
 def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, shared):
     one = node()
     before = os.umask(0)
@@ -356,21 +324,14 @@ def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, 
             for folder in (one.stage.path, one.extents):
                 folder.mkdir(mode=0o755, parents=True)
         options: dict[str, Any] = {"wait_for": "remote", "shared": shared}
-        with one.manager(**options) as manager:
-            for step in range(3):
-                one.save(manager, step)
-            manager.wait_until_finished()
-            one.restore(manager, 1)
-            with pytest.warns(UserWarning, match="rolled-back"):
-                one.save(manager, 2)
+        one.run(0, 1, 2, **options)
+        one.run(2, start=1, **options)
         for folder in (one.stage.path, one.extents):
             assert folder.stat().st_mode & 0o777 == (0o755 if made_before else 0o700)
             assert [*others_can_read(folder)] == []
         steps = (one.stage.path if shared else one.stage.path / "process-0") / "steps"
         steps.chmod(0o750)  # The user then lets a group in.
-        with one.manager(**options) as manager:
-            one.restore(manager)
-            one.save(manager, 4)
+        one.run(4, **options)
         assert steps.stat().st_mode & 0o777 == 0o750
     finally:
         os.umask(before)
@@ -379,148 +340,85 @@ def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, 
 # ---- restarts, rollbacks, damage and power cuts in a row
 
 
-def one_save_each_run(one, monkeypatch, count):
-    for step in range(count):
-        with one.manager() as manager:
-            if step:
-                one.restore(manager)
-            one.save(manager, step)
-            manager.wait_until_finished()
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
-    with one.manager() as manager:  # run 1
-        one.save(manager, 0)
-        manager.wait_until_finished()
-    with one.manager() as manager:  # run 2: committed, but not in the extents (as after a kill)
-        one.restore(manager)
-
-        def refuse(self, pack):
-            raise StorageError("x: expected y, found z")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
-            one.save(manager, 1)
-            with pytest.raises(SaveFailed):
-                manager.wait_until_finished()
-    with one.manager() as manager:  # run 3
-        assert one.restore(manager).step == 1
-        one.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged
-    expected = one.held()
-    one.cut_power()
-    with one.manager() as manager:
-        assert sorted(manager.all_steps()) == [0, 1, 2]
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
+    one.run(0)
+    # Committed, but not in the extents, as after a kill.
+    with failing("put"), pytest.raises(SaveFailed):
+        one.run(1)
+    one.run(2)
+    one.after_power_cut(2, [0, 1, 2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_damaged_bundle_does_not_remove_earlier_ones(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
-    one_save_each_run(one, monkeypatch, 3)
+    for step in range(3):
+        one.run(step)
     one.cut_power()
-    path = one.extents / "extents"
-    data = bytearray(path.read_bytes())
-    place = data.index(b"dckpack1")
-    place = data.index(b"dckpack1", place + 8)  # of step 1
-    data[place + 40] ^= 1
-    path.write_bytes(data)
+    flip(one.extents / "extents", one.bundle(1) + 40)
     with one.manager() as manager:
         assert one.restore(manager).step == 0
 
 
-@pytest.mark.parametrize("is_base", [False, True], ids=["delta", "base"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_with_a_damaged_header_is_reported(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    one.run(0, 1, 2)
+    one.cut_power()
+    flip(one.extents / "extents", one.bundle(2) - 4096 + 60)
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        with one.manager() as manager:
+            assert one.restore(manager).step == 1
+    assert reported
+
+
+@pytest.mark.parametrize("last_is_base", [False, True], ids=["delta", "base"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
-    node, monkeypatch, is_base
+    node, monkeypatch, last_is_base
 ):
     one = node()
-    with one.manager(wait_for="remote") as manager:
-        for step in range(4):
-            one.save(manager, step, force_base=is_base and step == 3)
-        manager.wait_until_finished()
+    one.run(0, 1, 2, 3, bases=[3] if last_is_base else [], wait_for="remote")
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager() as manager:
-            one.restore(manager, 1)
-            one.save(manager, 2)
-            manager.wait_until_finished()  # acknowledged, in the extents
-        expected = one.held()
-        one.cut_power()
-        with one.manager() as manager:
-            assert one.restore(manager).step == 2
-            assert same(one.held(), expected)
+        one.run(2, start=1)
+        one.after_power_cut(2)
+    one.run(3, wait_for="remote")
+    assert one.root() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("lost", ["step", "manifest"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_step_that_staging_lost_is_recovered(node, monkeypatch):
+def test_what_staging_lost_is_read_from_the_extents(node, monkeypatch, lost):
     one = node()
     without_promoter(monkeypatch)
-    one_save_each_run(one, monkeypatch, 3)
-    expected = one.held()
-    shutil.rmtree(one.stage.steps / "0")
-    with one.manager() as manager:
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_manifest_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
-    with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
-        manager.wait_until_finished()
-    expected = one.held()
-    for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
-        path.write_bytes(b"altered")
-    with one.manager() as manager:
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_after_a_rollback_is_uploaded_after_a_power_cut(node, monkeypatch):
-    one = node()
-    with one.manager(wait_for="remote") as manager:
-        for step in range(4):
-            one.save(manager, step)
-        manager.wait_until_finished()
-    with monkeypatch.context() as patch:
-        without_promoter(patch)
-        with one.manager() as manager:
-            one.restore(manager, 1)
-            one.save(manager, 2)
-            manager.wait_until_finished()  # acknowledged, in the extents
-        one.cut_power()
-    with one.manager(wait_for="remote") as manager:
-        assert one.restore(manager).step == 2
-        one.save(manager, 3)
-        manager.wait_until_finished()
-        assert one.root() == [0, 1, 2, 3]
+    for step in range(3):
+        one.run(step)
+    if lost == "step":
+        shutil.rmtree(one.stage.steps / "0")
+    else:
+        for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
+            path.write_bytes(b"altered")
+    one.resumed(2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_deleted_step_does_not_remove_earlier_ones(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
-    for step in range(3):
-        with one.manager() as manager:
-            if step:
-                one.restore(manager)
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
-            if step == 2:
-                manager.delete(1)
-    one.cut_power()
+    for step in range(2):
+        one.run(step, bases=[step])
     with one.manager() as manager:
-        assert sorted(manager.all_steps()) == [0, 2]
+        one.restore(manager)
+        one.saves(manager, 2, bases=[2])
+        manager.delete(1)
+    one.after_power_cut(2, [0, 2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -529,107 +427,32 @@ def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(node, monk
     one = node()
     without_promoter(monkeypatch)
     with one.manager(wal=deltackpt.WalOptions() if appends else None) as manager:
-        for step in range(4):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1, 2, 3)
         one.restore(manager, 1)
-
-        def refuse(self, labels):
-            raise StorageError("extents: expected to write, found an input/output error")
-
         state, touched = one.state, one.touched
-        with monkeypatch.context() as patch:
-            patch.setattr(ExtentFile, "delete", refuse)
-            with pytest.raises(StorageError):
-                if appends:
-                    one.train(2)
-                    manager.append(2, one.state, touched=one.touched)
-                else:
-                    one.save(manager, 2)
+        with failing("delete"), pytest.raises(StorageError):
+            if appends:
+                one.train(2)
+                manager.append(2, one.state, touched=one.touched)
+            else:
+                one.save(manager, 2)
         one.state, one.touched = state, touched
-        one.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged
-    expected = one.held()
-    one.cut_power()
-    with one.manager() as manager:
-        assert manager.all_steps() == [0, 1, 2]
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
+        one.saves(manager, 2)
+    one.after_power_cut(2, [0, 1, 2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_saves_that_are_never_uploaded_do_not_fill_the_extents(node, monkeypatch):
     one = node()
-    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
+    small = one.of_size(12)
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager(extents=small) as manager:
-            for step in range(12):
-                one.save(manager, step)
-            manager.wait_until_finished()
-    for path in (one.stage.steps / "0").rglob("*"):  # Damages one staged file.
-        if path.is_file() and path.stat().st_size > 4000:
-            data = bytearray(path.read_bytes())
-            data[100] ^= 1
-            path.write_bytes(data)
-    manager = one.manager(extents=small, timeouts=Timeouts(save_secs=60.0, close_secs=60.0))
-    one.restore(manager)
-    for step in range(12, 16):
-        one.save(manager, step, force_base=True)
-        manager.wait_until_finished()
-    manager.close()
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_with_a_damaged_header_is_reported(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
-    with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
-        manager.wait_until_finished()
-    one.cut_power()
-    path = one.extents / "extents"
-    data = bytearray(path.read_bytes())
-    place = data.index(b"dckpack1")
-    for _ in range(2):
-        place = data.index(b"dckpack1", place + 8)  # of step 2, the newest
-    data[place - 4096 + 60] ^= 1  # Its header.
-    path.write_bytes(data)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with one.manager() as manager:
-            assert one.restore(manager).step == 1
-    assert told
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_step_is_refused_again_after_a_write_error_since_it_exists(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
-    with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
-
-        def refuse(self, pack):
-            raise StorageError("extents: expected to write, found an input/output error")
-
-        state, touched = one.state, one.touched
-        with monkeypatch.context() as patch:
-            patch.setattr("deltackpt.tiers.extent_store.ExtentFile.put", refuse)
-            one.save(manager, 1)
-            with pytest.raises(SaveFailed):
-                manager.wait_until_finished()
-        one.state, one.touched = state, touched
-        with pytest.raises(OptionError, match="expected a step above 1"):
-            one.save(manager, 1)
-        one.save(manager, 2)
-        manager.wait_until_finished()
-    expected = one.held()
-    one.cut_power()
-    with one.manager() as manager:
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
+        one.run(*range(12), extents=small)
+    damage_staged(one, 0)
+    with one.manager(extents=small, timeouts=Timeouts(save_secs=60.0, close_secs=60.0)) as manager:
+        one.restore(manager)
+        for step in range(12, 16):
+            one.saves(manager, step, bases=[step])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -665,49 +488,27 @@ def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager() as manager:
-            for step in range(3):
-                one.save(manager, step)
-            manager.wait_until_finished()
-    for path in (one.stage.steps / "0").rglob("*"):
-        if path.is_file() and path.stat().st_size > 4000:
-            data = bytearray(path.read_bytes())
-            data[100] ^= 1
-            path.write_bytes(data)
+        one.run(0, 1, 2)
+    damage_staged(one, 0)
     with one.manager() as manager:
-        eventually(lambda: len(staged(manager)._client.progress().damaged) == 3, "it is told")
+        damaged = staged(manager)._client.progress
+        eventually(lambda: len(damaged().damaged) == 3, "the uploader reports it")
         assert one.restore(manager).source[0] == "extents"  # Repaired.
-        one.save(manager, 3)
-        manager.wait_until_finished()
-        eventually(
-            lambda: 3 in one.root() or len(staged(manager)._client.progress().damaged) > 3, "x"
-        )
+        one.saves(manager, 3)
+        eventually(lambda: 3 in one.root() or len(damaged().damaged) > 3, "it is uploaded")
     assert one.root() == [0, 1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(node, monkeypatch):
     one = node()
-    with one.manager(wait_for="remote") as manager:
-        for step in range(4):
-            one.save(manager, step, force_base=step >= 2)
-        manager.wait_until_finished()
+    one.run(0, 1, 2, 3, bases=[2, 3], wait_for="remote")
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager() as manager:
-            one.restore(manager, 1)
-            one.save(manager, 2)
-            one.save(manager, 3)
-            one.save(manager, 4)
-            manager.wait_until_finished()
-        expected = one.held()
-        one.cut_power()
-    with one.manager(wait_for="remote") as manager:
-        assert one.restore(manager).step == 4
-        assert same(one.held(), expected)
-        one.save(manager, 5)
-        manager.wait_until_finished()
-        assert one.root() == [0, 1, 2, 3, 4, 5]
+        one.run(2, 3, 4, start=1)
+    one.after_power_cut(4)
+    one.run(5, wait_for="remote")
+    assert one.root() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -717,18 +518,8 @@ def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(
 ):
     one = node()
     without_promoter(monkeypatch)
-    with one.manager() as manager:
-        for step in range(4):
-            one.save(manager, step, force_base=step == 3)
-        manager.wait_until_finished()
-    with one.manager(extents=None) as manager:  # The disk is unavailable.
-        one.restore(manager, 1)
-        one.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged, in staging, which is never lost
-    expected = one.held()
+    one.run(0, 1, 2, 3, bases=[3])
+    one.run(2, start=1, extents=None)  # The disk is unavailable; staging is never lost.
     for _ in range(idle_starts):
-        with one.manager(extents=None) as manager:  # A start that saves nothing.
-            assert one.restore(manager).step == 2
-    with one.manager() as manager:  # The disk is back.
-        assert one.restore(manager).step == 2
-        assert same(one.held(), expected)
+        one.resumed(2, extents=None)  # A start that saves nothing.
+    one.resumed(2)  # The disk is back.
