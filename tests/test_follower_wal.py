@@ -330,13 +330,13 @@ def test_a_step_committed_below_the_held_point_does_not_move_the_follower_back(t
         one.advance()
         trainer.manager.wait_until_finished()
         seen = []
-        real = follower_module.Publish.loaded
+        real = follower_module.LoadedState
 
-        def holding(self, sequence):
-            seen.append(real(self, sequence))
+        def holding(**fields):
+            seen.append(real(**fields))
             return seen[-1]
 
-        with mock.patch.object(follower_module.Publish, "loaded", holding):
+        with mock.patch.object(follower_module, "LoadedState", holding):
             one.advance()
         assert all(found.point is not None and found.point.step == 4 for found in seen)
         assert_at(one, trainer, 4, above=3)

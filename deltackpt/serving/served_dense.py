@@ -30,6 +30,7 @@ from deltackpt.format.naming import PyTree
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.standby.loaded_state import same_point
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
@@ -158,9 +159,7 @@ class LoadedLeaves:
 
     def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
         """Returns whether the leaves are of exactly this step, or this recovery point above it."""
-        if self.save.save_id != save_id or (self.point is None) != (point is None):
-            return False
-        return self.point is None or self.point[:2] == (point and point[:2])
+        return self.save.save_id == save_id and same_point(self.point, point)
 
 
 class ServedLeaves(Mapping[str, np.ndarray]):

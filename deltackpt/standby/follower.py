@@ -16,7 +16,8 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -43,8 +44,15 @@ from deltackpt.resources.host_memory import available_bytes
 from deltackpt.standby import cached_files, loaded_state
 from deltackpt.standby.cached_files import CachedFiles
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.loaded_state import FieldChoice, Goal, LoadedState, Region, everything
-from deltackpt.standby.publish import Publish, StateFiles
+from deltackpt.standby.loaded_state import (
+    FieldChoice,
+    Goal,
+    LoadedState,
+    Region,
+    StateFiles,
+    committed_secs,
+    everything,
+)
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import StorePath
@@ -94,6 +102,8 @@ class RowReplica:
         self._gate = Gate()
         self._tables: ReplicaTables | None = None
         self._loaded: LoadedState | None = None
+        #: What is held after the change in progress.
+        self._next: LoadedState | None = None
         self._health = "starting"
 
     @property
@@ -223,7 +233,7 @@ class RowReplica:
                 # A base that replaces the damaged part was compacted concurrently, or nothing is
                 # held.
         chain = chains.read_chain(step_dir, self._item)
-        chains.read_whole(chain, lambda found: self._load_chain(found, goal))
+        chains.read_whole(chain, lambda found: self._load(found, goal))
         return True
 
     def changed_between(
@@ -274,25 +284,22 @@ class RowReplica:
             return newer, goal.plan
         return None
 
-    def _load_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
+    def _load(self, chain: Sequence[StoredSave], goal: Goal) -> None:
+        """Loads a complete chain, base first; into new memory, the step alone."""
         held = self._loaded
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.plan, goal)
-        else:
-            self._load(chain, goal.save)
-
-    def _load(self, chain: Sequence[StoredSave], newest: StoredSave) -> None:
-        """Loads a complete chain, base first; ``newest`` is the step that has the other files."""
-        goal = Goal(save=newest, plan=None, full=None)
+            return
+        goal = Goal(save=goal.save, plan=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         with self._state_files(goal) as state_files:
             tables = self._tables
             if tables is not None and tables.layout == goal.save.layout:
                 lossless = _are_lossless(reader.layers_of(chain, tables.targets))
-                with self._changing(tables) as publish:
-                    reader.fill(chain, publish.targets)
-                    publish(infos, goal, state_files, lossless=lossless)
+                with self._changing(tables) as changing:
+                    reader.fill(chain, changing.targets)
+                    self._publish(infos, goal, state_files.files, lossless=lossless)
                 return
             # The held state is kept until the new one is loaded, if there is room.
             tables = self._new_tables(goal.save.layout, previous=self.nbytes)
@@ -302,8 +309,8 @@ class RowReplica:
             except BaseException:
                 tables.memory.close()
                 raise
-            with self._changing(tables) as publish:
-                publish(infos, goal, state_files, lossless=lossless)
+            with self._changing(tables):
+                self._publish(infos, goal, state_files.files, lossless=lossless)
 
     def _apply(
         self,
@@ -347,7 +354,7 @@ class RowReplica:
         changed = None if self._with_files else ChangedRows()
         with contextlib.ExitStack() as stack:
             state_files = stack.enter_context(self._state_files(goal, newer if before else ()))
-            publish = None
+            changing = None
             for number, found in enumerate(rows(seen)):
                 if changed is not None:
                     for block in found:
@@ -356,27 +363,28 @@ class RowReplica:
                 staged_bytes += sum(one.nbytes for one in found)
                 if staged_bytes <= tables.staging_bytes:
                     continue
-                if publish is None:
+                if changing is None:
                     # The rest does not fit next to the held rows: it is verified first, and read
                     # again.
                     for _ in itertools.islice(rows(SeenRows(tables.layout)), number + 1, None):
                         pass
                     if to_go is not None and not new_rows.covers(to_go, tables.targets):
                         return False
-                    publish = stack.enter_context(self._changing(tables, state_files.files))
-                _merge(staged, publish.targets)
+                    changing = stack.enter_context(self._changing(tables, state_files.files))
+                _merge(staged, changing.targets)
                 staged, staged_bytes = [], 0
-            if publish is None and to_go is not None:
+            if changing is None and to_go is not None:
                 if not new_rows.covers(to_go, tables.targets):
                     return False
             if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen.update(held.replayed)
             state_files.complete(seen, tables.layout)
             by_table = None if changed is None else changed.by_table(tables.regions)
-            publish = publish or stack.enter_context(self._changing(tables, state_files.files))
-            _merge(staged, publish.targets)
-            chain = (*before, *(save.info for save in newer))
-            publish(chain, goal, state_files, seen, lossless=lossless, changed=by_table)
+            if changing is None:
+                changing = stack.enter_context(self._changing(tables, state_files.files))
+            _merge(staged, changing.targets)
+            chain, files = (*before, *(save.info for save in newer)), state_files.files
+            self._publish(chain, goal, files, seen, lossless=lossless, changed=by_table)
         return True
 
     @contextlib.contextmanager
@@ -412,8 +420,8 @@ class RowReplica:
     @contextlib.contextmanager
     def _changing(
         self, tables: ReplicaTables, kept: CachedFiles | None = None
-    ) -> Iterator[Publish]:
-        """Lets the memory change in the context; what this publishes at the end is held."""
+    ) -> Iterator[ReplicaTables]:
+        """Lets memory with the held rows change in the context, which calls ``_publish`` last."""
         with self._gate.writing():
             if not tables.memory.begin_write():
                 # The old memory belongs to its reader now.
@@ -422,15 +430,42 @@ class RowReplica:
                 tables = copy
             previous, self._tables = self._tables, tables
             self._end_loaded(kept)
-            publish = Publish(tables.targets)
             try:
-                yield publish
+                yield tables
             finally:
                 if previous is not None and previous is not tables:
                     # Only now: rows may still be compared with it.
                     previous.memory.close()
             tables.memory.end_write()
-            self._loaded = publish.loaded(tables.memory.sequence)
+            assert self._next is not None
+            lag_secs, sequence = time.time() - self._next.unix_secs, tables.memory.sequence
+            self._loaded = dataclasses.replace(
+                self._next, sequence=sequence, lag_secs=max(0.0, lag_secs)
+            )
+            self._next = None
+
+    def _publish(
+        self,
+        chain: tuple[SaveInfo, ...],
+        goal: Goal,
+        files: CachedFiles | None,
+        replayed: SeenRows | None = None,
+        *,
+        lossless: bool,
+        changed: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Describes the new contents of the memory; see ``LoadedState``."""
+        self._next = LoadedState(
+            chain=chain,
+            layout=goal.save.layout,
+            point=goal.point,
+            files=files,
+            files_of=goal.files_of,
+            replayed=None if goal.plan is None else replayed,
+            lossless=lossless,
+            changed=changed,
+            unix_secs=committed_secs(goal.save) if goal.point is None else goal.point.unix_secs,
+        )
 
     def _end_loaded(self, kept: CachedFiles | None = None) -> None:
         held = None if self._loaded is None else self._loaded.files

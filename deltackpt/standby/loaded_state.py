@@ -7,20 +7,30 @@ each table, so tables sharded by rows over as many nodes are on the nodes that n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.errors import RestoreError
+from deltackpt.format import naming
 from deltackpt.format.manifest import Layout, SaveId, SaveInfo, TableEntry
 from deltackpt.format.row_blocks import Span
+from deltackpt.reading import dense_state, point_files
+from deltackpt.reading.dense_state import KnownStates
+from deltackpt.reading.point_files import RecordedState
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.standby import cached_files
 from deltackpt.standby.cached_files import CachedFiles
+from deltackpt.storage.store import FileStore
 
 _ALIGNMENT = 64
 
@@ -99,8 +109,8 @@ class LoadedState:
 
     chain: tuple[SaveInfo, ...]  # The saves that it was merged from, base first.
     layout: Layout
-    sequence: int  # The memory's sequence number while it holds this state.
-    lag_secs: float  # From the newest commit or captured record until it was held.
+    sequence: int = 0  # The memory's sequence number while it holds this state.
+    lag_secs: float = 0.0  # From the newest commit or captured record until it was held.
     point: RecoveryPoint | None = None  # The newest applied WAL record.
     files: CachedFiles | None = None  # None if the save has no digests, or they do not fit.
     files_of: RecoveryPoint | None = None  # Point with dense leaves; None: the save.
@@ -116,12 +126,12 @@ class LoadedState:
 
     def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
         """Returns whether the held state is exactly a step, or exactly a recovery point."""
-        return self.save.save_id == save_id and _same(self.point, point)
+        return self.save.save_id == save_id and same_point(self.point, point)
 
     def shares_files_with(self, goal: Goal) -> bool:
         """Returns whether its files also belong to another state."""
         of_step = self.save.save_id == goal.save_id
-        return self.files is not None and of_step and _same(self.files_of, goal.files_of)
+        return self.files is not None and of_step and same_point(self.files_of, goal.files_of)
 
     def serves(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
         """Returns whether replaying all records between the step and the point produces a state.
@@ -174,7 +184,39 @@ class Goal:
         return None if self.full is None else self.full.point
 
 
-def _same(one: RecoveryPoint | None, other: RecoveryPoint | None) -> bool:
+class StateFiles:
+    """The other files of a state; those of a recovery point need its rows: see ``complete``."""
+
+    def __init__(self, goal: Goal, found: CachedFiles | None, most_bytes: int, known: KnownStates):
+        self.files = found
+        self._most_bytes = most_bytes
+        self._recorded = None
+        if found is None and goal.full is not None:
+            dense = dense_state.at_point(goal.full, known)
+            self._recorded = dense, goal.full.items()
+
+    def complete(self, rows: SeenRows, layout: Layout) -> None:
+        """Stores the files of a recovery point; ``rows`` are of all records from its step."""
+        if self._recorded is not None:
+            dense, items = self._recorded
+            state = RecordedState(dense, items, rows.by_table())
+            self.files = cached_files.store(point_files.to_files(state, layout), self._most_bytes)
+
+
+def committed_secs(save: StoredSave) -> float:
+    """Returns when a step was committed, since 1970, or 0 if it was removed concurrently."""
+    with contextlib.suppress(OSError, RestoreError, ValueError):
+        if isinstance(save.step_dir.store, FileStore):
+            # The rename that committed the step.
+            return os.stat(save.step_dir).st_ctime
+        # When it was made; it was uploaded later.
+        told = json.loads((save.step_dir / naming.STEP_METADATA).read())
+        return told["commit_timestamp_nsecs"] / 1e9
+    return 0.0
+
+
+def same_point(one: RecoveryPoint | None, other: RecoveryPoint | None) -> bool:
+    """Returns whether both are the same recovery point, or both None."""
     if one is None or other is None:
         return one is other
     return (one.epoch, one.save_id) == (other.epoch, other.save_id)
