@@ -171,7 +171,7 @@ class MemoryBlobs:
         """Stores a block under a key; see ``Incoming``."""
         with self._lock:
             if absent and key in self._blocks:
-                raise Exists(f"{key}: expected nothing there, found an object")
+                raise Exists(key)
             self._number += 1
             block.nbytes, block.version = nbytes, f"{self._versions}-{self._number}"
             replaced = self._blocks.get(key)

@@ -216,7 +216,7 @@ class _InFile:
                 self._blobs.directory.within(self._path.parent, named)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
-                raise Exists(f"{self._path}: expected nothing there, found a file") from error
+                raise Exists(f"{self._path}", "a file") from error
             raise
         self._end()
 

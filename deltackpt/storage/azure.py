@@ -13,16 +13,17 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from deltackpt.errors import Damaged, MissingExtra, StorageError
+from deltackpt.errors import MissingExtra, StorageError
 from deltackpt.storage.store import (
     DEADLINE_SECS,
     Exists,
     Missing,
     Refused,
-    Stamp,
+    Store,
     Unanswered,
+    fill,
+    first_byte,
     refusal,
-    stamp_of_objects,
     unanswered,
     untrusted,
 )
@@ -38,7 +39,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _UNTRUSTED = "InvalidCertificate"
 
 
-class AzureStore:
+class AzureStore(Store):
     """Bytes under keys of a container."""
 
     def __init__(
@@ -59,8 +60,7 @@ class AzureStore:
         except ImportError as error:
             raise MissingExtra(
                 f"{url}: expected the package obstore, found that it cannot be imported; install "
-                "it: "
-                "pip install 'deltackpt[azure]'"
+                "it: pip install 'deltackpt[azure]'"
             ) from error
         self._url = url
         self._deadline_secs = deadline_secs
@@ -114,33 +114,22 @@ class AzureStore:
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        wanted = sum(part.nbytes for part in parts)
+        wanted, shown = sum(part.nbytes for part in parts), f"{self._url}/{key}"
         if whole or start < 0 or not wanted:
             # Suffix ranges and empty ranges are not sent to Azure.
-            length = self.length(key)
-            first = start + length if start < 0 else start
-            if first < 0 or first + wanted > length or (whole and first + wanted != length):
-                expected = wanted if whole else max(-start, first + wanted)
-                raise Damaged(f"{self._url}/{key}", f"{expected} bytes", f"{length} bytes")
-            start = first
+            start = first_byte(shown, start, wanted, self.length(key), whole=whole)
         if not wanted:
             return
         try:
             with self._refusals(f"read {key}", missing=key):
-                data = memoryview(
-                    self._api.get_range(self._store, key, start=start, length=wanted)
-                ).cast("B")
+                found = self._api.get_range(self._store, key, start=start, length=wanted)
+                data = memoryview(found).cast("B")
         except StorageError:
             # A read from beyond the object's end is rejected.
-            self._check_length(key, start + wanted)
+            first_byte(shown, start, wanted, self.length(key))
             raise
-        if len(data) != wanted:
-            raise Damaged(
-                f"{self._url}/{key}", f"{start + wanted} bytes", f"{start + len(data)} bytes"
-            )
-        for part in parts:
-            part.cast("B")[:] = data[: part.nbytes]
-            data = data[part.nbytes :]
+        first_byte(shown, start, wanted, start + len(data))
+        fill(parts, data)
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -181,22 +170,9 @@ class AzureStore:
             with contextlib.suppress(Missing), self._refusals(f"delete {key}", missing=key):
                 self._api.delete(self._store, key)
 
-    def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``."""
-        return stamp_of_objects(self, folder)
-
-    def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``: TensorStore has no driver for it."""
-        return None
-
     def _head(self, key: str) -> Any:
         with self._refusals(f"read {key}", missing=key):
             return self._api.head(self._store, key)
-
-    def _check_length(self, key: str, expected: int) -> None:
-        length = self.length(key)
-        if length < expected:
-            raise Damaged(f"{self._url}/{key}", f"{expected} bytes", f"{length} bytes")
 
     @contextlib.contextmanager
     def _refusals(self, action: str, *, missing: str | None = None) -> Iterator[None]:
@@ -205,10 +181,7 @@ class AzureStore:
             yield
         except self._api.exceptions.AlreadyExistsError as error:
             key = action.partition(" ")[2]
-            raise Exists(
-                f"{self._url}/{key}: expected nothing there, found an object; check which program "
-                "wrote it"
-            ) from OSError(_message(error))
+            raise Exists(f"{self._url}/{key}") from OSError(_message(error))
         except FileNotFoundError as error:
             if missing is not None:
                 raise Missing(f"{self._url}/{missing}") from OSError(_message(error))

@@ -14,18 +14,19 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deltackpt.errors import Damaged, StorageError
+from deltackpt.errors import StorageError
 from deltackpt.lazy_import import LazyModule
 from deltackpt.storage.store import (
     DEADLINE_SECS,
     Exists,
     Missing,
     Refused,
-    Stamp,
+    Store,
     StorePath,
     Unanswered,
+    fill,
+    first_byte,
     refusal,
-    stamp_of_objects,
     unanswered,
     untrusted,
 )
@@ -95,7 +96,7 @@ _KINDS: dict[str, type[StorageError]] = {
 }
 
 
-class KvStore:
+class KvStore(Store):
     """Bytes under keys of a kvstore."""
 
     #: The length of an object is known only after reading it.
@@ -124,23 +125,14 @@ class KvStore:
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        wanted = sum(part.nbytes for part in parts)
+        wanted, shown = sum(part.nbytes for part in parts), f"{self._url}/{key}"
         if whole or start < 0:
-            data = self.get(key)
-            first = start + len(data) if start < 0 else start
-            if first < 0 or (whole and first + wanted != len(data)):
-                expected = wanted if whole else -start
-                raise Damaged(f"{self._url}/{key}", f"{expected} bytes", f"{len(data)} bytes")
-            data = data[first : first + wanted]
+            data = memoryview(self.get(key))
+            data = data[first_byte(shown, start, wanted, len(data), whole=whole) :]
         else:
             data = self._range(key, start, wanted)
-        if len(data) != wanted:
-            stop = start + wanted
-            raise Damaged(f"{self._url}/{key}", f"{stop} bytes", f"{start + len(data)} bytes")
-        left = memoryview(data)
-        for part in parts:
-            part.cast("B")[:] = left[: part.nbytes]
-            left = left[part.nbytes :]
+            first_byte(shown, start, wanted, start + len(data))
+        fill(parts, data)
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -156,10 +148,7 @@ class KvStore:
         with self._refusals(f"write {key}"):
             stamp = self._done(self._store.write(key, bytes(data), **condition))
         if not stamp.generation:
-            raise Exists(
-                f"{self._url}/{key}: expected nothing there, found an object; check which program "
-                "wrote it"
-            )
+            raise Exists(f"{self._url}/{key}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
@@ -172,12 +161,6 @@ class KvStore:
             found = self._done(self._store.list(ts.KvStore.KeyRange(start, stop)))
         return sorted(key for key in (each.decode() for each in found) if key > after)
 
-    def folders(self, folder: str) -> list[str]:
-        """See ``Store``."""
-        first = f"{folder}/" if folder else ""
-        below = (key.removeprefix(first).partition("/") for key in self.keys(folder))
-        return sorted({name for name, slash, _ in below if slash})
-
     def delete(self, keys: Iterable[str]) -> None:
         """See ``Store``."""
         wanted = [*keys]
@@ -187,10 +170,6 @@ class KvStore:
             for key, answer in asked:
                 with self._refusals(f"delete {key}"):
                     self._done(answer)
-
-    def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``."""
-        return stamp_of_objects(self, folder)
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""

@@ -19,9 +19,17 @@ from typing import Any, NamedTuple
 
 import h11
 
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import OptionError
 from deltackpt.storage import redaction, wire
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Unanswered, unanswered
+from deltackpt.storage.store import (
+    DEADLINE_SECS,
+    Exists,
+    Missing,
+    Refused,
+    Unanswered,
+    first_byte,
+    unanswered,
+)
 
 #: Idle time of a connection before it is dropped; the server keeps it for longer.
 _MOST_KEPT = 8
@@ -80,8 +88,7 @@ class Node:
         wanted = sum(part.nbytes for part in parts)
         if start < 0 or not wanted:
             length = self.length(key)
-            start += length if start < 0 else 0
-            check_range(f"{self.address}/{key}", start, wanted, length, whole=whole)
+            start = first_byte(f"{self.address}/{key}", start, wanted, length, whole=whole)
             if not wanted:
                 return length
         into = [part.cast("B") for part in parts]
@@ -92,7 +99,7 @@ class Node:
             first, stop, total = wire.content_range(answer.head.fields)
         except wire.Malformed as error:
             raise self._odd(action, error) from error
-        check_range(f"{self.address}/{key}", start, wanted, total, whole=whole)
+        first_byte(f"{self.address}/{key}", start, wanted, total, whole=whole)
         if (first, stop, answer.head.nbytes) != (start, start + wanted, wanted):
             raise self._odd(action, wire.Malformed("another range than requested"))
         return total
@@ -210,10 +217,7 @@ class Node:
         if status == 404:
             raise Missing(f"{self.address}/{key}")
         if status == 412:
-            raise Exists(
-                f"{self.address}/{key}: expected nothing there, found an object; check which "
-                "program wrote it"
-            )
+            raise Exists(f"{self.address}/{key}")
         found = {
             401: "an invalid token; use the token of the run, or of the node store",
             507: "no room; give the node more, or remove objects from it",
@@ -319,14 +323,6 @@ def _body(connection: wire.Connection, nbytes: int) -> bytes:
 def _close(kept: list[tuple[float, wire.Connection]]) -> None:
     while kept:
         kept.pop()[1].close()
-
-
-def check_range(shown: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
-    """Raises ``Damaged`` unless a range is in an object of ``total`` bytes, or is its end."""
-    stop = start + wanted
-    if start < 0 or stop > total or (whole and stop != total):
-        expected = wanted if whole or start < 0 else stop
-        raise Damaged(shown, f"{expected} bytes", f"{total} bytes")
 
 
 def addresses_of(text: str, *, shown: str | None = None) -> list[str]:

@@ -28,7 +28,6 @@ from deltackpt.storage.posix import DurableDir
 
 #: Timeout of a bucket request, unless another is set: 64 MiB take a second.
 DEADLINE_SECS = 60.0
-#: Retries if a file's folder is removed while the file is written.
 
 
 class Missing(StorageError):
@@ -44,6 +43,11 @@ class Exists(StorageError):
 
     It may be the caller's own: after a lost answer, the retry finds the first write.
     """
+
+    def __init__(self, where: str, found: str = "an object"):
+        super().__init__(
+            f"{where}: expected nothing there, found {found}; check which program wrote it"
+        )
 
 
 class Unanswered(StorageError):
@@ -73,6 +77,7 @@ class Stamp(NamedTuple):
 class Store(Protocol):
     """Objects by key; thread-safe. A method that needs an object raises ``Missing`` without it.
 
+    A store that only has objects may inherit ``folders``, ``stamp`` and ``kvstore``.
     An object that exists but cannot be read or written raises a ``StorageError`` with its cause.
     """
 
@@ -119,19 +124,26 @@ class Store(Protocol):
 
         Empty folders are included if the store has them.
         """
-        ...
+        inside = f"{folder}/" if folder else ""
+        below = (key.removeprefix(inside).partition("/") for key in self.keys(folder))
+        return sorted({name for name, slash, _ in below if slash})
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; missing ones are ignored."""
         ...
 
     def stamp(self, folder: str) -> Stamp | None:
-        """Returns the identity of a folder; None if it does not exist."""
-        ...
+        """Returns the identity of a folder, equal for equal bytes; None if it does not exist."""
+        found = self.keys(folder)
+        if not found:
+            return None
+        with contextlib.suppress(Missing):
+            return Stamp((folder, self.version(found[0])), tuple(found))
+        return None
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """Returns a folder as a TensorStore kvstore; None if TensorStore cannot read it."""
-        ...
+        return None
 
 
 class StorePath(NamedTuple):
@@ -256,14 +268,22 @@ class StorePath(NamedTuple):
         return self.store.kvstore(self.key)
 
 
-def stamp_of_objects(store: Store, folder: str) -> Stamp | None:
-    """Returns an identity derived from a folder's objects: equal for equal bytes."""
-    found = store.keys(folder)
-    if not found:
-        return None
-    with contextlib.suppress(Missing):
-        return Stamp((folder, store.version(found[0])), tuple(found))
-    return None
+def first_byte(shown: str, start: int, wanted: int, total: int, *, whole: bool = False) -> int:
+    """Returns where a range begins in an object of ``total`` bytes, for ``Store.read_into``."""
+    first = start + total if start < 0 else start
+    stop = first + wanted
+    if first < 0 or stop > total or (whole and stop != total):
+        expected = wanted if whole or first < 0 else stop
+        raise Damaged(shown, f"{expected} bytes", f"{total} bytes")
+    return first
+
+
+def fill(parts: Iterable[memoryview], data: bytes | memoryview) -> None:
+    """Copies bytes into parts, in order."""
+    left = memoryview(data)
+    for part in parts:
+        part.cast("B")[:] = left[: part.nbytes]
+        left = left[part.nbytes :]
 
 
 def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
@@ -318,10 +338,7 @@ class FileStore:
             try:
                 if whole or start < 0:
                     length = os.fstat(descriptor).st_size
-                    first = start + length if start < 0 else start
-                    if first < 0 or (whole and first + wanted != length):
-                        raise self._of_another_length(key, wanted if whole else -start, length)
-                    start = first
+                    start = first_byte(f"{self.path / key}", start, wanted, length, whole=whole)
                 for part in parts:
                     start = self._fill(descriptor, key, part, start)
             finally:
@@ -331,12 +348,10 @@ class FileStore:
         while part.nbytes:
             count = os.preadv(descriptor, [part], start)
             if count == 0:
-                raise self._of_another_length(key, start + part.nbytes, start)
+                expected = f"{start + part.nbytes} bytes"
+                raise Damaged(f"{self.path / key}", expected, f"{start} bytes")
             part, start = part[count:], start + count
         return start
-
-    def _of_another_length(self, key: str, expected: int, found: int) -> Damaged:
-        return Damaged(f"{self.path / key}", f"{expected} bytes", f"{found} bytes")
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -367,9 +382,7 @@ class FileStore:
             DurableDir(self.path).write(path, data, absent=absent)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
-                raise Exists(
-                    f"{path}: expected nothing there, found a file; check which program wrote it"
-                ) from error
+                raise Exists(f"{path}", "a file") from error
             raise
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:

@@ -16,14 +16,14 @@ import secrets
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
 
 from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.node_client import Node, check_range
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Stamp, stamp_of_objects
+from deltackpt.storage.node_client import Node
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Store, first_byte
 
 #: Sizes of pieces. Each node should get four of an object, so that requests overlap.
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
@@ -75,7 +75,7 @@ class _Head(NamedTuple):
         return min(self.piece_bytes, self.nbytes - number * self.piece_bytes)
 
 
-class NodesStore:
+class NodesStore(Store):
     """Objects spread over several nodes; see the module. Thread-safe."""
 
     def __init__(
@@ -165,7 +165,7 @@ class NodesStore:
         with contextlib.suppress(Missing):
             self.version(key)
             if absent:
-                raise Exists(f"{self._shown(key)}: expected nothing there, found an object")
+                raise Exists(self._shown(key))
             replaced = self._head(key)
         share = -(-body.nbytes // (_PIECES_PER_NODE * len(self._nodes)))
         piece_bytes = min(max(share, _LEAST_BYTES), _MOST_BYTES)
@@ -201,12 +201,6 @@ class NodesStore:
         }
         return sorted(key.removeprefix(self._inside) for key in found if key > begin)
 
-    def folders(self, folder: str) -> list[str]:
-        """See ``Store``."""
-        inside = f"{folder}/" if folder else ""
-        below = (key.removeprefix(inside).partition("/") for key in self.keys(folder))
-        return sorted({name for name, slash, _ in below if slash})
-
     def delete(self, keys: Iterable[str]) -> None:
         """See ``Store``."""
         for key in keys:
@@ -220,14 +214,6 @@ class NodesStore:
             if nbytes == HEAD_BYTES or node.keys(f"{name}~"):
                 for other in self._nodes.values():
                     other.delete(other.keys(f"{name}~"))
-
-    def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``."""
-        return stamp_of_objects(self, folder)
-
-    def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``: TensorStore cannot list nodes, or combine several."""
-        return None
 
     def owner(self, key: str) -> str:
         """Returns the address of the node that has an object, or its head."""
@@ -272,16 +258,14 @@ class NodesStore:
     def _check_last(self, key: str, head: _Head) -> None:
         node, name, number = self._pieces(key, head)[-1]
         with self._missing_is_damage(key, name):
-            check_range(
-                self._shown(key), 0, head.piece_length(number), node.length(name), whole=True
-            )
+            found = node.length(name)
+            first_byte(self._shown(key), 0, head.piece_length(number), found, whole=True)
 
     def _read_pieces(
         self, key: str, head: _Head, start: int, parts: Sequence[memoryview], *, whole: bool
     ) -> None:
         wanted = sum(part.nbytes for part in parts)
-        start += head.nbytes if start < 0 else 0
-        check_range(self._shown(key), start, wanted, head.nbytes, whole=whole)
+        start = first_byte(self._shown(key), start, wanted, head.nbytes, whole=whole)
         into = defaultdict[int, list[memoryview]](list)
         at = start
         for part in parts:

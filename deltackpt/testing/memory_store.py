@@ -58,7 +58,7 @@ class MemoryStore:
         """Writes an object."""
         with self._lock:
             if absent and key in self._held:
-                raise Exists(f"{self.url}/{key}: expected nothing there, found an object")
+                raise Exists(f"{self.url}/{key}")
             self._held[key] = bytes(data)
             for folder in _folders_of(key):
                 if folder not in self._made:
