@@ -18,8 +18,15 @@ from deltackpt import codecs
 from deltackpt.format import row_blocks
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture, selection
+from deltackpt.save.selection import stamp_shards_of
+from deltackpt.state import placement
 
 P = jax.sharding.PartitionSpec
+
+
+def touched_rows(stamps, since: int, spans) -> np.ndarray:
+    shards = [(span, placement.shard_data(stamps, n)) for span, n in stamp_shards_of(stamps)]
+    return selection.touched_rows(stamps, shards, since, 7, spans)
 
 
 # Each shape on each device costs a compilation of about a second, so there are few of both.
@@ -37,10 +44,10 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     mesh = jax.make_mesh((3,), ("x",), devices=jax.devices()[:3])
     sharded = jax.device_put(stamps, jax.sharding.NamedSharding(mesh, P("x")))
     wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
-    expected = selection.touched_rows(stamps, since, 7, spans)
+    expected = touched_rows(stamps, since, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
     with mock.patch.object(capture, "on_host", lambda array: False):
-        found = selection.touched_rows(sharded, since, 7, spans)
+        found = touched_rows(sharded, since, spans)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 

@@ -280,12 +280,11 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
             final=final,
             items={"item": Written(others_wrote if process == late else None)},
             tables="embeddings",
-            writers=step_writers(connected[process], temporary),
-            fsync=True,
+            writers=step_writers(connected[process], temporary, runtime=runtime),
             own_files=lambda: {naming.STEP_METADATA: b"{}"},
             check=lambda: None,
         )
-        return commit.write(step, runtime)
+        return commit.write(step)
 
     with (
         mock.patch.object(os, "fsync", fsync),

@@ -31,7 +31,7 @@ def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordi
     coordinator = Coordinator(root, secs)
     if embeddings.lineage is None:
         run = coordinator.join("starting a save")
-        embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
+        embeddings = dataclasses.replace(embeddings, lineage=Lineage(protected=False, run=run))
     step_dir = final_step_dir(item_dir)
     pending = pending_save.capture(embeddings, step_number(step_dir), step_dir)
     pending.wait_copied()

@@ -15,7 +15,6 @@ from deltackpt.format.manifest import (
     BaseRef,
     Kind,
     Layout,
-    Manifest,
     ParentRef,
     SaveId,
     SaveInfo,
@@ -81,11 +80,6 @@ class Written(NamedTuple):
     crc32c: int  # of the manifest: an equal file need not be decoded again
     nbytes: int  # of the arrays of all shards
     compacted: BaseRef | None  # the newest compacted base that process 0 knew
-
-    @classmethod
-    def of(cls, head: Manifest, crc32c: int) -> Written:
-        """Returns the record for a manifest and its bytes."""
-        return cls(crc32c, head.nbytes, head.compacted)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -116,7 +116,6 @@ class BusyClock:
     """Measures the time during which at least one thread works; each enters it while it works."""
 
     def __init__(self):
-        """Starts at zero."""
         self._lock = threading.Lock()
         self._threads = 0
         self._since = 0.0

@@ -65,7 +65,7 @@ class StepWriters:
     temporary: Path  # the step's temporary directory
     runtime: Runtime
     shared_fs: bool = True  # whether all processes see ``temporary``
-    fsync: bool = True  # whether files from other processes must survive a power cut
+    fsync: bool = True  # whether the step must survive a power cut
     _reported: set[Phase] = dataclasses.field(default_factory=set)
 
     @property
@@ -217,13 +217,12 @@ class Item(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepTransaction:
-    """A step to be written; ``fsync``: it must survive a power cut once it is committed."""
+    """A step to be written."""
 
     final: Path  # path of the step once it is committed
     items: Mapping[str, Item]
     tables: str  # name of the item whose shards have their own digests
     writers: StepWriters
-    fsync: bool
     #: Returns files of the step's directory, just before the commit.
     own_files: Callable[[], Mapping[str, bytes]]
     check: Callable[[], None]  # called before the commit; an exception prevents it
@@ -244,7 +243,7 @@ def temporary_dir(final: Path, attempt: str) -> Path:
     return final.with_name(f"{final.name}{naming.TEMPORARY}-{attempt}")
 
 
-def write(step: StepTransaction, runtime: Runtime) -> Committed:
+def write(step: StepTransaction) -> Committed:
     """Writes a step and commits it; all processes of a job call it.
 
     An error means that nothing was committed; it raises as ``StepWriters``, and StorageError.
@@ -254,7 +253,7 @@ def write(step: StepTransaction, runtime: Runtime) -> Committed:
         with writers.working():
             with posix.typed_errors(temporary, "make a directory"):
                 temporary.mkdir(exist_ok=True)
-            made = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
+            made = FileBatch(temporary, fsync=writers.fsync, runtime=writers.runtime)
             with contextlib.closing(made) as batch:
                 return _write(step, batch)
     except BaseException:
@@ -321,7 +320,7 @@ def _commit(step: StepTransaction, batch: FileBatch) -> None:
 
 
 def _publish(step: StepTransaction) -> None:
-    root = DurableDir(step.final.parent, fsync=step.fsync)
+    root = DurableDir(step.final.parent, fsync=step.writers.fsync)
     root.publish(step.writers.temporary, step.final)
 
 

@@ -73,21 +73,18 @@ class Coding(NamedTuple):
 
 def codings(
     codec: str | Mapping[str, str], max_error: float | None
-) -> Callable[[DenseEntry, np.dtype], Coding]:
-    """Returns a cached function that maps a leaf to its coding.
+) -> Callable[[KeyPath, str], Coding]:
+    """Returns a cached function from a leaf's path and dtype to its coding.
 
     If ``codec`` maps globs over paths, the first match applies and leaves without a match are
     lossless. A single codec applies only to the floats that it can encode.
     """
-    known: dict[tuple[KeyPath, str], Coding] = {}
 
-    def found(leaf: DenseEntry, dtype: np.dtype) -> Coding:
-        key = leaf.path, dtype.name
-        if key not in known:
-            known[key] = _coding(codec, max_error, path_name(leaf.path), dtype.name)
-        return known[key]
+    @functools.cache
+    def coding_of(path: KeyPath, dtype: str) -> Coding:
+        return _coding(codec, max_error, path_name(path), dtype)
 
-    return found
+    return coding_of
 
 
 def _coding(
@@ -169,7 +166,6 @@ class DenseLeaves:
         runtime: Runtime,
         keeper: DenseKeeper | None,
     ):
-        """Created by ``capture``."""
         #: Bytes of all values.
         self.nbytes = sum(value.data.nbytes for value in chunks)
         self.nbytes += sum(map(len, plan.described.values()))
@@ -271,7 +267,7 @@ class DenseKeeper:
 
     def __init__(
         self,
-        coding_of: Callable[[DenseEntry, np.dtype], Coding],
+        coding_of: Callable[[KeyPath, str], Coding],
         runtime: Runtime,
         *,
         max_reference_bytes: int,
@@ -300,7 +296,8 @@ class DenseKeeper:
         codings = {}
         for leaf in leaves:
             if (name := ".".join(leaf.key)) in dtypes_of:
-                codings[name] = path_name(leaf.path), self._coding_of(leaf, dtypes_of[name])
+                coding = self._coding_of(leaf.path, dtypes_of[name].name)
+                codings[name] = path_name(leaf.path), coding
         found = _captured(plan, self.references.runtime, self, codings, given or {})
         lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
         self.references.copied(found.nbytes + sum(lossy))

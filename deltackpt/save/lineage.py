@@ -89,9 +89,9 @@ class Lineage:
         policy would delete bases under live deltas. If ``compacted``, bases are left to compaction.
         The ledger reports whether a save that is not at its path is committed nevertheless.
         """
-        self._policy = policy or Consecutive()
+        self.policy = policy or Consecutive()
         if compacted:
-            self._policy = LeftToCompaction(policy=self._policy)
+            self.policy = LeftToCompaction(policy=self.policy)
         self._compacted = compacted
         self._item = item
         self._ledger = ledger
@@ -110,11 +110,6 @@ class Lineage:
         self._lost: int | None = None
         #: A fault that only this process has found: its part of the next delta fails.
         self.suspected: str | None = None
-
-    @classmethod
-    def unprotected(cls, run: str | None = None) -> Lineage:
-        """Returns a lineage whose saves are all bases."""
-        return cls(protected=False, run=run)
 
     @property
     def run(self) -> str:
@@ -290,13 +285,8 @@ class Lineage:
             if branch.previous is None or branch.previous.info.save_id != save_id:
                 return save_id
             assert branch.delta_base is not None
-            parent = self._policy.decide(branch.history).parent
+            parent = self.policy.decide(branch.history).parent
             return branch.delta_base.info.save_id if parent == "base" else save_id
-
-    @property
-    def policy(self) -> BaseOrDelta:
-        """Returns the base-or-delta policy."""
-        return self._policy
 
     @property
     def attempts(self) -> int:
@@ -449,7 +439,7 @@ class Lineage:
                 return "base", None, f"base: the {differ} differ from the parent's"
             if reason := discontinuity(clocks, known):
                 return "base", None, f"base: {reason}"
-        decision = self._policy.decide(branch.history)
+        decision = self.policy.decide(branch.history)
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = delta_base if decision.parent == "base" else previous
@@ -506,18 +496,15 @@ def new_run() -> str:
 def _committed_manifest(known: Known, item: str) -> Written | None:
     """Returns the contents of the manifest at the path of a save, if it is that save's."""
     try:
-        name, data = _manifest_bytes(known.path, item, 0)
+        path = known.path / item / naming.manifest_name(0)
+        data = posix.read_bytes(path)
         crc32c = google_crc32c.value(data)
         if known.written is None or known.written.crc32c != crc32c:
+            name = path.relative_to(known.path.parent).as_posix()
             head: Manifest = manifest.from_bytes(data, name=name)
             if head.save_id != known.info.save_id:
                 return None
-            known.written = Written.of(head, crc32c)
+            known.written = Written(crc32c, head.nbytes, head.compacted)
     except (RestoreError, OSError):
         return None
     return known.written
-
-
-def _manifest_bytes(step_dir: Path, item: str, process: int) -> tuple[str, bytes]:
-    path = step_dir / item / naming.manifest_name(process)
-    return f"{step_dir.name}/{item}/{path.name}", posix.read_bytes(path)

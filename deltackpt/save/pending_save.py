@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
 import time
@@ -37,7 +36,7 @@ from deltackpt.save.commit import StepWriters
 from deltackpt.save.dense_save import DenseLeaves, WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.selection import Sources, including
-from deltackpt.save.shard import Plans, ShardPlan
+from deltackpt.save.shard import Field, Plans, ShardPlan, fields_of
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
 from deltackpt.storage import posix
@@ -108,7 +107,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     """
     started = time.perf_counter()
     split, marks = embeddings.split, embeddings.marks
-    lineage = embeddings.lineage or Lineage.unprotected()
+    lineage = embeddings.lineage or Lineage(protected=False)
     runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
     stamps = match_marks(marks, split.layout) if marks else {}
     intent = lineage.start_save(
@@ -157,7 +156,7 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         layout=split.layout,
         choices=split.codecs,
         plans=plans,
-        owned=sources.owned,
+        division=sources.division,
         shared_stamps=shared_stamps,
         lineage=embeddings.lineage,
         digests=embeddings.options.digests,
@@ -326,7 +325,8 @@ class PendingSave:
         )
         dense_bytes = 0 if dense is None else dense.nbytes
         if plan.lineage is not None and writers.process == 0:
-            plan.lineage.wrote(self.intent.save_id, Written.of(done.record, done.crc32c))
+            written_manifest = Written(done.crc32c, done.record.nbytes, done.record.compacted)
+            plan.lineage.wrote(self.intent.save_id, written_manifest)
         groups = plan.layout.groups
         self.report = SaveReport(
             intent=self.intent,
@@ -348,7 +348,11 @@ class PendingSave:
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
         rows, runtime, intent = self.rows, self._runtime, self.intent
-        fields = functools.partial(save_shard.planned_fields, self._plan, rows)
+        plan = self._plan
+
+        def fields(source: SegmentSource) -> list[Field]:
+            return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
+
         if intent.kind == "base":
 
             def place(segment: str) -> SegmentSink:
@@ -419,7 +423,6 @@ class RefusedSave:
     """
 
     def __init__(self, cause: Exception):
-        """Created by the manager of one of several processes."""
         self.cause = cause
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:

@@ -138,7 +138,25 @@ class Division:
             group: tuple(_batches(_spans_by_table(members, self.held[group]), stamps))
             for group, members in self.members.items()
         }
-        self.owned = Owned(self)
+
+    @functools.cached_property
+    def owned_cells(self) -> dict[str, int]:
+        """Returns group to the number of cells that it writes in a base, if there are any."""
+        found = {
+            group: sum(
+                sum(stop - start for start, stop in spans) * math.prod(plan.trailing[:1])
+                for (_, spans), plans in by_rows.items()
+                for plan in plans.values()
+            )
+            for group, by_rows in self.fields.items()
+        }
+        return {group: cells for group, cells in found.items() if cells}
+
+    def cover(self, group: GroupEntry) -> Cover:
+        """Returns the cover of the rows that it writes in a base, in one group."""
+        wheres = list(self.fields[group.name])
+        rows = row_blocks.rows_of(itertools.chain.from_iterable(spans for _, spans in wheres))
+        return manifest.cover(group, self.layout.tables, rows, [columns for columns, _ in wheres])
 
 
 def _spans_by_table(
@@ -291,34 +309,6 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
     return found
 
 
-class Owned:
-    """The rows that this process writes in a base, for the manifests of several processes."""
-
-    def __init__(self, division: Division):
-        """Keeps positions and widths; no array."""
-        self._division = division
-
-    @functools.cached_property
-    def cells(self) -> dict[str, int]:
-        """Returns group to its number of cells, over its fields, if it writes any."""
-        found = {
-            group: sum(
-                sum(stop - start for start, stop in spans) * math.prod(plan.trailing[:1])
-                for (_, spans), plans in by_rows.items()
-                for plan in plans.values()
-            )
-            for group, by_rows in self._division.fields.items()
-        }
-        return {group: cells for group, cells in found.items() if cells}
-
-    def cover(self, group: GroupEntry) -> Cover:
-        """Returns the cover of its rows in one group."""
-        wheres = list(self._division.fields[group.name])
-        rows = row_blocks.rows_of(itertools.chain.from_iterable(spans for _, spans in wheres))
-        tables = self._division.layout.tables
-        return manifest.cover(group, tables, rows, [columns for columns, _ in wheres])
-
-
 #: More stamps are scanned by another thread.
 _INLINE_STAMPS = 1 << 20
 #: Distinct shards of one array of stamps, by the rows that they hold.
@@ -339,7 +329,6 @@ class Stamps:
     """The stamps of this process's rows, by group; threads find the touched rows."""
 
     def __init__(self, division: Division, stamps: StampsByTable, runtime: Runtime):
-        """Keeps the stamps of every table; reads none."""
         self._division = division
         self._layout = division.layout
         self._stamps = stamps
@@ -462,7 +451,7 @@ class Stamps:
 def _scan_all(tables: Sequence[Sequence[_StampScan]]) -> np.ndarray:
     """The touched rows of some tables, in their order; each may have several arrays of stamps."""
     return np.concatenate(
-        [_union([_touched_rows(*span) for span in stamp_scans]) for stamp_scans in tables]
+        [_union([touched_rows(*span) for span in stamp_scans]) for stamp_scans in tables]
     )
 
 
@@ -473,26 +462,13 @@ def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.nd
 
 
 def touched_rows(
-    stamps: object, since_clock: int, offset: int, spans: Sequence[Span]
+    stamps: Any, shards: _Shards, since_clock: int, offset: int, spans: Sequence[Span]
 ) -> np.ndarray:
     """Returns virtual indices, int64 ascending, of rows stamped after ``since_clock``.
 
     ``offset`` is the virtual index of the table's first row; ``spans`` are the rows to read,
     ascending. Raises TrackingError if this process does not hold their stamps.
     """
-    shards = [
-        (span, placement.shard_data(stamps, shard)) for span, shard in stamp_shards_of(stamps)
-    ]
-    return _touched_rows(stamps, shards, since_clock, offset, spans)
-
-
-def _touched_rows(
-    stamps: Any,
-    shards: Sequence[tuple[Span, Any]],
-    since_clock: int,
-    offset: int,
-    spans: Sequence[Span],
-) -> np.ndarray:
     if len(spans) == len(shards) == 1 and spans[0] == shards[0][0]:
         (start, stop), shard = shards[0]
         return _touched_in(shard, since_clock, 0, stop - start, start + offset)
@@ -531,7 +507,7 @@ def _crc32c_of_touched(
     stamps: object, shards: Sequence[tuple[Span, object]], since_clock: int, span: Span
 ) -> int:
     """A checksum of the rows of a span that were touched, and of when."""
-    rows = _touched_rows(stamps, shards, since_clock, 0, [span])
+    rows = touched_rows(stamps, shards, since_clock, 0, [span])
     [(_, shard)] = shards
     when = np.empty(0, np.int32)
     if len(rows):
@@ -569,20 +545,15 @@ class Sources:
         Raises as ``Division``.
         """
         self.layout = layout
-        self._division = of(layout, leaves, stamps)
+        self.division = of(layout, leaves, stamps)
         self._found = {
             group: {
                 where: {name: plan.source(leaves) for name, plan in plans.items()}
                 for where, plans in by_rows.items()
             }
-            for group, by_rows in self._division.fields.items()
+            for group, by_rows in self.division.fields.items()
         }
-        self.stamps = Stamps(self._division, stamps, runtime)
-
-    @property
-    def owned(self) -> Owned:
-        """Returns the rows that this process writes in a base."""
-        return self._division.owned
+        self.stamps = Stamps(self.division, stamps, runtime)
 
     def by_rows(self) -> Iterator[tuple[GroupEntry, Where, Mapping[str, FieldSource]]]:
         """Yields the fields of each group by the columns and the rows that this process has."""
@@ -606,7 +577,7 @@ class Sources:
         It reads all rows if ``whole``, otherwise the ``touched`` ones (by default those of
         ``Stamps.scan``) and, if ``always``, all rows of ``always`` fields.
         """
-        segments, touched_rows = [], touched or self.stamps.touched
+        segments, touched = [], touched or self.stamps.touched
         for group, (columns, spans), fields in self.by_rows():
             unmarked = {spec.name for spec in group.fields if spec.always}
             complete = fields if whole else _only(fields, unmarked)
@@ -614,7 +585,7 @@ class Sources:
             for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
                 if not chosen:
                     continue
-                taken = row_blocks.rows_of(spans) if is_whole else touched_rows(group.name, spans)
+                taken = row_blocks.rows_of(spans) if is_whole else touched(group.name, spans)
                 if len(taken):
                     key = None if whole or group.key is None else group.key.name
                     segments.append(SegmentSource(group.name, columns, taken, chosen, key))

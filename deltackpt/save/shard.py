@@ -21,14 +21,14 @@ from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
-from deltackpt.format.row_blocks import ArrayEntry, DenseBlocks, GroupEntry, Segment
+from deltackpt.format.row_blocks import ArrayEntry, DenseBlocks, Segment
 from deltackpt.policies import CodecChoice, PlannedCodec
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
 from deltackpt.save.commit import StepWriters
 from deltackpt.save.encode import Encoded
 from deltackpt.save.lineage import Intent, Lineage
-from deltackpt.save.selection import Owned
+from deltackpt.save.selection import Division
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.parts import SegmentSink, Share, StoredArrays, StoredField, WrittenPart
@@ -289,7 +289,7 @@ class ShardPlan:
     layout: Layout
     choices: Mapping[str, Mapping[str, CodecChoice]]  # group name to field name to the user's codec
     plans: Plans
-    owned: Owned  # the rows that the process writes in a base
+    division: Division
     #: Checksums that must be equal on other processes; see ``Stamps.shared``.
     shared_stamps: Mapping[str, int]
     lineage: Lineage | None  # knows the compacted bases
@@ -341,11 +341,6 @@ def _pieces(
     rows: CapturedRows, encoding: BusyClock, number: int, field: str, codec: Codec
 ) -> Iterator[RowPiece]:
     return encoding.over(rows.pieces(number, field, codec))
-
-
-def planned_fields(plan: ShardPlan, rows: CapturedRows, source: SegmentSource) -> list[Field]:
-    """Returns the fields of a segment of a save to store."""
-    return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
 
 
 def fields_of(
@@ -421,7 +416,9 @@ def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
         reason=intent.reason,
         process=writers.process,
         process_count=writers.count,
-        groups=_planned_groups(plan),
+        groups=manifest.with_codecs(
+            layout.groups, lambda group, spec: plan.plans[group.name][spec.name].codec
+        ),
         tables=layout.tables,
         segments=(),
         dense=layout.dense,
@@ -437,16 +434,9 @@ def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
 def _share(plan: ShardPlan, segments: Sequence[Segment]) -> Share:
     held = {segment.group for segment in segments}
     return Share(
-        owned_cells=plan.owned.cells,
-        covers=tuple(plan.owned.cover(group) for group in plan.layout.groups if group.name in held),
+        owned_cells=plan.division.owned_cells,
+        covers=tuple(plan.division.cover(one) for one in plan.layout.groups if one.name in held),
         shared_stamps=plan.shared_stamps,
-    )
-
-
-def _planned_groups(plan: ShardPlan) -> tuple[GroupEntry, ...]:
-    plans = plan.plans
-    return manifest.with_codecs(
-        plan.layout.groups, lambda group, spec: plans[group.name][spec.name].codec
     )
 
 

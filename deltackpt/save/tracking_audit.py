@@ -22,7 +22,7 @@ from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout
 from deltackpt.format.row_blocks import GroupEntry, Rows, Span
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.branch import Clocks, Reading
+from deltackpt.save.branch import Clocks
 from deltackpt.save.capture import FieldSource
 from deltackpt.save.lineage import Intent
 from deltackpt.save.selection import Sources, Where, within
@@ -202,7 +202,8 @@ def _compare_sample(
     untouched, wrong = np.ones(len(known.rows), bool), np.zeros(len(known.rows), bool)
     for place, now in stamps.items():
         untouched &= now <= intent.since[place]
-        before = _stamps_of(known, intent.seen.get(place))
+        seen = intent.seen.get(place)
+        before = None if seen is None else known.stamps.get(seen.place)
         if before is not None:
             # A table may have got stamps in a TouchState that had none of it.
             wrong |= (now != before) & (now >= 0) & (before >= 0)
@@ -215,10 +216,6 @@ def differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns which rows of two (n, row_bytes) uint8 arrays differ; compares 8-byte words."""
     size = next(size for size in (8, 4, 2, 1) if one.shape[1] % size == 0)
     return (one.view(f"u{size}") != other.view(f"u{size}")).any(axis=1)
-
-
-def _stamps_of(sample: Sample, seen: Reading | None) -> np.ndarray | None:
-    return None if seen is None else sample.stamps.get(seen.place)
 
 
 def _sampled(

@@ -317,7 +317,6 @@ class Saver:
             items=items,
             tables=run.item,
             writers=run.writers(temporary, attempt),
-            fsync=run.fsync,
             own_files=lambda: self._own_files(number, items, arguments, begun_ns),
             check=run.writable_root.check_lease,
         )
@@ -341,7 +340,7 @@ class Saver:
                 if (warning := run.writable_root.make_room(nbytes)) is not None:
                     warnings.append(f"step {planned.final.name}: {warning}")
             room_secs = time.perf_counter() - begun
-            committed = commit.write(planned, run.runtime)
+            committed = commit.write(planned)
         except BaseException:
             _release(planned.items)  # Some items were never started.
             self._drop_references(planned)

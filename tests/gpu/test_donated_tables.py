@@ -121,8 +121,9 @@ def test_touched_rows_on_the_device_are_those_on_the_host(device, count):
     stamps = np.zeros(5000, np.int32)
     stamps[np.random.default_rng(count).choice(5000, count, replace=False)] = 3
     spans = [(0, 1000), (1500, 5000)]
-    expected = selection.touched_rows(stamps, 2, 7, spans)
-    found = selection.touched_rows(jax.device_put(stamps, device), 2, 7, spans)
+    expected = selection.touched_rows(stamps, [((0, 5000), stamps)], 2, 7, spans)
+    there = jax.device_put(stamps, device)
+    found = selection.touched_rows(there, [((0, 5000), there)], 2, 7, spans)
     rows = np.flatnonzero(stamps)
     assert expected.tolist() == [row + 7 for row in rows if not 1000 <= row < 1500]
     np.testing.assert_array_equal(found, expected)
