@@ -359,9 +359,9 @@ class Checkpoints:
                 asked = vocab.ids_of(np.atleast_1d(ids))
                 held = self.at(wanted[-1] if wanted else None)
                 own = held.tables[changes.named(table, held.tables)]
-                of_ids = own.rows_of(asked)
-                keys = read(table, of_ids, own.key_field)
-                found = read(table, of_ids, field).of_ids(asked, keys)
+                held_rows = own.rows_of(asked)
+                keys = read(table, held_rows, own.key_field)
+                found = history.of_ids(read(table, held_rows, field), asked, keys)
             now = {step: self._at(step).stamp() for step in places}
             # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):

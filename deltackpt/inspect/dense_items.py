@@ -57,8 +57,9 @@ _DESCRIPTIONS = (METADATA, _STRINGS, f"{ARRAY_METADATAS}/")
 _WITHOUT_ARRAY = {"None", "Dict", "List", "Tuple", "NamedTuple", "string"}
 
 
-#: Kinds of leaves without a value.
+#: Kinds of leaves without a value, and of those that are not arrays.
 PLACEHOLDERS = ("None", "empty")
+_NO_ARRAYS = (*PLACEHOLDERS, "string")
 
 
 class DenseItem(Mapping[str, "DenseLeaf"]):
@@ -105,7 +106,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def _leaves(self) -> dict[str, DenseLeaf]:
-        with self.described(METADATA):
+        with self._described_by(METADATA):
             kinds: dict[tuple[str, ...], str] = {
                 tuple(str(step["key"]) for step in entry["key_metadata"]): str(
                     entry["value_metadata"]["value_type"]
@@ -121,17 +122,11 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found[name] = DenseLeaf(self, name, key, kind)
         return found
 
-    def text(self, key: Sequence[str]) -> str:
-        """Returns the string of a leaf.
-
-        Orbax uses the keys, joined with ``.``, as a JSON pointer: if one contains a slash, the
-        string is in a nested object.
-
-        Args:
-          key: key of the leaf.
-        """
+    def _text(self, key: Sequence[str]) -> str:
+        # Orbax uses the keys, joined with ".", as a JSON pointer: if one contains a slash, the
+        # string is in a nested object.
         found: Any = self._strings
-        with self.described(_STRINGS):
+        with self._described_by(_STRINGS):
             for step in ".".join(key).split("/"):
                 found = found[step.replace("~1", "/").replace("~0", "~")]
             if not isinstance(found, str):
@@ -146,20 +141,20 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             return found
 
     @functools.cached_property
-    def prng_impls(self) -> dict[str, str]:
+    def _prng_impls(self) -> dict[str, str]:
         """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
         with self._detect_removal():
             for name in self._names_in(ARRAY_METADATAS):
                 if not name.startswith(f"{ARRAY_METADATAS}/process_"):
                     continue
-                with self.described(name):
+                with self._described_by(name):
                     found |= key_impls(self._json(name))
             self._check_exists()
         return found
 
     @contextlib.contextmanager
-    def described(self, name: str) -> Iterator[None]:
+    def _described_by(self, name: str) -> Iterator[None]:
         """Raises ``Damaged`` if one of Orbax's JSON files parses but lacks required contents."""
         try:
             yield
@@ -167,23 +162,9 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found = f"{type(error).__name__}: {error}"
             raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
-    def open_array(self, key: Sequence[str]) -> ts.TensorStore:
-        """Opens the array of a leaf as a ``tensorstore.TensorStore``; reads only its metadata.
-
-        Raises:
-          Damaged: the array is missing or altered.
-          StepGone: the step was removed.
-        """
-        return self._opened(key, data=False)
-
-    def read_array(
+    def _read_array(
         self, key: Sequence[str], index: tuple[int | slice, ...] | EllipsisType
     ) -> np.ndarray:
-        """Reads a slice of an array.
-
-        Raises:
-          Damaged, StepGone: as for ``open_array``.
-        """
         with self._detect_removal():
             store = self._opened(key, data=True)
             try:
@@ -320,7 +301,7 @@ class DenseLeaf:
     @property
     def prng_impl(self) -> str | None:
         """Implementation of a typed PRNG key, such as ``threefry2x32``; None for other leaves."""
-        return self._item.prng_impls.get(self._param)
+        return self._item._prng_impls.get(".".join(self._key))
 
     @property
     def value(self) -> naming.PyTree:
@@ -329,10 +310,10 @@ class DenseLeaf:
         For a typed PRNG key, this is its data; get the key from
         ``jax.random.wrap_key_data(leaf.value, impl=leaf.prng_impl)``.
         """
-        if self.kind in ("None", "empty"):
+        if self.kind in PLACEHOLDERS:
             return {"Dict": {}, "List": [], "Tuple": ()}.get(self._value_type)
         if self.kind == "string":
-            return self._text
+            return self._item._text(self._key)
         found = np.asarray(self)
         return found.item() if self.kind == "scalar" else found
 
@@ -353,7 +334,7 @@ class DenseLeaf:
     @property
     def nbytes(self) -> int:
         """Bytes of the array in memory; 0 for other leaves."""
-        if self.kind in ("None", "empty", "string"):
+        if self.kind in _NO_ARRAYS:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -364,8 +345,8 @@ class DenseLeaf:
             return np.empty(shape, dtype)[index]
         plain = _plain_index(index, shape)
         if plain is None:
-            return self._item.read_array(self._key, ...)[index]
-        found = self._item.read_array(self._key, plain)
+            return self._item._read_array(self._key, ...)[index]
+        found = self._item._read_array(self._key, plain)
         return found if found.ndim else found[()]
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
@@ -373,32 +354,24 @@ class DenseLeaf:
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
-        if self.kind in ("None", "empty", "string"):
+        if self.kind in _NO_ARRAYS:
             return f"<DenseLeaf {self.name} {self.value!r}>"
         return f"<DenseLeaf {self.name} {self.kind} {list(self.shape)} {_dtype_text(self)}>"
-
-    @property
-    def _param(self) -> str:
-        return ".".join(self._key)
-
-    @property
-    def _text(self) -> str:
-        return self._item.text(self._key)
 
     @functools.cached_property
     def _empty(self) -> np.ndarray | None:
         """The empty array that a string encodes; None if it is a plain string."""
-        match = _EMPTY.fullmatch(self._text)
+        match = _EMPTY.fullmatch(self._item._text(self._key))
         return None if match is None else codecs.without_elements(match[1], match[2])
 
     @functools.cached_property
     def _described(self) -> tuple[tuple[int, ...], np.dtype]:
-        if self.kind in ("None", "empty", "string"):
+        if self.kind in _NO_ARRAYS:
             raise TypeError(f"{self.name}: expected an array, found {self.kind}; see its value")
         if self._value_type == "string":
             assert self._empty is not None
             return self._empty.shape, self._empty.dtype
-        store = self._item.open_array(self._key)
+        store = self._item._opened(self._key, data=False)
         return tuple(store.shape), store.dtype.numpy_dtype
 
 
@@ -414,9 +387,7 @@ def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ..
     for part, length in zip(parts, shape, strict=False):
         if isinstance(part, slice):
             start, stop, step = part.indices(length)
-            if step < 1 or stop <= start:
-                return None
-            if step > 1:  # TensorStore would keep the origin start / step.
+            if step != 1 or stop <= start:  # With a step, TensorStore would keep the origin.
                 return None
             found.append(slice(start, stop))
         elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
@@ -437,17 +408,13 @@ def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], 
     for leaf in leaves:
         if leaf.kind in PLACEHOLDERS:
             empty += 1
+        elif leaf.kind == "string":
+            shown.append((leaf.name, repr(leaf.value), leaf.kind, None))
         else:
-            shown.append(dense_line(leaf))
+            shape = descriptions.shape_text(leaf.shape)
+            shown.append((leaf.name, shape, _dtype_text(leaf), size(leaf.nbytes)))
     kinds = "without a value: None, or empty, such as optax's MaskedNode and EmptyState"
     return shown, f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
-
-
-def dense_line(leaf: DenseLeaf) -> tuple[object, ...]:
-    """Returns name, shape, dtype and bytes of a dense leaf; the value if it is not an array."""
-    if leaf.kind in ("None", "empty", "string"):
-        return leaf.name, repr(leaf.value), leaf.kind, None
-    return leaf.name, descriptions.shape_text(leaf.shape), _dtype_text(leaf), size(leaf.nbytes)
 
 
 def _dtype_text(leaf: DenseLeaf) -> str:

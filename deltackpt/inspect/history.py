@@ -61,20 +61,6 @@ class History:
     present: np.ndarray
     ids: np.ndarray | None = None
 
-    def of_ids(self, ids: np.ndarray, keys: History) -> History:
-        """Returns the history of ids: a row is present only at the steps at which it had its id.
-
-        Args:
-          ids: int64 (rows,).
-          keys: the history of the key column, for the same rows.
-        """
-        numbers = {step: number for number, step in enumerate(keys.steps.tolist())}
-        same = np.zeros(self.present.shape, bool)
-        for number, step in enumerate(self.steps.tolist()):
-            if step in numbers:
-                same[number] = vocab.ids_of(keys.values[numbers[step]]) == ids
-        return dataclasses.replace(self, ids=ids, present=self.present & same)
-
     def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.
 
@@ -88,6 +74,19 @@ class History:
         frame = pandas().DataFrame(flat, index=index)
         frame.insert(0, "written", self.written.reshape(-1))
         return frame[self.present.reshape(-1)]
+
+
+def of_ids(found: History, ids: np.ndarray, keys: History) -> History:
+    """Returns the history of ids, from that of their rows and of the rows' key column.
+
+    A row is present only at the steps at which it had its id.
+    """
+    numbers = {step: number for number, step in enumerate(keys.steps.tolist())}
+    same = np.zeros(found.present.shape, bool)
+    for number, step in enumerate(found.steps.tolist()):
+        if step in numbers:
+            same[number] = vocab.ids_of(keys.values[numbers[step]]) == ids
+    return dataclasses.replace(found, ids=ids, present=found.present & same)
 
 
 def history(
