@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import os
 import re
-import secrets
 import struct
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest, naming
+from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory, stored_saves
@@ -174,8 +173,7 @@ class StagedBundle:
 
     def read_into(self, start: int, out: memoryview) -> None:
         """See ``Bundle``; raises Missing if the step was removed concurrently."""
-        if start < 0 or start + len(out) > self._label.nbytes:
-            raise ValueError(f"{self._label.key}: bytes {start} to {start + len(out)} of a bundle")
+        require_range(self._label, start, len(out))
         if start < len(self._head):
             taken = min(len(self._head) - start, len(out))
             out[:taken] = self._head[start : start + taken]
@@ -247,21 +245,15 @@ def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders)
         step_dir,
         save_id,
         item,
-        lineage=orders.lineage(save_id.run) or _unknown(save_id, orders),
+        # The ancestors of an unknown run are not known either.
+        lineage=orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {}),
         root=orders.url,
-        part=orders.process if orders.no_shared_fs else 0,
-        parts=orders.processes if orders.no_shared_fs else 1,
+        part=orders.process,
+        parts=orders.processes,
     )
     if stored_saves.read_info(store_path(step_dir), item).save_id != save_id:
         raise Missing(str(step_dir), "another save in its place")
     return StagedBundle(step_dir, contents)
-
-
-def _unknown(save_id: SaveId, orders: Orders) -> RunLineage:
-    """Lineage for an unknown run: no known ancestors."""
-    return RunLineage(
-        run=save_id.run, epoch=orders.epoch, holder=orders.holder, era=orders.era, past={}
-    )
 
 
 def whole_crc32c(digest: Digest) -> int:
@@ -329,6 +321,18 @@ def newest_first(refs: Collection[BundleRef]) -> list[tuple[BundleName, BundleRe
     return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
 
 
-def temporary_folder(folder: Path, step: str) -> Path:
-    """Returns where a step is unpacked before it is renamed; ignored as a leftover after a kill."""
-    return folder / f"{step}{naming.TEMPORARY}-recalled-{secrets.token_hex(8)}"
+def require_range(ref: BundleRef, start: int, nbytes: int) -> None:
+    """Checks that a caller reads only bytes of the bundle."""
+    if start < 0 or start + nbytes > ref.nbytes:
+        raise ValueError(f"{ref.key}: bytes {start} to {start + nbytes} of {ref.nbytes}")
+
+
+def require_crc32c(ref: BundleRef, found: int) -> None:
+    """Raises Damaged if the bytes of a bundle that is stored do not match its reference."""
+    if found != ref.crc32c:
+        raise Damaged(
+            ref.key,
+            f"a bundle with crc32c {ref.crc32c:08x}",
+            f"{found:08x}",
+            "its files changed while they were read, or since they were written",
+        )

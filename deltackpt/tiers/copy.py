@@ -209,9 +209,7 @@ class _CopyRun:
                 self._progress(self.bytes_written + self.bytes_found, self._total)
 
 
-def _place(
-    where: str | os.PathLike[str], endpoint: str | None, item: str = naming.EMBEDDINGS_ITEM
-) -> Location:
+def _place(where: str | os.PathLike[str], endpoint: str | None, item: str) -> Location:
     path = buckets.file_path(where)
     if path is not None:
         return Directory(path.absolute(), item)

@@ -46,12 +46,6 @@ PIECE_BYTES = SEGMENT_BYTES
 _MEND = "copy another step, or restore this one from a backup"
 
 
-def head_name(unit: ObjectKey, item: str) -> str:
-    """Returns the path of a unit's manifest of process 0, which identifies the save."""
-    name = naming.manifest_name(0)
-    return name if unit.item is not None else f"{item}/{name}"
-
-
 def gone(source: Directory | Bucket, unit: ObjectKey) -> StepGone:
     """Returns the error for a unit that was removed from the source during the copy."""
     return StepGone(
@@ -271,7 +265,9 @@ class Directory:
 
     def _require_same(self, unit: ObjectKey, expected: Mapping[str, Digest]) -> None:
         """Checks that the entry with a unit's name is the same save, intact or damaged."""
-        head = head_name(unit, self.item)
+        head = naming.manifest_name(0)  # It identifies the save.
+        if unit.item is None:
+            head = f"{self.item}/{head}"
         try:
             data = posix.read_bytes(self._folder(unit) / head)
         except Damaged as error:

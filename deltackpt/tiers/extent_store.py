@@ -39,6 +39,7 @@ from deltackpt.storage import posix
 from deltackpt.storage.digests import crc32c
 from deltackpt.storage.posix import DirectFile, DurableDir
 from deltackpt.storage.store import Missing
+from deltackpt.tiers import bundles
 from deltackpt.tiers.bundles import Bundle, BundleRef
 
 #: Names of the file, of its lock, and of a file under construction.
@@ -245,13 +246,8 @@ class ExtentFile:
             at = self._division.start(extent)
             crc, last = self._write_payload(bundle, start, nbytes, at + BLOCK_BYTES, crc)
             start += nbytes
-            if start == held.ref.nbytes and crc != held.ref.crc32c:
-                raise Damaged(
-                    held.ref.key,
-                    f"a bundle with crc32c {held.ref.crc32c:08x}",
-                    f"{crc:08x}",
-                    "its files changed while they were read, or since they were written",
-                )
+            if start == held.ref.nbytes:
+                bundles.require_crc32c(held.ref, crc)
             header = ExtentHeader(
                 held.sequence, number, len(held.extents), nbytes, crc, held.ref.key
             )
@@ -314,9 +310,7 @@ class StoredBundle:
 
     def read_into(self, start: int, out: memoryview) -> None:
         """See ``Reader``."""
-        ref = self._held.ref
-        if start < 0 or start + len(out) > ref.nbytes:
-            raise ValueError(f"{ref.key}: bytes {start} to {start + len(out)} of {ref.nbytes}")
+        bundles.require_range(self._held.ref, start, len(out))
         with self._lock:
             while len(out):
                 number, offset = divmod(start, self._division.payload_bytes)
@@ -362,13 +356,12 @@ class _Held:
 
 def _is_whole(headers: tuple[ExtentHeader, ...], division: ExtentDivision) -> bool:
     """Whether the headers are complete, in order and of one bundle."""
-    counts = {header.pieces for header in headers}
-    full = all(header.nbytes == division.payload_bytes for header in headers[:-1])
+    most = division.payload_bytes
     return (
-        counts == {len(headers)}
+        {header.pieces for header in headers} == {len(headers)}
         and [header.number for header in headers] == [*range(len(headers))]
-        and full
-        and headers[-1].nbytes <= division.payload_bytes
+        and all(header.nbytes == most for header in headers[:-1])
+        and headers[-1].nbytes <= most
     )
 
 

@@ -358,7 +358,5 @@ def _continued_elsewhere(old: Orders, state: State) -> bool:
     claims = [one for one in state.entry.claims if one.lease.epoch > old.epoch]
     # A claim under which training never began supersedes nothing. If there were more claims than
     # the journal remembers, one is assumed to have begun.
-    if any(one.began and old.stage not in one.stages for one in claims):
-        return True
-    forgotten = len(state.entry.claims) == MOST_CLAIMS and len(claims) == MOST_CLAIMS
-    return forgotten
+    is_elsewhere = any(one.began and old.stage not in one.stages for one in claims)
+    return is_elsewhere or len(claims) == MOST_CLAIMS

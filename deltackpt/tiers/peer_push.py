@@ -118,7 +118,7 @@ class Pusher(Cursor):
 
     def _opened(self, orders: Orders) -> PeerTier | None:
         """The peers that the trainer has found; reconnects if they changed."""
-        stamp = self.stage.peers_stamp()
+        stamp, is_new = self.stage.peers_stamp(), False
         if stamp != self._stamp or self._peers is None:
             data = self.stage.peers()
             if data is None:
@@ -126,16 +126,15 @@ class Pusher(Cursor):
             if self._peers is not None:
                 self._peers.close()
                 self._peers = None
-            self._peers = PeerTier(PeerGroup.from_bytes(data))
+            self._peers, is_new = PeerTier(PeerGroup.from_bytes(data)), True
+        if is_new or time.monotonic() - self._surveyed_at > _ASK_SECS:
             self._refresh_survey(self._peers, orders)
             self._stamp = stamp
-        elif time.monotonic() - self._surveyed_at > _ASK_SECS:
-            self._refresh_survey(self._peers, orders)
         return self._peers
 
     def _refresh_survey(self, peers: PeerTier, orders: Orders) -> None:
         """Queries what peers hold of this process's saves, and of departed processes."""
-        part, parts = (orders.process, orders.processes) if orders.no_shared_fs else (0, 1)
+        part, parts = orders.process, orders.processes
         found = peers.survey()
         named = bundles.newest_first(found.complete)
         self._held = {name.save_id: ref for name, ref in named if name.part == part}

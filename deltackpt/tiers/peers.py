@@ -24,7 +24,7 @@ from deltackpt.format import manifest
 from deltackpt.storage import striping
 from deltackpt.storage.digests import crc32c
 from deltackpt.storage.node_client import Node
-from deltackpt.tiers import erasure
+from deltackpt.tiers import bundles, erasure
 from deltackpt.tiers.bundles import Bundle, BundleRef, Reader
 
 _MAGIC = "deltackpt.keepers"
@@ -186,12 +186,7 @@ class PeerTier:
                 self._put_segment(ref, segment, padded, where.get(segment, {}), refused)
             if is_first and total != ref.crc32c:
                 self.delete([ref])
-                raise Damaged(
-                    ref.key,
-                    f"a bundle with crc32c {ref.crc32c:08x}",
-                    f"{total:08x}",
-                    "its files changed while they were read, or since they were written",
-                )
+                bundles.require_crc32c(ref, total)
             is_first = False
             if len(refused) == before:
                 return
@@ -469,10 +464,7 @@ class _SegmentReader:
         self._at = -1
 
     def read_into(self, start: int, out: memoryview) -> None:
-        if start < 0 or start + len(out) > self._coding.ref.nbytes:
-            raise ValueError(
-                f"{self._coding.ref.key}: bytes {start} to {start + len(out)} of a bundle"
-            )
+        bundles.require_range(self._coding.ref, start, len(out))
         while len(out):
             segment, offset = divmod(start, erasure.SEGMENT_BYTES)
             self._fill(segment)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from deltackpt.errors import (
     RestoreError,
     StorageError,
 )
+from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
 from deltackpt.ledger.directory import Root
@@ -308,7 +310,9 @@ def _unpacked(
     problems: Problems | None = None,
 ) -> bool:
     """Unpacks a bundle; returns whether that worked and it contains the item's save."""
-    temporary = bundles.temporary_folder(final.parent, final.name)
+    # Ignored as a leftover after a kill.
+    unpacked = f"{final.name}{naming.TEMPORARY}-recalled-{secrets.token_hex(8)}"
+    temporary = final.with_name(unpacked)
     folder = DurableDir(final.parent, fsync=fsync)
     with _passing_over(offer, problems):
         try:

@@ -9,6 +9,7 @@ or at once on a rollback. Only a recovery, and a search for new peers, send requ
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -222,6 +223,7 @@ class ReplicationClient:
         while self.process.warnings:
             events.warn(self.process.warnings.pop(0))
         progress, found = self.progress(), list[Event]()
+        failure = functools.partial(FailureEvent, process=self._part)
         new = [one for one in progress.recent if one.number > self._reported_uploads]
         behind = self.lag() if new else {}
         for one in new:
@@ -239,10 +241,17 @@ class ReplicationClient:
                     waiting_bytes=sum(behind.values()),
                 )
             )
-        failures: list[tuple[int | None, Operation, str, str, float]] = []
         for key in _oldest_first(progress.damaged.keys() - self._reported_damaged):
             self._reported_damaged.add(key)
-            failures.append((step_of(key), "upload", Damaged.code, progress.damaged[key], 0.0))
+            found.append(
+                failure(
+                    step=step_of(key),
+                    operation="upload",
+                    code=Damaged.code,
+                    message=progress.damaged[key],
+                    seconds=0.0,
+                )
+            )
         tiers: list[tuple[Operation, TierProgress]]
         tiers = [("upload", progress), ("push", self.progress("peers"))]
         for operation, tier in tiers:
@@ -250,19 +259,15 @@ class ReplicationClient:
                 self._reported_problems.discard(operation)
             elif operation not in self._reported_problems:
                 self._reported_problems.add(operation)
-                secs = max(0.0, time.time() - tier.problem_unix_secs)
-                failures.append((None, operation, tier.code, tier.problem, secs))
-        for step, operation, code, message, secs in failures:
-            found.append(
-                FailureEvent(
-                    step=step,
-                    process=self._part,
-                    operation=operation,
-                    code=code,
-                    message=message,
-                    seconds=secs,
+                found.append(
+                    failure(
+                        step=None,
+                        operation=operation,
+                        code=tier.code,
+                        message=tier.problem,
+                        seconds=max(0.0, time.time() - tier.problem_unix_secs),
+                    )
                 )
-            )
         return found
 
     # ---- extents and peers

@@ -62,26 +62,26 @@ class ReplicatorProcess:
     def start(self) -> None:
         """Starts the uploader unless it is running."""
         with self._starting:
-            self._start()
+            if self._process is not None:
+                is_recent = time.monotonic() - self._started_at < _START_SECS
+                if self._process.poll() is None or is_recent:
+                    return
+                self.ended = (
+                    f"the uploader of {self._stage.path} exited with code "
+                    f"{self._process.returncode} and is restarted; its output: {self._said()}"
+                )
+                self.warnings.append(self.ended)
+                self.close()
+            self._process, self._started_at = self._started(), time.monotonic()
 
-    def _start(self) -> None:
-        if self._process is not None:
-            is_recent = time.monotonic() - self._started_at < _START_SECS
-            if self._process.poll() is None or is_recent:
-                return
-            self.ended = (
-                f"the uploader of {self._stage.path} exited with code {self._process.returncode} "
-                f"and is restarted; its output: {self._said()}"
-            )
-            self.warnings.append(self.ended)
-            self.close()
+    def _started(self) -> subprocess.Popen[bytes]:
         arguments = ["deltackpt.tiers.replicator", str(_PACKAGES), str(self._stage.path)]
         if self._cpus is not None:
             arguments += ["--cpus", *map(str, sorted(self._cpus))]
         with posix.typed_errors(self._stage.log, "start an uploader that writes"):
             private = functools.partial(os.open, mode=0o600)
             with open(self._stage.log, "ab", opener=private) as log:
-                self._process = subprocess.Popen(
+                return subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -89,7 +89,6 @@ class ReplicatorProcess:
                     # It finishes what an interrupted trainer leaves.
                     start_new_session=True,
                 )
-        self._started_at = time.monotonic()
 
     def wake(self, word: bytes = WAKE) -> None:
         """Notifies it of new work, or of what another word of ``cursor`` means."""
@@ -223,7 +222,3 @@ def _shorten(log: Path) -> None:
     with contextlib.suppress(OSError, StorageError):
         if posix.length(log, log.name) > _MOST_LOG_BYTES:
             os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -400,14 +400,7 @@ class StagedRoot(WritableRoot):
             )
         here = {info.save_id.run for info in self._local.saves().values() if info is not None}
         kept = [one for one in self._orders.lines if one.run in here]
-        begun = RunLineage(
-            run=run,
-            epoch=self._orders.epoch,
-            holder=self._orders.holder,
-            era=self._orders.era,
-            past=past,
-        )
-        return (*kept, begun)
+        return (*kept, self._orders.new_lineage(run, past))
 
     # ---- rollback and removal
 

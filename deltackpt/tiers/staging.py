@@ -150,6 +150,10 @@ class Orders:
         """Returns a run's lineage; None if unknown."""
         return next((one for one in self.lines if one.run == run), None)
 
+    def new_lineage(self, run: str, past: dict[str, int]) -> RunLineage:
+        """Returns the lineage of a run that begins under these orders."""
+        return RunLineage(run=run, epoch=self.epoch, holder=self.holder, era=self.era, past=past)
+
     def without(self, lost: Collection[SaveId]) -> Orders:
         """Returns the orders without the retirements that wait for one of some lost saves."""
         kept = tuple(one for one in self.retired if one.after not in lost)

@@ -187,8 +187,9 @@ class Uploader(Cursor):
 
     def is_done(self) -> bool:
         """See ``Cursor``; tidies the remote directory first."""
-        self._copy_entry()
-        self._sweep()
+        if self._journal is not None and self._orders is not None and self._orders.process == 0:
+            self._journal.copy_newest()  # Once for many consecutive saves.
+            self._sweep(self._journal)
         if not self.trainer.is_gone:
             return False
         if self._orders is None:
@@ -359,20 +360,13 @@ class Uploader(Cursor):
         is_damaged = key_of(save_id.step, save_id) in self.progress.damaged
         return is_damaged and max(state.steps, default=-1) > save_id.step
 
-    def _copy_entry(self) -> None:
-        """Copies the newest entry, once for many consecutive saves."""
-        if self._journal is not None and self._orders is not None and self._orders.process == 0:
-            self._journal.copy_newest()
-
-    def _sweep(self) -> None:
+    def _sweep(self, journal: Journal) -> None:
         """Deletes remote files of interrupted uploads, which are harmless, once per occasion."""
-        if self._journal is None or self._orders is None or self._orders.process > 0:
-            return
-        withdrawn = self._journal.known.entry.withdrawn
+        withdrawn = journal.known.entry.withdrawn
         if self._is_littered or withdrawn > self._withdrawn:
             self._is_littered, self._withdrawn = False, withdrawn
             try:
-                count = self._journal.sweep()
+                count = journal.sweep()
             except StorageError as error:
                 self._is_littered = isinstance(error, Unanswered)
                 self.report_failure(error)
