@@ -69,9 +69,7 @@ def live_set(
 
 
 def needed_bases(
-    saves: Iterable[SaveInfo],
-    in_flight: Iterable[SaveId],
-    compacted: Collection[SaveId],
+    saves: Iterable[SaveInfo], in_flight: Iterable[SaveId], compacted: Collection[SaveId]
 ) -> frozenset[SaveId]:
     """Returns the saves whose compacted bases must be kept, because other chains end there."""
     standing = tuple(saves)

@@ -28,7 +28,8 @@ else:
 _CORE_KINDS = "biufc"
 #: A size has fewer digits.
 _DIGITS = 19
-_NUMPY = (
+#: Core dtypes of Zarr v3, which hold all others.
+NUMPY_DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -41,14 +42,14 @@ _ML_DTYPES = (
     *("float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 #: Names of the dtypes that tables may have, if the installed ml_dtypes has them.
-DTYPES = (*_NUMPY, *_ML_DTYPES)
+DTYPES = (*NUMPY_DTYPES, *_ML_DTYPES)
 #: Maximum bytes of an element of each kind: Zarr v3 has no wider ones.
 _WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
 
 
 def is_known(name: str) -> bool:
     """Returns whether tables may have a dtype; a manifest with others is invalid."""
-    return name in _NUMPY or (name in _ML_DTYPES and hasattr(ml_dtypes, name))
+    return name in NUMPY_DTYPES or (name in _ML_DTYPES and hasattr(ml_dtypes, name))
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def dtype_of(name: str) -> np.dtype:
         raise OptionError(
             f"dtype {name!r}: expected a numpy or ml_dtypes dtype, found neither; cast the table"
         )
-    return np.dtype(name if name in _NUMPY else getattr(ml_dtypes, name))
+    return np.dtype(name if name in NUMPY_DTYPES else getattr(ml_dtypes, name))
 
 
 def without_elements(dtype: str, shape: str) -> np.ndarray | None:

@@ -48,7 +48,7 @@ LAYERS = "layers"
 _ALIKE = frozenset(
     {"groups", "tables", "dense", "tracking_paths", "writers", "dense_blocks.values"}
 )
-_sound_paths = records.ValidatedValues()
+_sound_paths = records.IdentityCache()
 _Record = TypeVar("_Record")
 
 #: Names of parents in a manifest: what is read ahead at once.
@@ -386,9 +386,8 @@ def _check(record: Manifest) -> None:
         ranged = all(segment.ranges is not None for segment in record.segments)
         require(ranged, "ranges of rows in a base", "row indices", "segments")
         require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
-    if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
-        check_paths(record)
-        _sound_paths.add(record.tables, record.dense, record.tracking_paths)
+    named = record.tables, record.dense, record.tracking_paths
+    _sound_paths.get(lambda *_: check_paths(record), *named)
     for number, segment in enumerate(record.segments):
         try:
             check_segment(segment)
@@ -606,7 +605,6 @@ def table_figures(
 def _field_figures(
     members: Sequence[TableEntry], spec: FieldSpec, parts: Sequence[tuple[Segment, Encoding]]
 ) -> Iterator[TableFigures]:
-    """Figures of one field of a group's tables, of those that have rows."""
     # Segments of other columns hold the same rows again.
     first = min((segment.columns[0] for segment, _ in parts), default=0)
     rows, nbytes = np.zeros(len(members), np.int64), np.zeros(len(members), np.int64)

@@ -36,15 +36,7 @@ import reprlib
 import urllib.parse
 import uuid
 from collections.abc import Iterable
-from typing import (
-    Any,
-    NamedTuple,
-    Protocol,
-    Self,
-    SupportsIndex,
-    TypeAlias,
-    TypeVar,
-)
+from typing import Any, NamedTuple, Protocol, Self, SupportsIndex, TypeAlias, TypeVar
 
 from deltackpt.errors import OptionError
 
@@ -321,7 +313,6 @@ def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a path glob."""
     out, position = [], 0
     while position < len(pattern):
         rest = pattern[position:]

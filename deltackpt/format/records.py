@@ -36,6 +36,7 @@ _SHOWN_CHARACTERS = 60
 _KEPT_FIELDS = 32
 _NIL = b"\xc0"
 _Record = TypeVar("_Record")
+_Result = TypeVar("_Result")
 
 
 class InvalidRecord(ValueError):
@@ -58,21 +59,22 @@ class InvalidRecord(ValueError):
         return Damaged(name, f"{self.expected}{where}", self.found)
 
 
-class ValidatedValues:
-    """Values that were checked, by identity: ``quickly`` makes the same objects of equal bytes."""
+class IdentityCache:
+    """Results for values that stay the same objects: ``quickly`` makes them of equal bytes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[object, ...]] = {}
+        self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
 
-    def has(self, *values: object) -> bool:
-        """Returns whether these values were checked together."""
-        return tuple(map(id, values)) in self._known
-
-    def add(self, *values: object) -> None:
-        """Records objects as checked, and keeps them alive so that their identities stay unique."""
-        self._known[tuple(map(id, values))] = values
-        while len(self._known) > _KEPT_FIELDS:
-            self._known.pop(next(iter(self._known)), None)
+    def get(self, make: Callable[..., _Result], *values: object) -> _Result:
+        """Returns ``make(*values)``, called once for the same objects."""
+        key = tuple(map(id, values))
+        known = self._known.get(key)
+        if known is None:
+            # Keeps the values alive, so that their identities stay unique.
+            known = self._known[key] = values, make(*values)
+            for oldest in [*self._known][:-_KEPT_FIELDS]:  # Other threads may do the same.
+                self._known.pop(oldest, None)
+        return known[1]
 
 
 def shown(value: object) -> str:
@@ -292,7 +294,8 @@ def _builder(kind: object) -> Callable[[object], Any]:
         if len(inner) == 1:
             build = _builder(inner[0])
             return lambda value: None if value is None else build(value)
-        return functools.partial(_of_types, inner)
+        expected = f"one of {', '.join(one.__name__ for one in inner)}"
+        return functools.partial(_of_type, inner, expected)
     if origin is tuple and args[-1] is Ellipsis:
         build = functools.partial(_all, _builder(args[0]))
         return build if args[0] is not int else functools.partial(_numbers, None, build)
@@ -343,27 +346,9 @@ def _number(value: object) -> int:
     return value
 
 
-def _float(value: object) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise InvalidRecord("a number", value)
-    return value
-
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise InvalidRecord("a text", value)
-    return value
-
-
-def _bytes(value: object) -> bytes:
-    if type(value) is not bytes:
-        raise InvalidRecord("bytes", value)
-    return value
-
-
-def _truth(value: object) -> bool:
-    if type(value) is not bool:
-        raise InvalidRecord("true or false", value)
+def _of_type(kinds: tuple[type, ...], expected: str, value: object) -> Any:
+    if type(value) not in kinds:
+        raise InvalidRecord(expected, value)
     return value
 
 
@@ -373,21 +358,9 @@ def _one_of(choices: tuple[object, ...], value: object) -> str:
     return value
 
 
-def _of_types(kinds: tuple[type, ...], value: object) -> object:
-    if type(value) not in kinds:
-        raise InvalidRecord(f"one of {', '.join(kind.__name__ for kind in kinds)}", value)
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if type(value) is not list:
-        raise InvalidRecord("a list", value)
-    return value
-
-
 def _all(make: Callable[[object], object], value: object) -> tuple[object, ...]:
     found = []
-    for number, item in enumerate(_list(value)):
+    for number, item in enumerate(_of_type((list,), "a list", value)):
         try:
             found.append(make(item))
         except InvalidRecord as error:
@@ -396,7 +369,7 @@ def _all(make: Callable[[object], object], value: object) -> tuple[object, ...]:
 
 
 def _each(makers: tuple[Callable[[object], object], ...], value: object) -> tuple[object, ...]:
-    items = _list(value)
+    items = _of_type((list,), "a list", value)
     if len(items) != len(makers):
         raise InvalidRecord(f"a list of {len(makers)}", value)
     return tuple([make(item) for make, item in zip(makers, items, strict=True)])
@@ -427,21 +400,13 @@ def _by_name(make: Callable[[object], object], value: object) -> dict[str, objec
 
 _PLAIN: dict[object, Callable[[object], object]] = {
     int: _number,
-    float: _float,
-    str: _text,
-    bytes: _bytes,
-    bool: _truth,
+    float: functools.partial(_of_type, (float, int), "a number"),
+    str: functools.partial(_of_type, (str,), "a text"),
+    bytes: functools.partial(_of_type, (bytes,), "bytes"),
+    bool: functools.partial(_of_type, (bool,), "true or false"),
 }
 
 
-#: Core dtypes of Zarr v3, which hold all others.
-STORED_DTYPES = frozenset(
-    (
-        "bool",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-)
 #: Steps, rows and bytes are counted by signed numbers of 64 bits.
 MOST = (1 << 63) - 1
 #: Most axes of an array, as numpy has it.
@@ -506,7 +471,8 @@ def check_segment(segment: Segment) -> None:
 def _check_array(entry: ArrayEntry) -> None:
     directory = urllib.parse.quote(entry.name, safe="")
     require(is_name(directory), "the name of a directory", entry.name, "name")
-    require(entry.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", entry.dtype, "dtype")
+    core = dtypes.NUMPY_DTYPES
+    require(entry.dtype in core, f"one of {sorted(core)}", entry.dtype, "dtype")
     require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
     require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
     # A chunk may have room for more rows than there are.

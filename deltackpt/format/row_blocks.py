@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from deltackpt.format import dtypes
-from deltackpt.format.records import MOST, check_segment, is_name, require
+from deltackpt.format.records import MOST, IdentityCache, check_segment, is_name, require
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -417,9 +417,7 @@ SEGMENTS = "dense."
 #: Field of the blocks of a segment.
 BLOCKS = "blocks"
 
-#: Values that were checked, kept alive so that their identities stay unique, and their blocks.
-_known: dict[int, tuple[tuple[BlockedValue, ...], tuple[Mapping[str, int], int]]] = {}
-_MOST_KNOWN = 16
+_known = IdentityCache()
 
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
@@ -508,7 +506,8 @@ def check(record: DenseBlocks, *, remember: bool = False) -> None:
 
     ``remember`` says that other records may have the same tuple of values, which is checked once.
     """
-    ends, plain_stop = _known_ends_of(record.values) if remember else _ends_of(record.values)
+    values = record.values
+    ends, plain_stop = _known.get(_ends_of, values) if remember else _ends_of(values)
     names: set[str] = set()
     plain = [segment.count for segment in record.segments if segment.group == PLAIN]
     require(len(plain) <= 1, "one segment of plain values", f"{len(plain)}", "segments")
@@ -534,18 +533,6 @@ def check(record: DenseBlocks, *, remember: bool = False) -> None:
             require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
     if record.complete:
         _check_complete(record, ends)
-
-
-def _known_ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
-    """Returns ``_ends_of`` some values, remembered by identity."""
-    # ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the
-    # same values.
-    known = _known.get(id(values))
-    if known is None:
-        known = _known[id(values)] = values, _ends_of(values)
-        for oldest in [*_known][:-_MOST_KNOWN]:  # Other threads may do the same.
-            _known.pop(oldest, None)
-    return known[1]
 
 
 def _ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
@@ -597,7 +584,6 @@ def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:
 
 
 def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:
-    """Checks that a complete record contains all of its values."""
     found: dict[str, int] = {}
     for segment in record.segments:
         found[segment.group] = found.get(segment.group, 0) + segment.count

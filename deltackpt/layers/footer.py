@@ -24,7 +24,6 @@ from deltackpt.format.records import (
     MOST,
     MOST_AXES,
     MOST_ZSTD_RATIO,
-    STORED_DTYPES,
     InvalidRecord,
     check_save_id,
     features_in,
@@ -387,7 +386,8 @@ def _check_rows(group: RowGroup, gaps: LayerArray | None) -> None:
 
 
 def _check_array(array: LayerArray) -> None:
-    require(array.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", array.dtype, "dtype")
+    core = dtypes.NUMPY_DTYPES
+    require(array.dtype in core, f"one of {sorted(core)}", array.dtype, "dtype")
     require(0 < len(array.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", array.shape, "shape")
     require(0 < array.chunk_rows <= MOST, "1 or more", array.chunk_rows, "chunk_rows")
     rows, row_bytes = max(1, array.shape[0]), max(1, array.row_bytes)

@@ -537,8 +537,6 @@ class _SegmentRows(NamedTuple):
 
 
 class _Planner:
-    """Finds what must be read; see ``plan``."""
-
     def __init__(
         self,
         layers: Sequence[Sequence[Layer]],

@@ -398,7 +398,6 @@ def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]
 
 
 def _decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
-    """Returns the bytes of a zstd frame that must have a given length."""
     try:
         # Decoding allocates as many bytes as the data claim.
         if (claimed := zstandard.frame_content_size(data)) != nbytes:

@@ -456,8 +456,6 @@ class OpenLayer:
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An array on its way to the file."""
-
     row_group: str
     name: str
     shape: tuple[int, ...]
@@ -563,7 +561,6 @@ def _gaps(row_group: str, rows: np.ndarray, chunk_bytes: int) -> np.ndarray:
 
 
 def _bounds(rows: Rows, gaps: LayerArray) -> tuple[tuple[int, int], ...]:
-    """The first and the last row index of each chunk."""
     held = np.asarray(rows)
     firsts = held[:: gaps.chunk_rows]
     lasts = held[[*range(gaps.chunk_rows - 1, len(held) - 1, gaps.chunk_rows), len(held) - 1]]

@@ -16,6 +16,7 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.format.row_blocks import PLAIN, FieldSpec, GroupEntry, Segment, Span, width
 from deltackpt.layers import merge
 from deltackpt.reading import bounds, stored_dense
+from deltackpt.reading.part_arrays import ZarrArrays
 from deltackpt.reading.stored_dense import DenseShard
 from deltackpt.reading.stored_saves import StoredPart, StoredSave
 from deltackpt.resources import host_memory
@@ -107,8 +108,9 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
     """Inconsistencies within a segment: (path, what was expected, what was found)."""
     part.check(segment)  # The number of chunks.
     for entry in segment.arrays:
-        for chunk in part.arrays.missing(segment, entry):
-            yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
+        if isinstance(part.arrays, ZarrArrays):
+            for chunk in part.arrays.missing(segment, entry):
+                yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
             at = host_memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
             part.read_into(segment, entry, 0, len(at), at)

@@ -14,7 +14,7 @@ from deltackpt.maintenance.structure import structure_problems
 from deltackpt.maintenance.verdicts import Problem, SaveVerdict, Stops
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.inventory import Inventory
-from deltackpt.reading.part_arrays import LayerArrays, is_of_dense_segment
+from deltackpt.reading.part_arrays import is_of_dense_segment, layer_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Stamp, StorePath
@@ -57,9 +57,9 @@ class CommittedSave:
         return stored_saves.read_base(root / self.step_dir.name, self.item)
 
 
-def committed_saves(root: Steps, item: str) -> Iterator[CommittedSave]:
+def committed_saves(root: Steps) -> Iterator[CommittedSave]:
     """Yields the steps of a directory, ascending, then its compacted bases."""
-    at = root.store_path
+    at, item = root.store_path, root.item
     for step in sorted(root.steps()):
         folder = at / str(step)
         stamp = folder.stamp()
@@ -77,11 +77,7 @@ def verify_save(
     found = inventory.read_inventory(save.step_dir, save.item, shown=save.name, unreadable=True)
     damage = list(found.damage)
     damage += digests.check_files(
-        save.step_dir,
-        found.files,
-        shown=save.name,
-        unreadable=True,
-        on_bytes=on_bytes,
+        save.step_dir, found.files, shown=save.name, unreadable=True, on_bytes=on_bytes
     )
     damage = [one for error in damage for one in _within_layer(save, found, error)]
     problems = [problem_of(save, error) for error in damage]
@@ -140,7 +136,7 @@ def _within_layer(save: CommittedSave, found: Inventory, error: Damaged) -> list
             if error.object_name == f"{save.name}/{save.item}/{name}":
                 item_dir = save.step_dir / save.item
                 try:
-                    layer = LayerArrays.of(item_dir, record, record.layer).layer
+                    layer = layer_of(item_dir, record, record.layer)
                     return [*layer.damage()] or [error]
                 except Damaged as of_footer:
                     return [of_footer]
@@ -156,12 +152,8 @@ def _unknown_files(save: CommittedSave, found: Inventory) -> Iterator[Problem]:
     for key in save.folder.keys():
         name = (save.folder / key).below(save.step_dir)
         if name.startswith(found.scope) and name not in found.files:
-            yield Problem(
-                object_name=f"{save.name}/{name}",
-                expected="only files with a digest",
-                found="a file without one",
-                stops="nothing",
-            )
+            name, expected = f"{save.name}/{name}", "only files with a digest"
+            yield Problem(name, expected, "a file without one", "nothing")
 
 
 def _is_of_complete_dense(save: CommittedSave, inside: str, row_group: str) -> bool:
@@ -180,12 +172,8 @@ def _misplaced(save: CommittedSave, head: Manifest) -> Iterator[Problem]:
     wanted = f"a base of step {save.step_dir.name}"
     found = f"a {head.kind} of step {head.save_id.step}"
     if save.is_base and wanted != found:
-        yield Problem(
-            object_name=f"{save.name}/{save.item}/{naming.manifest_name(0)}",
-            expected=wanted,
-            found=found,
-            stops="chain",
-        )
+        name = f"{save.name}/{save.item}/{naming.manifest_name(0)}"
+        yield Problem(name, wanted, found, "chain")
     if not save.is_base:
         try:
             stored_saves.check_dense(save.read())
@@ -197,23 +185,14 @@ def _misplaced(save: CommittedSave, head: Manifest) -> Iterator[Problem]:
 
 def _structure(save: CommittedSave) -> Iterator[Problem]:
     """Inconsistencies between records that are intact by themselves."""
+    item = f"{save.name}/{save.item}"
     try:
         for name, expected, found in structure_problems(save.read()):
-            yield Problem(
-                object_name=f"{save.name}/{save.item}/{name}",
-                expected=expected,
-                found=found,
-                stops="chain",
-            )
+            yield Problem(f"{item}/{name}", expected, found, "chain")
     except Damaged as error:
         yield problem_of(save, error)
     except (RestoreError, StorageError) as error:
-        yield Problem(
-            object_name=f"{save.name}/{save.item}",
-            expected="a save that this deltackpt can read",
-            found=str(error),
-            stops="chain",
-        )
+        yield Problem(item, "a save that this deltackpt can read", str(error), "chain")
 
 
 def once(problems: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -24,7 +24,7 @@ from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
-_sound = records.ValidatedValues()
+_sound = records.IdentityCache()
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
 _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
@@ -78,10 +78,7 @@ def check_segment(
 def check_tables(head: Manifest | EpochHeader, name: str) -> None:
     """Checks what a record claims about groups and tables; raises as ``check_head`` does."""
     try:
-        if not _sound.has(head.groups, head.tables):
-            _check_groups(head, name)
-            _check_tables(head)
-            _sound.add(head.groups, head.tables)
+        _sound.get(lambda *_: _check_tables(head, name), head.groups, head.tables)
     except InvalidRecord as error:
         raise error.damage(name) from error
 
@@ -207,7 +204,8 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
         ) from error
 
 
-def _check_tables(head: Manifest | EpochHeader) -> None:
+def _check_tables(head: Manifest | EpochHeader, name: str) -> None:
+    _check_groups(head, name)
     groups = head.group_by_name
     names = [table.name for table in head.tables]
     require(len({*names}) == len(names), "tables of different names", names, "tables")

@@ -226,7 +226,6 @@ def verify_step(step_dir: StorePath | Path, item: str = naming.EMBEDDINGS_ITEM) 
 
 
 def _is_chunk(name: str) -> bool:
-    """Returns whether a path in a step is that of a chunk of one of our arrays."""
     return _CHUNK.fullmatch(name) is not None
 
 

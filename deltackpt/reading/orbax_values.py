@@ -165,7 +165,6 @@ class OrbaxValues:
 
     @functools.cached_property
     def _files(self) -> list[str]:
-        """Files beside the database."""
         found = self._item_dir.keys() if self._expected is None else self._expected
         return [name for name in found if not name.startswith(_OF_DATABASE)]
 
@@ -176,7 +175,6 @@ class OrbaxValues:
         return found
 
     def _file(self, name: str) -> memoryview:
-        """The bytes of a file beside the database."""
         shown = f"{self.name}/{name}"
         data = (self._item_dir / name).read(shown)
         if self._expected is not None:
@@ -237,11 +235,7 @@ class _FileReader:
     whole = True
 
     def __init__(
-        self,
-        at: StorePath,
-        shown: str,
-        expected: Digest | None,
-        values: Sequence[_WantedValue],
+        self, at: StorePath, shown: str, expected: Digest | None, values: Sequence[_WantedValue]
     ):
         self._at = at
         self._shown = shown
@@ -389,18 +383,15 @@ def of_save(save: StoredSave) -> OrbaxValues:
 
 
 def _digests_of(step_dir: StorePath) -> Mapping[str, Digest]:
-    """Digests of the item's files in a step."""
     return _of_item(digests.of_step(lambda name: (step_dir / name).read(), step_dir.name))
 
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
-    """Digests of the item's files in a compacted base."""
     known = digests.read_item_digests(save.item_dir, save.head)
     return _of_item({name: known.digest(name) for name in known.files})
 
 
 def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:
-    """Those of the item, by their paths below it."""
     prefix = f"{naming.DENSE_ITEM}/"
     return {
         name.removeprefix(prefix): digest

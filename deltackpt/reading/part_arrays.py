@@ -13,48 +13,27 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import naming, row_blocks
-from deltackpt.format.manifest import LayerRef, Manifest, SaveId
+from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
+from deltackpt.layers.merge import Source
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
-from deltackpt.storage.digests import BLOCK_BYTES, ChunkSums, Digest
+from deltackpt.storage.digests import ChunkSums, Digest
 from deltackpt.storage.store import StorePath
 
 
-class PartArrays(Protocol):
+class PartArrays(Source, Protocol):
     """The stored arrays of a part; every read is verified, and raises Damaged."""
-
-    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """Returns the name of an array in errors."""
-        ...
 
     def check(self, segment: Segment) -> None:
         """Raises Damaged if the stored bytes are too short for the arrays of a segment."""
         ...
 
-    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
-        """Yields names of chunks of an array, below the array's, that no record describes."""
-        ...
-
-    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
-        """Returns the stored bytes of an array."""
-        ...
-
-    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
-        """Returns how many bytes are read for elements of an array's first axis."""
-        ...
-
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
-        ...
-
-    def read_into(
-        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
-    ) -> None:
-        """Reads elements ``[start, stop)`` of an array's first axis."""
         ...
 
     def files_of(self, segment: Segment) -> dict[str, int]:
@@ -112,29 +91,12 @@ class ZarrArrays:
                 bounds.check_chunk(entry, nbytes, first.length(shown), shown)
 
     def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
-        """See ``PartArrays``."""
+        """Yields names of chunks of an array, below the array's, that no digest describes."""
         known = self._chunks(segment, entry)
         for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
             name = arrays.chunk_name(entry, number)
             if name not in known:
                 yield name
-
-    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
-        """See ``PartArrays``."""
-        return sum(one.length for one in self._chunks(segment, entry).values())
-
-    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
-        """See ``PartArrays``."""
-        known = self._chunks(segment, entry)
-        chunks = range(start // entry.chunk_rows, -(-stop // entry.chunk_rows))
-        wanted = (arrays.chunk_name(entry, chunk) for chunk in chunks)
-        nbytes = sum(known[name].length for name in wanted if name in known)
-        if entry.compressed or not entry.shape[0]:
-            return nbytes
-        # From an uncompressed chunk, only the blocks around the rows are read.
-        row = entry.nbytes // entry.shape[0]
-        first, last = start * row // BLOCK_BYTES, -(-stop * row // BLOCK_BYTES)
-        return min(nbytes, (last - first) * BLOCK_BYTES)
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """See ``PartArrays``; a base has ranges only."""
@@ -165,14 +127,6 @@ class LayerArrays:
         #: Row groups that agree with the record.
         self._checked: dict[str, RowGroup] = {}
 
-    @classmethod
-    def of(cls, item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerArrays:
-        """Returns the arrays of a delta's part, whose manifest names the layer."""
-        file = naming.layer_name(record.process)
-        source = StoredBytes(item_dir / file)
-        opened = functools.partial(_layer_of, source, record.save_id, ref)
-        return cls(opened, name=source.name, file=file)
-
     @functools.cached_property
     def layer(self) -> LayerReader:
         """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
@@ -180,8 +134,8 @@ class LayerArrays:
 
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``PartArrays``."""
-        nbytes = sum(self.stored_bytes(segment, entry) for entry in segment.arrays)
-        return {self._file: nbytes}
+        stored = (self.bytes_of(segment, entry, 0, entry.shape[0]) for entry in segment.arrays)
+        return {self._file: sum(stored)}
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """See ``PartArrays``."""
@@ -194,16 +148,8 @@ class LayerArrays:
             if entry.name != naming.GAPS:
                 self._array(segment, entry)
 
-    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
-        """See ``PartArrays``; the footer describes all chunks."""
-        return iter(())
-
-    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
-        """See ``PartArrays``."""
-        return self.bytes_of(segment, entry, 0, entry.shape[0])
-
     def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
-        """See ``PartArrays``."""
+        """Returns how many bytes are read for elements of an array's first axis."""
         held = self.layer.arrays(self._group(segment)).get(entry.name)
         return 0 if held is None else self.layer.bytes_of(held, start, stop)
 
@@ -295,11 +241,15 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
     """Returns the stored arrays of a part."""
     if record.layer is None:
         return ZarrArrays(item_dir, record)
-    return LayerArrays.of(item_dir, record, record.layer)
+    file = naming.layer_name(record.process)
+    opened = functools.partial(layer_of, item_dir, record, record.layer)
+    return LayerArrays(opened, name=(item_dir / file).shown(), file=file)
 
 
-def _layer_of(source: StoredBytes, save_id: SaveId, ref: LayerRef) -> LayerReader:
+def layer_of(item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerReader:
+    """Opens the layer of a delta's part; raises Damaged if it is not that of the save."""
+    source = StoredBytes(item_dir / naming.layer_name(record.process))
     layer = LayerReader(source, ref.nbytes, digest=ref.digest)
-    if layer.id != save_id:
-        raise Damaged(f"{source.name}: footer", f"the layer of {save_id}", f"{layer.id}")
+    if layer.id != record.save_id:
+        raise Damaged(f"{source.name}: footer", f"the layer of {record.save_id}", f"{layer.id}")
     return layer

@@ -110,30 +110,22 @@ def restore_tables(
     cannot be read, ``chains.read_whole`` tries another one. Raises Damaged, DamagedWal, StepGone,
     and TemplateMismatch if a wanted table or box does not exist.
     """
-    restored = functools.partial(_restored, wanted=wanted, progress=progress, plan=plan, seen=seen)
-    return read_whole(saves, restored)
-
-
-def _restored(
-    saves: Sequence[StoredSave],
-    *,
-    wanted: Wanted | None,
-    progress: Progress | None,
-    plan: ReplayPlan | None,
-    seen: SeenRows | None,
-) -> RestoredTables:
     started = time.perf_counter()
-    target_layout = saves[-1].layout
-    buffers, targets = empty_buffers(target_layout, wanted)
-    records = () if plan is None else wal_rows.layers_of(plan, target_layout)
-    bytes_read = fill(saves, targets, progress, records=records, seen=seen)
-    return RestoredTables(
-        buffers=buffers,
-        layout=target_layout,
-        chain=tuple(save.info for save in saves),
-        bytes_read=bytes_read,
-        seconds=time.perf_counter() - started,
-    )
+
+    def restored(saves: Sequence[StoredSave]) -> RestoredTables:
+        layout = saves[-1].layout
+        buffers, targets = empty_buffers(layout, wanted)
+        records = () if plan is None else wal_rows.layers_of(plan, layout)
+        bytes_read = fill(saves, targets, progress, records=records, seen=seen)
+        return RestoredTables(
+            buffers=buffers,
+            layout=layout,
+            chain=tuple(save.info for save in saves),
+            bytes_read=bytes_read,
+            seconds=time.perf_counter() - started,
+        )
+
+    return read_whole(saves, restored)
 
 
 def check_keys(restored: RestoredTables) -> None:
@@ -252,9 +244,7 @@ def _cached(indices: RowIndices) -> RowIndices:
 
 
 def layers_of(
-    saves: Sequence[StoredSave],
-    targets: Targets,
-    runtime: Runtime | None = None,
+    saves: Sequence[StoredSave], targets: Targets, runtime: Runtime | None = None
 ) -> list[list[StoredPart]]:
     """Returns the shards of each save, oldest first, that may have wanted rows.
 

@@ -161,8 +161,9 @@ class DenseShard:
         else:
             self.arrays.check(segment)
             rows = self.arrays.row_indices(segment).rows
-            gaps = [entry for entry in segment.arrays if entry.name == naming.GAPS]
-            self.on_bytes(sum(self.arrays.stored_bytes(segment, entry) for entry in gaps))
+            gaps = (entry for entry in segment.arrays if entry.name == naming.GAPS)
+            nbytes = (self.arrays.bytes_of(segment, one, 0, one.shape[0]) for one in gaps)
+            self.on_bytes(sum(nbytes))
         if len(rows) != segment.count:
             raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
         total = sum(value.blocks for value in self.record.of_group(segment.group))
@@ -369,10 +370,7 @@ class DensePlan:
     """
 
     def __init__(
-        self,
-        saves: Sequence[Sequence[DenseShard]],
-        name: str,
-        wanted: Callable[[Key], bool],
+        self, saves: Sequence[Sequence[DenseShard]], name: str, wanted: Callable[[Key], bool]
     ):
         """Reads row indices of the shards of each save, newest first, but no values."""
         self._name = name
@@ -612,7 +610,6 @@ def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
 
 
 def _check_disjoint(found: Sequence[tuple[SegmentField, Rows]]) -> None:
-    """Checks that no two segments of a group have the same block."""
     if len(found) > 1:
         starts, _, reached = row_blocks.sorted_spans([rows for _, rows in found])
         if np.any(starts < reached[:-1]):

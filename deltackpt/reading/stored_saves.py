@@ -157,23 +157,26 @@ class StoredSave:
 
     @functools.cached_property
     def _read(self) -> dict[int, StoredPart]:
-        return {0: StoredPart.of(self.item_dir, self.head, self.head)}
+        return {0: self._stored(self.head)}
 
     def _part(self, process: int) -> StoredPart:
         if process not in self._read:
             name = naming.manifest_name(process)
+            shown = f"{self.name}/{name}"
             data = (self.item_dir / name).read()
             expected = self.head.parts[process].crc32c
             if (found := google_crc32c.value(data)) != expected:
-                shown = f"{self.name}/{name}"
                 raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
-            record = manifest.from_bytes(data, name=f"{self.name}/{name}")
+            record = manifest.from_bytes(data, name=shown)
             if record.process != process:
-                shown = f"{self.name}/{name}"
                 raise Damaged(shown, f"the shard of process {process}", f"that of {record.process}")
-            bounds.check_part(record, self.head, f"{self.name}/{name}")
-            self._read[process] = StoredPart.of(self.item_dir, record, self.head)
+            bounds.check_part(record, self.head, shown)
+            self._read[process] = self._stored(record)
         return self._read[process]
+
+    def _stored(self, record: Manifest) -> StoredPart:
+        arrays, groups = arrays_of(self.item_dir, record), self.head.group_by_name
+        return StoredPart(arrays, record.segments, groups, self.item_dir, record)
 
     @property
     def layout(self) -> Layout:
@@ -193,12 +196,6 @@ class StoredPart(Shard):
 
     item_dir: StorePath
     record: Manifest
-
-    @classmethod
-    def of(cls, item_dir: StorePath, record: Manifest, head: Manifest) -> StoredPart:
-        """Returns the shard that a manifest describes; reads nothing. ``head`` has the groups."""
-        arrays = arrays_of(item_dir, record)
-        return cls(arrays, record.segments, head.group_by_name, item_dir, record)
 
 
 #: A step by its ``StorePath``, or by its path, which is a name in the store of its directory.

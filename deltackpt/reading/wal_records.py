@@ -31,14 +31,7 @@ from deltackpt.format.records import InvalidRecord, check_segment
 from deltackpt.format.row_blocks import DenseBlocks, Encoding, Segment
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead
 from deltackpt.layers import footer
-from deltackpt.layers.footer import (
-    PAGE_BYTES,
-    REMOVED,
-    EpochRef,
-    Header,
-    LayerArray,
-    RowGroup,
-)
+from deltackpt.layers.footer import PAGE_BYTES, REMOVED, EpochRef, Header, LayerArray, RowGroup
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.wal_locations import Noted, newest_durable
@@ -555,11 +548,9 @@ class _Window:
 
     @property
     def name(self) -> str:
-        """See ``ByteSource``."""
         return self.segment.shown(4)
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        """See ``ByteSource``."""
         at = start - self._start
         nbytes = sum(part.nbytes for part in parts)
         if not 0 <= at <= at + nbytes <= len(self._data):

@@ -183,7 +183,6 @@ class WalTopics:
 
 
 def _ends(topic: WalTopic, until: WalTopic | None, there: Mapping[int, Offsets]) -> dict[int, int]:
-    """Returns where to stop reading, by partition."""
     ends = {process: offsets.stop for process, offsets in there.items()}
     if until is not None and (until.name, until.cluster) == (topic.name, topic.cluster):
         starts = dict(enumerate(until.starts))
