@@ -391,156 +391,145 @@ class PrometheusHandler:
             ) from error
         self.registry = prometheus_client.REGISTRY if registry is None else registry
 
-        def counter(name: str, text: str, *labels: str) -> prometheus_client.Counter:
-            return prometheus_client.Counter(name, text, labels, registry=self.registry)
-
-        def gauge(name: str, text: str, *labels: str) -> prometheus_client.Gauge:
-            return prometheus_client.Gauge(name, text, labels, registry=self.registry)
-
-        def seconds(name: str, text: str, *labels: str) -> prometheus_client.Histogram:
-            return prometheus_client.Histogram(
-                name, text, labels, registry=self.registry, buckets=_SECONDS_BUCKETS
+        self._counters = {
+            name: prometheus_client.Counter(
+                f"deltackpt_{name}", text, labels, registry=self.registry
             )
-
-        of_save = ("process", "kind")
-        self._saves = counter("deltackpt_saves", "Committed saves", *of_save)
-        self._rows = counter("deltackpt_saved_rows", "Rows written", *of_save)
-        self._written = counter("deltackpt_saved_bytes", "Bytes written", *of_save)
-        self._save_secs = seconds(
-            "deltackpt_save_seconds", "Time of a save by stage", *of_save, "stage"
-        )
-        self._ratio = gauge(
-            "deltackpt_saved_ratio",
-            "Bytes of the newest save of a kind over the bytes of all rows unencoded",
-            *of_save,
-        )
-        self._step = gauge(
-            "deltackpt_last_saved_step", "Step of the newest committed save", "process"
-        )
-        self._committed = gauge(
-            "deltackpt_last_commit_timestamp_seconds",
-            "When the newest save was committed, in seconds since 1970",
-            "process",
-        )
-        of_table = ("process", "table", "field")
-        self._table_bytes = counter(
-            "deltackpt_saved_table_bytes", "Bytes written of a table or slot", *of_table, "codec"
-        )
-        self._table_error = gauge(
-            "deltackpt_relative_error",
-            "Relative l2 error of the newest save of a table or slot",
-            *of_table,
-        )
-        self._dense_bytes = counter(
-            "deltackpt_saved_dense_bytes",
-            "Bytes written of dense leaves that deltas store as blocks",
-            *of_save,
-        )
-        of_leaf = ("process", "leaf")
-        self._leaf_bytes = counter(
-            "deltackpt_saved_leaf_bytes",
-            "Bytes written of a dense leaf with a lossy codec requested",
-            *of_leaf,
-            "codec",
-        )
-        self._leaf_error = gauge(
-            "deltackpt_leaf_relative_error",
-            "Relative l2 error of the newest save of a dense leaf with a lossy codec requested",
-            *of_leaf,
-        )
-        of_restore = ("process", "source")
-        self._restores = counter("deltackpt_restores", "Restored steps", *of_restore)
-        self._read = counter("deltackpt_restored_bytes", "Bytes read", *of_restore)
-        self._restore_secs = seconds(
-            "deltackpt_restore_seconds", "Time of a restore by stage", *of_restore, "stage"
-        )
-        self._uploads = counter("deltackpt_uploads", "Uploaded saves", "process")
-        self._sent = counter("deltackpt_uploaded_bytes", "Bytes of uploaded saves", "process")
-        self._upload_secs = seconds(
-            "deltackpt_upload_seconds", "Time of an upload by stage", "process", "stage"
-        )
-        self._uploaded_step = gauge(
-            "deltackpt_last_uploaded_step", "Step of the newest uploaded save", "process"
-        )
-        self._waiting = gauge(
-            "deltackpt_waiting_bytes",
-            "Bytes in the staging directory that are not uploaded yet",
-            "process",
-        )
-        of_append = ("process", "kind")
-        self._appends = counter("deltackpt_appends", "Durable WAL records", *of_append)
-        self._appended_rows = counter("deltackpt_appended_rows", "Rows in WAL records", *of_append)
-        self._appended_bytes = counter(
-            "deltackpt_appended_bytes", "Bytes of WAL records", *of_append
-        )
-        self._append_secs = seconds(
-            "deltackpt_append_seconds", "Time of a WAL record by stage", *of_append, "stage"
-        )
-        self._appended_step = gauge(
-            "deltackpt_last_appended_step", "Step of the newest durable WAL record", *of_append
-        )
-        of_failure = ("process", "operation", "code")
-        self._failures = counter(
-            "deltackpt_failures", "Failed operations, and skipped steps", *of_failure
-        )
-        # A counter that first appears as 1 shows no increase: alert on this gauge instead.
-        self._failed = gauge(
-            "deltackpt_last_failure_timestamp_seconds",
-            "When the newest failure was reported, in seconds since 1970",
-            *of_failure,
-        )
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: prometheus_client.Gauge(f"deltackpt_{name}", text, labels, registry=self.registry)
+            for name, (text, labels) in _GAUGES.items()
+        }
+        self._seconds = {
+            name: prometheus_client.Histogram(
+                f"deltackpt_{name}_seconds",
+                f"Time of {text} by stage",
+                (*labels, "stage"),
+                registry=self.registry,
+                buckets=_SECONDS_BUCKETS,
+            )
+            for name, (text, labels) in _SECONDS.items()
+        }
 
     def receive(self, event: Event) -> None:
         """See ``EventHandler``."""
+        process = str(event.process)
         if isinstance(event, SaveEvent):
             self._receive_save(event)
         elif isinstance(event, RestoreEvent):
-            labels = (str(event.process), event.source)
-            self._restores.labels(*labels).inc()
-            self._read.labels(*labels).inc(event.bytes_read)
-            _observe(self._restore_secs, labels, event, _RESTORE_STAGES)
+            labels = (process, event.source)
+            self._count("restores", labels)
+            self._count("restored_bytes", labels, event.bytes_read)
+            self._observe("restore", labels, event, _RESTORE_STAGES)
         elif isinstance(event, UploadEvent):
-            labels = (str(event.process),)
-            self._uploads.labels(*labels).inc()
-            self._sent.labels(*labels).inc(event.bytes_sent)
-            self._upload_secs.labels(*labels, "upload").observe(event.seconds)
-            self._upload_secs.labels(*labels, "lag").observe(event.lag_secs)
-            self._uploaded_step.labels(*labels).set(event.step)
-            self._waiting.labels(*labels).set(event.waiting_bytes)
+            self._count("uploads", (process,))
+            self._count("uploaded_bytes", (process,), event.bytes_sent)
+            self._seconds["upload"].labels(process, "upload").observe(event.seconds)
+            self._seconds["upload"].labels(process, "lag").observe(event.lag_secs)
+            self._gauges["last_uploaded_step"].labels(process).set(event.step)
+            self._gauges["waiting_bytes"].labels(process).set(event.waiting_bytes)
         elif isinstance(event, AppendEvent):
-            labels = (str(event.process), event.kind)
-            self._appends.labels(*labels).inc()
-            self._appended_rows.labels(*labels).inc(event.rows)
-            self._appended_bytes.labels(*labels).inc(event.bytes_written)
-            _observe(self._append_secs, labels, event, _APPEND_STAGES)
-            self._appended_step.labels(*labels).set(event.step)
+            labels = (process, event.kind)
+            self._count("appends", labels)
+            self._count("appended_rows", labels, event.rows)
+            self._count("appended_bytes", labels, event.bytes_written)
+            self._observe("append", labels, event, _APPEND_STAGES)
+            self._gauges["last_appended_step"].labels(*labels).set(event.step)
         else:
-            labels = (str(event.process), event.operation, event.code)
-            self._failures.labels(*labels).inc()
-            self._failed.labels(*labels).set_to_current_time()
+            labels = (process, event.operation, event.code)
+            self._count("failures", labels)
+            self._gauges["last_failure_timestamp_seconds"].labels(*labels).set_to_current_time()
 
     def _receive_save(self, event: SaveEvent) -> None:
         process = str(event.process)
         labels = (process, event.kind)
-        self._saves.labels(*labels).inc()
-        self._rows.labels(*labels).inc(event.rows)
-        self._written.labels(*labels).inc(event.bytes_written)
-        self._ratio.labels(*labels).set(event.ratio)
-        _observe(self._save_secs, labels, event, _SAVE_STAGES)
-        self._step.labels(process).set(event.step)
-        self._committed.labels(process).set(event.committed_unix_secs)
+        self._count("saves", labels)
+        self._count("saved_rows", labels, event.rows)
+        self._count("saved_bytes", labels, event.bytes_written)
+        self._observe("save", labels, event, _SAVE_STAGES)
+        self._gauges["saved_ratio"].labels(*labels).set(event.ratio)
+        self._gauges["last_saved_step"].labels(process).set(event.step)
+        committed = self._gauges["last_commit_timestamp_seconds"]
+        committed.labels(process).set(event.committed_unix_secs)
         for figures in event.tables:
-            place = (process, figures.table, figures.field)
-            self._table_bytes.labels(*place, figures.codec).inc(figures.nbytes)
-            self._table_error.labels(*place).set(figures.relative_error)
-        self._dense_bytes.labels(*labels).inc(event.dense_bytes)
+            of_table = (process, figures.table, figures.field)
+            self._count("saved_table_bytes", (*of_table, figures.codec), figures.nbytes)
+            self._gauges["relative_error"].labels(*of_table).set(figures.relative_error)
+        self._count("saved_dense_bytes", labels, event.dense_bytes)
         for figures in event.dense:
             # A model may have thousands of lossless leaves: too many series.
             if figures.codec != "lossless" or figures.reason:
-                self._leaf_bytes.labels(process, figures.leaf, figures.codec).inc(figures.nbytes)
-                self._leaf_error.labels(process, figures.leaf).set(figures.relative_error)
+                of_leaf = (process, figures.leaf)
+                self._count("saved_leaf_bytes", (*of_leaf, figures.codec), figures.nbytes)
+                self._gauges["leaf_relative_error"].labels(*of_leaf).set(figures.relative_error)
+
+    def _count(self, name: str, labels: tuple[str, ...], amount: int = 1) -> None:
+        self._counters[name].labels(*labels).inc(amount)
+
+    def _observe(
+        self, name: str, labels: tuple[str, ...], event: Event, stages: Iterable[str]
+    ) -> None:
+        for stage in stages:
+            self._seconds[name].labels(*labels, stage).observe(getattr(event, f"{stage}_secs"))
 
 
+_OF_PROCESS = ("process",)
+_OF_KIND = ("process", "kind")
+_OF_TABLE = ("process", "table", "field")
+_OF_LEAF = ("process", "leaf")
+_OF_RESTORE = ("process", "source")
+_OF_FAILURE = ("process", "operation", "code")
+#: Metric, without ``deltackpt_``, to its description and labels.
+_COUNTERS = {
+    "saves": ("Committed saves", _OF_KIND),
+    "saved_rows": ("Rows written", _OF_KIND),
+    "saved_bytes": ("Bytes written", _OF_KIND),
+    "saved_table_bytes": ("Bytes written of a table or slot", (*_OF_TABLE, "codec")),
+    "saved_dense_bytes": ("Bytes written of dense leaves that deltas store as blocks", _OF_KIND),
+    "saved_leaf_bytes": (
+        "Bytes written of a dense leaf with a lossy codec requested",
+        (*_OF_LEAF, "codec"),
+    ),
+    "restores": ("Restored steps", _OF_RESTORE),
+    "restored_bytes": ("Bytes read", _OF_RESTORE),
+    "uploads": ("Uploaded saves", _OF_PROCESS),
+    "uploaded_bytes": ("Bytes of uploaded saves", _OF_PROCESS),
+    "appends": ("Durable WAL records", _OF_KIND),
+    "appended_rows": ("Rows in WAL records", _OF_KIND),
+    "appended_bytes": ("Bytes of WAL records", _OF_KIND),
+    "failures": ("Failed operations, and skipped steps", _OF_FAILURE),
+}
+_GAUGES = {
+    "saved_ratio": (
+        "Bytes of the newest save of a kind over the bytes of all rows unencoded",
+        _OF_KIND,
+    ),
+    "last_saved_step": ("Step of the newest committed save", _OF_PROCESS),
+    "last_commit_timestamp_seconds": (
+        "When the newest save was committed, in seconds since 1970",
+        _OF_PROCESS,
+    ),
+    "relative_error": ("Relative l2 error of the newest save of a table or slot", _OF_TABLE),
+    "leaf_relative_error": (
+        "Relative l2 error of the newest save of a dense leaf with a lossy codec requested",
+        _OF_LEAF,
+    ),
+    "last_uploaded_step": ("Step of the newest uploaded save", _OF_PROCESS),
+    "waiting_bytes": ("Bytes in the staging directory that are not uploaded yet", _OF_PROCESS),
+    "last_appended_step": ("Step of the newest durable WAL record", _OF_KIND),
+    # A counter that first appears as 1 shows no increase: alert on this gauge instead.
+    "last_failure_timestamp_seconds": (
+        "When the newest failure was reported, in seconds since 1970",
+        _OF_FAILURE,
+    ),
+}
+_SECONDS = {
+    "save": ("a save", _OF_KIND),
+    "restore": ("a restore", _OF_RESTORE),
+    "upload": ("an upload", _OF_PROCESS),
+    "append": ("a WAL record", _OF_KIND),
+}
 _SAVE_STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
 _APPEND_STAGES = ("blocked", "encode", "write", "sync", "durable")
 _RESTORE_STAGES = ("find", "read", "place", "total")
@@ -549,16 +538,6 @@ _SECONDS_BUCKETS = (
     *(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     *(3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
 )
-
-
-def _observe(
-    histogram: prometheus_client.Histogram,
-    labels: tuple[str, ...],
-    event: Event,
-    stages: Iterable[str],
-) -> None:
-    for stage in stages:
-        histogram.labels(*labels, stage).observe(getattr(event, f"{stage}_secs"))
 
 
 def _name(event: Event) -> str:
