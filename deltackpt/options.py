@@ -9,7 +9,7 @@ import numbers
 import os
 import threading
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from deltackpt.codecs import block_codecs
 from deltackpt.errors import OptionError
@@ -65,11 +65,11 @@ class Timeouts:
         _check_positive(self, *names, what="number of seconds", most=threading.TIMEOUT_MAX)
 
 
-def _check_known(options: object, **known: tuple[str | None, ...]) -> None:
-    for name, values in known.items():
-        if (found := getattr(options, name)) not in values:
+def _check_known(options: object, **kinds: object) -> None:
+    for name, kind in kinds.items():
+        if (found := getattr(options, name)) not in (known := get_args(kind)):
             raise OptionError(
-                f"{type(options).__name__}.{name}: expected one of {values}, found {found!r}"
+                f"{type(options).__name__}.{name}: expected one of {known}, found {found!r}"
             )
 
 
@@ -134,12 +134,7 @@ class DeltaOptions:
     base_snapshot: BaseSnapshot = "hold"
 
     def __post_init__(self) -> None:
-        _check_known(
-            self,
-            tracking=("auto", "touched", "fingerprints"),
-            bases=("periodic", "compacted"),
-            base_snapshot=("block", "hold"),
-        )
+        _check_known(self, tracking=Tracking, bases=Bases, base_snapshot=BaseSnapshot)
         _check_kind(self, bool, "tracking_audit")
         if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
             raise OptionError(
@@ -170,7 +165,7 @@ class WriteOptions:
     staging_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        _check_known(self, durability=("power", "process"), when_busy=("wait", "skip", "coalesce"))
+        _check_known(self, durability=Durability, when_busy=WhenBusy)
         _check_at_least_one(self, "staging_bytes")
 
 
@@ -294,7 +289,7 @@ class Tiers:
     endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _check_known(self, wait_for=("remote", "peers", "staging"))
+        _check_known(self, wait_for=WaitFor)
         _check_at_least_one(self, "max_staging_bytes", "keep_local")
         for name, kinds in (("extents", (Extents,)), ("peers", (Copies, Erasure))):
             found = getattr(self, name)
@@ -445,12 +440,7 @@ class WalOptions:
     max_wal_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_known(
-            self,
-            dense=("whole", "delta", "soft"),
-            when_full=("wait", "coalesce"),
-            on_failure=("save", "raise"),
-        )
+        _check_known(self, dense=LoggedDense, when_full=WhenFull, on_failure=OnFailure)
         _check_at_least_one(self, "dense_every", "buffer_bytes")
         if not isinstance(self.backend, (LocalWal, KafkaWal)):
             raise OptionError(
@@ -508,7 +498,7 @@ class Dense:
     max_reference_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
-        _check_known(self, deltas=("whole", "blocks"))
+        _check_known(self, deltas=DenseDeltas)
         _check_at_least_one(self, "max_reference_bytes")
         _check_kind(self, bool, "skip_unchanged")
         _check_kind(self, (str, Mapping), "codec")
@@ -566,29 +556,16 @@ class ManagerOptions:
     multiprocess: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("deltas", DeltaOptions),
-            ("writes", WriteOptions),
-            ("dense", Dense),
-            ("timeouts", Timeouts),
-            ("background", Background),
-        ):
-            if not isinstance(found := getattr(self, name), kind):
+        for name, (kind, example) in _EXAMPLES.items():
+            found = getattr(self, name)
+            optional = name in ("tiers", "wal")
+            if not (isinstance(found, kind) or (optional and found is None)):
                 raise OptionError(
-                    f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}, found "
-                    f"{type(found).__name__}; pass e.g. {name}={_EXAMPLES[kind]}"
+                    f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}"
+                    f"{' or None' if optional else ''}, found {type(found).__name__}; pass e.g. "
+                    f"{name}={kind.__name__}({example})"
                 )
-        if not (self.tiers is None or isinstance(self.tiers, Tiers)):
-            raise OptionError(
-                "ManagerOptions.tiers: expected a deltackpt.Tiers or None, found "
-                f"{type(self.tiers).__name__}; pass e.g. tiers=Tiers(staging_dir='/dev/shm/run')"
-            )
-        if not (self.wal is None or isinstance(self.wal, WalOptions)):
-            raise OptionError(
-                "ManagerOptions.wal: expected a deltackpt.WalOptions or None, found "
-                f"{type(self.wal).__name__}; pass e.g. wal=WalOptions(dense_every=16)"
-            )
-        _check_known(self, access=("write", "read"))
+        _check_known(self, access=Access)
         _check_kind(self, bool, "multiprocess")
         if not (self.multiprocess or self.read_only):
             raise OptionError(
@@ -624,10 +601,13 @@ class ManagerOptions:
         return not self.multiprocess
 
 
+#: Option to its class, and arguments of an example for errors.
 _EXAMPLES = {
-    DeltaOptions: "DeltaOptions(bases='compacted')",
-    WriteOptions: "WriteOptions(when_busy='skip')",
-    Dense: "Dense(deltas='blocks')",
-    Timeouts: "Timeouts(save_secs=600)",
-    Background: "Background(threads=1)",
+    "deltas": (DeltaOptions, "bases='compacted'"),
+    "writes": (WriteOptions, "when_busy='skip'"),
+    "dense": (Dense, "deltas='blocks'"),
+    "timeouts": (Timeouts, "save_secs=600"),
+    "tiers": (Tiers, "staging_dir='/dev/shm/run'"),
+    "background": (Background, "threads=1"),
+    "wal": (WalOptions, "dense_every=16"),
 }
