@@ -64,16 +64,8 @@ __all__ = [
     "too_large",
 ]
 
-__getattr__ = attributes(
-    __name__,
-    {
-        "Advice": ".advice",
-        "Cost": ".advice",
-        "MeasuredCosts": ".advice",
-        "RecoveryKind": ".advice",
-        "Regime": ".advice",
-        "RegimeAdvice": ".advice",
-        "advise_interval": ".advice",
-        "advise_regime": ".advice",
-    },
+_ADVICE = (
+    *("Advice", "Cost", "MeasuredCosts", "RecoveryKind", "Regime", "RegimeAdvice"),
+    *("advise_interval", "advise_regime"),
 )
+__getattr__ = attributes(__name__, dict.fromkeys(_ADVICE, ".advice"))
