@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -148,12 +148,11 @@ def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) 
         [buffer] = held.values()
         buffer[stored:] = template[stored:]
         return
-    data = {shard.device: shard.data for shard in template.addressable_shards}
+    parts = placement.local_parts(template)
     for device, box in placement.device_boxes(template).items():
         first = max(0, stored - box.rows[0])
         if first < box.rows[1] - box.rows[0]:
-            rows = template if device is None else data[device]
-            held[box][first:] = np.asarray(rows)[first:]
+            held[box][first:] = np.asarray(parts[device])[first:]
 
 
 def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
@@ -177,19 +176,9 @@ def same_bits(one: object, two: object) -> bool:
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
     """Returns whether merged buffers equal this process's shards of ``leaves`` bit for bit."""
     return all(
-        same_bits(merged.buffers[name][field][box], part)
+        same_bits(merged.buffers[name][field][box], parts[device])
         for name, fields in leaves.items()
         for field, leaf in fields.items()
-        for box, part in _parts(leaf)
+        for parts in [placement.local_parts(leaf)]
+        for device, box in placement.device_boxes(leaf).items()
     )
-
-
-def _parts(leaf: object) -> Iterator[tuple[Box, object]]:
-    """The boxes of an array with their rows, one for each device of this process."""
-    held = (
-        {}
-        if not isinstance(leaf, jax.Array)
-        else {shard.device: shard.data for shard in leaf.addressable_shards}
-    )
-    for device, box in placement.device_boxes(leaf).items():
-        yield box, leaf if device is None else held[device]

@@ -102,7 +102,7 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[object]:
     """Runs programs on the device of an uncommitted array instead of the default device."""
     if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.committed:
         return contextlib.nullcontext()
-    [device] = array.sharding.device_set
+    [device] = array.sharding.device_set  # Also of an array that was donated.
     return jax.default_device(device)
 
 
@@ -249,7 +249,7 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
     """
     sharding = sharding_of(leaf)
     if sharding is None:
-        with _uncommitted_like(leaf):
+        with on_device_of(leaf):
             return jax.device_put(value, may_alias=may_alias)
     if sharding.is_fully_addressable:
         may_alias = may_alias and len(sharding.device_set) == 1
@@ -297,7 +297,7 @@ def like(array: jax.Array, leaf: object) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return put(np.asarray(array), leaf)
     data = put(np.asarray(jax.random.key_data(array)), leaf)
-    with _uncommitted_like(leaf):  # Else the keys are made on the default device.
+    with on_device_of(leaf):  # Else the keys are made on the default device.
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
 
 
@@ -306,14 +306,6 @@ def _lies_like(array: jax.Array, leaf: object) -> bool:
     if array.committed:
         return False
     return not isinstance(leaf, jax.Array) or array.sharding.device_set == leaf.sharding.device_set
-
-
-def _uncommitted_like(leaf: object) -> contextlib.AbstractContextManager[object]:
-    """Makes arrays on the device of an uncommitted leaf; on the default device for other leaves."""
-    if not isinstance(leaf, jax.Array):
-        return contextlib.nullcontext()
-    [device] = leaf.sharding.device_set  # Also of an array that was donated.
-    return jax.default_device(device)
 
 
 def _laid_out(array: Leaf, leaf: Leaf) -> jax.Array:
@@ -398,6 +390,13 @@ def shard_boxes(array: jax.Array) -> dict[Box, int]:
     """Returns the distinct boxes of this process, each with the index of a shard that holds it."""
     shard_of = _shard_numbers(array)
     return {box: shard_of[device] for device, box in boxes(array.sharding, array.shape).items()}
+
+
+def local_parts(array: Leaf) -> dict[Device | None, Leaf]:
+    """Returns the content of an array by the devices of ``device_boxes``; None for the whole."""
+    if sharding_of(array) is None:
+        return {None: array}
+    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _shard_numbers(array: jax.Array) -> dict[Device, int]:

@@ -227,7 +227,7 @@ class Average(NamedTuple):
 
 def averages_of(
     paths: Sequence[KeyPath],
-    leaves: Sequence[object],
+    leaves: Sequence[Leaf],
     chosen: Collection[int],
     outside: Collection[int],
 ) -> tuple[Average, ...]:
@@ -236,22 +236,16 @@ def averages_of(
     Leaves that are tables themselves are included only if their names are typical of averages;
     ``outside`` has the positions of dense leaves outside optimizer states.
     """
-    return tuple(_found(paths, leaves, chosen, outside))
-
-
-def _found(
-    paths: Sequence[KeyPath],
-    leaves: Sequence[Leaf],
-    chosen: Collection[int],
-    outside: Collection[int],
-) -> Iterator[Average]:
     names = {i: path_name(paths[i]) for i in (*chosen, *outside)}
     originals = [i for i in chosen if not _NAMED_SO.search(names[i])]
     by_tail = {(_tail(paths[i]), tuple(leaves[i].shape)): names[i] for i in originals}
-    for i in names.keys() - originals:
-        table = by_tail.get((_tail(paths[i]), tuple(getattr(leaves[i], "shape", ()))))
-        if table is not None:
-            yield Average(i, names[i], table, i in chosen)
+    found = (
+        (i, by_tail.get((_tail(paths[i]), tuple(getattr(leaves[i], "shape", ())))))
+        for i in names.keys() - originals
+    )
+    return tuple(
+        Average(i, names[i], table, i in chosen) for i, table in found if table is not None
+    )
 
 
 def _tail(path: KeyPath) -> tuple[str, ...]:

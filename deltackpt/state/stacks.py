@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from deltackpt import coordination
-from deltackpt.coordination import Device
 from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import path_name
@@ -315,7 +314,9 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
         return array_of(parts[0])
     target = restored[0].target
     leaf, stack = target.array, target.stack
-    known = _known(leaf)
+    is_device_array = isinstance(leaf, jax.Array)
+    has_values = not leaf.is_deleted() if is_device_array else isinstance(leaf, np.ndarray)
+    known = placement.local_parts(leaf) if has_values else {}
     boxes = placement.device_boxes(leaf)
     held = {}
     for device, box in boxes.items():
@@ -333,17 +334,6 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
     if isinstance(leaf, np.ndarray):
         return held[boxes[None]]
     return placement.assembled(leaf, boxes, held, may_alias=True)
-
-
-def _known(leaf: object) -> Mapping[Device | None, jax.Array | np.ndarray]:
-    """The content of a template by device, None for the whole; empty if it has none."""
-    if isinstance(leaf, np.ndarray):
-        return {None: leaf}
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-        return {}
-    if placement.sharding_of(leaf) is None:
-        return {None: leaf}
-    return {shard.device: shard.data for shard in leaf.addressable_shards}
 
 
 class StackedView(NamedTuple):

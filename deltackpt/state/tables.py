@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import logging
-import math
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -356,7 +355,7 @@ def _check_storable(plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault) ->
 
 def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
     """Warns, once for each choice of tables, of slots that each save stores whole."""
-    nbytes = sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in plan.dense_slots)
+    nbytes = sum(slots.bytes_of(leaves[i]) for i in plan.dense_slots)
     if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
         return
     _warned.add(tables)
