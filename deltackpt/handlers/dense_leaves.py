@@ -28,6 +28,7 @@ from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.naming import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.format.records import MOST_ZSTD_RATIO
 from deltackpt.handlers import orbax_dense
+from deltackpt.handlers.orbax_dense import StoredLeaf
 from deltackpt.lazy_import import LazyModule
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
 from deltackpt.reading.stored_dense import DenseValues, StoredItem
@@ -87,12 +88,6 @@ class _Stored:
     chunks: tuple[int, ...]
     dtype: np.dtype
     is_number: bool = False
-
-    @property
-    def leaf(self) -> orbax_dense.StoredLeaf:
-        return orbax_dense.StoredLeaf(
-            "number" if self.is_number else "array", self.shape, self.dtype
-        )
 
     def keys(self, boxes: Iterable[_Box]) -> set[str]:
         """Returns keys of the chunks that intersect some boxes."""
@@ -217,7 +212,10 @@ class StoredLeaves:
                 rest = orbax_dense.handler().metadata(folder)
         if abstract is not None:
             found = {} if rest is None else orbax_dense.by_key(orbax_dense.described(rest))
-            arrays = {key: array.leaf for key, array in placed.items()}
+            arrays = {
+                key: StoredLeaf("number" if one.is_number else "array", one.shape, one.dtype)
+                for key, one in placed.items()
+            }
             orbax_dense.check(abstract, _nested({**found, **arrays, **known}), step)
         boxes = {
             key: _boxes(None if wanted is None or array.is_number else wanted[key], array.shape)

@@ -368,9 +368,8 @@ def _with_sharding(leaf: Any) -> Any:
 
 
 def _abstract(metadata: Any) -> Any:
-    if not isinstance(metadata, ocp.metadata.ArrayMetadata):
-        return metadata
-    if isinstance(metadata, ocp.metadata.ScalarMetadata):
+    is_array = isinstance(metadata, ocp.metadata.ArrayMetadata)
+    if not is_array or isinstance(metadata, ocp.metadata.ScalarMetadata):
         return metadata
     return jax.ShapeDtypeStruct(tuple(metadata.shape), metadata.dtype)
 

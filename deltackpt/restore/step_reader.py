@@ -206,22 +206,11 @@ class StepReader:
                     abstract = None if expected is None else expected.dense
                     straight = self._others.straight(step, abstract, verify=alone)
                 # Several processes share the work.
-                dense = straight is None or not alone
-                self._root.check_step_files(step_dir, self._share, dense=dense)
+                with_dense = straight is None or not alone
+                self._root.check_step_files(step_dir, self._share, dense=with_dense)
         plan = None if point is None else self._plan(point, target.info.save_id)
-        whole = rows is None
-        return Found(
-            step,
-            target,
-            chain,
-            source,
-            problem,
-            expected,
-            wanted,
-            dense=whole,
-            plan=plan,
-            straight=straight,
-        )
+        dense = rows is None
+        return Found(step, target, chain, source, problem, expected, wanted, dense, plan, straight)
 
     def _plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan:
         found = WalReader(self._root.wal_location).read().plan(point, step)
@@ -328,7 +317,10 @@ class StepReader:
         problem, merged, files, point = found.problem, None, None, None
         if found.source is not None:
             try:
-                with self._source_tables(found.source, found) as merged:
+                point_of = {} if found.plan is None else {"point": found.plan.point}
+                with found.source.tables(
+                    found.target, found.wanted, timeout_secs=self._service_secs, **point_of
+                ) as merged:
                     if found.plan is None:
                         files = self._files(found, merged, held)
                     elif merged.point and merged.files is not None:
@@ -345,15 +337,6 @@ class StepReader:
                 extra={"process_index": process},
             )
         return merged, files, point, problem
-
-    def _source_tables(
-        self, source: RowSource, found: Found
-    ) -> contextlib.AbstractContextManager[RestoredTables]:
-        secs = self._service_secs
-        if found.plan is None:
-            return source.tables(found.target, found.wanted, timeout_secs=secs)
-        point = found.plan.point
-        return source.tables(found.target, found.wanted, timeout_secs=secs, point=point)
 
     def _files(
         self, found: Found, merged: RestoredTables, held: contextlib.ExitStack
