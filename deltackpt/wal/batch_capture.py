@@ -12,13 +12,14 @@ from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.row_blocks import VALUES, Span
-from deltackpt.policies import BitWidthPolicy, CodecChoice
+from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks
 from deltackpt.save.capture import SegmentSource, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
+from deltackpt.session.run import Run
 from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, match_marks
@@ -85,75 +86,65 @@ def _ascending(indices: np.ndarray, rows: int) -> np.ndarray:
     return held.nonzero()[0]
 
 
-def sources_of(
-    split: Split, marks: Sequence[Marks], rows: Rows | None, runtime: Runtime
-) -> Sources:
-    """Returns the parts of the state that this process reads for a record."""
-    stamps = match_marks(marks, split.layout) if marks else {}
-    sources = Sources(split.layout, split.fields, stamps, runtime)
-    if rows is None and not marks:
+def segments_of(
+    split: Split,
+    marks: Sequence[Marks],
+    rows: Rows | None,  # Those that the caller names; None if the stamps determine them.
+    pending: Rows,
+    *,
+    since: Mapping[str, int],  # TouchState path to the clock after which rows are touched.
+    always: bool,  # Whether to include fields that are ``always`` written.
+    runtime: Runtime,
+) -> tuple[Sources, TouchedRows | None, list[SegmentSource]]:
+    """Returns what this process reads, the named and pending rows, and the rows of a record."""
+    layout = split.layout
+    sources = Sources(layout, split.fields, match_marks(marks, layout) if marks else {}, runtime)
+    if rows is not None:
+        named, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
+
+        def touched(group: str, spans: tuple[Span, ...]) -> np.ndarray:
+            return within(named.get(group, nothing), spans)
+
+        given = including(touched, pending, layout)
+        return sources, given, [*sources.segments(whole=False, touched=given, always=always)]
+    if not marks:
         raise TrackingError(
             "append: expected a TouchState or ids, found neither; pass append() the TouchState "
             "that the training step returned, or the rows that it looked up"
         )
-    return sources
-
-
-def given_rows(rows: Rows | None, pending: Rows, layout: Layout) -> TouchedRows | None:
-    """Combines the rows that a caller names with the pending ones; None if it names none."""
-    return None if rows is None else including(_given(rows, layout), pending, layout)
-
-
-def segments_of(
-    sources: Sources,
-    *,
-    since: Mapping[str, int],  # TouchState path to the clock after which rows are touched.
-    given: TouchedRows | None,
-    pending: Rows,  # Included if the stamps determine the touched rows.
-    always: bool,  # Whether to include fields that are ``always`` written.
-) -> list[SegmentSource]:
-    """Returns this process's rows of a record."""
-    layout = sources.layout
-    if given is None:
-        sources.stamps.scan(since)
-        given = including(sources.stamps.touched, pending, layout)
-    return [*sources.segments(whole=False, touched=given, always=always)]
-
-
-def _given(rows: Rows, layout: Layout) -> TouchedRows:
-    """Returns what provides the rows that a caller names as touched."""
-    given, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
-
-    def find(group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        return within(given.get(group, nothing), spans)
-
-    return find
+    sources.stamps.scan(since)
+    found = including(sources.stamps.touched, pending, layout)
+    return sources, None, [*sources.segments(whole=False, touched=found, always=always)]
 
 
 def capture(
     save_id: SaveId,
     parent: SaveId | None,
+    run: Run,
     split: Split,
     segments: Sequence[SegmentSource],
     *,
     full: bool,  # Whether to include dense leaves.
     items: Sequence[RecordedItem],
-    codec: str | BitWidthPolicy | CodecChoice | None,  # Of table rows; None as for deltas.
-    restores: int,
-    process: int,
     runtime: Runtime,
     references: DenseKeeper | None,  # Of the dense leaves; None if they are stored in full.
     reserved_bytes: int,
     started: float,  # When ``append()`` was called, of ``time.perf_counter()``.
 ) -> Batch:
     """Copies rows and dense leaves, consistent with each other."""
-    choices = _choices(split, codec)
-    plans = pending_save.planned(choices, "delta", restores)
+    choices = split.codecs
+    if run.options.wal is not None and run.options.wal.codec is not None:
+        chosen = CodecChoice.of(run.options.wal.codec)
+        choices = {
+            group: {name: chosen if name == VALUES else one for name, one in fields.items()}
+            for group, fields in choices.items()
+        }
+    plans = pending_save.planned(choices, "delta", run.lineage.restores)
     rows = StagedRows(segments, lambda one: pending_save.codecs_of(plans[one.group]), runtime)
     leaves: DenseLeaves | None = None
     try:
         if full and split.layout.dense:
-            leaves = _dense(split, process, runtime, references)
+            leaves = _dense(split, run.coordinator.index, runtime, references)
         rows.wait()
     except BaseException:
         rows.release()
@@ -174,18 +165,6 @@ def capture(
         unix_ns=time.time_ns(),
         started=started,
     )
-
-
-def _choices(
-    split: Split, codec: str | BitWidthPolicy | CodecChoice | None
-) -> Mapping[str, Mapping[str, CodecChoice]]:
-    if codec is None:
-        return split.codecs
-    chosen = CodecChoice.of(codec)
-    return {
-        group: {field: chosen if field == VALUES else choice for field, choice in fields.items()}
-        for group, fields in split.codecs.items()
-    }
 
 
 def _dense(

@@ -18,18 +18,19 @@ import numpy as np
 from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError
 from deltackpt.format import naming, wal_format
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.wal_format import Continues, EpochHeader, WalTopic
+from deltackpt.format.wal_format import Continues, EpochHeader
 from deltackpt.layers.footer import EpochRef
 from deltackpt.maintenance import garbage
-from deltackpt.options import KafkaWal
+from deltackpt.options import KafkaWal, LocalWal
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, local_wal_folder
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense_save import DenseKeeper
-from deltackpt.session.run import NoWal, Run
+from deltackpt.session.run import Run, WalHooks
 from deltackpt.state.tables import Split
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
+from deltackpt.wal import kafka_writer
 from deltackpt.wal.kafka_writer import KAFKA_SEGMENT_BYTES, KafkaWriter
 from deltackpt.wal.progress import WalProgress
 from deltackpt.wal.record_batch import Batch, DenseRecords
@@ -41,21 +42,24 @@ _KEPT = 4096
 
 
 class OpenEpoch:
-    """The WAL that a run writes."""
+    """The WAL that a run writes; the header of the epoch exists."""
 
     def __init__(
         self,
         run: Run,
         head: EpochHeader,
-        root: Path,  # Exists, and is never recreated.
-        directory: Path,  # With the segments of all processes, in the root.
         runtime: Runtime,
         references: DenseKeeper | None,  # What dense leaves are relative to, unless whole.
     ):
         options = run.options.wal
         assert options is not None
         self.head = head
-        self._heads = [WalFolder(store_path(run.writable_root.wal_dir))]
+        root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
+        self._heads = [folder]
+        if head.directory is not None:
+            root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
+            self._heads.append(folder)
+        directory = Path(folder.segments(head.epoch))
         self._check_lease = run.writable_root.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
@@ -95,18 +99,6 @@ class OpenEpoch:
             runtime=runtime,
             notify=self._is_durable,
         )
-
-    @classmethod
-    def open(
-        cls, run: Run, head: EpochHeader, runtime: Runtime, references: DenseKeeper | None
-    ) -> OpenEpoch:
-        """Opens an epoch whose header exists."""
-        root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
-        if head.directory is not None:
-            root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
-        found = cls(run, head, root, Path(folder.segments(head.epoch)), runtime, references)
-        found._heads.append(folder)
-        return found
 
     @property
     def is_removed(self) -> bool:
@@ -172,46 +164,52 @@ class OpenEpoch:
         self.progress.record(records[-1].save_id.attempt, records[-1].save_id.step)
 
 
+def local_directory(run: Run) -> str | None:
+    """Returns the directory of the segments, unless they are next to the headers or in Kafka."""
+    backend = None if run.options.wal is None else run.options.wal.backend
+    return backend.directory if isinstance(backend, LocalWal) else None
+
+
 def write_head(
+    run: Run,
     reader: WalReader,
-    *,
-    run: str,
-    layout: Layout | None,  # None without a WAL.
-    process_count: int,
     base: SaveId | None,  # The step that training continues from.
     continues: Continues | None,  # The restored recovery point.
-    directory: str | None,  # Of the segments, if not next to the headers.
-    topic: WalTopic | None,  # Holds the records instead of segments.
-    wal_dir: Path,
+    layout: Layout | None = None,
 ) -> int:
     """Writes the header of a new epoch, and returns its number.
 
-    Earlier epochs are valid only up to its fork point. ``directory`` gets a copy of the header, so
-    that a reader there can find the root of the segments.
+    It invalidates the records above its fork point. Without a layout, the run has no WAL.
     """
+    directory = topic = None
+    if layout is not None:
+        directory = local_directory(run)
+        topic = None if run.topic is None else kafka_writer.here(run.topic)
+    tables = layout or Layout((), (), (), ())
     while True:
         number = max(reader.numbers(), default=-1) + 1
         head = EpochHeader(
             epoch=number,
-            run=run,
-            process_count=process_count,
+            run=run.lineage.run,
+            process_count=0 if layout is None else run.coordinator.count,
             base=base,
             continues=continues,
             directory=directory,
             topic=topic,
             features=() if topic is None else (wal_format.KAFKA,),
-            groups=() if layout is None else layout.groups,
-            tables=() if layout is None else layout.tables,
-            dense=() if layout is None else layout.dense,
-            tracking_paths=() if layout is None else layout.tracking_paths,
+            groups=tables.groups,
+            tables=tables.tables,
+            dense=tables.dense,
+            tracking_paths=tables.tracking_paths,
         )
         name, data = naming.epoch_name(number), wal_format.epoch_header_bytes(head)
         if directory is not None:
-            # It may be there from a call whose next write failed.
-            local = local_wal_folder(directory, run)
+            # Readers there find the root of the segments. A call whose next write failed may have
+            # written it.
+            local = local_wal_folder(directory, head.run)
             for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        place = store_path(wal_dir) / name
+        place = store_path(run.writable_root.wal_dir) / name
         try:
             place.store.put(place.key, data, absent=True)
         except Exists:
@@ -221,24 +219,7 @@ def write_head(
         return number
 
 
-def write_end(
-    run: Run, reader: WalReader, base: SaveId | None, continues: Continues | None = None
-) -> int:
-    """Writes a header without a WAL, which invalidates the records above its fork point."""
-    return write_head(
-        reader,
-        run=run.lineage.run,
-        layout=None,
-        process_count=0,
-        base=base,
-        continues=continues,
-        directory=None,
-        topic=None,
-        wal_dir=run.writable_root.wal_dir,
-    )
-
-
-class EndedWal(NoWal):
+class EndedWal(WalHooks):
     """The ``WalHooks`` of a manager that saves without a WAL: ends the WAL of earlier runs."""
 
     def __init__(self, run: Run):
@@ -267,17 +248,14 @@ class EndedWal(NoWal):
         def write() -> None:
             if self._reader.numbers():
                 self._run.writable_root.check_lease()
-                write_end(self._run, self._reader, base, continues)
+                write_head(self._run, self._reader, base, continues)
 
         self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
 def head_of(run: Run, reader: WalReader, number: int) -> EpochHeader:
     """Reads the header that process 0 has written."""
-    options = run.options.wal
-    assert options is not None
-    backend = options.backend
-    if isinstance(backend, KafkaWal) or (directory := backend.directory) is None:
+    if (directory := local_directory(run)) is None:
         return reader.head(number)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from deltackpt.errors import OptionError
+from deltackpt.events import AppendEvent
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.row_blocks import VALUES
@@ -88,7 +89,7 @@ class Batch:
     unix_ns: int  # When it was captured.
     started: float  # The same time, of ``time.perf_counter()``.
     blocked_secs: float = 0.0  # How long ``append()`` blocked.
-    figures: Figures | None = None  # None until it is written.
+    event: AppendEvent | None = None  # None until it is written.
     begins_file: bool = False  # Whether it is the first of a new segment.
 
     def release(self) -> None:
@@ -118,15 +119,6 @@ class Batch:
                     held = found.get(table.name)
                     found[table.name] = rows if held is None else np.union1d(held, rows)
         return found
-
-
-class Figures(NamedTuple):
-    """Measurements of writing a batch."""
-
-    nbytes: int  # Of its record.
-    dense_bytes: int  # Of dense leaves among them.
-    encode_secs: float  # Until all arrays were encoded; long ones are written meanwhile.
-    write_secs: float  # After that, until the operating system had accepted the record.
 
 
 class RecordedItem(NamedTuple):

@@ -30,21 +30,20 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_format import Continues
-from deltackpt.options import LocalWal
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
 from deltackpt.save.dense_save import DenseKeeper
 from deltackpt.save.pending_save import Embeddings
-from deltackpt.session.run import Run, keeper
+from deltackpt.session.run import Run, WalHooks, keeper
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
 from deltackpt.wal import batch_capture, kafka_writer
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch_capture import Rows
-from deltackpt.wal.epoch import OpenEpoch, head_of, write_end, write_head
+from deltackpt.wal.epoch import OpenEpoch, head_of, local_directory, write_head
 from deltackpt.wal.logged_rows import NamedRows, UncheckedRows
 from deltackpt.wal.record_batch import RecordedItem, items_of
 from deltackpt.wal.save_requests import SaveRequests
@@ -93,7 +92,7 @@ class _Continuation:
         return discontinuity(clocks, self.last)
 
 
-class Recorder:
+class Recorder(WalHooks):
     """Captures records and passes them to the writer; used by one thread at a time."""
 
     def __init__(self, run: Run):
@@ -111,7 +110,7 @@ class Recorder:
         #: The run of which it is all; another one after a restore.
         self._of_run = ""
         #: The directory of ``LocalWal``, until it is made: if removed later, it is not recreated.
-        self._to_make = self._directory
+        self._to_make = local_directory(run)
         #: Whether the head of the run was written, or none is needed.
         self._begun = False
         #: Why this run writes no more records; None while it does.
@@ -145,12 +144,6 @@ class Recorder:
         self._references: DenseKeeper | None = None
         if self._options.dense == "delta":
             self._references = keeper(run.options.dense, run.runtime)
-
-    @property
-    def _directory(self) -> str | None:
-        """The directory of ``LocalWal``."""
-        backend = self._options.backend
-        return backend.directory if isinstance(backend, LocalWal) else None
 
     @property
     def _writer(self) -> WalWriter | None:
@@ -305,14 +298,8 @@ class Recorder:
         losses, pending = writer.losses, writer.drain_pending()
         memory, reserved = self._runtime.memory, 0
         try:
-            sources = batch_capture.sources_of(split, marks, rows, self._runtime)
-            given = batch_capture.given_rows(rows, pending, split.layout)
-            segments = batch_capture.segments_of(
-                sources,
-                since=since,
-                given=given,
-                pending=pending,
-                always=full,
+            sources, given, segments = batch_capture.segments_of(
+                split, marks, rows, pending, since=since, always=full, runtime=self._runtime
             )
             nbytes = sum(one.nbytes for one in segments)
             if full:
@@ -336,13 +323,11 @@ class Recorder:
             batch = batch_capture.capture(
                 SaveId(epoch.head.run, step, number),
                 chain.root,
+                self._run,
                 split,
                 segments,
                 full=full,
                 items=items,
-                codec=options.codec,
-                restores=self._run.lineage.restores,
-                process=self._run.coordinator.index,
                 runtime=self._runtime,
                 references=self._references,
                 reserved_bytes=nbytes,
@@ -485,7 +470,7 @@ class Recorder:
             self._note_committed(newest)
         epoch, chain = self._epoch, self._chain
         point = None
-        if epoch is not None and chain is not None and self._base_committed(chain):
+        if epoch is not None and chain is not None and self.is_base_committed:
             point = epoch.newest_point(fresh=fresh)
         if point is not None and (step is None or point.step > step):
             return point
@@ -494,12 +479,10 @@ class Recorder:
     @property
     def is_base_committed(self) -> bool:
         """Returns whether the save that the records replay onto, if any, is committed."""
-        return self._chain is None or self._base_committed(self._chain)
-
-    def _base_committed(self, chain: _Continuation) -> bool:
-        if not chain.committed:
+        chain = self._chain
+        if chain is not None and not chain.committed:
             chain.committed = self._run.lineage.newest_committed == chain.delta_base
-        return chain.committed
+        return chain is None or chain.committed
 
     def wait(self, timeout_secs: float) -> RecoveryPoint | int | None:
         """Waits until all records of this process are durable; returns ``recovery``."""
@@ -572,30 +555,18 @@ class Recorder:
             if self._to_make is not None:
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
-            number = write_head(
-                self._reader,
-                run=run.lineage.run,
-                layout=split.layout,
-                process_count=run.coordinator.count,
-                base=None if known is None else known.info.save_id,
-                continues=continues if leads else None,
-                directory=self._directory,
-                topic=None if run.topic is None else kafka_writer.here(run.topic),
-                wal_dir=run.writable_root.wal_dir,
-            )
-            return number, leads
+            base, fork = None if known is None else known.info.save_id, continues if leads else None
+            return write_head(run, self._reader, base, fork, split.layout), leads
 
         self._begun = False  # Until the epoch is open.
         number, leads = run.coordinator.from_process_0("starting a WAL epoch", write, fatal=True)
         if not leads:
             self._chain, self._lost = None, continues
         self._save_requests.end()
-        if self._epoch is not None:
-            self._pending_rows.add(self._epoch.close())
-            self._epoch = None
+        self._close_epoch()
         with run.coordinator.together("looking for the WAL", fatal=True):
             head = head_of(run, self._reader, number)
-            epoch = OpenEpoch.open(run, head, self._runtime, self._references)
+            epoch = OpenEpoch(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
         self._epoch, self._ended = epoch, None
         self._save_requests.begin_epoch(epoch, split.layout, self._calls)
@@ -636,7 +607,7 @@ class Recorder:
         if (
             chain is None
             or self._needs_root
-            or not self._base_committed(chain)
+            or not self.is_base_committed
             or chain.last.layout != known.layout
         ):
             self._continue_from(known)
@@ -714,13 +685,17 @@ class Recorder:
         self._run.coordinator.from_process_0("ending the WAL", write, fatal=True)
         self._save_requests.end()
         self._begun = False
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
         if self._epoch is not None:
             self._pending_rows.add(self._epoch.close())
             self._epoch = None
 
     def _write_end(self) -> None:
         """Writes a header without a WAL, which invalidates everything appended before."""
-        write_end(self._run, self._reader, self._committed[-1] if self._committed else None)
+        base = self._committed[-1] if self._committed else None
+        write_head(self._run, self._reader, base, None)
 
     def _void(self) -> None:
         """Invalidates the points of this run if ``distrust`` could not."""
@@ -750,13 +725,11 @@ class Recorder:
         self._save_requests.forget()
         self._newest_step = -1
         self._given_rows.forget()
-        self._pending_rows = NamedRows()
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)
-        if self._epoch is not None:
-            self._epoch.close()
-            self._epoch = None
+        self._close_epoch()
+        self._pending_rows = NamedRows()
 
     def _note_committed(self, newest: SaveId) -> None:
         if self._committed and self._committed[-1] == newest:

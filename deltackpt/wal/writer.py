@@ -13,6 +13,7 @@ record.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.parts import SegmentSink
 from deltackpt.wal.logged_rows import NamedRows
-from deltackpt.wal.record_batch import Batch, DenseRecords, Figures, write_record
+from deltackpt.wal.record_batch import Batch, DenseRecords, write_record
 from deltackpt.wal.segment_files import FilledRecord, RecordWriter
 
 #: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
@@ -265,17 +266,26 @@ class WalWriter:
         self._dense.written(batch.save_id)
         batch.release()
         self.bytes_written += nbytes
-        batch.figures = Figures(
-            nbytes=nbytes,
+        batch.event = events.AppendEvent(
+            step=batch.save_id.step,
+            process=self._process,
+            kind="full" if batch.full else "soft",
+            rows=batch.row_count,
+            bytes_written=nbytes,
             dense_bytes=dense_bytes,
+            blocked_secs=batch.blocked_secs,
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
+            sync_secs=0.0,
+            durable_secs=0.0,
+            batches_in_sync=0,
+            committed_unix_secs=0.0,
         )
 
     def _sync_where_due(self) -> None:
         with self._changed:
             waits = bool(self._queue)
-        unsynced = sum(one.figures.nbytes for one in self._written if one.figures)
+        unsynced = sum(one.event.bytes_written for one in self._written if one.event)
         if not waits or unsynced >= _UNSYNCED_BYTES:
             self._sync()
 
@@ -292,8 +302,15 @@ class WalWriter:
         self._durable, self._failures = done[-1].save_id, 0
         self._notify(done)
         for batch in done:
+            assert batch.event is not None
             self.reports.append(
-                _event(batch, self._process, now - started, now - batch.started, len(done))
+                dataclasses.replace(
+                    batch.event,
+                    sync_secs=now - started,
+                    durable_secs=now - batch.started,
+                    batches_in_sync=len(done),
+                    committed_unix_secs=time.time(),
+                )
             )
         self._drop(done)
 
@@ -339,25 +356,3 @@ class WalWriter:
         if (before := self.failure) is not None:
             steps, since = (*before.steps, *steps), before.since
         self.failure = WalFailure(steps, error, since)
-
-
-def _event(
-    batch: Batch, process: int, sync_secs: float, durable_secs: float, together: int
-) -> events.AppendEvent:
-    figures = batch.figures
-    assert figures is not None
-    return events.AppendEvent(
-        step=batch.save_id.step,
-        process=process,
-        kind="full" if batch.full else "soft",
-        rows=batch.row_count,
-        bytes_written=figures.nbytes,
-        dense_bytes=figures.dense_bytes,
-        blocked_secs=batch.blocked_secs,
-        encode_secs=figures.encode_secs,
-        write_secs=figures.write_secs,
-        sync_secs=sync_secs,
-        durable_secs=durable_secs,
-        batches_in_sync=together,
-        committed_unix_secs=time.time(),
-    )
