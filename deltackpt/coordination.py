@@ -326,23 +326,19 @@ class Coordinator:
         """Returns process 0's JSON value on every process; see ``gather``."""
         return self.gather(what, [value] if self.index == 0 else [])[0][0]
 
-    def together(
-        self, what: str, *, fatal: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def together(self, what: str, *, fatal: bool = False) -> Iterator[list[Any]]:
         """Runs a block; afterwards either every process raises, or none does.
 
         If another process failed, the others raise ``ProcessFailed``, ``StepGone`` if the step was
         removed, or else ``RestoreError``: another step may succeed, unless the block is ``fatal``.
+        Afterwards, the yielded list has the JSON values of process 0.
         """
-        return self._together(what, [], fatal)
-
-    @contextlib.contextmanager
-    def _together(self, what: str, values: list[_Json], fatal: bool) -> Iterator[None]:
-        """Like ``together``; afterwards ``values`` are those of process 0."""
+        values: list[Any] = []
         error: Exception | None = None
         try:
             with self.alive():
-                yield
+                yield values
         except Exception as caught:
             error = caught
         # A context manager drops this frame from the traceback, where it would be a cycle.
@@ -353,15 +349,14 @@ class Coordinator:
 
         Raises as ``together`` does; process 0 itself raises its own error.
         """
-        found: list[_Json] = []
-        with self._together(what, found, fatal):
+        with self.together(what, fatal=fatal) as values:
             if self.index == 0:
-                found.append(find())
-        return found[0]
+                values.append(find())
+        return values[0]
 
     def _outcome(
-        self, what: str, error: Exception | None, values: list[_Json], fatal: bool
-    ) -> list[_Json]:
+        self, what: str, error: Exception | None, values: list[Any], fatal: bool
+    ) -> list[Any]:
         """Returns process 0's values unless a process failed: then every process raises."""
         own: _Failure | None = None
         if error is not None:

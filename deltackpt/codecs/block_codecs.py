@@ -21,11 +21,11 @@ machine.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -43,39 +43,29 @@ FLOATS = ("float32", "bfloat16", "float16")
 BlockRows = range | np.ndarray
 
 
-class BlockCodec(Protocol):
+@dataclasses.dataclass(frozen=True)
+class BlockCodec(abc.ABC):
     """How blocks of one dtype are stored. Stateless; numpy only."""
 
-    @property
-    def name(self) -> str:
-        """Returns the codec's name in manifests and options."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Returns whether decoded blocks equal the blocks bit for bit."""
-        ...
-
-    @property
-    def relative(self) -> bool:
-        """Returns whether decoding needs a reference."""
-        ...
+    name: str  # In manifests and options.
+    lossless: bool = True  # Whether decoded blocks equal the blocks bit for bit.
+    relative: bool = False  # Whether decoding needs a reference.
 
     def accepts_dtype(self, dtype: str) -> bool:
         """Returns whether blocks of a dtype can be stored."""
-        ...
+        return self.lossless or dtype in FLOATS
 
+    @abc.abstractmethod
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """Returns suffix to stored array; the main one has the suffix ``""``."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, arrays: Mapping[str, np.ndarray], rows: BlockRows, data: np.ndarray) -> None:
         """Decodes n blocks in place; ``ValueError`` if the arrays cannot be of n blocks.
 
         ``rows`` are n ascending row indices of ``data``, (m, 256) contiguous, of the blocks' dtype.
         For relative codecs, these rows contain the reference.
         """
-        ...
 
 
 def pieces(
@@ -209,7 +199,7 @@ def _factors_of_bytes() -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Logarithms:
+class Logarithms(BlockCodec):
     """8-bit codes; each block stores its lowest point and its step.
 
     Code 0 is zero; code k is the point ``low + (k - 1) * step``. Blocks may contain any positive
@@ -218,11 +208,6 @@ class Logarithms:
 
     name: str = "log8"
     lossless: bool = False
-    relative: bool = False
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return dtype in FLOATS
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -252,7 +237,7 @@ class Logarithms:
 
 
 @dataclasses.dataclass(frozen=True)
-class LogarithmDifference:
+class LogarithmDifference(BlockCodec):
     """4-bit codes: the number of grid steps by which a value moved; each block stores its step.
 
     Errors do not add up, because the reference is the decoded parent. A block can be represented
@@ -262,10 +247,6 @@ class LogarithmDifference:
     name: str = "log4"
     lossless: bool = False
     relative: bool = True
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return dtype in FLOATS
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -292,9 +273,6 @@ class LogarithmDifference:
             data[index] = found
 
 
-LOGARITHMS = (Logarithms(), LogarithmDifference())
-
-
 #: Blocks that are encoded or decoded at once: 1 MiB of float32. With fewer, the calls cost more
 #: than the cache saves.
 PIECE_BLOCKS = 1024
@@ -306,16 +284,10 @@ def bits_dtype(dtype: np.dtype) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Whole(BlockCodec):
     """Stores the unchanged bits."""
 
     name: str = "raw"
-    lossless: bool = True
-    relative: bool = False
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return True
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -328,16 +300,8 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planes:
+class Planes(BlockCodec):
     """Byte planes, compressed by zstd: of the bits, or of their XOR with a reference."""
-
-    name: str
-    relative: bool
-    lossless: bool = True
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return True
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -356,19 +320,14 @@ class Planes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse:
+class Sparse(BlockCodec):
     """The changed elements of a block: their count, positions, and XOR with the reference.
 
     A bf16 element takes 3 bytes before zstd: it pays off if at most a tenth of them changed.
     """
 
     name: str = "sparse"
-    lossless: bool = True
     relative: bool = True
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return True
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -395,17 +354,11 @@ class Sparse:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Linear:
+class _Linear(BlockCodec):
     """A uniform code with a scale for each block."""
 
-    name: str
-    code: Uniform
     lossless: bool = False
-    relative: bool = False
-
-    def accepts_dtype(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return dtype in FLOATS
+    code: Uniform = dataclasses.field(kw_only=True)
 
     def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
@@ -450,15 +403,16 @@ _CODECS: dict[str, BlockCodec] = {
     codec.name: codec
     for codec in (
         Whole(),
-        Planes("planes", relative=False),
+        Planes("planes"),
         Planes("xor", relative=True),
         Sparse(),
-        Difference("ef8", _uniform("symmetric8")),
-        Difference("ef4", _uniform("symmetric4")),
+        Difference("ef8", code=_uniform("symmetric8")),
+        Difference("ef4", code=_uniform("symmetric4")),
         # First moments are spread around zero: without an offset their codes take a tenth less
         # after zstd, and what is zero stays so.
-        Alone("int8", _uniform("symmetric8")),
-        *LOGARITHMS,
+        Alone("int8", code=_uniform("symmetric8")),
+        Logarithms(),
+        LogarithmDifference(),
     )
 }
 #: Name for options and figures: the smallest lossless encoding of each block. Manifests contain

@@ -430,16 +430,15 @@ class Uniform:
 
     def _parameters(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
         """Scale and offset of each row, float32 (n,)."""
-        scale = arrays["scale"].view(np.uint16)
-        brain = (scale & BFLOAT16_FLAG) != 0
-        found = [
-            np.where(brain, _brain(array.view(np.uint16) & mask), array.astype(np.float32))
-            for array, mask in (
-                (arrays["scale"], np.uint16(BFLOAT16_FLAG - 1)),
-                *(() if self.symmetric else ((arrays["offset"], np.uint16(0xFFFF)),)),
-            )
-        ]
-        return found[0], None if self.symmetric else found[1]
+        is_bfloat16 = (arrays["scale"].view(np.uint16) & BFLOAT16_FLAG) != 0
+
+        def widened(array: np.ndarray, mask: int) -> np.ndarray:
+            patterns = array.view(np.uint16) & np.uint16(mask)
+            as_bfloat16 = (patterns.astype(np.uint32) << 16).view(np.float32)
+            return np.where(is_bfloat16, as_bfloat16, array.astype(np.float32))
+
+        scale = widened(arrays["scale"], BFLOAT16_FLAG - 1)
+        return scale, None if self.symmetric else widened(arrays["offset"], 0xFFFF)
 
     def error_bound(self, rows: np.ndarray) -> np.ndarray:
         """See ``Codec``: half a step for each element, and the rounding of the parameters.
@@ -466,28 +465,18 @@ class Uniform:
         return np.sqrt(flat.shape[1]) * each
 
 
-def _brain(patterns: np.ndarray) -> np.ndarray:
-    return (patterns.astype(np.uint32) << 16).view(np.float32)
-
-
-def _family() -> tuple[Uniform, ...]:
-    plain = [Uniform(f"int{bits}", bits) for bits in (8, 4, 3, 2)]
-    symmetric = [Uniform(f"symmetric{bits}", bits, symmetric=True) for bits in (8, 4, 3, 2)]
-    # Bins and ratios of Check-N-Run, section 5.2.
-    searched = ((4, 45, 0.2), (3, 25, 0.5), (2, 25, 0.5))
-    greedy = [
-        Uniform(f"greedy{bits}", bits, bins=bins, ratio=ratio) for bits, bins, ratio in searched
-    ]
-    adaptive = [
+#: Bits, bins and ratios of Check-N-Run, section 5.2.
+_SEARCHED = ((4, 45, 0.2), (3, 25, 0.5), (2, 25, 0.5))
+UNIFORM = (
+    *(Uniform(f"int{bits}", bits) for bits in (8, 4, 3, 2)),
+    *(Uniform(f"symmetric{bits}", bits, symmetric=True) for bits in (8, 4, 3, 2)),
+    *(Uniform(f"greedy{bits}", bits, bins=bins, ratio=ratio) for bits, bins, ratio in _SEARCHED),
+    *(
         Uniform(f"adaptive{bits}", bits, bins=bins, ratio=ratio, refits=2)
-        for bits, bins, ratio in searched
-    ]
-    return (*plain, *symmetric, *greedy, *adaptive, Uniform("adaptive8", 8, refits=2))
-
-
-UNIFORM = _family()
-
-
+        for bits, bins, ratio in _SEARCHED
+    ),
+    Uniform("adaptive8", 8, refits=2),
+)
 _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Raw(), BytePlanes(), BFLOAT16, FLOAT16, *UNIFORM)
 }
