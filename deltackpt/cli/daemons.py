@@ -11,6 +11,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,42 +44,24 @@ from deltackpt.errors import OptionError
 @terminal.as_json
 def follow(
     directory: str,
-    tables: tuple[str, ...],
-    slots: tuple[str, ...],
-    leaves: tuple[str, ...],
     shard: str,
     share: Path | None,
     port: int,
     bind: str,
-    poll_secs: float,
-    memory_bytes: int | None,
-    item: str | None,
-    endpoint: str | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Keep the newest tables and dense leaves of DIRECTORY in memory.
 
     The command prints the URL of a status page and runs until SIGTERM or SIGINT. The page has no
     authentication. Prometheus's metrics are below it, at /metrics.
     """
-    # Imported here: other commands need not pay for it.
     from deltackpt import serving
 
     number, _, count = shard.partition("/")
     if not (number.isdecimal() and count.isdecimal()):
         raise click.BadParameter(f"expected I/N, such as 0/4, found {shard!r}")
-    live = serving.follow(
-        directory,
-        leaves,
-        tables=tables,
-        slots=slots,
-        shard=int(number),
-        shards=int(count),
-        poll_secs=poll_secs,
-        memory_bytes=memory_bytes,
-        item=item,
-        endpoint=endpoint,
-    )
+    live = serving.follow(directory, shard=int(number), shards=int(count), **options)
     with terminal.termination() as wait, live:
         if share is not None:
             live.share(share)
@@ -116,7 +99,6 @@ def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> 
 
     With --status, the exit code is 1 if saves are waiting or cannot be uploaded.
     """
-    # Imported here: other commands need not pay for it.
     from deltackpt.tiers import replicator
     from deltackpt.tiers.cursor import Trainer
     from deltackpt.tiers.staging import StagingDir
@@ -190,7 +172,6 @@ def node_store(
     With --peers, each node also serves what the others store. TensorStore's http driver needs this,
     because it connects to a single address.
     """
-    # Imported here: other commands need not pay for it.
     from deltackpt.nodes.blobs import MemoryBlobs
     from deltackpt.nodes.directory_blobs import DirectoryBlobs
     from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -60,12 +60,7 @@ def export() -> None:
 @terminal.item
 @terminal.as_json
 def export_orbax(
-    directory: str,
-    target: str,
-    step: int | None,
-    leaves: tuple[str, ...],
-    item: str | None,
-    as_json: bool,
+    directory: str, target: str, step: int | None, as_json: bool, **options: Any
 ) -> None:
     """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
 
@@ -75,9 +70,7 @@ def export_orbax(
     from deltackpt import interchange
 
     with terminal.progress("reading", quiet=as_json) as progress:
-        done = interchange.export_orbax(
-            directory, step, target, item=item, leaves=leaves, progress=progress
-        )
+        done = interchange.export_orbax(directory, step, target, progress=progress, **options)
     _print_result(done, as_json)
 
 
@@ -103,27 +96,13 @@ def export_orbax(
 )
 @terminal.as_json
 def export_safetensors(
-    directory: str,
-    target: str,
-    step: int | None,
-    leaves: tuple[str, ...],
-    item: str | None,
-    shard_bytes: int,
-    as_json: bool,
+    directory: str, target: str, step: int | None, as_json: bool, **options: Any
 ) -> None:
     """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions."""
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:
-        done = interchange.export_safetensors(
-            directory,
-            step,
-            target,
-            item=item,
-            leaves=leaves,
-            shard_bytes=shard_bytes,
-            progress=progress,
-        )
+        done = interchange.export_safetensors(directory, step, target, progress=progress, **options)
     _print_result(done, as_json)
 
 
@@ -149,29 +128,13 @@ def export_safetensors(
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
 @terminal.as_json
 def export_parquet(
-    directory: str,
-    target: str,
-    step: int | None,
-    item: str | None,
-    tables: tuple[str, ...],
-    slots: bool,
-    rows: tuple[int, int] | None,
-    as_json: bool,
+    directory: str, target: str, step: int | None, as_json: bool, **options: Any
 ) -> None:
     """Write each table of a step of DIRECTORY as a Parquet file in TARGET."""
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:
-        done = interchange.export_parquet(
-            directory,
-            step,
-            target,
-            item=item,
-            tables=tables,
-            slots=slots,
-            rows=rows,
-            progress=progress,
-        )
+        done = interchange.export_parquet(directory, step, target, progress=progress, **options)
     _print_result(done, as_json)
 
 

@@ -25,7 +25,6 @@ _KEPT_BECAUSE = {"policy": "policy", "chain": "chain", "nothing": "not kept", No
 
 
 def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints:
-    # Imported here: the help of other commands need not pay for it.
     from deltackpt import inspect
 
     return inspect.open(directory, item=item, endpoint=endpoint)
@@ -437,11 +436,9 @@ def report(
     The page is one self-contained file. The command reads manifests and some rows of the busiest
     table; `deltackpt verify` reads every byte.
     """
-    # Imported here: other commands need not pay for it.
-    from deltackpt import inspect
     from deltackpt.inspect import report as page
 
-    written = page.write(inspect.open(directory, item=item, endpoint=endpoint), output)
+    written = page.write(_open(directory, item, endpoint), output)
     if as_json:
         terminal.print_json(written)
         return

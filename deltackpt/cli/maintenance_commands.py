@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,31 +44,22 @@ if TYPE_CHECKING:
 )
 @terminal.as_json
 def compact(
-    directory: str,
-    step: int | None,
-    item: str | None,
-    endpoint: str | None,
-    workers: int | None,
-    memory_bytes: int,
-    as_json: bool,
+    directory: str, item: str | None, endpoint: str | None, as_json: bool, **options: Any
 ) -> None:
     """Merge the chain of a step of DIRECTORY into a new base, while trainers and readers run.
 
     Restores then read that base instead of the chain, and retention may remove what it replaces.
     The steps do not change. It is safe to kill and restart.
     """
-    # Imported here: other commands need not pay for it.
     from deltackpt.maintenance import compact as compaction
 
     with terminal.progress("compacting", quiet=as_json) as progress:
         done = compaction.compact(
             directory,
             item=_found_item(directory, item, endpoint),
-            step=step,
-            workers=workers,
-            memory_bytes=memory_bytes,
             progress=progress,
             endpoint=endpoint,
+            **options,
         )
     if as_json:
         terminal.print_json(done)
@@ -232,25 +223,16 @@ def gc(
     from deltackpt.maintenance import gc as collection
     from deltackpt.maintenance.garbage import Retention
 
-    item = _found_item(directory, item, endpoint)
-    retention = Retention(keep_last=keep_last, keep_every=keep_every)
+    chosen: dict[str, Any] = {
+        "item": _found_item(directory, item, endpoint),
+        "retention": Retention(keep_last=keep_last, keep_every=keep_every),
+        "rolled_back": rolled_back,
+        "endpoint": endpoint,
+    }
     if dry_run:
-        found = collection.collectable(
-            directory,
-            item=item,
-            retention=retention,
-            rolled_back=rolled_back,
-            endpoint=endpoint,
-        )
+        found = collection.collectable(directory, **chosen)
     else:
-        found = collection.collect(
-            directory,
-            item=item,
-            retention=retention,
-            rolled_back=rolled_back,
-            offline=offline,
-            endpoint=endpoint,
-        )
+        found = collection.collect(directory, offline=offline, **chosen)
     if as_json:
         terminal.print_json({"dry_run": dry_run, **terminal.plain(found)})
         return
@@ -299,11 +281,10 @@ def copy(
     steps: tuple[int, ...],
     all_steps: bool,
     item: str | None,
-    recheck: bool,
-    offline: bool,
     endpoint: str | None,
     workers: int | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Copy steps and everything needed to restore them from SOURCE to TARGET.
 
@@ -326,11 +307,10 @@ def copy(
             item=item,
             steps=steps or None,
             all_steps=all_steps,
-            recheck=recheck,
-            offline=offline,
             endpoint=endpoint,
             workers=workers or copying.WORKERS,
             progress=progress,
+            **options,
         )
     if as_json:
         terminal.print_json(done)

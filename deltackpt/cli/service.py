@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,9 +85,11 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
     connect(address)
     found = service.connect(directory, item).status()
     if as_json:
-        click.echo(json.dumps(_plain(found), indent=2))
+        terminal.print_json(_plain(found))
     else:
-        _show(found)
+        _print_table(found.directory, _COLUMNS, map(_cells, found.replicas))
+        click.echo(f"newest committed step: {_text(found.newest_step)}")
+        click.echo(f"compaction: {found.compactor or 'none'}")
     well = all(one.found is not None and not one.found.code for one in found.replicas)
     if not well or found.step != found.newest_step:
         raise click.exceptions.Exit(1)
@@ -135,41 +137,32 @@ def connect(address: str) -> None:
         ) from error
 
 
-def _show(found: ServiceStatus) -> None:
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     import rich.box
     import rich.console
     import rich.table
 
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=found.directory)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("node", "health") else "right")
-    for one in found.replicas:
-        shard = f"{one.replica.shard} of {one.replica.shards}"
-        table.add_row(shard, str(one.replica.index), *_cells(one))
-    console = rich.console.Console()
-    console.print(table)
-    console.print(f"newest committed step: {_text(found.newest_step)}")
-    console.print(f"compaction: {found.compactor or 'none'}")
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=title)
+    for name in columns:
+        left = name in ("node", "address", "health")
+        table.add_column(name, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(*row)
+    rich.console.Console().print(table)
 
 
 def _cells(one: ReplicaStatus) -> list[str]:
-    said = one.found
-    if said is None:
-        return ["", "", "", "", "", "", "", one.problem]
+    found, replica = one.found, one.replica
+    cells = [f"{replica.shard} of {replica.shards}", str(replica.index)]
+    if found is None:
+        return [*cells, *[""] * 7, one.problem]
     behind = None
-    if one.step is not None and said.newest_step is not None:
-        behind = said.newest_step - one.step
-    lag = "-" if said.lag_secs is None else f"{said.lag_secs:.2f} s"
-    return [
-        said.node[:8],
-        str(said.pid),
-        _text(one.step),
-        _text(None if said.point is None else said.point.step),
-        _text(behind),
-        lag,
-        f"{said.nbytes:,}",
-        said.health,
-    ]
+    if one.step is not None and found.newest_step is not None:
+        behind = found.newest_step - one.step
+    point = None if found.point is None else found.point.step
+    lag = "-" if found.lag_secs is None else f"{found.lag_secs:.2f} s"
+    cells += [found.node[:8], str(found.pid), _text(one.step), _text(point), _text(behind)]
+    return [*cells, lag, f"{found.nbytes:,}", found.health]
 
 
 def _text(number: int | None) -> str:
@@ -216,7 +209,8 @@ def peers_status(directory: str, address: str, item: str, as_json: bool) -> None
         plain = {node: one and dataclasses.asdict(one) for node, one in found.items()}
         terminal.print_json({"directory": directory, "peers": plain})
     else:
-        _show_peers(directory, found)
+        columns = ("node", "address", "pid", "fragments", "free", "memory", "trainer")
+        _print_table(directory, columns, (_peer_cells(*peer) for peer in found.items()))
     if None in found.values():
         raise click.exceptions.Exit(1)
 
@@ -234,19 +228,9 @@ def stop_peers(directory: str, address: str, item: str, as_json: bool) -> None:
     print_ended(directory, peer_agents.stop(directory, item), as_json=as_json)
 
 
-def _show_peers(directory: str, found: dict[str, AgentState | None]) -> None:
-    import rich.box
-    import rich.console
-    import rich.table
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=directory)
-    for name in ("node", "address", "pid", "fragments", "free", "memory", "trainer"):
-        table.add_column(name, justify="left" if name in ("node", "address") else "right")
-    for node, one in found.items():
-        if one is None:
-            table.add_row(node[:8], "does not answer")
-        else:
-            sizes = (f"{one.free_bytes:,}", f"{one.memory_bytes:,}")
-            claimed = "yes" if one.claimed else "no"
-            table.add_row(node[:8], one.address, str(one.pid), str(one.fragments), *sizes, claimed)
-    rich.console.Console().print(table)
+def _peer_cells(node: str, one: AgentState | None) -> list[str]:
+    if one is None:
+        return [node[:8], "does not answer"]
+    sizes = (f"{one.free_bytes:,}", f"{one.memory_bytes:,}")
+    claimed = "yes" if one.claimed else "no"
+    return [node[:8], one.address, str(one.pid), str(one.fragments), *sizes, claimed]
