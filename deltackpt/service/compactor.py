@@ -19,7 +19,7 @@ from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance import compact
-from deltackpt.maintenance.compact import Compacted, CompactionPlan, MergedPart
+from deltackpt.maintenance.compact import CompactionPlan, MergedPart
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.resources.runtime import Runtime
@@ -101,16 +101,12 @@ class Compactor:
                 merge_parts=None if buckets.is_url(self._directory) else _by_tasks,
                 endpoint=self._options.endpoint,
             )
-            self._status = _summary(done)
-
-
-def _summary(done: Compacted | None) -> str:
-    if done is None:
-        return "looks"
-    return (
-        f"merged step {done.step}: {done.deltas} deltas, {done.bytes_written:,} bytes in "
-        f"{done.seconds:.1f} s"
-    )
+            self._status = "looks"
+            if done is not None:
+                self._status = (
+                    f"merged step {done.step}: {done.deltas} deltas, {done.bytes_written:,} bytes "
+                    f"in {done.seconds:.1f} s"
+                )
 
 
 def _by_tasks(

@@ -78,16 +78,14 @@ def start(
         for index in range(options.replicas):
             replica = Replica(key, shard, count, index)
             handle = actor.options(
-                **_actor_options(
-                    replica.name, nodes[(shard + index) % len(nodes)], options.memory_bytes
-                ),
+                **detached(replica.name, nodes[(shard + index) % len(nodes)], options.memory_bytes),
                 max_concurrency=4,
             ).remote(root, replica, options)
             created.append(handle.describe.remote())
     if options.compact_after is not None:
         compactor: Any = ray.remote(Compactor)
         handle = compactor.options(
-            **_actor_options(protocol.compactor_name(key), nodes[-1]), max_concurrency=2
+            **detached(protocol.compactor_name(key), nodes[-1]), max_concurrency=2
         ).remote(root, count, options)
         created.append(handle.describe.remote())
     # Ray drops a detached actor if its driver exits before the actor was created.
@@ -136,8 +134,10 @@ def living_nodes() -> list[str]:
     return [node["NodeID"] for node in alive]
 
 
-def _actor_options(name: str, node: str, memory_bytes: int | None = None) -> dict[str, object]:
-    """Returns the options of a detached actor that prefers a node."""
+def detached(
+    name: str, node: str, memory_bytes: int | None = None, *, soft: bool = True
+) -> dict[str, object]:
+    """Returns the options of a detached actor that prefers a node, or requires it if not soft."""
     return {
         "name": name,
         "namespace": protocol.NAMESPACE,
@@ -147,5 +147,5 @@ def _actor_options(name: str, node: str, memory_bytes: int | None = None) -> dic
         "num_cpus": 0,
         # Ray 2.60 ignores the affinity of an actor that requests no resources.
         "memory": memory_bytes or 1,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft),
     }

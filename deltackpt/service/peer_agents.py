@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peer agents: an actor on each node that holds bundles of other nodes in memory.
 
-Ray provides discovery and hands over the token; data is sent over the agents' own sockets,
-bypassing Ray's object store. An agent admits only clients with a token of the newest lease claim of
-its checkpoint directory, so an earlier trainer is fenced as soon as another takes over. An agent is
-bound to its node. After a crash it restarts empty, at another address and without a token, until
-``peer_group`` gives it one.
+Ray provides discovery and hands over the token; data is sent over the agents' own sockets. An agent
+admits only clients with a token of the newest lease claim of its directory, so another trainer
+fences an earlier one. A crashed agent restarts on its node, empty, at another address, without a
+token.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 import ray.util
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest
@@ -137,15 +135,7 @@ def _started(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> 
     actor = remote(PeerAgent)
     return {
         node: actor.options(
-            name=agent_name(key, node),
-            namespace=protocol.NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-            # Ray 2.60 ignores the affinity of an actor that requests no resources.
-            memory=how.memory_bytes,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            **lifecycle.detached(agent_name(key, node), node, how.memory_bytes, soft=False),
             max_concurrency=2,
         ).remote(how.memory_bytes)
         for node in lifecycle.living_nodes()
