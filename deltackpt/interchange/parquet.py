@@ -20,7 +20,7 @@ from deltackpt.__about__ import __version__
 from deltackpt.errors import MissingExtra, OptionError, TemplateMismatch
 from deltackpt.format import naming, row_blocks
 from deltackpt.inspect import LazyArray, Step, Table
-from deltackpt.interchange.target import Exported, exported, local_path, published
+from deltackpt.interchange.target import Exported, counter, exported, local_path, published
 from deltackpt.reading.reader import Progress
 
 if TYPE_CHECKING:
@@ -96,14 +96,7 @@ def export_parquet(
     total = sum(
         (spans[name].stop - spans[name].start) * _row_bytes(columns[name]) for name in chosen
     )
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
+    count = counter(progress, total)
     with published(goal) as temporary:
         for name in chosen:
             path = temporary / f"{urllib.parse.quote(name, safe='')}.parquet"

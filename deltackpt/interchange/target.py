@@ -8,7 +8,7 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deltackpt.errors import (
@@ -21,6 +21,7 @@ from deltackpt.errors import (
 from deltackpt.format import naming
 from deltackpt.inspect import Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
+from deltackpt.reading.reader import Progress
 from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_tree, temporary_beside
 
@@ -107,6 +108,19 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
         except BaseException:
             DurableDir(target.parent).remove(temporary)
             raise
+
+
+def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Returns a function that adds to the bytes done, and reports them with the total."""
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return count
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from deltackpt.format import dtypes
 from deltackpt.format.dtypes import SafetensorsTensor
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
-from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
+from deltackpt.interchange.target import Exported, chosen, counter, exported, local_path, published
 from deltackpt.reading.reader import Progress
 
 _SHARD_BYTES = 4 << 30
@@ -101,14 +101,7 @@ def export_safetensors(
         "deltackpt": __version__,
     }
     shards = _shards(tensors, shard_bytes)
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
+    count = counter(progress, total)
     with published(goal, needed_bytes=total) as temporary:
         places = {}
         for number, shard in enumerate(shards, start=1):
