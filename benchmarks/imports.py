@@ -6,6 +6,7 @@ python benchmarks/imports.py --json imports.json
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,9 @@ def main() -> None:
             f"`deltackpt {' '.join(words)}`": ["-m", "deltackpt.cli", *words, place]
             for words in (["ls"], ["verify"])
         }
+
+        # An installed package has bytecode; without it, each process would compile the package.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
         def started(words: list[str]) -> dict[str, float]:
             command = [sys.executable, *words]
