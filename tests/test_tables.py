@@ -30,7 +30,7 @@ from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
 from deltackpt.policies import CodecChoice
 from deltackpt.state.tables import Tables, join, split
-from deltackpt.state.touch_state import match_touched
+from deltackpt.state.touch_state import Marks, match_marks, matched
 
 
 def table(rows: int, width: int = 4, dtype: Any = jnp.float32, start: float = 0.0) -> jax.Array:
@@ -597,6 +597,11 @@ def test_nnx_paths_are_canonical_and_slots_are_found(form, masked):
 
 
 # --- match_touched ---------------------------------------------------------------------------
+
+
+def match_touched(state: touched.TouchState, layout: Layout) -> dict[str, str]:
+    match_marks([Marks("", state)], layout)
+    return matched(state, layout)
 
 
 def layout_of(names: list[str], rows: int = 4) -> Layout:

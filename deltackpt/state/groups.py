@@ -108,11 +108,7 @@ def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, Cod
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, CodecChoice.of(given))
     for pattern in given:
-        if not any(paths.matches(pattern, name) for name in names):
-            raise TableSelectionError(
-                f"{option}: pattern {pattern!r} matches no table; the tables are\n"
-                f"{paths.listed(names)}"
-            )
+        paths.matching(option, pattern, names)
     return {name: CodecChoice.of(_first_match(given, name)) for name in names}
 
 

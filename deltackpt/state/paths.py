@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -89,7 +89,6 @@ def nodes(tree: PyTree, wanted: Callable[[object], bool]) -> list[KeyPath]:
 
 
 def _variable_paths(tree: PyTree) -> set[tree_util.KeyPath]:
-    """Returns raw paths of the nnx Variables in a tree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # no Variable can exist where flax.nnx was never imported
         return set()
@@ -132,27 +131,29 @@ def check_select(select: object) -> None:
     )
 
 
-def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[object]) -> list[int]:
-    """Returns positions of the leaves that ``select`` selects, ascending."""
-    names = [path_name(path) for path in paths]
+def choose(select: Select, flat: Flat, among: Iterable[int]) -> list[int]:
+    """Returns the positions ``among`` some whose leaves ``select`` selects, ascending."""
+    names = {i: path_name(flat.paths[i]) for i in among}
     if callable(select):
-        found = {i for i, path in enumerate(paths) if select(path, leaves[i])}
+        found = {i for i in names if select(flat.paths[i], flat.leaves[i])}
         if not found:
             raise TableSelectionError(
-                f"select: expected a predicate that selects leaves, found that it selects none of\n"
-                f"{listed(names)}\nselect some, or pass select=() for a state without tables"
+                "select: expected a predicate that selects leaves, found that it selects none of\n"
+                f"{listed(names.values())}\n"
+                "select some, or pass select=() for a state without tables"
             )
         return sorted(found)
     found = set()
     patterns = [select] if isinstance(select, (str, re.Pattern)) else select
     for pattern in patterns:
-        matched = {i for i, name in enumerate(names) if matches(pattern, name)}
+        matched = {i for i, name in names.items() if matches(pattern, name)}
         if select is DEFAULT_SELECT:
-            matched = {i for i in matched if _has_rows(leaves[i], DEFAULT_MIN_ROWS)}
+            matched = {i for i in matched if _has_rows(flat.leaves[i], DEFAULT_MIN_ROWS)}
         elif not matched:
             shown = pattern if isinstance(pattern, str) else pattern.pattern
             raise TableSelectionError(
-                f"select: pattern {shown!r} matches nothing; the leaves are\n{listed(names)}\n"
+                f"select: pattern {shown!r} matches nothing; the leaves are\n"
+                f"{listed(names.values())}\n"
                 "select one of these paths ('*' matches within one path component, '**' across "
                 "components), or pass select=() for a state without tables"
             )
@@ -163,6 +164,31 @@ def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[object]) -
 def _has_rows(leaf: object, least: int) -> bool:
     shape = getattr(leaf, "shape", ())
     return len(shape) > 1 and shape[0] >= least
+
+
+def matching(option: str, pattern: str, tables: Iterable[str]) -> list[str]:
+    """Returns the names of the tables that an option's pattern matches, at least one."""
+    names = [*tables]
+    matched = [name for name in names if matches(pattern, name)]
+    if not matched:
+        raise TableSelectionError(
+            f"{option}: pattern {pattern!r} matches no table; the tables are\n{listed(names)}"
+        )
+    return matched
+
+
+def check_tables(option: str, flat: Flat, chosen: Iterable[int]) -> None:
+    """Raises ``TableSelectionError`` if leaves that an option selects cannot be tables."""
+    faults = [
+        f"{path_name(flat.paths[i]) or '(the state itself)'} {fault}"
+        for i in chosen
+        if (fault := table_fault(flat.leaves[i]))
+    ]
+    if faults:
+        raise TableSelectionError(
+            f"{option}: these leaves cannot be tables:\n{listed(faults)}\n"
+            "a table is a numeric array whose first axis is the rows"
+        )
 
 
 def table_fault(leaf: object) -> str | None:

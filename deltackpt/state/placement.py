@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of arrays on devices, and of their rows on processes.
 
-The current mesh, transfer guards, NaN checks and similar settings change what JAX does in a thread,
-or in all threads if they are set for the process. They are meant for the user's computations.
-``jax_enable_x64`` and the default device stay as they are, since restored arrays depend on them.
+The caller's mesh, transfer guards and NaN checks are for the user's computations: ``neutral``
+leaves them. ``jax_enable_x64`` and the default device stay, since restored arrays depend on them.
 
 A field's sharding splits its table into boxes of rows and columns. If several devices hold a box,
-it is divided among them by rows. Every process computes the same division from the shardings alone,
-so they need not communicate. It looks only at its own shards, so the work per process does not grow
-with the number of processes (except for one cached map of devices per sharding).
+it is divided among them by rows. Every process computes the same division from the shardings alone
+and looks only at its own shards, so the work per process does not grow with their number. A device
+writes rows only if its process also holds their stamps, which determine what is touched.
 
-Only processes that hold the stamps of a box can determine which of its rows are touched. A device
-writes rows only if its process also holds their stamps.
-
-JAX moves an *uncommitted* array, which was not placed explicitly, to the devices of a computation.
-It rejects computations whose arguments are committed to different devices. An array that replaces
-an uncommitted one must therefore be created without a device.
+JAX moves an *uncommitted* array, which was not placed explicitly, to the devices of a computation,
+but rejects arguments that are committed to different devices. An array that replaces an uncommitted
+one must therefore be created without a device.
 """
 
 from __future__ import annotations

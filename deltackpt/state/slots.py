@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the slots of each table in an optimizer state, and moving averages of tables.
 
-This works like optax's own tree mapping (``optax.tree_utils.tree_map_params``), but needs only the
-optimizer state. A part of it with the structure of a params tree has one leaf per parameter, and
-``MaskedNode`` in place of masked parameters. Whole structures are compared, never the ends of
-paths: table ``emb`` does not get the slots of ``tower/emb``.
+Like ``optax.tree_utils.tree_map_params``, but from the optimizer state alone: a part of it with the
+structure of a params tree has one leaf per parameter, ``MaskedNode`` for masked ones. Structures
+are compared, not the ends of paths: table ``emb`` does not get the slots of ``tower/emb``.
 """
 
 from __future__ import annotations

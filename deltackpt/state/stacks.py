@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that share one array whose rows are permuted for SparseCores, read and written by id.
 
-jax-tpu-embedding stacks tables into one array and divides its rows among the SparseCores of a
-topology. A checkpoint holds each table as logical rows instead, so it does not depend on the
-topology. Only row indices are permuted: a delta reads the touched rows where they are.
+A checkpoint holds each table as logical rows, so it does not depend on the topology. Only row
+indices are permuted: a delta reads the touched rows where they are.
 """
 
 from __future__ import annotations
@@ -188,7 +187,6 @@ class MemberRows:
     """
 
     def __init__(self, array: Leaf, stack: StackedTable, member: StackMember):
-        """Reads no element."""
         self.array, self.stack, self.member = array, stack, member
         trailing = tuple(array.shape[1:])
         # A slot may be narrower than the rows, such as one value a row; it is not padded then.
@@ -352,12 +350,12 @@ def expanded(
     found: Sequence[TableFields], flat: Flat, stacks: Mapping[str, StackedTable]
 ) -> tuple[list[TableFields], Flat, tuple[StackedView, ...]]:
     """Replaces stacked tables by their members, sorted by name, whose leaves are appended views."""
-    unused = set(stacks)
+    for pattern in sorted(stacks):
+        paths.matching("stacks", pattern, [table.name for table in found])
     tables: list[TableFields] = []
     leaves, all_paths, views = list(flat.leaves), list(flat.paths), []
     for table in found:
         patterns = [pattern for pattern in stacks if paths.matches(pattern, table.name)]
-        unused -= {*patterns}
         if not patterns:
             tables.append(table)
             continue
@@ -381,11 +379,6 @@ def expanded(
                 leaves.append(view.of(flat.leaves))
                 all_paths.append((*flat.paths[i], ("dict", member.name)))
             tables.append(TableFields(f"{table.name}/{member.name}", fields))
-    if unused:
-        raise TableSelectionError(
-            f"stacks: pattern {min(unused)!r} matches no table; the tables are\n"
-            f"{paths.listed(table.name for table in found)}"
-        )
     tables.sort(key=lambda table: table.name)
     in_variable = flat.in_variable + [False] * len(views)
     return tables, Flat(leaves, all_paths, in_variable), tuple(views)

@@ -296,7 +296,6 @@ def check_touched(touched: TouchState | None) -> None:
 
 
 def _check_readable(state: PyTree, leaves: list[Leaf]) -> None:
-    """Checks, before a save begins, that its state has values."""
     if not any(_any_unreadable(kind, leaves) for kind in {*map(type, leaves)}):
         return
     flat = paths.flatten_with_paths(state, touch_state.is_touch_state)
@@ -324,7 +323,6 @@ def _any_unreadable(kind: type, leaves: list[Leaf]) -> bool:
 
 
 def _unreadable(leaf: object) -> str | None:
-    """Returns why a leaf has no values; None if it has."""
     if isinstance(leaf, TouchState):
         return next(filter(None, map(_unreadable, jax.tree.leaves(leaf))), None)
     if isinstance(leaf, Tracer):
@@ -354,7 +352,6 @@ def _check_storable(plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault) ->
 
 
 def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
-    """Warns, once for each choice of tables, of slots that each save stores whole."""
     nbytes = sum(slots.bytes_of(leaves[i]) for i in plan.dense_slots)
     if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
         return
@@ -369,7 +366,6 @@ def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
 
 
 def _log_averages(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
-    """Warns about averages of tables, once for each choice of tables."""
     nbytes = sum(slots.bytes_of(leaves[one.leaf]) for one in plan.averages)
     if nbytes >= _DENSE_SLOT_BYTES and tables not in _logged_averages:
         _logged_averages.add(tables)
@@ -473,22 +469,8 @@ def _choose(
         i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
     ]
     outside = [i for i in usable if optimizer[i] is None]
-    chosen = [
-        outside[i]
-        for i in paths.choose(
-            tables.select, [flat.paths[i] for i in outside], [flat.leaves[i] for i in outside]
-        )
-    ]
-    faults = [
-        f"{names[i] or '(the state itself)'} {fault}"
-        for i in chosen
-        if (fault := paths.table_fault(flat.leaves[i]))
-    ]
-    if faults:
-        raise TableSelectionError(
-            f"select: these leaves cannot be tables:\n{paths.listed(faults)}\n"
-            "a table is a numeric array whose first axis is the rows"
-        )
+    chosen = paths.choose(tables.select, flat, outside)
+    paths.check_tables("select", flat, chosen)
     found = {i: TableFields(names[i], {row_blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
     if tables.slots is None or tables.slots:
@@ -571,14 +553,8 @@ def _add_keys(
 
 
 def _matching(option: str, pattern: str, found: dict[int, TableFields]) -> list[int]:
-    """Returns the positions of the tables that a pattern matches, at least one."""
-    matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
-    if not matched:
-        raise TableSelectionError(
-            f"{option}: pattern {pattern!r} matches no table; the tables are\n"
-            f"{paths.listed(table.name for table in found.values())}"
-        )
-    return matched
+    paths.matching(option, pattern, (table.name for table in found.values()))
+    return [i for i, table in found.items() if paths.matches(pattern, table.name)]
 
 
 def _declared_leaf(
@@ -587,17 +563,15 @@ def _declared_leaf(
     """Returns the position of the one leaf that a declared slot names."""
     if isinstance(select, str):
         select = select.replace("{table}", table).replace("{name}", table.rpartition("/")[2])
-    matched = paths.choose(
-        select, [flat.paths[i] for i in usable], [flat.leaves[i] for i in usable]
-    )
+    matched = paths.choose(select, flat, usable)
     if len(matched) != 1:
         raise TableSelectionError(
             f"slots: slot {slot!r} of table {table}: expected one leaf, found\n"
-            f"{paths.listed(names[usable[i]] for i in matched)}\n"
+            f"{paths.listed(names[i] for i in matched)}\n"
             "'{table}' and '{name}' in a path are replaced by the table's path and its last "
             "component"
         )
-    return usable[matched[0]]
+    return matched[0]
 
 
 def _check_always(always: Sequence[str], found: dict[int, TableFields]) -> None:

@@ -2,10 +2,9 @@
 """TouchStates: one int32 stamp per row, a clock and an identity; those in a state.
 
 ``mark`` advances the clock and stamps rows with it. A save records the clock that it saw; the rows
-touched since then are those with a greater stamp. Nothing is ever cleared, so a failed save loses
-no row. A clock does not identify its TouchState: the clock of a re-created one soon passes the
-clock of the last save. The identity distinguishes them. The tracking audit
-(``save.tracking_audit``) detects other cases, such as a reverted copy.
+touched since then have a greater stamp. Nothing is ever cleared, so a failed save loses no row. The
+identity distinguishes a re-created TouchState, whose clock soon passes that of the last save. The
+tracking audit (``save.tracking_audit``) detects other cases, such as a reverted copy.
 """
 
 from __future__ import annotations
@@ -274,19 +273,6 @@ def with_more_rows(array: jax.Array, rows: int) -> jax.Array:
 _matched: ByLayout[dict[str, str]] = ByLayout()
 
 
-def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Finds the stamps of each table: table name to key in ``touched.stamps``.
-
-    A key names the table with the same path; otherwise the only table whose path ends with the key,
-    because ``track`` only sees paths within the params.
-    """
-    found = matched(touched, layout)
-    for table in layout.tables:
-        if table.name not in found:
-            raise _without_stamps(table.name, touched.stamps)
-    return found
-
-
 def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, jax.Array]]:
     """Returns table name to path to stamps; each table must have stamps in one of ``marks``."""
     found: dict[str, dict[str, jax.Array]] = {table.name: {} for table in layout.tables}
@@ -295,19 +281,19 @@ def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, j
             found[table][place] = touched.stamps[key]
     if bare := [table for table, stamps in found.items() if not stamps]:
         known = {key for _, touched in marks for key in touched.stamps}
-        raise _without_stamps(bare[0], known)
+        raise TrackingError(
+            f"table {bare[0]}: expected stamps of it in the TouchState, found only those of\n"
+            f"{paths.listed(known)}\ninitialize it with every table"
+        )
     return found
 
 
-def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
-    return TrackingError(
-        f"table {table}: expected stamps of it in the TouchState, found only those of\n"
-        f"{paths.listed(known)}\ninitialize it with every table"
-    )
-
-
 def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Returns table name to the key of its stamps, for tables that have stamps."""
+    """Returns table name to the key of its stamps, for tables that have stamps.
+
+    A key names the table with the same path; otherwise the only table whose path ends with the key,
+    because ``track`` only sees paths within the params.
+    """
     lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
     return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detects touched rows by their gradients alone, for optimizers that move no other row.
 
-An optimizer qualifies under two conditions. Its state must consist of known types whose effect on a
-row with a zero gradient does not depend on the row's history, so no later step can move such a row.
-And in a trial on small tables, no row with a zero gradient may move, nor its slots, even after
-steps with other gradients.
+The state of such an optimizer consists of known types whose effect on a row with a zero gradient
+does not depend on the row's history. And in a trial on small tables, no row with a zero gradient
+moves, nor its slots, even after steps with other gradients.
 """
 
 from __future__ import annotations
@@ -193,7 +192,6 @@ def _signed(values: np.ndarray) -> np.ndarray:
 
 
 def _of_table(table: KeyPath, old: object, new: object) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Returns a table and its slots in two trees of one structure."""
     before, after = (paths.flatten_with_paths(tree, _is_masked) for tree in (old, new))
     for path, one, other in zip(before.paths, before.leaves, after.leaves, strict=True):
         if _is_of(path, table) and not _is_masked(one):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row fingerprints: detect every changed row, from any cause, at 8 bytes per row.
 
-A fingerprint is a hash of the bits of a row and of its slots, so -0.0 and 0.0 differ and a NaN
-equals itself. Each word is mixed with a key of its position and the mixed words are added, so the
-result does not depend on how the table is sharded.
+A fingerprint hashes the bits of a row and of its slots: -0.0 and 0.0 differ, a NaN equals itself.
+Each word is mixed with a key of its position, and the sum does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from deltackpt.format.manifest import Layout
 from deltackpt.state import placement, touch_state
 from deltackpt.state.touch_state import (
     UNKNOWN,
+    Marks,
     TouchState,
-    match_touched,
+    match_marks,
     new_identity,
     with_more_rows,
 )
@@ -125,8 +125,7 @@ def verify_tracking(
       TrackingError: rows changed without being marked; the message lists every such table and its
         rows.
     """
-    names = match_touched(touched, layout)
-    stamps = {table: {"": touched.stamps[key]} for table, key in names.items()}
+    stamps = match_marks([Marks("", touched)], layout)
     check_marked(before, fingerprints(fields, layout), stamps, {"": since_clock})
 
 
@@ -333,7 +332,6 @@ def _host_device() -> Any:
 
 
 def _on_devices_of(array: object, other: jax.Array) -> jax.Array:
-    """Moves an array of rows to the devices of another one, if it is not there."""
     if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
         return array
     return _like(array, other)

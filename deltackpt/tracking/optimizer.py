@@ -11,21 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from deltackpt.errors import OptionError, TableSelectionError, TrackingError
+from deltackpt.errors import OptionError, TrackingError
 from deltackpt.format.manifest import path_name
 from deltackpt.format.naming import PyTree
 from deltackpt.state import paths, placement, slots
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import TouchState, is_touch_state, mark_rows
 from deltackpt.tracking import by_gradient
-from deltackpt.tracking.stamps import (
-    any_in_row,
-    away_from_zero,
-    bits,
-    folded,
-    init,
-    width,
-)
+from deltackpt.tracking.stamps import bits, folded, init, width
 
 Rule = Literal["bits", "gradient"]
 
@@ -158,15 +151,8 @@ def _flatten(tree: PyTree) -> Flat:
 
 
 def _chosen(flat: Flat, select: Select) -> list[int]:
-    """Returns the checked positions of the tables among the leaves of params."""
-    chosen = paths.choose(select, flat.paths, flat.leaves)
-    faults = [
-        f"{path_name(flat.paths[i])} {fault}"
-        for i in chosen
-        if (fault := paths.table_fault(flat.leaves[i]))
-    ]
-    if faults:
-        raise TableSelectionError(f"track: these leaves cannot be tables:\n{paths.listed(faults)}")
+    chosen = paths.choose(select, flat, range(len(flat.leaves)))
+    paths.check_tables("track", flat, chosen)
     return chosen
 
 
@@ -208,7 +194,7 @@ def _changed_rows(
 
 def _any_in_row(flags: list[jax.Array]) -> jax.Array:
     """Returns rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
-    first, *others = map(any_in_row, flags)
+    first, *others = (each.any(axis=tuple(range(1, each.ndim))) for each in flags)
     for rows in others:
         first = first | _like(rows, first)
     return first
@@ -225,10 +211,17 @@ def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
     # instead of twice: its update is within one unit in the last place of ours. So a row is
     # unchanged if ours, and ours moved away from zero by one unit, leave it unchanged.
     if jnp.issubdtype(update.dtype, jnp.floating) and width(update.dtype) >= 16:
-        changed |= applied(away_from_zero(update))
+        changed |= applied(_away_from_zero(update))
         # Of two different NaNs either may come out.
         changed |= jnp.isnan(update) & (bits(update) != bits(table.astype(update.dtype)))
     return changed
+
+
+def _away_from_zero(array: jax.Array) -> jax.Array:
+    """Moves each float to the next one away from zero; zeros and NaN stay."""
+    pattern = bits(array)
+    moved = jax.lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
+    return jnp.where((array == 0) | jnp.isnan(array), array, moved)
 
 
 def _like(mask: jax.Array, other: jax.Array) -> jax.Array:

@@ -77,18 +77,6 @@ def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(array.reshape(*rows, last // length, length) for array in arrays)
 
 
-def any_in_row(flags: jax.Array) -> jax.Array:
-    """Returns whether any flag of a row is set: (rows, ...) bool to (rows,)."""
-    return jnp.any(flags, axis=tuple(range(1, flags.ndim))) if flags.ndim > 1 else flags
-
-
-def away_from_zero(array: jax.Array) -> jax.Array:
-    """Moves each float to the next one away from zero; zeros and NaN stay."""
-    pattern = bits(array)
-    moved = lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
-    return jnp.where((array == 0) | jnp.isnan(array), array, moved)
-
-
 def init(tables: Mapping[str, object], *, identity: int | None = None) -> TouchState:
     """Creates a TouchState in which no row is touched.
 
