@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads dense leaves from the values of their item, straight into the template's placement.
 
-Arrays with uncompressed chunks are read into their shardings without Orbax. On the CPU, a chunk
-that is a shard is read into the shard's memory. Chunks outside the shards of this process are not
-read. Orbax restores the rest (keys, numbers, compressed arrays, other memory kinds) from a
-directory that contains nothing else.
+Arrays with uncompressed chunks are read into their shardings without Orbax, only the chunks of this
+process's shards; on the CPU, a chunk that is a shard into its memory. Orbax restores the rest from
+a directory that contains nothing else.
 """
 
 from __future__ import annotations
@@ -180,20 +179,14 @@ class StoredLeaves:
                 )
         return _nested(found)
 
-    def some(self, keys: Collection[KeyPath], step: int) -> dict[str, Any]:
-        """Returns some leaves, as ``restored`` returns them without a template."""
-        return self._restored(None, {*keys}, step).leaves
-
-    def restored(self, abstract: dict[str, Any] | None, step: int) -> DenseRead:
+    def restored(
+        self, abstract: dict[str, Any] | None, step: int, keys: Collection[KeyPath] | None = None
+    ) -> DenseRead:
         """Returns the leaves, checked as by ``orbax_dense.check`` and ``orbax_dense.restored``.
 
-        Without ``abstract``, everything is on the host except typed keys.
+        Without ``abstract``, they are on the host except typed keys; ``keys`` may restrict them.
         """
-        return self._restored(abstract, {*self._kinds}, step)
-
-    def _restored(
-        self, abstract: dict[str, Any] | None, keys: set[KeyPath], step: int
-    ) -> DenseRead:
+        keys = {*(self._kinds if keys is None else keys)}
         wanted = None if abstract is None else orbax_dense.by_key(abstract)
         placed = {
             key: array
@@ -289,32 +282,28 @@ class StoredLeaves:
 
     @functools.cached_property
     def _empty(self) -> dict[KeyPath, Callable[[], Any]]:
-        """Returns the containers without leaves, and None."""
         return {key: _EMPTY[kind] for key, kind in self._kinds.items() if kind in _EMPTY}
 
     @functools.cached_property
     def _stored(self) -> dict[KeyPath, _Stored]:
         """Returns the arrays that do not need Orbax, for any placement."""
+        found: dict[KeyPath, _Stored] = {}
         with self._nonsense_is_damage():
-            return self._plain_arrays()
-
-    def _plain_arrays(self) -> dict[KeyPath, _Stored]:
-        special = {
-            name
-            for file, data in self._outline.files.items()
-            if file.startswith(f"{ARRAY_METADATAS}/")
-            for name in _special(json.loads(bytes(data))["array_metadatas"])
-        }
-        if self._metadata.get("use_zarr3"):
-            return {}
-        found = {}
-        for key, kind in self._kinds.items():
-            name = ".".join(key)
-            text = self._outline.values.get(f"{name}/{ZARRAY}")
-            if kind in _ARRAY_KINDS and text is not None and name not in special:
-                array = _array(name, json.loads(bytes(text)))
-                if array is not None and (kind != _NUMBER or not array.shape):
-                    found[key] = dataclasses.replace(array, is_number=kind == _NUMBER)
+            special = {
+                name
+                for file, data in self._outline.files.items()
+                if file.startswith(f"{ARRAY_METADATAS}/")
+                for name in _special(json.loads(bytes(data))["array_metadatas"])
+            }
+            if self._metadata.get("use_zarr3"):
+                return {}
+            for key, kind in self._kinds.items():
+                name = ".".join(key)
+                text = self._outline.values.get(f"{name}/{ZARRAY}")
+                if kind in _ARRAY_KINDS and text is not None and name not in special:
+                    array = _array(name, json.loads(bytes(text)))
+                    if array is not None and (kind != _NUMBER or not array.shape):
+                        found[key] = dataclasses.replace(array, is_number=kind == _NUMBER)
         return found
 
     def _described(self, keys: Iterable[KeyPath]) -> dict[str, memoryview]:

@@ -95,8 +95,8 @@ class OrbaxItems:
         if (chain := self._own(step)) is None:
             return self.dense(step, None).leaves
         return chains.read_whole(
-            chain, lambda chain: _leaves(StoredItem(chain), step).some(keys, step)
-        )
+            chain, lambda chain: _leaves(StoredItem(chain), step).restored(None, step, keys)
+        ).leaves
 
     def abstract(self, step: int) -> dict[str, Any]:
         """Returns shapes and dtypes of the dense leaves of a step, from metadata alone."""

@@ -33,7 +33,6 @@ class HandlerItem:
     """An item that a handler writes; see ``commit.Item``."""
 
     def __init__(self, handler: Any, futures: list[Any]):
-        """Created by ``start``."""
         self._handler = handler
         self._futures = futures
 
@@ -90,7 +89,6 @@ class Metrics:
     """The user's metrics of a step, stored as Orbax stores them; see ``commit.Item``."""
 
     def __init__(self, metrics: Mapping[str, float]):
-        """Keeps them."""
         self._text = json.dumps(dict(metrics))
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:

@@ -119,12 +119,6 @@ class IteratorHandler(AsyncCheckpointHandler):
             )
         return posix.read_bytes(path)
 
-    def finalize(self, directory: epath.Path) -> None:
-        """Does nothing: the file is complete once its future is done."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
 
 @ocp.args.register_with_handler(IteratorHandler, for_save=True)
 @dataclasses.dataclass

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves through Orbax's own PyTree handler.
 
-Orbax 0.12.8 rejects two kinds of leaves that training states contain: numpy scalars, which are
-stored as arrays without axes, and arrays without elements, which are stored as a descriptive
-string. ``fault`` finds leaves that Orbax accepts but cannot write, before the save starts.
-``check`` and ``restored`` find leaves that it would cast, truncate or drop in a restore.
+Orbax 0.12.8 rejects numpy scalars, which are stored as arrays without axes, and arrays without
+elements, which are stored as a string. ``fault`` finds leaves that it accepts but cannot write;
+``check`` and ``restored`` find those that it would cast, truncate or drop in a restore.
 """
 
 from __future__ import annotations
@@ -315,7 +314,6 @@ def _described(leaf: Any) -> str:
 
 
 def _is_empty(text: str) -> bool:
-    """Returns whether a string represents an array without elements."""
     return text.startswith(EMPTY_ARRAY + ":")
 
 

@@ -59,12 +59,6 @@ class DeltaHandler(AsyncCheckpointHandler):
         item_dir = Path(directory)
         return placing.abstract_of(stored_saves.read_save(item_dir.parent, item_dir.name))
 
-    def finalize(self, directory: epath.Path) -> None:
-        """Does nothing: the shard is complete once its future is done."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
 
 @ocp.args.register_with_handler(DeltaHandler, for_save=True)
 @dataclasses.dataclass

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advises from measured costs how often to save, and whether by WAL record, delta or base.
 
-Sources: Young, "A first order approximation to the optimum checkpoint interval", CACM 1974;
-Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006.
-
 ``MeasuredCosts`` is an event handler that keeps the newest figures of each kind and returns their
 medians. A first save that compiles, or one that met a busy disk, does not move a median. It reads
 no clock.
@@ -21,7 +18,8 @@ per second,
 On average (n - 1) / 2 saves of a kind follow the last one of the next kind, where n is the ratio of
 their intervals, plus persist / T while that one is not durable yet. For one kind, the first two
 lines are Young's model ("A first order approximation to the optimum checkpoint interval", CACM
-1974; Daly, FGCS 2006, for higher orders). Several kinds at once are the multi-level checkpoints of
+1974). Daly has higher orders ("A higher order estimate of the optimum checkpoint interval for
+restart dumps", FGCS 2006). Several kinds at once are the multi-level checkpoints of
 SCR (Moody et al., "Design, modeling, and evaluation of a scalable multi-level checkpointing
 system", SC 2010), VeloC (Nicolae et al., IPDPS 2019) and Di et al. ("Optimization of multi-level
 checkpoint model for large scale HPC applications", IPDPS 2014). There the more expensive level

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies of a save: a base or a delta, which codec, and what Orbax's policies decide.
 
-Source of the choices between bases and deltas: Eisenman et al., "Check-N-Run: a Checkpointing
-System for Training Deep Learning Recommendation Models", NSDI 2022, section 4.1 (one-shot,
-consecutive, intermittent).
-
-Every restore adds the error of one decoding to the training state, so a run that is restored more
-often needs more precise rows.
-
-Source of the bit widths: Eisenman et al., "Check-N-Run", NSDI 2022, section 5.2.2 (bit widths by
-the expected number of restores, and 8 bits once they exceed the expectation).
+Sources: Eisenman et al., "Check-N-Run: a Checkpointing System for Training Deep Learning
+Recommendation Models", NSDI 2022, sections 4.1 (one-shot, consecutive, intermittent) and 5.2.2 (bit
+widths by the expected number of restores, and 8 bits once they exceed the expectation). Every
+restore adds the error of one decoding to the training state, so a run that is restored more often
+needs more precise rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads one process's part of a step: its tables, its dense leaves and its additional items.
 
-Everything is read from an in-memory source if there is one, otherwise from storage. Dense leaves
-and items are read through an ``ItemReader`` (``handlers.item_reader`` has Orbax's). The manager
-coordinates processes between these calls.
+An in-memory source comes before storage. An ``ItemReader`` (``handlers.item_reader`` has Orbax's)
+reads dense leaves and items. The manager coordinates processes between these calls.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -53,7 +53,8 @@ def check_template(
     if faults:
         layouts = expected, save.layout
         asked, held = ({path_name(leaf.path) for leaf in one.dense} for one in layouts)
-        taken = {path_name(path) for one in layouts for path in _table_leaves(one)}
+        tables = (table for one in layouts for table in one.tables)
+        taken = {path_name(path) for table in tables for path in table.leaves.values()}
         for leaf in sorted((asked ^ held) - taken):
             dense = "a dense leaf"
             faults[leaf] = (dense, NOTHING) if leaf in asked else (NOTHING, dense)
@@ -111,11 +112,6 @@ def _leaf_name(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
     path = _leaf_of(name, expected) or _leaf_of(name, stored)
     leaf = field if path is None else path_name(path)
     return f"{leaf}, a slot of table {table}"
-
-
-def _table_leaves(layout: Layout) -> Iterator[KeyPath]:
-    for table in layout.tables:
-        yield from table.leaves.values()
 
 
 def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str | None:
