@@ -98,6 +98,8 @@ class WritableRoot(Steps, abc.ABC):
         """Committed steps are read from ``store_path``; saves are made in ``path``."""
         super().__init__(store_path, item, given=given)
         self.path = path
+        #: The directory that was opened: ``path``, or the staging directory that contains it.
+        self.opened_dir = path
 
     def step_dir(self, step: int) -> Path:
         """Returns the path to which a step is renamed; it need not be read from there."""
@@ -107,11 +109,6 @@ class WritableRoot(Steps, abc.ABC):
     def epoch(self) -> int:
         """The epoch of the lease of ``path``; 0 if another process of the job holds it."""
         return 0
-
-    @property
-    def opened_dir(self) -> Path:
-        """The directory that was opened: ``path``, or the staging directory that contains it."""
-        return self.path
 
     def remove_remade(self, temporary: Path) -> None:
         """Removes what a failed save created in place of a directory that was moved or removed.
@@ -409,9 +406,9 @@ class Root(WritableRoot):
         for emptied in self._dir.entries(self.path / naming.TRASH):
             self._dir.remove(emptied)
 
-    def write_kept(self, note: Kept | None) -> None:
+    def write_kept(self, kept: Kept | None) -> None:
         """See ``WritableRoot``."""
-        write_kept(self.path, note)
+        write_kept(self.path, kept)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """See ``WritableRoot``: renames them, newest first; concurrent removals are ignored.
@@ -547,16 +544,9 @@ def is_leftover(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Returns whether deltackpt, Orbax or mkfs creates such a name in a checkpoint directory."""
+    own = (naming.ROLLED_BACK, naming.TRASH, naming.COMPACTED, naming.KEPT, naming.STEP_METADATA)
     return (
-        name
-        in (
-            naming.ROLLED_BACK,
-            naming.TRASH,
-            naming.COMPACTED,
-            naming.KEPT,
-            "lost+found",
-            naming.STEP_METADATA,
-        )
+        name in (*own, "lost+found")
         or naming.lease_epoch(name) is not None
         or naming.step_number(name) is not None
         or is_leftover(name)

@@ -128,17 +128,17 @@ class Journal(JournalView):
 
         Does not wait for newer trainers that have not started yet.
         """
-        own = self.claimed
+        holder = self.claimed.lease.holder
 
         def change(state: State) -> Entry | None:
             with contextlib.suppress(_Pending):
                 self._require_claim(state)
             claims = state.entry.claims
-            started = tuple(_started(one) if _has_same_holder(one, own) else one for one in claims)
+            started = tuple(_started(one) if one.lease.holder == holder else one for one in claims)
             return None if started == claims else dataclasses.replace(state.entry, claims=started)
 
         found = self._change(change).entry.claims
-        self._claim = next(one for one in found if _has_same_holder(one, own))
+        self._claim = next(one for one in found if one.lease.holder == holder)
 
     def withdraw(self) -> None:
         """Removes the claim that ``claim`` took: the previous trainer holds the directory again.
@@ -555,10 +555,6 @@ class Journal(JournalView):
             f"{self.root}: expected {own}, found {found}; stop this trainer, since its later steps "
             "are not committed"
         )
-
-
-def _has_same_holder(claim: LeaseClaim, other: LeaseClaim) -> bool:
-    return claim.lease.holder == other.lease.holder
 
 
 def _started(claim: LeaseClaim) -> LeaseClaim:

@@ -8,6 +8,7 @@ lost, the previous entry is the state, and the loss is reported.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from deltackpt.storage.store import Missing, StorePath
 JOURNAL = "journal"
 #: Digits of a number in a key, so that keys sort by number.
 _DIGITS = 20
+_NAME = re.compile(rf"([0-9]{{{_DIGITS}}})(\.copy)?\.msgpack")
 #: Entries are kept until this many are newer; a reader that finds one gone looks again.
 KEPT_ENTRIES = 100
 _NOTHING = State(Entry())
@@ -231,11 +233,13 @@ class JournalView:
         """Numbers of the entries, and of the copies, after a given one."""
         folder = self._key(JOURNAL)
         start = self._key(entry_name(after)) if after > 0 else ""
-        names = [
-            key.removeprefix(f"{folder}/") for key in self.root.store.keys(folder, after=start)
-        ]
-        found = (frozenset(map(of, names)) - {None} for of in (_number, _copy_number))
-        return _Listed(*(frozenset(one for one in each if one and one > after) for each in found))
+        keys = self.root.store.keys(folder, after=start)
+        named = map(_NAME.fullmatch, (key.removeprefix(f"{folder}/") for key in keys))
+        found = [(int(one[1]), one[2]) for one in named if one and int(one[1]) > max(after, 0)]
+        return _Listed(
+            frozenset(number for number, copy in found if not copy),
+            frozenset(number for number, copy in found if copy),
+        )
 
     def _entry(self, number: int, *, copy: bool = False) -> Entry:
         at = self._at(number, copy=copy)
@@ -257,15 +261,3 @@ class JournalView:
 def entry_name(number: int) -> str:
     """Returns an entry's name below the root."""
     return f"{JOURNAL}/{number:0{_DIGITS}}.msgpack"
-
-
-def _copy_number(name: str) -> int | None:
-    found = entries.copied_name(name)
-    return None if found is None else _number(found)
-
-
-def _number(name: str) -> int | None:
-    digits = name.removesuffix(".msgpack")
-    if len(digits) == _DIGITS and digits != name and digits.isascii() and digits.isdecimal():
-        return int(digits)
-    return None

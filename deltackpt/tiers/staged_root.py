@@ -106,6 +106,7 @@ class StagedRoot(WritableRoot):
             FileStore(local.path), remote, orders.url, no_shared_fs=orders.no_shared_fs
         )
         super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
+        self.opened_dir = stage.path
         #: Held while a step is evicted, and while one is chosen for reading.
         self._leaving = threading.Lock()
         #: Number of readers of each step, which prevent its eviction.
@@ -123,11 +124,6 @@ class StagedRoot(WritableRoot):
     def epoch(self) -> int:
         """See ``WritableRoot``."""
         return self._local.epoch
-
-    @property
-    def opened_dir(self) -> Path:
-        """See ``WritableRoot``."""
-        return self._stage.path
 
     def confirm(self) -> None:
         """See ``WritableRoot``; starts the uploader if it has something to do.
