@@ -56,14 +56,11 @@ _MAGIC = "deltackpt.kept"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a policy, named by its type, kept when it was last evaluated.
-
-    ``steps`` are ascending, without those that only their chains need.
-    """
+    """What a policy, named by its type, kept when it was last evaluated."""
 
     policy: str
     newest: int  # the newest step it was evaluated on
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # ascending, without those that only their chains need
 
 
 def write_kept(root: Path, kept: Kept | None) -> None:
@@ -179,10 +176,7 @@ class WritableRoot(Steps, abc.ABC):
         return None
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Called first, by all processes of a job: only saves that all of them have count.
-
-        ``gather`` collects a value from each process, on every process.
-        """
+        """Called first, with an all-gather of a job's processes: only saves that all have count."""
 
     def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
         """Records, before the first save, from which save (or None) a run resumes."""
@@ -194,17 +188,10 @@ class WritableRoot(Steps, abc.ABC):
         """Ends waiting for room, because the manager is closed."""
 
     def committed(self) -> None:
-        """Called in the background of a save after its step was renamed into ``path``.
-
-        Raises StorageError if the save did not reach the required tier.
-        """
+        """Called in the background of a save once its step is in ``path``; replicates it."""
 
     def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until every save has reached ``Tiers.wait_for``; a WaitTimeout loses nothing.
-
-        Raises Damaged if a save cannot reach the tier, FencedError if another trainer has taken
-        over.
-        """
+        """Waits until every save has reached ``Tiers.wait_for``; Damaged if one never can."""
 
     def poll_events(self) -> list[events.Event]:
         """Returns the background events since the last call."""
@@ -350,10 +337,7 @@ class Root(WritableRoot):
             self._lease.check(is_starting=True)
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """See ``WritableRoot``; moves the steps aside durably.
-
-        Newer steps are moved first, so that every remaining step has its parents at all times.
-        """
+        """See ``WritableRoot``: moves them aside durably, newest first, so parents stay longest."""
         later = sorted((found for found in self.steps() if found > step), reverse=True)
         if not later or self._lease is None:
             return []
@@ -411,11 +395,7 @@ class Root(WritableRoot):
         write_kept(self.path, kept)
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """See ``WritableRoot``: renames them, newest first; concurrent removals are ignored.
-
-        Every listed step has its parents at all times, so after a kill every remaining step
-        restores.
-        """
+        """See ``WritableRoot``: renames them, newest first, so that what remains restores."""
         if self._lease is None or not steps:
             return
         trash, unsynced = self.new_trash(), DurableDir(self.path, fsync=False)
@@ -434,11 +414,7 @@ class Root(WritableRoot):
         return self.path / naming.TRASH / uuid.uuid4().hex
 
     def empty_trash(self) -> None:
-        """Deletes the steps that were renamed for deletion.
-
-        The renames are fsynced before anything is deleted, so a power cut leaves each step complete
-        or absent.
-        """
+        """Deletes renamed steps; fsyncs the renames first, so a power cut leaves none in part."""
         removed = self._trash()
         if removed:
             with posix.typed_errors(self.path / naming.TRASH, "force to disk"):

@@ -59,10 +59,7 @@ Hidden = frozenset[tuple[ObjectKey, SaveId]]
 
 
 def prefix_of(unit: ObjectKey, epoch: int, token: str) -> str:
-    """Returns the prefix of a unit's files: unique to one upload, never reused.
-
-    ``token`` has 8 to 32 hexadecimal digits, different for each upload of the unit.
-    """
+    """Returns the prefix of a unit's files; ``token``, 8 to 32 hexadecimal digits, is unique."""
     if unit.item is None:
         return f"{SAVES}/{unit.step}.{epoch}.{token}"
     return f"{BASES}/{unit.step}.{epoch}.{token}/{unit.item}"
@@ -213,10 +210,7 @@ class State:
 
     @property
     def trainer(self) -> LeaseClaim | None:
-        """The claim of the trainer that may be running; None if none can be.
-
-        A pending claim may be withdrawn, so it does not hide an earlier trainer.
-        """
+        """The claim of the trainer that may be running; None if none can be."""
         starting = None
         for claim in reversed(self.entry.claims):
             if not claim.lease.pending:
@@ -301,10 +295,7 @@ def to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
-    """Parses an entry, whose key has the given number, if any; ``name`` is for errors.
-
-    Raises Damaged if it is altered or invalid, FormatMismatch if another version wrote it.
-    """
+    """Parses an entry, or raises Damaged or FormatMismatch; ``name`` is for errors."""
     found: Entry = manifest.from_bytes(data, Entry, name=name, magic=ENTRY_MAGIC)
     refuse_unknown(found.features, frozenset(), name)
     if number is not None and found.number != number:

@@ -124,10 +124,7 @@ class Journal(JournalView):
         raise self._fenced(state.claim, holder)  # More claims followed than an entry keeps.
 
     def start(self) -> None:
-        """Records that the trainer has started: its claim is no longer pending.
-
-        Does not wait for newer trainers that have not started yet.
-        """
+        """Ends the pending state of the claim; does not wait for newer trainers that start."""
         holder = self.claimed.lease.holder
 
         def change(state: State) -> Entry | None:
@@ -233,10 +230,7 @@ class Journal(JournalView):
             self.root.store.delete(map(self._key, copies))
 
     def begin_run(self, resumed_from: SaveId | None, stages: Iterable[str] = ()) -> None:
-        """Records, before the first save under the claim, from which save training resumes.
-
-        ``stages`` are the ids of its processes' staging directories.
-        """
+        """Records, before the first save, from which save training resumes, and its stages' ids."""
 
         def change(state: State) -> Entry | None:
             claim = state.entry.claims[-1]
@@ -307,10 +301,7 @@ class Journal(JournalView):
             )
 
     def retire(self, which: Callable[[State], Iterable[str]]) -> None:
-        """Un-commits steps, bases, rolled-back units or WAL epochs, then deletes their files.
-
-        ``which`` returns their prefixes in a state; nothing that remains may need them.
-        """
+        """Un-commits units or WAL epochs, which nothing may need, and deletes their files."""
 
         def change(state: State) -> Entry | None:
             prefixes = state.prefixes.intersection(which(state))

@@ -154,10 +154,7 @@ class Grace:
         self._ended: set[tuple[int, str]] = set()
 
     def wait(self, claimants: Mapping[int, Lease | None]) -> bool:
-        """Waits briefly for newer trainers, by epoch; returns whether to check again.
-
-        They may withdraw their claims. A trainer is None if its lease is not readable.
-        """
+        """Waits briefly for newer trainers, by epoch; returns whether to check again."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         keys = {epoch: (epoch, one.holder if one else "") for epoch, one in claimants.items()}

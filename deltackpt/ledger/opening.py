@@ -100,10 +100,7 @@ def _in_bucket(at: StorePath, item: str) -> Steps:
 
 
 def refuse_foreign(root: StorePath) -> None:
-    """Raises ForeignDirectory if a location without a journal is not empty.
-
-    Otherwise its objects would be hidden, or swept.
-    """
+    """Checks that a location without a journal is empty: nothing is hidden or swept."""
     found = root.names()
     if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
         return  # Left by an interrupted first start.
@@ -115,10 +112,7 @@ def refuse_foreign(root: StorePath) -> None:
 
 
 def find_item(steps: Steps, wanted: str | None) -> str:
-    """Returns the name of the deltackpt item in the newest step; the default if there is none.
-
-    Raises OptionError if the step holds other items than ``wanted``, or several.
-    """
+    """Returns the item in the newest step, or the default; OptionError if it is ambiguous."""
     newest, found = _items(steps)
     if wanted is None and len(found) < 2:
         return found[0] if found else naming.EMBEDDINGS_ITEM

@@ -50,14 +50,12 @@ if TYPE_CHECKING:
 
 
 class DamagedSave(NamedTuple):
-    """A save, or its compacted base, with a damaged file.
-
-    Chains read files of dense leaves only if no later save replaces the leaves.
-    """
+    """A save, or its compacted base, with a damaged file."""
 
     step: int
     compacted: bool
-    every_child: bool  # whether every chain with the save reads the file
+    #: Whether every chain with the save reads the file: a later save may replace a dense leaf.
+    every_child: bool
 
 
 def find_damaged_save(error: BaseException, root: StorePath, item: str) -> DamagedSave | None:
@@ -232,10 +230,7 @@ class Steps:
     def check_step_files(
         self, step_dir: StorePath | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
     ) -> None:
-        """Checks the files of a step without a checksum of their own; Damaged names the first.
-
-        ``share`` = ``(i, n)`` checks the i-th of n disjoint parts.
-        """
+        """Checks a step's files that have no checksum of their own, or the i-th of n shares."""
         record = stored_saves.read_save(step_dir, self.item).head
         if "step" not in record.digests:
             return
@@ -251,10 +246,7 @@ class Steps:
 
     @contextlib.contextmanager
     def local(self, step: int, name: str) -> Iterator[Path]:
-        """Yields a local folder of a step, for code that reads only files.
-
-        For a bucket, its files are downloaded and verified, and deleted afterwards.
-        """
+        """Yields a local folder of a step; of a bucket, a verified download, deleted afterwards."""
         at = self._held_at(step) / name
         if isinstance(at.store, FileStore):
             yield Path(at)

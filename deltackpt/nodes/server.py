@@ -463,10 +463,7 @@ class ClusterObjects:
         self._store = NodesStore(addresses, "", token, deadline_secs=_DEADLINE_SECS)
 
     def find(self, key: str, own: str, *, is_here: bool) -> OpenObject:
-        """Opens an object of the store, unless the asking node ``own`` would be asked again.
-
-        ``is_here``: that node has the head of a striped object under the key.
-        """
+        """Opens an object of the store; ``is_here``: the asking node ``own`` has the head of it."""
         if not is_here and self._store.owner(key) == own:
             raise Missing(key)
         return _Forwarded(self._store, key)

@@ -143,10 +143,7 @@ class Directory:
         return inventory.every_digest(self.store_path(unit), unit.item or self.item, base=is_base)
 
     def holds(self, unit: ObjectKey, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
-        """Returns whether a unit exists and is complete; ``recheck`` reads all of its bytes.
-
-        Raises TargetDiffers if something else has its name.
-        """
+        """Returns whether a unit is complete there, for ``recheck`` byte by byte; TargetDiffers."""
         folder, aside = self._folder(unit), self._aside(unit)
         if not os.path.lexists(folder):
             if aside.is_dir():  # An earlier copy was interrupted while replacing it.
@@ -170,11 +167,7 @@ class Directory:
         workers: int,
         on_bytes: OnBytes,
     ) -> None:
-        """Copies a unit and makes it visible atomically; an interrupted copy is continued.
-
-        ``reading`` surrounds the reads and checks that the source has not changed. Raises
-        TargetDiffers if another save has the unit's name.
-        """
+        """Copies a unit and makes it visible atomically; ``reading`` surrounds the reads."""
         staged = self._staged(unit)
         self._dir.make(staged)
         needed = digests_bytes(expected) - posix.tree_bytes(staged)

@@ -37,11 +37,7 @@ BACK_OFF_SECS = (0.1, 30.0)
 
 
 class Trainer:
-    """The process that makes the saves, as the replicator sees it; thread-safe.
-
-    ``is_gone``: no more orders or saves will come. ``is_waiting``: a caller waits for the pending
-    saves.
-    """
+    """The process that makes the saves, as the replicator sees it; thread-safe."""
 
     def __init__(self, pipe: int | None = None, *, is_gone: bool = False):
         """Listens to a pipe that the trainer writes to and closes; without one, cursors poll."""

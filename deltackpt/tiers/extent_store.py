@@ -293,11 +293,7 @@ class ExtentFile:
 
 
 class StoredBundle:
-    """The bytes of a stored bundle, as a ``Reader``; thread-safe.
-
-    An extent is read and verified before any of its bytes are returned, and cached for sequential
-    reads.
-    """
+    """A stored bundle as a ``Reader``; thread-safe. One extent, which is verified, is cached."""
 
     def __init__(self, file: DirectFile, division: ExtentDivision, held: _Held):
         self._file = file

@@ -166,11 +166,7 @@ class PeerTier:
         yield _SegmentReader(self, coding, every[coding])
 
     def put(self, bundle: Bundle) -> None:
-        """See ``Tier``: returns once k + m other nodes have acknowledged each segment.
-
-        A lost or full node is replaced by the next in order; fragments that still exist from an
-        earlier attempt are not sent again.
-        """
+        """See ``Tier``: returns once k + m other nodes have acknowledged each segment."""
         ref, mine = bundle.ref, erasure.FragmentCoding(bundle.ref, self._code.k, self._code.m)
         where = self._found(ref, self._others).get(mine, {})
         refused: dict[str, str] = {}

@@ -161,10 +161,7 @@ def fetch(
     fsync: bool,
     problems: Problems | None = None,
 ) -> str | None:
-    """Unpacks a save from the first tier with an intact bundle; returns the tier's name, or None.
-
-    Errors of unusable bundles are added to ``problems``.
-    """
+    """Unpacks a save from the first tier with an intact bundle; returns the tier's name or None."""
     final = local.step_dir(save_id.step)
     for one in offers:
         if one.name.save_id == save_id and _unpacked(one, final, fsync, local.item, problems):

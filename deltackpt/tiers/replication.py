@@ -50,10 +50,7 @@ FindPeers = Callable[[PeerGroup | None], PeerGroup]
 
 
 class ReplicationClient:
-    """The tiers of one staging directory; used by the saving and by the training thread.
-
-    ``unusable`` holds the errors of saves that a tier has but that could not be recovered, by step.
-    """
+    """The tiers of one staging directory; used by the saving and by the training thread."""
 
     def __init__(
         self,
@@ -70,6 +67,7 @@ class ReplicationClient:
     ):
         """Finds the peers, and again whenever they do not answer the replicator."""
         self.process = ReplicatorProcess(stage, cpus=options.background.cpus)
+        #: Errors of saves that a tier has but that could not be recovered, by step.
         self.unusable: Mapping[int, RestoreError] = {}
         self._stage, self._local, self._journal = stage, local, journal
         self._tiers = options.tiers or Tiers()
@@ -356,10 +354,7 @@ class ReplicationClient:
         return self._sources.get(save_id, "staging")
 
     def committed(self, orders: Orders) -> None:
-        """Replicates the newest staged save, and older ones that failed before.
-
-        StorageError: writing to the extents failed, or they stay full until ``stop_waiting``.
-        """
+        """Replicates staged saves; StorageError if the extents fail, or are full until the end."""
         self.start()
         self.process.wake()
         self._find_peers()

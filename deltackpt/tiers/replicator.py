@@ -43,11 +43,7 @@ _left: list[subprocess.Popen[bytes]] = []
 
 
 class ReplicatorProcess:
-    """A trainer's replicator, which finishes pending uploads on its own; thread-safe.
-
-    ``ended`` is a message about the last one that exited unexpectedly, ``warnings`` those not
-    reported yet.
-    """
+    """A trainer's replicator, which finishes pending uploads on its own; thread-safe."""
 
     def __init__(self, stage: StagingDir, *, cpus: Collection[int] | None = None):
         """Starts no process yet; ``cpus`` restricts where it runs (default: anywhere)."""
@@ -56,6 +52,7 @@ class ReplicatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._starting = threading.RLock()  # A restart closes the exited process.
+        #: About the last process that exited unexpectedly, and all that were not reported yet.
         self.ended: str | None = None
         self.warnings: list[str] = []
 
