@@ -334,11 +334,7 @@ class OrbaxLoggerHandler:
     """
 
     def __init__(self, logger: OrbaxLogger):
-        """Wraps a logger.
-
-        Args:
-          logger: an ``orbax.checkpoint.logging.AbstractLogger``.
-        """
+        """Wraps an ``orbax.checkpoint.logging.AbstractLogger``."""
         self._logger = logger
 
     def receive(self, event: Event) -> None:
@@ -374,10 +370,7 @@ class PrometheusHandler:
     """
 
     def __init__(self, registry: prometheus_client.CollectorRegistry | None = None):
-        """Registers the metrics.
-
-        Args:
-          registry: a ``prometheus_client.CollectorRegistry``; None for the default one.
+        """Registers the metrics, in prometheus_client's default registry if None is given.
 
         Raises:
           MissingExtra: prometheus_client is not installed.

@@ -63,10 +63,7 @@ class RowKeys:
     """
 
     def __init__(self, capacity: int):
-        """Creates a vocabulary without ids.
-
-        Args:
-          capacity: rows of the table, below 2^31.
+        """Creates a vocabulary without ids, for a table of ``capacity`` rows, below 2^31.
 
         Raises:
           OptionError: the capacity is out of range.
@@ -83,10 +80,7 @@ class RowKeys:
 
     @classmethod
     def index(cls, column: np.ndarray) -> RowKeys:
-        """Returns the vocabulary of a key column, for example of a restored one.
-
-        Args:
-          column: see ``ids_of``.
+        """Returns the vocabulary of a key column (see ``ids_of``), for example of a restored one.
 
         Raises:
           DamagedKeys: an id has two rows.
@@ -103,12 +97,9 @@ class RowKeys:
     def follow(self, column: np.ndarray) -> None:
         """Replaces the ids with those of a later key column; rehashes only the rows that differ.
 
-        Args:
-          column: as many rows as before; see ``ids_of``.
-
         Raises:
           DamagedKeys: an id has two rows; nothing was replaced.
-          OptionError: the column has another shape or dtype.
+          OptionError: the column has another shape or dtype, or another number of rows.
         """
         ids = ids_of(column)
         if len(ids) != self.capacity:
@@ -218,10 +209,7 @@ class RowKeys:
         return column_of(self._ids, dtype)
 
     def grow(self, capacity: int) -> None:
-        """Adds free rows after the existing ones, which keep their ids.
-
-        Args:
-          capacity: the new number of rows, at least the present one.
+        """Adds free rows after the existing ones, which keep their ids, up to ``capacity`` rows.
 
         Raises:
           OptionError: the capacity is out of range.

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advises from measured costs how often to save, and whether by WAL record, delta or base.
 
-``MeasuredCosts`` is an event handler that keeps the newest figures of each kind and returns their
-medians. A first save that compiles, or one that met a busy disk, does not move a median. It reads
-no clock.
-
 The kinds of saves are nested: a WAL record every T_wal, a delta every T_delta, a base every T_base,
 each an integer multiple of the one before. A run that restarts every M seconds on average loses,
 per second,
@@ -16,15 +12,11 @@ per second,
   + restore of a record * records since the last step / M
 
 On average (n - 1) / 2 saves of a kind follow the last one of the next kind, where n is the ratio of
-their intervals, plus persist / T while that one is not durable yet. For one kind, the first two
-lines are Young's model ("A first order approximation to the optimum checkpoint interval", CACM
-1974). Daly has higher orders ("A higher order estimate of the optimum checkpoint interval for
-restart dumps", FGCS 2006). Several kinds at once are the multi-level checkpoints of
-SCR (Moody et al., "Design, modeling, and evaluation of a scalable multi-level checkpointing
-system", SC 2010), VeloC (Nicolae et al., IPDPS 2019) and Di et al. ("Optimization of multi-level
-checkpoint model for large scale HPC applications", IPDPS 2014). There the more expensive level
-survives more failures. Here it shortens the restore, and every kind is assumed to survive the
-failures that end a run.
+their intervals, plus persist / T while that one is not durable yet. For one kind this is Young's
+model ("A first order approximation to the optimum checkpoint interval", CACM 1974), with higher
+orders by Daly ("A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
+2006). Several kinds are multi-level checkpoints (Moody et al., SC 2010; Di et al., IPDPS 2014), but
+each is assumed to survive the failures that end a run: the coarser ones shorten the restore.
 
 For given ratios the loss is A / T + T / 2M + C of the finest interval T, with its minimum at sqrt(2
 A M). The bounds (a step, persist, the budget) are lower bounds of T. T is therefore exact, and only
@@ -493,11 +485,7 @@ class MeasuredCosts:
             )
 
     def cost(self, kind: RecoveryKind) -> Cost | None:
-        """Returns the median costs of a kind; None if no event of that kind was received.
-
-        Args:
-          kind: ``wal`` for full WAL records, ``delta`` or ``base``.
-        """
+        """Returns the median costs of a kind (``wal``: full records); None before its first event."""
         measured = self._measured[kind]
         if not measured:
             return None

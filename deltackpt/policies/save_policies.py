@@ -368,11 +368,7 @@ class BitWidthPolicy:
         return cls(expected_restores=run_secs / mean_secs_between_failures, codecs=codecs)
 
     def choose(self, restores: int) -> PlannedCodec:
-        """Returns the codec of the next delta.
-
-        Args:
-          restores: number of times that the run has been restored so far.
-        """
+        """Returns the codec of the next delta, for the restores of the run so far."""
         expected, why = self.expected_restores, "expected"
         if restores > expected:
             expected = 2.0 * restores

@@ -126,11 +126,9 @@ class StackedTable:
         return {member.name: number for number, member in enumerate(self.members)}
 
     def physical_rows(self, member: str, ids: object) -> np.ndarray:
-        """Returns the rows of the stacked array that hold some ids: int64, in the shape of ``ids``.
+        """Returns the rows of the stacked array that hold some ids of a member.
 
-        Args:
-          member: name of a member.
-          ids: integers of any shape.
+        The result is int64, in the shape of ``ids``.
 
         Raises:
           OptionError: the stack has no such member, or an id is outside its rows.
@@ -159,14 +157,10 @@ class StackedTable:
             )
 
     def ids(self, rows: object) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which member and id each row of the stacked array holds.
+        """Returns which member and id each row of the stacked array holds, for rows of any shape.
 
-        Args:
-          rows: integers of any shape, at least 0 and below ``shape[0]``.
-
-        Returns:
-          Positions in ``members``, -1 for padding, and the ids; both int64, in the shape of
-          ``rows``.
+        The members are positions in ``members``, -1 for padding; both results are int64 in that
+        shape.
         """
         shard, row = np.divmod(np.asarray(rows, np.int64), self._offsets[-1])
         number = np.searchsorted(self._offsets, row, "right") - 1

@@ -82,9 +82,7 @@ def changed_rows(old: object, new: object) -> np.ndarray:
 def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
     """Returns the fingerprints of every table with its slots, by table name.
 
-    Args:
-      fields: the tables and slots.
-      layout: the layout of the same split. Slots that are ``always`` written are excluded.
+    ``fields`` and ``layout`` are of one split. Slots that are ``always`` written are excluded.
     """
     return {
         name: fingerprint(fields[name][row_blocks.VALUES], [fields[name][slot] for slot in slots])
@@ -112,14 +110,10 @@ def verify_tracking(
     since_clock: int,
     layout: Layout,
 ) -> None:
-    """Checks that every row that changed is marked.
+    """Checks that every row that changed since ``before`` is marked.
 
-    Args:
-      before: ``fingerprints`` taken at clock ``since_clock``.
-      fields: the current tables and slots.
-      touched: the current TouchState.
-      since_clock: the clock of ``before``.
-      layout: the layout of ``fields``.
+    ``before`` is what ``fingerprints`` returned at clock ``since_clock``; the rest is the current
+    state.
 
     Raises:
       TrackingError: rows changed without being marked; the message lists every such table and its
@@ -227,13 +221,7 @@ class RowTracker:
 
     @placement.neutral()
     def start(self, fields: Fields, layout: Layout, identity: int | None = None) -> None:
-        """Records tables and slots as stored, with no touched row and clock 0.
-
-        Args:
-          fields: the tables and slots as restored.
-          layout: layout of the tables.
-          identity: identity of the TouchState; None draws one.
-        """
+        """Records tables and slots as stored, with no touched row and clock 0."""
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
         tables = {name: fields[name][row_blocks.VALUES] for name in now}
@@ -245,13 +233,6 @@ class RowTracker:
 
         All rows of a new table are stamped. The next delta contains all rows by which a table has
         grown, stamped or not.
-
-        Args:
-          fields: the current tables and slots.
-          layout: layout of the tables.
-
-        Returns:
-          The TouchState, for ``save(touched=...)``.
         """
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
