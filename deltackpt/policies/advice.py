@@ -485,7 +485,7 @@ class MeasuredCosts:
             )
 
     def cost(self, kind: RecoveryKind) -> Cost | None:
-        """Returns the median costs of a kind (``wal``: full records); None before its first event."""
+        """Returns the median costs of a kind (``wal``: full records); None before its first."""
         measured = self._measured[kind]
         if not measured:
             return None
