@@ -59,7 +59,7 @@ from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
 from deltackpt.wal.epoch import EndedWal
-from deltackpt.wal.recorder import Call, Recorder
+from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
     from deltackpt.tiers import open_root as opening
@@ -527,8 +527,10 @@ class CheckpointManager:
             except BaseException:
                 self._recorder.requeue_ids(ids)
                 raise
-            call = Call(touched, ids, items, full, started, self._saver.may_commit)
-            found = self._recorder.append(step, split, call)
+            may_commit = self._saver.may_commit
+            found = self._recorder.append(
+                step, split, touched, ids, items, full, started=started, may_commit=may_commit
+            )
             if isinstance(found, Appended):
                 return found
             given = json_args(record_batch.as_json(items))
@@ -537,7 +539,7 @@ class CheckpointManager:
             return Appended(
                 step=step,
                 kind=None,
-                reason=f"saved the step instead: {found.reason}",
+                reason=f"saved the step instead: {found}",
                 blocked_secs=time.perf_counter() - started,
                 recovery=self._recorder.recovery(),
                 saved=saved,

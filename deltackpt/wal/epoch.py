@@ -209,12 +209,12 @@ def write_head(
             local = local_wal_folder(directory, head.run)
             for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        place = store_path(run.writable_root.wal_dir) / name
+        header = store_path(run.writable_root.wal_dir) / name
         try:
-            place.store.put(place.key, data, absent=True)
+            header.store.put(header.key, data, absent=True)
         except Exists:
             continue  # Another trainer's; the lease decides between us.
-        copy = WalFolder(place.parent).segments(number) / naming.HEAD_COPY
+        copy = WalFolder(header.parent).segments(number) / naming.HEAD_COPY
         copy.store.put(copy.key, data)
         return number
 

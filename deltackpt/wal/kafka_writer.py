@@ -27,8 +27,6 @@ from deltackpt.wal.segment_files import EndedSegment, Fill, RecordsOf, RecordWri
 
 #: Bytes after which dense leaves are whole again, so that older records can be deleted.
 KAFKA_SEGMENT_BYTES = 256 << 20
-#: As for files: records up to this length are a single write.
-_BUFFER_BYTES = 2 << 20
 
 
 def here(topic: Topic) -> WalTopic:
@@ -110,10 +108,10 @@ class KafkaWriter(RecordWriter):
         record, self._record = self._record, None
         for chunk in wal_format.record_chunks(
             record.view(nbytes),
-            part=self._at.part,
+            part=self.position.part,
             epoch=self._epoch.number,
             epoch_crc32c=self._epoch.crc32c,
-            seq=self._at.seq,
+            seq=self.position.seq,
             message_bytes=self._message_bytes,
         ):
             self._producer.send(chunk.to_bytes())
@@ -155,19 +153,10 @@ class KafkaWriter(RecordWriter):
         self._topic.truncate(offsets)
 
     def _open(self) -> LayerFile:
-        at = self._at
         if self._producer is None:
             self._producer = self._topic.producer(
                 self._process, message_bytes=self._message_bytes, timeout_secs=self._deadline_secs
             )
-        name = f"{self._topic}, partition {self._process}, record {at.seq + 1}"
+        name = f"{self._topic}, partition {self._process}, record {self.position.seq + 1}"
         self._record = _RecordBytes(Path(name))
-        return LayerFile(
-            self._record,
-            self._runtime,
-            fsync=False,
-            sequence=at.seq + 1,
-            predecessor=at.digest,
-            buffer_bytes=_BUFFER_BYTES,
-            checksum=False,
-        )
+        return self._layer_file(self._record, fsync=False)

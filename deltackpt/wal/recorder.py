@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from deltackpt import events
 from deltackpt.errors import (
@@ -55,23 +55,6 @@ _UNNAMED = "an earlier call of append() did not name its rows, and there is no T
 
 class _Unmarked(TrackingError):
     """Rows changed that no record holds."""
-
-
-class SaveNeeded(NamedTuple):
-    """A step to be saved instead of appending a record, and why."""
-
-    reason: str
-
-
-class Call(NamedTuple):
-    """The arguments of ``append()`` other than state and step; see ``CheckpointManager.append``."""
-
-    touched: TouchState | None
-    ids: Mapping[str, object] | None
-    items: Mapping[str, object] | None
-    full: bool | None
-    started: float
-    may_commit: bool  # Whether a save that has not failed is in flight.
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,8 +139,19 @@ class Recorder(WalHooks):
         self._calls += 1
         self._save_requests.call()
 
-    def append(self, step: int, split: Split, call: Call) -> Appended | SaveNeeded:
-        """Appends a record, or returns that a step must be saved; see the manager's ``append``."""
+    def append(
+        self,
+        step: int,
+        split: Split,
+        touched: TouchState | None,
+        ids: Mapping[str, object] | None,
+        items: Mapping[str, object] | None,
+        full: bool | None,
+        *,
+        started: float,
+        may_commit: bool,  # Whether a save that has not failed is in flight.
+    ) -> Appended | str:
+        """Appends a record, or returns why a step must be saved; see the manager's ``append``."""
         options = self._options
         self._follow_run()
         number = self._calls
@@ -169,19 +163,19 @@ class Recorder(WalHooks):
         chain: _Continuation | None = None
         is_named = False
         try:
-            touched = self._run.tracking.touch_state(split, call.touched)
+            touched = self._run.tracking.touch_state(split, touched)
             self._run.end_hashing()
             marks = Embeddings(split=split, touched=touched).marks
             clocks = pending_save.clocks_of(split, marks)
-            if call.ids is not None and self._run.tracking.tracker is None:
+            if ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
                 try:
-                    rows = batch_capture.rows_of(call.ids, split.layout, clocks)
+                    rows = batch_capture.rows_of(ids, split.layout, clocks)
                     is_named = not marks
                 except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
             failure = self._report()
-            reason, refused = self._due(split, clocks, call.may_commit, failure)
+            reason, refused = self._due(split, clocks, may_commit, failure)
             if rows is not None and self._named_until != number - 1:
                 if marks:
                     # The stamps name the rows of earlier calls, too.
@@ -199,9 +193,9 @@ class Recorder(WalHooks):
                 since = None if self._chain is None else self._chain.last.clocks
                 self._given_rows.add(rows, since=since, until=clocks)
                 is_named = True
-            if call.ids is None and self._is_restored(step, split, touched):
+            if ids is None and self._is_restored(step, split, touched):
                 why = "skipped: it was restored, and nothing has changed since"
-                return self._appended(step, None, why, call.started)
+                return self._appended(step, None, why, started)
             self._check_above(step)
             if reason is None:
                 if not self._begun or self._layout != split.layout:
@@ -211,12 +205,12 @@ class Recorder(WalHooks):
                 self._run.roll_back(step)
             if invalid is not None:
                 raise invalid
-            items = items_of(call.items)
+            recorded = items_of(items)
             if reason is not None:
-                return SaveNeeded(reason)
+                return reason
             if refused or self._ended is not None:
                 why = self._ended or "this process waits for the next save of all processes"
-                return self._appended(step, None, f"skipped: {why}", call.started)
+                return self._appended(step, None, f"skipped: {why}", started)
             if (broken := self._save_requests.pop_failure()) is not None:
                 raise AppendFailed(
                     "append: expected the processes to agree in the background on when all save, "
@@ -225,23 +219,22 @@ class Recorder(WalHooks):
                 ) from broken
             if failure is not None and options.on_failure == "raise":
                 raise failure.error() from failure.cause
-            full = call.full
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
             full = full or not split.layout.dense
             assert self._chain is not None
             moved = settled(clocks, self._chain.last)
             if not self._submit(
-                step, number, split, marks, clocks, moved, rows, items, full, call.started
+                step, number, split, marks, clocks, moved, rows, recorded, full, started
             ):
                 why = "skipped: the buffer is full; the next call also appends these rows"
-                return self._appended(step, None, why, call.started)
+                return self._appended(step, None, why, started)
             chain = self._chain
         except _Unmarked as error:
             self._suspect(str(error))
             if self._ended is None:
-                return SaveNeeded(str(error))
-            return self._appended(step, None, f"skipped: {error}", call.started)
+                return str(error)
+            return self._appended(step, None, f"skipped: {error}", started)
         finally:
             if chain is None and rows is not None:
                 self._requeue(rows)
@@ -253,7 +246,7 @@ class Recorder(WalHooks):
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
         chain.root, self._newest_step = None, step
         kind = "full" if full else "soft"
-        return self._appended(step, kind, f"{kind}: rows since the last record", call.started)
+        return self._appended(step, kind, f"{kind}: rows since the last record", started)
 
     def requeue_ids(self, ids: Mapping[str, object] | None) -> None:
         """Keeps the rows that a call named and that failed before ``append``.
@@ -296,7 +289,7 @@ class Recorder(WalHooks):
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
         losses, pending = writer.losses, writer.drain_pending()
-        memory, reserved = self._runtime.memory, 0
+        memory, reserved, batch = self._runtime.memory, 0, None
         try:
             sources, given, segments = batch_capture.segments_of(
                 split, marks, rows, pending, since=since, always=full, runtime=self._runtime
@@ -333,17 +326,13 @@ class Recorder(WalHooks):
                 reserved_bytes=nbytes,
                 started=started,
             )
-        except BaseException:
-            writer.requeue(pending)
-            memory.release(reserved)
-            raise
-        batch.blocked_secs = time.perf_counter() - started
-        try:
+            batch.blocked_secs = time.perf_counter() - started
             writer.submit(batch, losses)
         except BaseException:
-            batch.release()
+            if batch is not None:
+                batch.release()
             writer.requeue(pending)
-            memory.release(nbytes)
+            memory.release(reserved)
             raise
         return True
 
@@ -504,7 +493,7 @@ class Recorder(WalHooks):
             concurrent.futures.wait([self._trimming])
 
     def wait_durable_or_warn(self) -> None:
-        """Waits until all records are durable or failed; the next ``append()`` reports failures.
+        """Waits until all records are durable or failed, which the next ``append()`` reports.
 
         Trimming has then ended, so no recovery point is removed while it is being restored.
         """
@@ -636,10 +625,7 @@ class Recorder(WalHooks):
         self.distrust(found)
 
     def distrust(self, reason: str) -> None:
-        """See ``WalHooks``: a header without a parent point invalidates this run's points.
-
-        If the header cannot be written, the next call tries again, and raises if that fails.
-        """
+        """See ``WalHooks``: invalidates this run's points; the next call retries what failed."""
         self._follow_run()
         if self._epoch is None:
             if self._run.coordinator.count == 1:
@@ -664,11 +650,7 @@ class Recorder(WalHooks):
             events.warn(f"the WAL has invalid recovery points that are still listed: {error}")
 
     def deleted(self, step: SaveId, *, is_needed: bool) -> None:
-        """See ``WalHooks``: the next record continues from a step that is saved first.
-
-        If the WAL ends, it gets a header without a parent point, so that no trimmed record is
-        missed.
-        """
+        """See ``WalHooks``: the next record continues from a step that is saved first."""
         if step in self._committed:
             self._committed.remove(step)
         if not self._run.lineage.forget(step) and not is_needed:
@@ -680,7 +662,7 @@ class Recorder(WalHooks):
 
         def write() -> None:
             self._run.writable_root.check_lease()
-            self._write_end()
+            self._write_end()  # Without a parent point: no trimmed record is missed.
 
         self._run.coordinator.from_process_0("ending the WAL", write, fatal=True)
         self._save_requests.end()

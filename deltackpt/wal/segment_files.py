@@ -25,7 +25,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import Segment
 from deltackpt.format.wal_format import ITEMS, RecordHead
 from deltackpt.layers.footer import EpochRef, LayerManifest, RowGroup
-from deltackpt.layers.write import LayerFile, LayerSegmentSink, row_group_of
+from deltackpt.layers.write import LayerFile, LayerSegmentSink, LayerSink, row_group_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import posix
 from deltackpt.storage.parts import SegmentSink
@@ -80,16 +80,11 @@ class RecordWriter(abc.ABC):
         self._runtime = runtime
         self._epoch = epoch
         self._process, self._process_count = process, process_count
-        self._at, self._part_start = RecordPosition(0, 0, 0), 1
+        self.position, self._part_start = RecordPosition(0, 0, 0), 1
         self._newest = -1
         self._lock = threading.Lock()
         #: Their steps ascend.
         self._ended: list[EndedSegment] = []
-
-    @property
-    def position(self) -> RecordPosition:
-        """Returns the last record that was written."""
-        return self._at
 
     @property
     @abc.abstractmethod
@@ -101,7 +96,7 @@ class RecordWriter(abc.ABC):
 
         After any error, call ``begin_part`` next.
         """
-        file = self._open()
+        file, at = self._open(), self.position
         manifest = LayerManifest(
             save_id=save_id,
             parent=parent,
@@ -112,7 +107,7 @@ class RecordWriter(abc.ABC):
         layer = file.begin_layer(manifest)
         try:
             record = fill(functools.partial(LayerSegmentSink, layer))
-            head = dataclasses.replace(record.head, part=self._at.part, part_start=self._part_start)
+            head = dataclasses.replace(record.head, part=at.part, part_start=self._part_start)
             manifest = dataclasses.replace(
                 manifest,
                 schema=wal_format.record_head_bytes(head),
@@ -122,7 +117,7 @@ class RecordWriter(abc.ABC):
             layer.abandon()
             raise
         written = layer.finish(manifest)
-        self._at = RecordPosition(self._at.part, self._at.seq + 1, written.digest)
+        self.position = RecordPosition(at.part, at.seq + 1, written.digest)
         self._newest = save_id.step
         return written.stop - written.start
 
@@ -130,7 +125,7 @@ class RecordWriter(abc.ABC):
         """Begins a new part, which invalidates everything written after ``after``."""
         self.close()
         self._part_start = after.seq + 1
-        self._at = RecordPosition(self._at.part + 1, after.seq, after.digest)
+        self.position = RecordPosition(self.position.part + 1, after.seq, after.digest)
 
     def close(self) -> None:
         """Closes what is open."""
@@ -145,8 +140,19 @@ class RecordWriter(abc.ABC):
         with self._lock:
             del self._ended[: len(below)]
 
+    def _layer_file(self, sink: LayerSink, *, fsync: bool) -> LayerFile:
+        """Returns a file that continues the last record."""
+        return LayerFile(
+            sink,
+            self._runtime,
+            fsync=fsync,
+            sequence=self.position.seq + 1,
+            predecessor=self.position.digest,
+            buffer_bytes=_BUFFER_BYTES,
+            checksum=False,
+        )
+
     def _end(self, at: object) -> None:
-        """Ends a segment."""
         with self._lock:
             self._ended.append(EndedSegment(self._newest, at))
 
@@ -181,8 +187,6 @@ class SegmentWriter(RecordWriter):
         self._sink: DirectFile | None = None
         self._path = directory
         self._fresh = False
-        #: Number of fsyncs of files and directories.
-        self.syncs = 0
 
     @property
     def segment_bytes(self) -> int:
@@ -194,11 +198,9 @@ class SegmentWriter(RecordWriter):
         if self._file is None or self._sink is None:
             return
         self._file.sync()
-        self.syncs += self._fsync
         with posix.typed_errors(self.directory, "fsync", full="free space"):
             if self._fsync and self._fresh:
                 fsync_path(self.directory)
-                self.syncs += 1
                 self._fresh = False
             if not os.path.samestat(os.fstat(self._sink.descriptor), os.stat(self._path)):
                 raise FileNotFoundError(errno.ENOENT, "moved or removed", self._path)
@@ -216,22 +218,14 @@ class SegmentWriter(RecordWriter):
     def _open(self) -> LayerFile:
         if self._file is not None:
             return self._file
-        at = self._at
+        at = self.position
         if self._path != self.directory:
             self._end(self._path.name)  # Only now: the newest file always stays.
         self._path = self.directory / naming.segment_name(at.part, at.seq + 1)
         with posix.typed_errors(self.directory, "make a directory", full="free space"):
             DurableDir(self._root, fsync=self._fsync).make(self.directory)
         self._sink = DirectFile(self._path, cached_bytes=_CACHED_BYTES, full="free space")
-        self._file = LayerFile(
-            self._sink,
-            self._runtime,
-            fsync=self._fsync,
-            sequence=at.seq + 1,
-            predecessor=at.digest,
-            buffer_bytes=_BUFFER_BYTES,
-            checksum=False,
-        )
+        self._file = self._layer_file(self._sink, fsync=self._fsync)
         self._fresh = True
         return self._file
 

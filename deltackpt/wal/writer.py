@@ -168,10 +168,9 @@ class WalWriter:
                 )
 
     def close(self) -> None:
-        """Stops the thread once everything is written; callers must submit nothing afterwards.
+        """Stops the thread once all is written, or after ``deadline_secs``; submit nothing later.
 
-        Records that are not durable after ``deadline_secs`` are abandoned with a warning: their
-        rows are pending, and the thread stops at its next step.
+        Records that are not durable by then are abandoned with a warning: their rows are pending.
         """
         with self._changed:
             self._closed = True
@@ -337,7 +336,7 @@ class WalWriter:
             self._memory.release(one.reserved_bytes)
 
     def _undurable(self) -> list[Batch]:
-        # That which is written now is not among the written ones while these are forced.
+        # The batch that is being written is not among the written ones while those are fsynced.
         now = () if self._writing is None or self._writing in self._written else (self._writing,)
         return [*self._written, *now, *self._queue]
 
