@@ -149,7 +149,7 @@ class ServedMachine(FollowedMachine):
         return self.followers.get(key)
 
     @rule(soft=st.booleans())
-    def look_when_all_is_written(self, soft):
+    def poll_when_all_is_written(self, soft):
         self.quietly(self.manager.wait_until_finished)
         self.quietly(self.manager.wait_appended)
         for shard in ((0, 1), (1, 2), (5, 7)):
