@@ -276,8 +276,8 @@ def within_budget(
 ) -> LeafDelta:
     """Encodes a leaf with a codec, or the first more precise one within the budget.
 
-    ``attempt`` encodes it with a codec, or losslessly if that is impossible. It also returns a
-    function for the share of positive values that is lost in a leaf without negative ones.
+    ``attempt`` also returns a function for the share of positive values that is lost in a leaf
+    without negative ones; if a codec is impossible, it encodes losslessly.
     """
     reason = ""
     while True:

@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltackpt.format.manifest import (
-    MOST_PARENTS,
-    BaseRef,
-    Kind,
-    Layout,
-    ParentRef,
-    SaveId,
-    SaveInfo,
-)
+from deltackpt.format import manifest
+from deltackpt.format.manifest import BaseRef, Kind, Layout, ParentRef, SaveId, SaveInfo
 from deltackpt.format.wal_format import Continues
 from deltackpt.policies import SaveHistory
 from deltackpt.state.touch_state import UNKNOWN
@@ -177,7 +170,7 @@ class Branch:
         """Records a save as in flight; ``number`` counts all saves started, this one included."""
         ref, parents = None, ()
         if parent is not None:
-            parents = (parent.info.step_dir, *parent.parents)[:MOST_PARENTS]
+            parents = (parent.info.step_dir, *parent.parents)[: manifest.MOST_PARENTS]
             ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
         info = SaveInfo(save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0)
         self.begun = self.in_flight = Known(
@@ -208,10 +201,7 @@ class Branch:
         self.since = [restored]
 
     def promote(self, head: Written, *, compacted: bool) -> None:
-        """Records the save in flight as committed: the parent of the next one.
-
-        If ``compacted``, compaction may replace one of the saves by a base.
-        """
+        """Records the save in flight as committed; if ``compacted``, a base may replace a save."""
         known, self.in_flight = self.in_flight, None
         assert known is not None
         # The bytes of every process's part: all processes decide from the same figures.

@@ -2,15 +2,13 @@
 """Captures rows of the training state: gathers them in pieces, and stages or pins them.
 
 On the CPU backend shards are zero-copy numpy views, gathered by ``kernels`` (even numpy's gather is
-10 times faster there than jitted ``nonzero`` and gather). XLA refuses to donate a buffer while a
-view of it lives and copies it instead, so a view is dropped as soon as its rows are copied. On an
-accelerator a gather is dispatched per shard before ``save()`` returns; the transfer to the host
-overlaps the next steps, which may donate the tables because the gather came first.
+10 times faster there than a jitted one). XLA does not donate a buffer while a view of it lives, so
+a view is dropped as soon as its rows are copied. On an accelerator a gather is dispatched per shard
+before ``save()`` returns, so later steps may donate the tables.
 
 Staged rows are copies; pinned rows are views of the training state, or copies on their devices,
 until they are written. Call the methods of both in this order: ``wait`` in the training thread,
-``land`` in the background, then ``pieces`` for each field, and finally ``release``, even after an
-error.
+``land`` in the background, ``pieces`` for each field, and finally ``release``, even after an error.
 """
 
 from __future__ import annotations
@@ -76,10 +74,7 @@ class HostPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DevicePiece:
-    """The first ``count`` rows of an array on an accelerator; only encoded rows reach the host.
-
-    Rows of a table in host memory are numpy arrays.
-    """
+    """The first ``count`` rows of an array on an accelerator, or of a table in host memory."""
 
     rows: jax.Array | np.ndarray
     count: int
@@ -300,10 +295,7 @@ class FieldSource:
         return bounds_of(self.shards) if self.known_bounds is None else self.known_bounds
 
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
-        """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
-
-        The pieces are in row order, each padded to a bucketed length.
-        """
+        """Starts to gather ``rows`` on the devices, in pieces padded to a bucketed length."""
         found = []
         for shard in self.shards:
             part = row_blocks.row_slice(rows, shard.start, shard.stop)
@@ -335,10 +327,7 @@ class FieldSource:
         return max(_SMALLEST_BUCKET, 1 << (rows.bit_length() - 1))
 
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[RowPiece]:
-        """Yields ``rows`` in order, at most ``limit_rows`` at a time; views if they are contiguous.
-
-        Each piece is valid until ``AHEAD`` more pieces were requested.
-        """
+        """Yields ``rows`` in pieces, views if contiguous; each is valid until ``AHEAD`` more."""
         if not isinstance(rows, np.ndarray):
             for shard in self.shards:
                 part = rows[row_blocks.row_slice(rows, shard.start, shard.stop)]
@@ -572,10 +561,7 @@ class StagedRows:
         return found
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
-        """Yields the rows of one field of a segment in order, in pieces suitable for a codec.
-
-        A lossless field is one piece, unless rows without an id were moved out of its segment.
-        """
+        """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
         source = self.segments[number].fields[field]
         number, positions = self._origins[number]
         if (number, field) in self._on_device:

@@ -2,18 +2,17 @@
 """A step as a transaction of all its processes: written, fsynced, made visible by one rename.
 
 Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
-it reports that they are written. A step that was interrupted before the rename is a directory that
-is never read.
+it reports that they are written. A step that was interrupted before the rename is never read.
 
 Each process writes its shard and reports to process 0, which reads the manifests, checks that all
 describe the same save, and writes its own with an index of all shards. Then each process writes the
 digests of its files and reports again; process 0 commits, and reports that to all. A process that
 fails reports its error instead, which prevents the commit.
 
-If the processes do not share a file system, each writes to a directory on its own node. Manifests,
-digests and the nodes of the databases of dense leaves are sent to process 0 with the reports. The
-manifest of process 0 is sent once the step is committed there; then the others publish their shards
-under the step's name. Rows and values stay where they were written, until they are uploaded.
+If the processes do not share a file system, each writes to a directory on its own node, and sends
+its manifest, digests and the nodes of the databases of dense leaves with its reports. The manifest
+of process 0 is sent once the step is committed there; then the others publish their shards. Rows
+and values stay where they were written, until they are uploaded.
 """
 
 from __future__ import annotations
@@ -113,10 +112,7 @@ class StepWriters:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Reports that this process failed, unless it has committed the step; never raises.
-
-        It replaces reports on which process 0 might still commit.
-        """
+        """Replaces reports by an error unless this process has committed the step; never raises."""
         phases: tuple[Phase, ...] = ("shard", "written") if self.process else ("done",)
         if self.count > 1 and "done" not in self._reported:
             for phase in phases:
@@ -128,11 +124,7 @@ class StepWriters:
             self.coordinator.expire(self.prefix)
 
     def wait(self, phase: Phase) -> None:
-        """Waits for a report of process 0, or on it for reports of all others; stores their files.
-
-        It raises ProcessMissing after the timeout, ProcessFailed if one reports an error, and
-        StorageError.
-        """
+        """Waits for a report of process 0, or as process 0 for all others; stores their files."""
         step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
         topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
         for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
@@ -143,9 +135,9 @@ class StepWriters:
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """Waits for the shards of all others; returns the index of all shards, process 0's first.
 
-        ``own`` is process 0's manifest without the index. Raises as ``wait``; Disagreement if a
-        shard belongs to another save or the shards do not cover the tables; TrackingError if
-        processes with the same rows have marked different ones.
+        ``own`` is process 0's manifest without the index. Raises Disagreement if a shard belongs to
+        another save or the shards do not cover the tables, TrackingError if processes with the same
+        rows have marked different ones.
         """
         self.wait("shard")
         parts, owned = [part_of(own, 0)], [own.owned_cells]
@@ -229,10 +221,7 @@ class StepTransaction:
 
 
 class Committed(NamedTuple):
-    """When this process had written its files, and when the step was visible.
-
-    Both are ``time.perf_counter()`` values.
-    """
+    """``perf_counter()`` when this process had written its files, and when the step was visible."""
 
     written_at: float
     at: float
@@ -244,10 +233,7 @@ def temporary_dir(final: Path, attempt: str) -> Path:
 
 
 def write(step: StepTransaction) -> Committed:
-    """Writes a step and commits it; all processes of a job call it.
-
-    An error means that nothing was committed; it raises as ``StepWriters``, and StorageError.
-    """
+    """Writes a step and commits it, on all processes; after an error, nothing is committed."""
     writers, temporary = step.writers, step.writers.temporary
     try:
         with writers.working():

@@ -125,10 +125,7 @@ def covered(leaf: Leaf) -> str | None:
 
 
 def plan(tree: PyTree, process: int = 0) -> Plan:
-    """Plans the values that a process writes; cached by structure and shardings.
-
-    Raises UnsupportedLeaf if a leaf is not ``covered``, or if two leaves would have the same name.
-    """
+    """Plans the values that a process writes, all ``covered``; cached by their shardings."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_leaf)
     key = (process, structure, tuple(map(_kind, leaves)))
     with _outlines_lock:
@@ -279,7 +276,7 @@ def _outline(tree: PyTree, process: int) -> _Outline:
 def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
     """Returns the shape of an array's chunks, and the axis that replicas split, or None.
 
-    It depends on the sharding alone, so that a process without a shard gets the same result.
+    It depends on the sharding alone: a process without a shard gets the same result.
     """
     shard = array.sharding.shard_shape(array.shape)
     shards = int(np.prod([n // s for n, s in zip(array.shape, shard, strict=True)], dtype=np.int64))

@@ -28,18 +28,7 @@ from deltackpt.format import naming, row_blocks
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.manifest import DenseEntry, KeyPath, LeafFigures, SaveId, path_name
 from deltackpt.format.naming import PyTree
-from deltackpt.format.row_blocks import (
-    BLOCK,
-    BLOCKS,
-    PLAIN,
-    PLAIN_BYTES_OF,
-    BlockedValue,
-    DenseBlocks,
-    Key,
-    Segment,
-    blocks_of,
-    group_of,
-)
+from deltackpt.format.row_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks, Key, Segment
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, dense_layout, device_blocks
 from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, References
@@ -178,10 +167,7 @@ class DenseLeaves:
 
     @classmethod
     def capture(cls, tree: PyTree, process: int, runtime: Runtime) -> DenseLeaves:
-        """Copies the values that this process writes, to store them whole; waits for accelerators.
-
-        Raises UnsupportedLeaf if Orbax's handler must write the leaves.
-        """
+        """Copies the values that this process writes, to store them whole, also from devices."""
         return _captured(dense_layout.plan(tree, process), runtime)
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
@@ -217,15 +203,12 @@ class DenseLeaves:
             batch.adopt(item_dir, but=own)  # Each digests and forces its own.
 
     def write_layer(
-        self,
-        sink_of: Callable[[str], SegmentSink],
-        save_id: SaveId,
-        parent: SaveId | None,
+        self, sink_of: Callable[[str], SegmentSink], save_id: SaveId, parent: SaveId | None
     ) -> WrittenDense:
         """Writes the segments of a delta or a WAL record, and releases the memory.
 
-        With a keeper, their decoded values become the reference of the next one; without a parent,
-        it writes whole leaves.
+        With a keeper, their values become the reference of the next one; without a parent, it
+        writes whole leaves.
         """
         keeper, values = self._keeper, [*self.values()]
         deltas: list[LeafDelta] = []
@@ -288,8 +271,7 @@ class DenseKeeper:
         """Copies the dense leaves of this process; waits for accelerators.
 
         ``given``: key to the bytes of chunks in memory that is never written, (n,) uint8; those
-        that fill their blocks are not copied. Raises UnsupportedLeaf if Orbax's handler has to
-        write the leaves.
+        that fill their blocks are not copied. UnsupportedLeaf: Orbax's handler has to write them.
         """
         plan = dense_layout.plan(tree, process)
         dtypes_of = {_name_of(chunk.key): chunk.source.dtype for chunk in plan.chunks}
@@ -357,7 +339,7 @@ def _captured(
         source = chunk.source
         if not chunk.on_host:
             leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-            group = group_of(source.nbytes, _native_name_of(source.dtype))
+            group = row_blocks.group_of(source.nbytes, _native_name_of(source.dtype))
             if group != PLAIN and device_blocks.can_encode(coding.codec, group):
                 data, shape = device_blocks.capture(source, chunk.window)
                 values[chunk.key] = DenseValue(
@@ -381,7 +363,7 @@ def _captured(
         else:
             found = held.view(source.dtype).reshape(chunk.shape)
         dtype = found.dtype
-        group = group_of(found.nbytes, _native_name_of(dtype))
+        group = row_blocks.group_of(found.nbytes, _native_name_of(dtype))
         if group == PLAIN:
             data = np.frombuffer(found.tobytes(), np.uint8)
             values[key] = DenseValue(key, PLAIN, data, found.shape, dtype, coding, leaf)
@@ -419,7 +401,8 @@ def _copied(
                 of_group.extend(_blocks(flat))
                 run[0].data = flat if flat.size % BLOCK else of_group[-1]
                 continue
-            bounds = [0, *itertools.accumulate(blocks_of(value.data.size) for value in run)]
+            blocks = (row_blocks.blocks_of(value.data.size) for value in run)
+            bounds = [0, *itertools.accumulate(blocks)]
             shape = bounds[-1], BLOCK
             is_staged = bounds[-1] * BLOCK * dtype.itemsize >= least
             buffer = runtime.memory.allocate(shape, dtype) if is_staged else np.empty(shape, dtype)
@@ -503,11 +486,7 @@ def write_whole(
 
 
 def encode(
-    values: Sequence[DenseValue],
-    parent: Left,
-    runtime: Runtime,
-    *,
-    skip_unchanged: bool = True,
+    values: Sequence[DenseValue], parent: Left, runtime: Runtime, *, skip_unchanged: bool = True
 ) -> Iterator[LeafDelta]:
     """Encodes values relative to the parent, or whole; may lend the memory of ``runtime``."""
     for value in values:
@@ -541,9 +520,7 @@ def _encoded(value: DenseValue, parent: Left, runtime: Runtime, skip_unchanged: 
 
 
 def write_changes(
-    sink_of: Callable[[str], SegmentSink],
-    values: Sequence[DenseValue],
-    deltas: Sequence[LeafDelta],
+    sink_of: Callable[[str], SegmentSink], values: Sequence[DenseValue], deltas: Sequence[LeafDelta]
 ) -> WrittenDense:
     """Writes the changed blocks of values, given in the order of the item, from ``encode``."""
     described = tuple(_described(values, [bool(delta.pieces) for delta in deltas]))
@@ -631,11 +608,11 @@ def write_plain(
 ) -> Segment:
     """Writes the bytes of plain values, (n,) uint8 each, not all empty."""
     place = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
-    data = np.concatenate(held)
-    entry = row_blocks.array_entry(PLAIN_BYTES_OF, data.shape, data.dtype, zstd=zstd)
+    data, name = np.concatenate(held), row_blocks.PLAIN_BYTES_OF
+    entry = row_blocks.array_entry(name, data.shape, data.dtype, zstd=zstd)
     stored = parts.write_array(place, entry, [data])
     bounds = np.array([0, len(data)])
-    field = parts.stored_field(PLAIN_BYTES_OF, stored, codec=_RAW, reason="", bounds=bounds)
+    field = parts.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
     rows, none = range(len(data)), StoredArrays((), 0)
     return parts.stored_segment(place, PLAIN, (0, 1), rows, none, [field])
 
@@ -654,7 +631,7 @@ def _write_blocks(
     for suffix, array in block_codecs.get(codec).stored(dtype_of(group)).items():
         pieces = [piece.view(array.dtype) for piece in held[suffix]]
         entry = row_blocks.array_entry(
-            f"{BLOCKS}.{suffix}" if suffix else BLOCKS,
+            f"{row_blocks.BLOCKS}.{suffix}" if suffix else row_blocks.BLOCKS,
             (sum(map(len, pieces)), *array.trailing),
             array.dtype,
             zstd=array.zstd,
@@ -663,5 +640,5 @@ def _write_blocks(
         written.append(parts.write_array(place, entry, pieces))
     stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
     # ``reason``: why leaves have another codec than requested.
-    field = parts.stored_field(BLOCKS, stored, codec=codec, reason=reason, bounds=bounds)
+    field = parts.stored_field(row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds)
     return parts.stored_segment(place, group, (0, BLOCK), rows, row_indices, [field])

@@ -42,10 +42,7 @@ def can_encode(codec: str, dtype: str) -> bool:
 
 
 def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Copies part of an array as blocks, (blocks, 256), on its device; also returns its shape.
-
-    The copy is dispatched before later steps, which may donate the array.
-    """
+    """Copies part of an array as blocks, (blocks, 256), on its device, before later steps run."""
     bounds = [part.indices(size) for part, size in zip(window, source.shape, strict=True)]
     shape = tuple(stop - start for start, stop, _ in bounds)
     with placement.on_device_of(source):
@@ -68,10 +65,9 @@ def encode_leaf_there(
     *,
     skip_unchanged: bool = True,
 ) -> LeafDelta:
-    """Encodes the changed blocks of a leaf on its device; see ``block_codes.encode_leaf``.
+    """Encodes a leaf on its device, or on the host if no difference codec applies.
 
-    ``codec`` must be one that ``can_encode``. If no difference codec applies, the leaf is copied to
-    the host unencoded.
+    See ``block_codes.encode_leaf``; ``codec`` must be one that ``can_encode``.
     """
 
     def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:

@@ -2,20 +2,17 @@
 """Lossy encoding of rows: on an accelerator before the copy, on the CPU in the background.
 
 XLA encodes on accelerators, and on the CPU without compiled kernels; ``kernels`` computes the same
-bits. The arithmetic is float32, and the code of a row depends on that row alone. Rounding to the
-16-bit parameters is done on bit patterns, because XLA may drop conversions to a shorter float and
-back, and flushes subnormal numbers. ``_uncontracted`` keeps XLA from contracting a product and the
-sum that it is added to into one operation with one rounding.
-
-The search runs along the columns of a transposed piece, with a row in each SIMD lane: two to three
-times as fast as sums along each row.
+bits. The code of a row depends on that row alone. Rounding to the 16-bit parameters is done on bit
+patterns, because XLA may drop conversions to a shorter float and back, and flushes subnormal
+numbers. The search runs along the columns of a transposed piece, with a row in each SIMD lane: two
+to three times as fast as sums along each row.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,13 +32,10 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Encoded(NamedTuple):
-    """Encoded rows, on a device or in host memory; the first axis of each array is n.
-
-    The arrays of rows that are not representable are undefined, and their two sums are 0.
-    """
+    """Encoded rows, on a device or in host memory; the first axis of each array is n."""
 
     arrays: Mapping[str, jax.Array | np.ndarray]  # suffix to array; 16-bit floats as patterns
-    representable: jax.Array | np.ndarray
+    representable: jax.Array | np.ndarray  # else arrays are undefined, sums 0
     squared_error: jax.Array | np.ndarray  # of the decoding error, float32
     squared_norm: jax.Array | np.ndarray  # of the row, float32
 
@@ -327,10 +321,8 @@ def _over_columns(
     sums: list[jax.Array],
     add: Callable[[jax.Array, list[jax.Array]], list[jax.Array]],
 ) -> list[jax.Array]:
-    def body(number: int, sums: list[jax.Array]) -> list[jax.Array]:
-        return add(columns[number], sums)
-
-    return lax.fori_loop(0, columns.shape[0], body, sums, unroll=_UNROLLED)
+    width = columns.shape[0]
+    return lax.fori_loop(0, width, lambda n, sums: add(columns[n], sums), sums, unroll=_UNROLLED)
 
 
 # Both.
@@ -367,11 +359,7 @@ def _reciprocal(count: int) -> np.float32:
 
 def _packed(codes: jax.Array, bits: int) -> jax.Array:
     """See ``packing``: (n, width) uint8 to (n, packed_bytes)."""
-    return jnp.concatenate(list(_packed_parts(codes, bits)), axis=1)
-
-
-def _packed_parts(codes: jax.Array, bits: int) -> Iterator[jax.Array]:
-    rows, width = codes.shape
+    planes, (rows, width) = [], codes.shape
     for part, shift in row_codecs.PARTS[bits]:
         plane = row_codecs.plane_bytes(width, part)
         places = 8 // part
@@ -379,4 +367,6 @@ def _packed_parts(codes: jax.Array, bits: int) -> Iterator[jax.Array]:
         padded = jnp.pad(shifted, ((0, 0), (0, places * plane - width)))
         # A sum over the places is four times as fast here as slices that are joined by "or".
         shifts = jnp.arange(places, dtype=jnp.uint8)[:, None] * part
-        yield jnp.sum(padded.reshape(rows, places, plane) << shifts, axis=1, dtype=jnp.uint8)
+        parts = padded.reshape(rows, places, plane) << shifts
+        planes.append(jnp.sum(parts, axis=1, dtype=jnp.uint8))
+    return jnp.concatenate(planes, axis=1)

@@ -19,21 +19,7 @@ import numpy as np
 
 from deltackpt import kernels
 from deltackpt.codecs import block_codecs, row_codecs
-from deltackpt.codecs.block_codecs import (
-    FINE,
-    FURTHEST,
-    LOWEST_POWER,
-    MIDDLE,
-    PIECE_BLOCKS,
-    WIDEST_STEP,
-    WITHIN,
-    Alone,
-    BlockCodec,
-    Difference,
-    LogarithmDifference,
-    Logarithms,
-    widened,
-)
+from deltackpt.codecs.block_codecs import Alone, BlockCodec, Difference, LogarithmDifference
 from deltackpt.codecs.row_codecs import Uniform
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK
@@ -43,9 +29,9 @@ class _Scratch(threading.local):
     """Buffers of ``PIECE_BLOCKS`` blocks; their contents are undefined at the start of a piece."""
 
     def __init__(self) -> None:
-        floats = np.empty((4, PIECE_BLOCKS, BLOCK), np.float32)
+        floats = np.empty((4, block_codecs.PIECE_BLOCKS, BLOCK), np.float32)
         self.values, self.reference, self.change, self.other = floats
-        self.codes = np.empty((PIECE_BLOCKS, BLOCK), np.int8)
+        self.codes = np.empty((block_codecs.PIECE_BLOCKS, BLOCK), np.int8)
 
 
 SCRATCH = _Scratch()
@@ -72,20 +58,6 @@ _SLACK = np.float32(2.0**-10)
 _HIGHEST_CODE = 255
 
 
-def encode_logarithm(
-    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, dtype: np.dtype
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Encodes blocks of a piece, (n, 256) float32; returns the arrays, and which could be encoded.
-
-    Blocks with a negative number, NaN or infinity cannot be. ``before`` is the reference for
-    ``log4``; ``dtype`` is that of the leaf.
-    """
-    if isinstance(codec, block_codecs.LogarithmDifference):
-        assert before is not None
-        return _difference(now, before, WITHIN[dtype.name])
-    return _alone(now)
-
-
 def _logarithm(patterns: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns log2 of positive normal float32 bits, which it overwrites, in points of the grid."""
     distance = patterns.view(np.int32)
@@ -101,7 +73,7 @@ def _logarithm(patterns: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.nd
         out += np.float32(factor)
     out *= rest
     # Two terms: a multiple of the points of an octave, int32, and the rest, in ``out``.
-    octaves *= FINE
+    octaves *= block_codecs.FINE
     return octaves, out
 
 
@@ -110,11 +82,12 @@ def _any_logarithm(patterns: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, n
     subnormal = patterns < _NORMAL
     scaled = np.where(subnormal, patterns.astype(np.float32).view(np.uint32), patterns)
     points, rest = _logarithm(scaled, out)
-    points[subnormal] += LOWEST_POWER * FINE
+    points[subnormal] += block_codecs.LOWEST_POWER * block_codecs.FINE
     return points, rest
 
 
 def _alone(values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns arrays of a piece, and which blocks they hold: none with negative or NaN values."""
     patterns = values.view(np.uint32)
     highest = patterns.max(axis=1)
     held = highest < _INFINITY
@@ -139,7 +112,7 @@ def _alone(values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     rest += 1
     codes = np.rint(rest, out=rest).astype(np.uint8)
     codes[patterns == 0] = 0
-    first -= LOWEST_POWER * FINE
+    first -= block_codecs.LOWEST_POWER * block_codecs.FINE
     return {"": codes, "low": first.astype(np.uint16), "step": step.astype(np.uint8)}, held
 
 
@@ -157,13 +130,13 @@ def _difference(
         moved[zero] = 0
     magnitudes = np.abs(moved, out=SCRATCH.other[: len(values)])
     furthest = magnitudes.view(np.uint32).max(axis=1).view(np.float32)
-    step = np.maximum(np.ceil((furthest - _SLACK) / FURTHEST), 1)
+    step = np.maximum(np.ceil((furthest - _SLACK) / block_codecs.FURTHEST), 1)
     # An element that was zero has moved by infinity.
-    held &= step <= WIDEST_STEP
+    held &= step <= block_codecs.WIDEST_STEP
     step = np.where(held, step, 1)
     moved *= (1 / step)[:, None]
     np.rint(moved, out=moved)
-    moved += np.float32(MIDDLE)
+    moved += np.float32(block_codecs.MIDDLE)
     codes = SCRATCH.codes[: len(values)]
     np.copyto(codes, moved, casting="unsafe")
     if zero is not None:
@@ -220,8 +193,8 @@ def encode(
     if kernels.available():
         return _compiled(codec, now, before, out, skip_unchanged)
     found = []
-    for start in range(0, max(1, len(now)), PIECE_BLOCKS):
-        part = slice(start, start + PIECE_BLOCKS)
+    for start in range(0, max(1, len(now)), block_codecs.PIECE_BLOCKS):
+        part = slice(start, start + block_codecs.PIECE_BLOCKS)
         reference = None if before is None else before[part]
         # Non-finite values are detected in the results.
         with np.errstate(all="ignore"):
@@ -239,7 +212,7 @@ def _compiled(
     skip_unchanged: bool,
 ) -> EncodedSpan:
     table, within = None, (0.0, 0.0)
-    if isinstance(codec, Logarithms):
+    if isinstance(codec, block_codecs.Logarithms):
         table = block_codecs.places(now.dtype.name)
     elif isinstance(codec, LogarithmDifference):
         table, within = block_codecs.factors(), block_codecs.WITHIN[now.dtype.name]
@@ -262,7 +235,7 @@ def _piece(
     skip_unchanged: bool,
 ) -> EncodedSpan:
     """See ``encode``, for at most ``PIECE_BLOCKS`` blocks, in numpy."""
-    norm = _squares(widened(now, SCRATCH.values))
+    norm = _squares(block_codecs.widened(now, SCRATCH.values))
     changed = np.ones(len(now), bool)
     if skip_unchanged:
         assert before is not None
@@ -309,9 +282,9 @@ def _encoded(
     wanted: np.ndarray,
 ) -> tuple[Mapping[str, np.ndarray], np.ndarray, float]:
     """Returns a piece's arrays, which blocks are wanted and possible, and the squared error."""
-    values, reference = widened(now, SCRATCH.values), None
+    values, reference = block_codecs.widened(now, SCRATCH.values), None
     if before is not None and codec.relative:
-        reference = widened(before, SCRATCH.reference)
+        reference = block_codecs.widened(before, SCRATCH.reference)
     if isinstance(codec, Difference):
         assert reference is not None
         change = np.subtract(values, reference, out=SCRATCH.change[: len(now)])
@@ -322,7 +295,11 @@ def _encoded(
         arrays, held = _symmetric(codec.code, values)
         np.copyto(out, SCRATCH.change[: len(now)], casting="unsafe")
     else:
-        arrays, held = encode_logarithm(codec, values, reference, now.dtype)
+        if isinstance(codec, LogarithmDifference):
+            assert reference is not None
+            arrays, held = _difference(values, reference, block_codecs.WITHIN[now.dtype.name])
+        else:
+            arrays, held = _alone(values)
         if before is not None:
             np.copyto(out, before)
         codec.decode(arrays, range(len(out)), out)
@@ -330,7 +307,7 @@ def _encoded(
         # Rounded up in its last steps, a code may lead out of this narrow range.
         held &= np.isfinite(out).all(axis=1)
     held &= wanted
-    found = widened(out, SCRATCH.other)
+    found = block_codecs.widened(out, SCRATCH.other)
     missed = np.subtract(values, found, out=SCRATCH.other[: len(now)])
     return arrays, held, _squares(missed, held)
 
@@ -383,10 +360,10 @@ def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
 
 def squares(blocks: np.ndarray) -> float:
     """Returns the sum of the squares of the finite values of blocks, (n, 256) of a float dtype."""
-    pieces = range(0, len(blocks), PIECE_BLOCKS)
-    parts = (blocks[start : start + PIECE_BLOCKS] for start in pieces)
+    pieces = range(0, len(blocks), block_codecs.PIECE_BLOCKS)
+    parts = (blocks[start : start + block_codecs.PIECE_BLOCKS] for start in pieces)
     with np.errstate(over="ignore", invalid="ignore"):
-        return math.fsum(_squares(widened(part, SCRATCH.values)) for part in parts)
+        return math.fsum(_squares(block_codecs.widened(part, SCRATCH.values)) for part in parts)
 
 
 def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finishes the saves of unclosed managers at exit; treats SIGTERM as a preemption notice.
 
-``atexit`` is too late: by then threads are joined and executors accept no work, and the background
-part of a save needs both. ``threading._register_atexit``, which ``concurrent.futures`` itself uses,
-runs in time: before the threads are joined, the last registered function first. It is private, and
-tested. In Python 3.12.0 and 3.12.1, no thread can start at that point
+``atexit`` is too late: by then threads are joined and executors accept no work. The private
+``threading._register_atexit``, which ``concurrent.futures`` itself uses, runs before that. In
+Python 3.12.0 and 3.12.1, no thread can start at that point
 (https://github.com/python/cpython/issues/113964), so the thread of a save in flight does all of the
-save's work itself. An interrupt (Ctrl-C) at the start of the shutdown skips these functions;
-threads then still run at ``atexit``.
+save's work itself. An interrupt (Ctrl-C) at the start of the shutdown skips it; threads then still
+run at ``atexit``.
 
 A lost save must not end in exit code 0. Python documents 120 for an error during cleanup, such as
 while stdout is flushed; ``_LastFlush`` causes such an error.
@@ -37,8 +36,7 @@ from deltackpt.resources.runtime import Task
 class Termination:
     """Listens for SIGTERM from the first query on; an existing handler still runs.
 
-    Only for single-process jobs: with several processes, JAX's own handler notifies all of them and
-    must not be replaced.
+    Only for single-process jobs: with several, JAX's own handler must not be replaced.
     """
 
     def __init__(self) -> None:
@@ -51,10 +49,7 @@ class Termination:
         self._former: Any = None
 
     def announced(self, step: int) -> bool:
-        """Returns whether a SIGTERM arrived, for the first step queried after it.
-
-        The first call starts to listen.
-        """
+        """Starts to listen; returns whether a SIGTERM arrived, for the first step after it."""
         if not (self._listening or self._closed):
             self._listen()
         if self._received and self._step is None:
@@ -137,10 +132,6 @@ class Watch:
         with _lock, contextlib.suppress(ValueError):
             _watched.remove(self)
 
-    def is_of(self, directory: str | os.PathLike[str]) -> bool:
-        """Returns whether the manager writes to a directory, even if the paths differ."""
-        return _is_same(self.directory, directory)
-
     def end(self, reason: str, ending: Ending) -> None:
         """Calls the manager's ``end``, which stops watching if it closes the manager."""
         if ending == "leave":
@@ -177,10 +168,7 @@ def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
 
 
 def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[DeltackptError]:
-    """Closes the managers that ``take_over`` waited for; returns their errors.
-
-    It does not close a manager with a newer lease than ``epoch``, unless that is 0.
-    """
+    """Closes the managers that ``take_over`` waited for, unless their lease is newer."""
     return _end_others(directory, "close", epoch)
 
 
@@ -199,7 +187,7 @@ def _end_others(
         others = [
             watch
             for watch in _watched
-            if watch.is_of(directory) and (not epoch or watch.epoch <= epoch)
+            if _is_same(watch.directory, directory) and (not epoch or watch.epoch <= epoch)
         ]
     for watch in others:
         try:
@@ -254,10 +242,7 @@ class _LastFlush:
         return "deltackpt.save.exits"
 
     def flush(self) -> None:
-        """Raises SaveFailed if only the exit code can be affected.
-
-        The caller is then the interpreter, or ``multiprocessing`` in a child.
-        """
+        """Raises SaveFailed if the interpreter or a child of ``multiprocessing`` is ending."""
         if self._stream is not None:
             self._stream.flush()
         if sys.is_finalizing() or (_has_ended and _is_child()):

@@ -117,18 +117,9 @@ class Lineage:
         return self._branch.run
 
     def start_save(
-        self,
-        step: int,
-        step_dir: Path,
-        *,
-        clocks: Clocks,
-        layout: Layout,
-        force_base: bool = False,
+        self, step: int, step_dir: Path, *, clocks: Clocks, layout: Layout, force_base: bool = False
     ) -> Intent:
-        """Records a save as in flight, and returns the decision: a base, or a delta and its parent.
-
-        The parent of a delta must have the same ``layout``, but for rows appended since.
-        """
+        """Records a save as in flight; returns the decision: a base, or a delta and its parent."""
         with self._lock:
             seen = self._poll()
             branch = self._branch
@@ -204,7 +195,7 @@ class Lineage:
                 self._distrusted_at = self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
-        """Returns the decision that ``start_save`` would make now, without side effects.
+        """Returns what ``start_save`` would decide now, without side effects.
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
@@ -275,10 +266,7 @@ class Lineage:
             return True
 
     def next_parent(self, save_id: SaveId) -> SaveId:
-        """Returns the expected parent of the next delta, now that a save is committed.
-
-        It is the save itself if that is not known to be committed, or if a base is next.
-        """
+        """Returns the expected parent of the next delta; the save itself if it cannot be known."""
         with self._lock:
             self._poll()
             branch = self._branch

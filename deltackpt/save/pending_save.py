@@ -163,8 +163,8 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         tracking=embeddings.tracking,
     )
     return PendingSave(
-        plan,
-        rows,
+        plan=plan,
+        rows=rows,
         faults=faults,
         nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
@@ -232,14 +232,10 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """The result of the background half of a save, with the stages of ``events.SaveEvent``.
-
-    ``rows``, ``bytes_written`` and ``tables`` are of this process's shard. ``bytes_written`` does
-    not count the dense leaves stored in the shard.
-    """
+    """The result of the background half of a save, with the stages of ``events.SaveEvent``."""
 
     intent: Intent
-    rows: int
+    rows: int  # of this process's shard, like ``bytes_written`` and ``tables``
     total_rows: int
     bytes_written: int
     base_bytes: int  # unencoded, of all rows of tables and slots
@@ -248,41 +244,34 @@ class SaveReport:
     write_secs: float
     digest_secs: float
     tables: tuple[events.TableFigures, ...]
-    dense_bytes: int = 0
+    dense_bytes: int = 0  # in the shard, but not counted in ``bytes_written``
     dense: tuple[LeafFigures, ...] = ()  # of blocks only
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class PendingSave:
     """A save whose rows were captured: an item of a step, written once, in the background."""
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        rows: CapturedRows,
-        *,
-        faults: str | None,
-        nbytes: int,
-        extract_secs: float,
-        fsync: bool,
-        runtime: Runtime,
-    ):
-        """Created by ``capture``; ``faults`` is what the tracking audit found, or None."""
-        self.intent = plan.intent
-        #: Why the touched rows were not trusted, and all rows are saved; None where they were.
-        self.doubt = faults if plan.intent.kind == "base" else None
-        self.report: SaveReport | None = None
-        self.rows = rows
-        #: Bytes of the rows, before they are encoded.
-        self.nbytes = nbytes
-        #: Dense leaves that are written beside the rows, in this item.
-        self.dense: DenseLeaves | None = None
-        #: See ``Manifest.dense_bytes``.
-        self.base_dense_bytes = 0
-        self._plan = plan
-        self._faults = faults
-        self._extract_secs = extract_secs
-        self._fsync = fsync
-        self._runtime = runtime
+    plan: ShardPlan
+    rows: CapturedRows
+    faults: str | None  # what the tracking audit found
+    nbytes: int  # of the rows, before they are encoded
+    extract_secs: float
+    fsync: bool  # whether the shard is fsynced if others commit it
+    runtime: Runtime
+    report: SaveReport | None = None
+    dense: DenseLeaves | None = None  # written beside the rows, in this item
+    base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
+
+    @property
+    def intent(self) -> Intent:
+        """Returns the decision about the save."""
+        return self.plan.intent
+
+    @property
+    def doubt(self) -> str | None:
+        """Returns why all rows are saved, if the touched ones were not trusted."""
+        return self.faults if self.intent.kind == "base" else None
 
     @property
     def released(self) -> threading.Event:
@@ -293,18 +282,15 @@ class PendingSave:
         """Waits until copied rows have left the training state; held rows stay in it."""
         started = time.perf_counter()
         self.rows.wait()
-        self._extract_secs += time.perf_counter() - started
+        self.extract_secs += time.perf_counter() - started
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's shard into the item's directory, its manifest last.
-
-        Raises as ``StepWriters.collect``, and StorageError; nothing was committed then.
-        """
-        plan, encoding = self._plan, BusyClock()
+        """Writes this process's shard into the item's directory, its manifest last."""
+        plan, encoding = self.plan, BusyClock()
         started = time.perf_counter()
         try:
-            if self.intent.kind == "delta" and self._faults is not None:
-                raise TrackingError(f"step {self.intent.save_id.step}: {self._faults}")
+            if self.intent.kind == "delta" and self.faults is not None:
+                raise TrackingError(f"step {self.intent.save_id.step}: {self.faults}")
             self.rows.land()
             landed = time.perf_counter()
             arrays = self._write_arrays(item_dir, batch, writers, encoding)
@@ -334,7 +320,7 @@ class PendingSave:
             total_rows=sum(group.rows for group in groups),
             bytes_written=done.nbytes - dense_bytes,
             base_bytes=base_bytes(groups),
-            extract_secs=self._extract_secs + landed - started,
+            extract_secs=self.extract_secs + landed - started,
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
@@ -347,8 +333,8 @@ class PendingSave:
         self, item_dir: Path, batch: FileBatch, writers: StepWriters, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
-        rows, runtime, intent = self.rows, self._runtime, self.intent
-        plan = self._plan
+        rows, runtime, intent = self.rows, self.runtime, self.intent
+        plan = self.plan
 
         def fields(source: SegmentSource) -> list[Field]:
             return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
@@ -396,9 +382,9 @@ class PendingSave:
             coordinator=coordinator,
             key=f"{save_id.run}-{save_id.attempt}",
             temporary=item_dir.parent,
-            runtime=self._runtime,
+            runtime=self.runtime,
         )
-        files = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
+        files = FileBatch(item_dir, fsync=self.fsync, runtime=self.runtime)
         with writers.working(), contextlib.closing(files) as batch:
             self.write(item_dir, batch, writers)
             batch.force()
@@ -417,10 +403,7 @@ class PendingSave:
 
 
 class RefusedSave:
-    """A save that this process cannot make although the others have started it; its write fails.
-
-    That reports to the others why the shard is missing.
-    """
+    """A save that others have started and this process cannot make: its write reports why."""
 
     def __init__(self, cause: Exception):
         self.cause = cause

@@ -95,18 +95,10 @@ class StampBatch(NamedTuple):
 
 
 class Division:
-    """The rows that this process reads from states of one layout, and writes in a base; see ``of``.
-
-    By group name: ``fields`` by location and name, the virtual rows that are ``held``, ``members``
-    (the tables in the order of their offsets) with these ``offsets``, (tables,) int64, and the
-    ``batches`` of tables to read.
-    """
+    """The rows that this process reads from states of one layout; ``of`` caches divisions."""
 
     def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
-        """Raises TableSelectionError if a slot is split by columns and not as wide as its table.
-
-        Raises TrackingError if stamps are on other processes than their rows.
-        """
+        """Raises TableSelectionError if a slot is split by columns and not as wide as its table."""
         self.layout = layout
         self.stamp_shards: Mapping[str, Mapping[str, StampShards]] = {
             table: {place: stamp_shards_of(array) for place, array in held.items()}
@@ -219,10 +211,7 @@ def _covers(shards: StampShards, rows: int) -> bool:
 
 
 def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
-    """Returns the cached division of a state; ``stamps`` may be empty for a base.
-
-    ``layout`` comes from ``tables.split`` of the same state as the leaves. Raises as ``Division``.
-    """
+    """Returns the cached division of a state; ``stamps`` may be empty for a base."""
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
 
@@ -315,16 +304,6 @@ _INLINE_STAMPS = 1 << 20
 _Shards = Sequence[tuple[Span, Any]]
 
 
-class _StampScan(NamedTuple):
-    """What is to be looked at of one array of stamps: spans of a table, virtual ones of a group."""
-
-    stamps: Any
-    shards: _Shards
-    since: int
-    offset: int
-    spans: Sequence[Span]
-
-
 class Stamps:
     """The stamps of this process's rows, by group; threads find the touched rows."""
 
@@ -363,24 +342,20 @@ class Stamps:
             start = tables.tables[0][0].offset
             # A thread would only wait for its turn to run Python.
             return functools.partial(_scan_array, stamps, since[place], start)
-        stamp_scans = []
-        for table, spans in tables.tables:
-            stamp_scans.append([])
-            for place, stamps in self._stamps[table.name].items():
-                shards = self._shards_of(table.name, place)
-                stamp_scans[-1].append(
-                    _StampScan(stamps, shards, since[place], table.offset, spans)
-                )
-        stamps = sum(stop - start for _, spans in tables.tables for start, stop in spans)
-        if stamps <= _INLINE_STAMPS:
-            return functools.partial(_scan_all, stamp_scans)
-        return self._runtime.submit(_scan_all, stamp_scans).result
+        scans = [
+            [
+                (stamps, self._shards_of(table.name, place), since[place], table.offset, spans)
+                for place, stamps in self._stamps[table.name].items()
+            ]
+            for table, spans in tables.tables
+        ]
+        count = sum(stop - start for _, spans in tables.tables for start, stop in spans)
+        if count <= _INLINE_STAMPS:
+            return functools.partial(_scan_all, scans)
+        return self._runtime.submit(_scan_all, scans).result
 
     def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        """Returns the rows within spans that any TouchState marks, virtual, int64 ascending.
-
-        Call ``scan`` first. Raises TrackingError if stamps of the rows are on other processes.
-        """
+        """Returns the rows within spans that any TouchState marks, virtual, int64 ascending."""
         if group not in self._rows:
             parts = [scan() for scan in self._scans[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -391,10 +366,7 @@ class Stamps:
         return np.concatenate(parts) if parts else rows[:0]
 
     def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns TouchState path to the stamps, int32, of a few virtual rows.
-
-        A stamp is -1 if the TouchState lacks it, or if it is not on this process.
-        """
+        """Returns TouchState path to the int32 stamps of a few virtual rows; -1 if unknown here."""
         return self.dispatch_at(group, rows)()
 
     def dispatch_at(
@@ -448,11 +420,9 @@ class Stamps:
         ]
 
 
-def _scan_all(tables: Sequence[Sequence[_StampScan]]) -> np.ndarray:
-    """The touched rows of some tables, in their order; each may have several arrays of stamps."""
-    return np.concatenate(
-        [_union([touched_rows(*span) for span in stamp_scans]) for stamp_scans in tables]
-    )
+def _scan_all(tables: Sequence[Sequence[tuple[Any, _Shards, int, int, Any]]]) -> np.ndarray:
+    """Returns the touched rows of some tables, each with the arguments of ``touched_rows``."""
+    return np.concatenate([_union([touched_rows(*scan) for scan in scans]) for scans in tables])
 
 
 def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.ndarray:
@@ -540,10 +510,7 @@ class Sources:
         stamps: StampsByTable,
         runtime: Runtime,
     ):
-        """Determines which rows of which fields to read; ``stamps`` may be empty for a base.
-
-        Raises as ``Division``.
-        """
+        """Determines which rows of which fields to read; ``stamps`` may be empty for a base."""
         self.layout = layout
         self.division = of(layout, leaves, stamps)
         self._found = {
@@ -566,11 +533,7 @@ class Sources:
         return self._found.get(group, {}).get(where, {})
 
     def segments(
-        self,
-        *,
-        whole: bool,
-        touched: TouchedRows | None = None,
-        always: bool = True,
+        self, *, whole: bool, touched: TouchedRows | None = None, always: bool = True
     ) -> list[SegmentSource]:
         """Returns the segments that this process reads for a base, a delta or a WAL record.
 

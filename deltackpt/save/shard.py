@@ -71,8 +71,8 @@ def write_field(
 ) -> StoredField:
     """Writes a field with the planned codec, or the first more precise one within the budget.
 
-    ``pieces`` returns the rows in order for a given codec; it is called once per attempted codec.
-    Raises ErrorBudgetExceeded if more precise codecs are not allowed, and StorageError.
+    ``pieces`` is called once per attempted codec. Raises ErrorBudgetExceeded if more precise codecs
+    are not allowed.
     """
     plan = field.planned
     if not _fits(field, plan.codec):  # the shard of a table that is split by columns
@@ -306,11 +306,7 @@ def write_segments(
     *,
     threads: int | None = None,
 ) -> list[Segment]:
-    """Writes the arrays of all captured rows, which must be in host memory or encoded.
-
-    ``described`` returns the fields of a segment. ``threads`` arrays are written at the same time;
-    by default as many as the runtime allows. Raises as ``write_field``.
-    """
+    """Writes the arrays of all captured rows, ``threads`` at the same time; by default many."""
     places, writes = [], []
     for number, source in enumerate(rows.segments):
         place = sink_of(f"{source.group}.{number}")
@@ -381,11 +377,7 @@ def write_manifest(
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
 ) -> WrittenPart:
-    """Writes digests, then the manifest; process 0 waits for the other shards in between.
-
-    ``layer`` is the layer file with all arrays; None if they are files of the batch. Raises as
-    ``StepWriters.collect``, and StorageError.
-    """
+    """Writes digests, then the manifest; process 0 waits for the other shards in between."""
     several = writers.count > 1
     written = parts.finish(
         item_dir,

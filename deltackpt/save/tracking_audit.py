@@ -74,10 +74,7 @@ def text(faults: Sequence[str], where: str) -> str:
 
 
 def audit(sources: Sources, intent: Intent) -> AuditResult:
-    """Compares the rows that the parent sampled, if the save is a delta, and samples again.
-
-    Touched rows are known if ``intent`` has clocks.
-    """
+    """Compares the rows that the parent sampled, if the save is a delta, and samples again."""
     faults: dict[str, list[np.ndarray]] = {}
     samples: dict[tuple[str, Where], Sample] = {}
     for plan in _plans(sources):
@@ -111,11 +108,9 @@ class TrackingVerifier:
         self._clocks = Clocks()
 
     def verify(self, split: Split, marks: Sequence[Marks], clocks: Clocks) -> bool:
-        """Checks that every row that changed since the last call is marked.
+        """Checks that every row that changed since the last call is marked; False the first time.
 
-        Returns whether there was an earlier state to compare. Raises TrackingError if rows changed
-        without being marked, or no TouchState exists; the next call compares with the same state as
-        this one.
+        After a TrackingError, the next call compares with the same state as this one.
         """
         if not marks:
             raise TrackingError(

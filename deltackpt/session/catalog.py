@@ -42,12 +42,7 @@ class Catalog:
         self._items = OrbaxItems(run.root, {})
 
     def metadata(self, step: int) -> Mapping[str, Any]:
-        """Returns Orbax's metadata of a step: ``metrics``, ``custom_metadata``, and timestamps.
-
-        Raises:
-          StepNotFound: the step was not committed, or was removed.
-          Damaged: the metadata cannot be parsed.
-        """
+        """Returns Orbax's metadata of a step: ``metrics``, ``custom_metadata``, and timestamps."""
         name = str(self._check(step) / naming.STEP_METADATA)
         data = self._run.root.metadata(step)
         try:

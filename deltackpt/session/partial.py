@@ -34,10 +34,7 @@ def read_state(
     read: ReadTables,
     progress: Progress | None,
 ) -> ReadState:
-    """Returns leaves of a step by path; see ``CheckpointManager.read_state``.
-
-    ``read`` reads tables, and ``items`` dense leaves.
-    """
+    """Returns leaves of a step by path; see ``CheckpointManager.read_state``."""
     paths.check_template(template)
     root.await_readable(step)
     save = stored_saves.read_save(root.at(step), item)

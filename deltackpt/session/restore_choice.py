@@ -23,7 +23,14 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import steps as ledger_steps
 from deltackpt.ledger.steps import DamagedSave, losses_of
-from deltackpt.reading.wal_index import RecoveryPoint, WalIndex, WalReader, coverings, newest_plan
+from deltackpt.reading.wal_index import (
+    RecoveryPoint,
+    ReplayPlan,
+    WalIndex,
+    WalReader,
+    coverings,
+    newest_plan,
+)
 from deltackpt.session.run import Run
 
 #: How often a log is read again at most while each look finds other damage.
@@ -57,8 +64,9 @@ class RestoreChoice(NamedTuple):
         return cls(step, RecoveryPoint(epoch, SaveId(*save_id), full, unix_secs))
 
 
-def _plain(point: RecoveryPoint) -> _PlainPoint:
-    return point.epoch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
+def _plain(plan: ReplayPlan) -> _PlainChoice:
+    epoch, save_id, full, unix_secs = plan.point
+    return plan.step.step, (epoch, dataclasses.astuple(save_id), full, unix_secs)
 
 
 class FailedChoices:
@@ -145,7 +153,7 @@ class RestoreChooser:
         newest = max(steps, default=-1)
         chosen = (newest, None) if steps else None
         if plan is not None:
-            newest, chosen = plan.point.step, (plan.step.step, _plain(plan.point))
+            newest, chosen = plan.point.step, _plain(plan)
         losses = losses_of(self._run.root, index, newest, above=newest)
         lost = [(one.step, one.error) for one in losses]
         lost += [(None, error) for error in index.replaced]
@@ -163,10 +171,7 @@ class RestoreChooser:
     def lost_with(
         self, tried: FailedChoices, choice: RestoreChoice, error: RestoreError
     ) -> list[int]:
-        """Returns the steps that need a damaged save that a choice needs, ascending.
-
-        ``error`` is why this process could not restore the choice; ``tried`` remembers the save.
-        """
+        """Returns the steps that need a damaged save that a choice needs, ascending."""
         run = self._run
         found = ledger_steps.find_damaged_save(error, run.root.store_path, run.item)
         every = run.coordinator.gather("looking for damaged saves", found)
@@ -193,10 +198,7 @@ class RestoreChooser:
         )
 
     def find_requested(self, requested: int | RecoveryPoint) -> RestoreChoice:
-        """Returns the requested step, or the recovery point and a step that it replays onto.
-
-        Raises StepNotFound, which names the nearest ones.
-        """
+        """Returns the requested step, or the point and a step that it replays onto."""
         choice = self.find_existing(requested)
         if choice is None:
             raise StepNotFound(
@@ -213,7 +215,7 @@ class RestoreChooser:
             if isinstance(requested, int) and requested in {*run.root.steps()}:
                 return requested, None
             plan = ledger_steps.plan_to(self._index(), run.root.restorable(), requested)
-            return None if plan is None else (plan.step.step, _plain(plan.point))
+            return None if plan is None else _plain(plan)
 
         return RestoreChoice.of(run.coordinator.from_process_0(f"finding {requested}", find))
 

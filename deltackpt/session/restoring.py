@@ -127,9 +127,8 @@ class Restorer:
                 run.emit_failure("skip", lost, error, started)
                 what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
                 events.warn(f"{what} is not intact: {error}")
-            unusable = run.root.unusable()
-            newer = [(one, unusable[one]) for one in sorted(unusable, reverse=True)]
-            newer = [(one, error) for one, error in newer if one > result.step]
+            unusable = sorted(run.root.unusable().items(), reverse=True)
+            newer = [(number, error) for number, error in unusable if number > result.step]
             for number, error in newer:
                 run.emit_failure("skip", number, error, began, log_message=True)
             skipped = (*newer, *tried.skipped, *tried.lost_points, *self._lost(result.step))

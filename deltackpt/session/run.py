@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import jax.numpy as jnp
 
@@ -134,17 +134,11 @@ class RowTracking:
             self.tracker.start(fields, layout, identity)
 
     def accepts_touch_state(self, recorded: TrackingName) -> bool:
-        """Returns whether the next save may use the TouchState of the restored step.
-
-        "auto" may continue with either if the step records neither.
-        """
+        """Returns whether the next save may use the TouchState of the restored step."""
         return self.tracker is None or (self._mode == "auto" and recorded != "fingerprints")
 
     def touch_state(self, split: Split, given: TouchState | None) -> TouchState | None:
-        """Returns the TouchState of a save or record: the one passed, or what hashing finds now.
-
-        Raises OptionError if one is passed although ``tracking="fingerprints"``.
-        """
+        """Returns the TouchState of a save or record: the one passed, or what hashing finds now."""
         if self.tracker is None:
             return given
         if given is not None:
@@ -211,65 +205,32 @@ OpenRoot = Callable[[bool], Steps]
 HASHED = "a TouchState replaces the fingerprints of earlier calls"
 
 
-class WalHooks(Protocol):
-    """The WAL's view of the saves of a run; see ``wal.recorder``."""
+class WalHooks:
+    """The WAL's view of the saves of a run, see ``wal.recorder``; by default, there is no WAL."""
 
-    @property
-    def begun(self) -> str:
-        """Id of the run whose epoch has begun; empty if it has to begin."""
-        ...
+    begun = ""  # Id of the run whose epoch has begun; empty if it has to begin.
 
     def begin_epoch(self, split: Split) -> None:
         """Called before a save if ``begun`` is not its run, with the step that it continues."""
-        ...
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """Called before a save: raises TrackingError if touched rows are in no WAL record."""
-        ...
 
     def saved(self) -> None:
         """Called once a save has started, which contains everything appended so far."""
-        ...
 
     def refused(self, split: Split) -> None:
         """Called if the other processes started a save and this one could not."""
-        ...
 
     def distrust(self, reason: str) -> None:
         """Called if rows changed without being marked: no record of the run can be restored."""
-        ...
 
     def deleted(self, step: SaveId, *, is_needed: bool) -> None:
         """Called on all processes once a step was deleted; no later record may continue from it.
 
-        If it ``is_needed``, WAL records were trimmed that no remaining step covers: the WAL must
+        If it ``is_needed``, no remaining step covers WAL records that were trimmed: the WAL must
         end.
         """
-        ...
-
-
-class NoWal:
-    """The ``WalHooks`` of a manager without a WAL."""
-
-    begun = ""
-
-    def begin_epoch(self, split: Split) -> None:
-        """See ``WalHooks``."""
-
-    def check(self, split: Split, marks: Sequence[Marks]) -> None:
-        """See ``WalHooks``."""
-
-    def saved(self) -> None:
-        """See ``WalHooks``."""
-
-    def refused(self, split: Split) -> None:
-        """See ``WalHooks``."""
-
-    def distrust(self, reason: str) -> None:
-        """See ``WalHooks``."""
-
-    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
-        """See ``WalHooks``."""
 
 
 def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
@@ -340,7 +301,7 @@ class Run:
     #: The step that the next save continues from, if it is not the newest one.
     restored: int | None = None
     dense: DenseKeeper | None = None  # for leaves that deltas store as changed blocks
-    wal: WalHooks = dataclasses.field(default_factory=NoWal)
+    wal: WalHooks = dataclasses.field(default_factory=WalHooks)
     topic: Topic | None = None  # of a WAL in Kafka
     #: The restored state, and where training continued from it.
     restored_state: tuple[object, RestoredState] | None = None
@@ -360,7 +321,6 @@ class Run:
         """Begins a new run on a root, which process 0 opens before the others.
 
         Every process checks the options before any lease is taken, and then calls ``take_over``.
-        Raises OptionError if the options are not valid for this job or directory.
         """
         coordinator, what = _coordinator(directory, options), _opening(directory)
         with coordinator.together(what, fatal=True):
@@ -502,10 +462,7 @@ class Run:
         return self.restored, self.lineage.newest_committed, self.lineage.forked_from
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
-        """Returns whether a state is the restored one, alike on every process.
-
-        ``touched`` is what ``RowTracking.touch_state`` returned.
-        """
+        """Returns whether a state and its TouchState are the restored ones, on every process."""
         if self.restored_state is None or self.restored_state[0] != self._position:
             return False  # Training keeps a state that it had before the last restore.
         marked, hashed = self.lineage.distrusted is not None, False

@@ -79,23 +79,20 @@ class Failure:
 
     def error(self, taken: Saved | None) -> SaveFailed:
         """Returns the error to raise from ``cause``; ``taken`` is the save made since then."""
-        if isinstance(self.cause, DeltackptError):
-            detail = str(self.cause)
-        else:
-            detail = f"{type(self.cause).__name__}: {self.cause}"
-        follow = (
-            "no touched row is lost, save again"
-            if taken is None
-            else f"step {taken.step} is being saved and contains its rows"
-        )
-        if isinstance(self.cause, OutOfSpace) and taken is None:
-            follow = f"keep fewer steps; {follow}"
-        kind = SaveFailed
-        if isinstance(self.cause, DeltackptError) and self.cause.leaves_doubt:
-            kind = TrackingFailed
+        cause = self.cause
+        is_known = isinstance(cause, DeltackptError)
+        detail = str(cause) if is_known else f"{type(cause).__name__}: {cause}"
+        is_doubtful = is_known and cause.leaves_doubt
+        if taken is not None:
+            follow = f"step {taken.step} is being saved"
+            follow += "" if is_doubtful else " and contains its rows"
+        elif is_doubtful:
             follow = "the next save is a base"
-            if taken is not None:
-                follow = f"step {taken.step} is being saved"
+        else:
+            follow = "no touched row is lost, save again"
+            if isinstance(cause, OutOfSpace):
+                follow = f"keep fewer steps; {follow}"
+        kind = TrackingFailed if is_doubtful else SaveFailed
         error = kind(f"the save of step {self.step} failed: {detail}; {follow}")
         error.saved = taken
         return error

@@ -38,13 +38,7 @@ from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
-from deltackpt.save.pending_save import (
-    Embeddings,
-    PendingSave,
-    PipelineOptions,
-    RefusedSave,
-    SaveReport,
-)
+from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
 from deltackpt.session import retention
 from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
@@ -104,10 +98,7 @@ class Saver:
         when_busy: WhenBusy,
         started: float,
     ) -> Saved:
-        """Waits for the previous save and starts one; see ``CheckpointManager.save``.
-
-        ``started`` is when the caller started to wait, as a ``time.perf_counter()`` value.
-        """
+        """Waits for the previous save and starts one; see ``CheckpointManager.save``."""
         run = self._run
         if arguments.items is not None:
             items = save_args(arguments.items, self._extra, run.item)
@@ -126,7 +117,8 @@ class Saver:
         except Exception as error:
             if failure is not None:
                 error.add_note(f"Before that, {failure.error(None)}")
-            if not _save_continues(error):
+            # After a mere timeout of a wait, the save itself continues.
+            if isinstance(error, ProcessMissing) or not isinstance(error, WaitTimeout):
                 run.emit_failure("save", step, error, started)
             raise
         if saved.kind is not None:
@@ -136,17 +128,11 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns a state's tables, slots and dense leaves, and its marks unless it hashes rows.
-
-        With ``tracking="auto"`` this decides how touched rows are found. Raises as ``parts``.
-        """
+        """Returns ``parts``, after deciding how touched rows are found if ``tracking="auto"``."""
         return self._run.tracking.choose(self.parts(state, touched), touched)
 
     def parts(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns a state's tables, slots, dense leaves and marks, without side effects.
-
-        Raises UnsupportedLeaf if a leaf cannot be stored, or it or ``touched`` cannot be read.
-        """
+        """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
 
@@ -215,7 +201,7 @@ class Saver:
             split=split,
             touched=run.tracking.touch_state(split, arguments.touched),
             lineage=run.lineage,
-            options=PipelineOptions(
+            options=pending_save.PipelineOptions(
                 tracking_audit=run.options.deltas.tracking_audit and run.tracking.tracker is None,
                 fsync=run.fsync,
                 digests=("item", "step"),
@@ -334,6 +320,8 @@ class Saver:
     @placement.neutral()
     def _write(self, planned: StepTransaction, nbytes: int, owner: object) -> Done:
         run, begun = self._run, time.perf_counter()
+        keeper, pending = run.dense, planned.items[planned.tables]
+        save_id = pending.intent.save_id if isinstance(pending, PendingSave) else None
         warnings: list[str] = []
         try:
             with planned.writers.working():
@@ -343,10 +331,12 @@ class Saver:
             committed = commit.write(planned)
         except BaseException:
             _release(planned.items)  # Some items were never started.
-            self._drop_references(planned)
+            if keeper is not None and save_id is not None:
+                keeper.references.failed(save_id)
             run.writable_root.remove_remade(planned.writers.temporary)
             raise
-        self._keep_references(planned)
+        if keeper is not None and save_id is not None:
+            keeper.references.committed(save_id, run.lineage.next_parent(save_id))
         with run.coordinator.alive():
             run.writable_root.committed()
         if run.coordinator.index == 0:
@@ -358,17 +348,6 @@ class Saver:
             except Exception as error:
                 warnings.append(f"steps that retention should remove may remain: {error}")
         return Done(room_secs, committed, tuple(warnings))
-
-    def _drop_references(self, planned: StepTransaction) -> None:
-        run, pending = self._run, planned.items[planned.tables]
-        if run.dense is not None and isinstance(pending, PendingSave):
-            run.dense.references.failed(pending.intent.save_id)
-
-    def _keep_references(self, planned: StepTransaction) -> None:
-        run, pending = self._run, planned.items[planned.tables]
-        if run.dense is not None and isinstance(pending, PendingSave):
-            save_id = pending.intent.save_id
-            run.dense.references.committed(save_id, run.lineage.next_parent(save_id))
 
     def _own_files(
         self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
@@ -478,11 +457,7 @@ class Saver:
     # The end of a save.
 
     def wait_finished(self, timeout_secs: float) -> Failure | None:
-        """Waits for the save in flight, if any, and reports it; returns the failure to raise, once.
-
-        The failure is of this save, or of an earlier one that a restore or read found. Raises
-        WaitTimeout if the save is still running.
-        """
+        """Waits for the save in flight; returns, once, its failure or that of an earlier one."""
         failure = self._wait_finished(timeout_secs) or self.unreported
         self.unreported = None
         return failure
@@ -632,8 +607,3 @@ def _typestr(handler: object) -> str:
         return typestr()
     kind = handler if isinstance(handler, type) else type(handler)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _save_continues(error: Exception) -> bool:
-    """Returns whether only a wait timed out, and the save itself continues."""
-    return isinstance(error, WaitTimeout) and not isinstance(error, ProcessMissing)
