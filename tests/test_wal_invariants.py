@@ -236,6 +236,7 @@ class LogMachine(RuleBasedStateMachine):
             self.given = {s: found for s, found in self.given.items() if s <= self.behind}
             self.sure = min(self.sure, self.behind)
             self.durable = {step for step in self.durable if step <= self.behind}
+            self.pending = {step for step in self.pending if step <= self.behind}
         self.given.setdefault(self.step, []).append(self.state)
 
     def gave(self):
