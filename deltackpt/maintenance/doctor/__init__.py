@@ -43,12 +43,7 @@ def examine(
             )
         else:
             found += _examine_directory(where, read_only=read_only)
-    found += [
-        machine.memory_finding(),
-        machine.shared_memory_finding(),
-        machine.open_files_finding(),
-        machine.processors_finding(),
-    ]
+    found += [machine.memory_finding(), machine.open_files_finding(), machine.processors_finding()]
     found += machine.huge_page_findings()
     found += machine.version_findings()
     found += _unless_missing("software", "checksums", machine.checksum_findings)

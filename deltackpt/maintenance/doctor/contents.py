@@ -32,7 +32,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
     if newest is None:
         return
     try:
-        at = store_path(opened.at(newest))
+        at = opened.at(newest)
         if stored_saves.read_save(at, opened.item).head.dense_blocks is None:
             return
     except (Damaged, FormatMismatch) as error:

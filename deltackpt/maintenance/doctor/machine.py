@@ -306,26 +306,6 @@ def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
     return min(limits, default=None)
 
 
-def shared_memory_finding() -> Finding:
-    """Checks the size of ``/dev/shm``, which the hot standby uses."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        meaning = "The hot standby keeps tables there, and cannot run on this machine."
-        text = "/dev/shm does not exist"
-        return Finding("shared memory", "note", text, meaning, area="machine")
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    return Finding(
-        "shared memory",
-        "note",
-        f"{units.size(free)} of {units.size(total)} free in /dev/shm",
-        "The hot standby keeps tables there; containers often have only 64 MiB.",
-        "docker run --shm-size=..., or an emptyDir of medium Memory",
-        area="machine",
-        figures={"free_bytes": free, "total_bytes": total},
-    ).ok_if(total >= 1 << 30)
-
-
 def open_files_finding() -> Finding:
     """Checks how many files this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
