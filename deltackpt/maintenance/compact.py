@@ -284,8 +284,7 @@ def publish(plan: CompactionPlan) -> None:
         )
         record = manifest.to_bytes(dataclasses.replace(head.record, parts=index))
         opened.write(base / naming.manifest_name(0), record)
-    with detect_step_removal(plan):
-        chain(plan)
+    chain(plan)  # Raises an error if the step was removed.
     with posix.typed_errors(final, "be published"):
         moving = DurableDir(plan.directory, fsync=False)
         for number in range(1, count):

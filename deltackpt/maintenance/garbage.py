@@ -49,7 +49,7 @@ Kind = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Removable:
     """An object that nothing needs; ``name`` is its relative path in the checkpoint directory."""
 
@@ -87,11 +87,11 @@ Checked = dict[tuple[str, Stamp, bool], Damaged | None]
 class GarbageFinder:
     """Finds the steps and compacted bases that can be removed."""
 
-    def __init__(self, opened: Steps, item: str, retention: Retention, checked: Checked):
+    def __init__(self, opened: Steps, retention: Retention, checked: Checked):
         """Initializes the search; reads nothing, and will update ``checked``."""
         self._root = opened
         self._at = opened.store_path
-        self._item = item
+        self._item = opened.item
         self._retention = retention
         self._checked = checked
         self._notes: list[str] = []
@@ -237,7 +237,7 @@ class GarbageFinder:
 
 def removable_at(at: StorePath, kind: Kind, reason: str) -> Removable:
     """Describes an object; its name is its key in the store."""
-    return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())
+    return Removable(at.key, kind, reason, at.tree_bytes())
 
 
 def _ids(saves: Collection[SaveInfo]) -> frozenset[SaveId]:

@@ -114,7 +114,7 @@ def _find_garbage(
 ) -> Collectable:
     found = opened.leftovers()
     reason = opened.in_use()
-    unneeded, notes = GarbageFinder(opened.steps, opened.steps.item, retention, checked).find()
+    unneeded, notes = GarbageFinder(opened.steps, retention, checked).find()
     found += unneeded
     if rolled_back:
         found += opened.rolled_back()
@@ -159,10 +159,7 @@ class _Directory:
         )
         found = [
             Removable(
-                name=f"{naming.LOG}/{state.number}",
-                kind="WAL epoch",
-                reason=needless[state.number],
-                nbytes=state.nbytes,
+                f"{naming.LOG}/{state.number}", "WAL epoch", needless[state.number], state.nbytes
             )
             for state in log.epochs
             if state.number in needless
@@ -216,17 +213,17 @@ class _Bucket:
 
     def leftovers(self) -> list[Removable]:
         return [
-            Removable(name=prefix, kind="interrupted save", reason="never committed", nbytes=0)
+            Removable(prefix, "interrupted save", "never committed", 0)
             for prefix in sorted(self._journal.find_leftovers(self._journal.state()))
         ]
 
     def rolled_back(self) -> list[Removable]:
         return [
             Removable(
-                name=one.standing.prefix,
-                kind="rolled-back run",
-                reason=f"run {one.run[:8]} resumed from an earlier step",
-                nbytes=one.standing.stored_bytes,
+                one.standing.prefix,
+                "rolled-back run",
+                f"run {one.run[:8]} resumed from an earlier step",
+                one.standing.stored_bytes,
             )
             for one in self._journal.known.entry.rolled_back
         ]

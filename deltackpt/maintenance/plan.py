@@ -85,7 +85,8 @@ def plan(
 
 def chain(plan: CompactionPlan) -> tuple[StoredSave, ...]:
     """Reads the chain to merge; raises ``StepGone`` if the step was replaced since the plan."""
-    found = chains.read_chain(plan.step_dir, plan.item)
+    with detect_step_removal(plan):
+        found = chains.read_chain(plan.step_dir, plan.item)
     if found[-1].info.save_id != plan.save_id:
         raise stored_saves.gone(plan.step_dir, during="compacted", instead="compact")
     return found

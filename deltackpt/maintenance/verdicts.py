@@ -7,7 +7,6 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.errors import Damaged
-from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
 
 #: What a problem prevents from being restored: the save and every chain through it, only the step,
@@ -15,7 +14,7 @@ from deltackpt.reading.wal_index import RecoveryPoint
 Stops = Literal["chain", "step", "points", "nothing"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """A damaged object; its name is its relative path in the checkpoint directory."""
 
@@ -27,9 +26,7 @@ class Problem:
     @classmethod
     def of(cls, error: Damaged, stops: Stops) -> Problem:
         """Returns the problem of a damaged object."""
-        return cls(
-            object_name=error.object_name, expected=error.expected, found=error.found, stops=stops
-        )
+        return cls(error.object_name, error.expected, error.found, stops)
 
     def __str__(self) -> str:
         return f"{self.object_name}: expected {self.expected}, found {self.found}"
@@ -40,11 +37,8 @@ class SaveVerdict:
     """Result for one save: a step, or a compacted base."""
 
     name: str  #: ``120``, or ``compacted/120``.
-    kind: str | None  #: Like the save id, None if its manifest cannot be read.
-    save_id: SaveId | None
-    parent: str | None  #: Its step directory.
+    kind: str | None  #: None if its manifest cannot be read.
     file_count: int
-    nbytes: int
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]  #: What was not checked, and why.
 

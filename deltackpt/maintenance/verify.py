@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt.errors import (
@@ -66,8 +66,7 @@ def verify_root(
     """
     started = time.perf_counter()
     opened = open_steps(directory, item=item, endpoint=endpoint)
-    item = opened.item
-    if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, item):
+    if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, opened.item):
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())
     if missing:
@@ -75,7 +74,7 @@ def verify_root(
             f"{opened}: expected the steps {sorted(missing)}, found "
             f"{sorted(opened.steps())[-5:]} as the newest; choose steps that exist"
         )
-    audit = _Audit(opened, item, steps, progress)
+    audit = _Audit(opened, steps, progress)
     verdicts = audit.run()
     gone = set(steps or ()) - {verdict.step for verdict in verdicts}
     if gone:
@@ -84,12 +83,12 @@ def verify_root(
             "found them removed; choose steps that exist"
         )
     others, notes, log = (), (), WalReport()
-    if steps is None and isinstance(opened, BucketSteps):
-        others = tuple(map(_journal_problem, opened.journal.audit()))
     if steps is None:
         log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
-    if steps is None and isinstance(opened, Root):
-        others, notes = _outside(opened.path)
+        if isinstance(opened, BucketSteps):
+            others = tuple(map(_journal_problem, opened.journal.audit()))
+        elif isinstance(opened, Root):
+            others, notes = _outside(opened.path)
     return RootReport(
         directory=str(opened),
         steps=verdicts,
@@ -108,17 +107,11 @@ def verify_root(
 
 
 class _Audit:
-    def __init__(
-        self,
-        opened: Steps,
-        item: str,
-        steps: Collection[int] | None,
-        progress: Progress | None,
-    ):
+    def __init__(self, opened: Steps, steps: Collection[int] | None, progress: Progress | None):
         self.notes: list[str] = []
         self.meter = ProgressMeter(progress)
         self._root = opened
-        self._item = item
+        self._item = opened.item
         self._steps = steps
         self._found: dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]] = {}
 
@@ -150,7 +143,7 @@ class _Audit:
         """Whether the directory changes within a moment, so that missing saves may be replaced."""
         known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
-            now = {(save.name, save.stamp.identity) for save in self._committed_saves()}
+            now = {(save.name, save.stamp.identity) for save in committed_saves(self._root)}
             if self._steps is None and now != known or not known <= now:
                 return True
             time.sleep(_INTERVAL_SECS)
@@ -162,7 +155,7 @@ class _Audit:
 
     def _verify_new(self) -> bool:
         """Verifies new saves and forgets removed ones; returns whether there were new ones."""
-        standing = {save.name: save for save in self._committed_saves()}
+        standing = {save.name: save for save in committed_saves(self._root)}
         for name, (save, _, _) in list(self._found.items()):
             if name not in standing or not standing[name].stamp.same(save.stamp):
                 del self._found[name]
@@ -178,9 +171,6 @@ class _Audit:
             else:
                 self.notes.append(f"{save.name}: removed while it was verified")
         return bool(fresh)
-
-    def _committed_saves(self) -> Iterator[CommittedSave]:
-        return committed_saves(self._root, self._item)
 
     def _needed(self, standing: Mapping[str, CommittedSave]) -> set[int]:
         """Steps that the requested ones need, as far as their manifests can be read."""
@@ -293,12 +283,7 @@ class _Audit:
     def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
         """Adds a problem of the chain to the report on a step."""
         save, report, info = self._found[str(step)]
-        problem = Problem(
-            object_name=str(step),
-            expected="a chain with all dense leaves",
-            found=str(error),
-            stops="step",
-        )
+        problem = Problem(str(step), "a chain with all dense leaves", str(error), "step")
         if isinstance(error, Damaged):
             problem = problem_of(save, error)
         known = once((*report.problems, problem))
@@ -373,7 +358,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     except Damaged as error:
         yield dataclasses.replace(Problem.of(error, "nothing"), object_name=path.name)
     except (DeltackptError, OSError) as error:
-        yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
+        yield Problem(path.name, "a lease", str(error), "nothing")
 
 
 def _listing(directory: Path) -> list[str]:

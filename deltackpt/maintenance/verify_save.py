@@ -96,10 +96,7 @@ def verify_save(
         SaveVerdict(
             name=save.name,
             kind=head.kind if head else None,
-            save_id=head.save_id if head else None,
-            parent=head.parent.step_dir if head and head.parent else None,
             file_count=len(found.files),
-            nbytes=sum(digest.length for digest in found.files.values()),
             problems=once(problems),
             notes=notes,
         ),

@@ -10,6 +10,7 @@ altered.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -94,10 +95,10 @@ class _WalAudit:
                 )
             records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
             self._meter.expect(sum(record.nbytes for record in records))
-            dense_check = _DenseCheck(log.log)
+            dense_check = _DenseCheck(log.log, functools.partial(self._break, self._own))
             for record in records:
                 self._check(record, view.head)
-                dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
+                dense.setdefault(record.save_id, []).extend(dense_check.check(record))
                 self._meter.add(record.nbytes)
         for point in view.points():
             if point.full and point.save_id not in self._own.keys() | self._trimmed:
@@ -121,14 +122,10 @@ class _WalAudit:
         try:
             record.items()
         except (Damaged, StorageError) as error:
-            self._void(record, error)
-
-    def _void(self, record: WalRecord, error: Damaged | StorageError | str) -> None:
-        """Notes that a recovery point cannot be restored, with new damage or a known object."""
-        self._break(self._own, record, error)
+            self._break(self._own, record, error)
 
     def _break(self, broken: dict[SaveId, str], record: WalRecord, error: Exception | str) -> None:
-        """Notes damage of a record, unless it was trimmed while it was read."""
+        """Notes damage, new or of a known object, of a record that was not trimmed meanwhile."""
         if isinstance(error, str):
             broken.setdefault(record.save_id, error)
         elif record.segment.is_file():
@@ -227,7 +224,7 @@ class _WalAudit:
         return name
 
     def _add(self, name: str, expected: str, found: str, stops: Stops = "nothing") -> None:
-        self.problems.append(Problem(object_name=name, expected=expected, found=found, stops=stops))
+        self.problems.append(Problem(name, expected, found, stops))
 
 
 def _is_header(data: bytes, head: EpochHeader) -> bool:
@@ -241,38 +238,37 @@ def _object_of(error: Exception) -> str:
     return error.object_name if isinstance(error, Damaged) else naming.LOG
 
 
-#: Reports that the dense leaves of a record are incomplete: the error, or the damaged object.
-_Void = Callable[[WalRecord, Damaged | StorageError | str], None]
-
-
 class _Value(NamedTuple):
     file: bool
     key: str
-    text: bytes
-
-    @classmethod
-    def of(cls, file: bool, key: str, data: memoryview) -> _Value:
-        """Keeps the bytes only if the value is array metadata."""
-        return cls(file, key, bytes(data) if key.endswith(f"/{ocdbt.ZARRAY}") else b"")
+    text: bytes  #: Empty unless it is array metadata.
 
 
 class _DenseCheck:
-    """Checks the dense leaves of one process's records, oldest first."""
+    """Checks the dense leaves of one process's records, oldest first.
 
-    def __init__(self, log: ProcessWal):
+    Calls ``damaged`` with a record that is incomplete, and the error or the known damaged object.
+    """
+
+    def __init__(
+        self, log: ProcessWal, damaged: Callable[[WalRecord, Damaged | StorageError | str], None]
+    ):
         self._records = dense_state.by_attempt(log)
         self._known: KnownStates = {}
-        #: Damaged objects that were reported.
-        self._damaged: set[str] = set()
+        self._damaged = damaged
+        self._reported: set[str] = set()
 
-    def check(self, record: WalRecord, void: _Void) -> list[_Value]:
+    def check(self, record: WalRecord) -> list[_Value]:
         try:
             found = dense_state.at_record(record, self._records, self._known)
         except (Damaged, StorageError) as error:
             name = _object_of(error)
-            void(record, name if name in self._damaged else error)
-            self._damaged.add(name)
+            self._damaged(record, name if name in self._reported else error)
+            self._reported.add(name)
             return []
         if record.full:
             self._known = {dense_state.key_of(record): found}
-        return [_Value.of(file, key, data) for (file, key), data in found.items()]
+        return [
+            _Value(file, key, bytes(data) if key.endswith(f"/{ocdbt.ZARRAY}") else b"")
+            for (file, key), data in found.items()
+        ]
