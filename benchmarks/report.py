@@ -240,7 +240,7 @@ class Report:
         self._table.add_row(what, measured.shown(unit), "", "", "", verdict)
 
     def _judge(self, name: str, value: float, bar: float | None, unit: Unit) -> str:
-        holds = bar is None or value <= bar
+        holds = bar is None or bool(value <= bar)
         self._bars.append({"name": name, "ratio": value, "bar": bar, "holds": holds})
         if bar is None:
             return ""
