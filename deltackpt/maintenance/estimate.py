@@ -77,7 +77,6 @@ class Estimate:
     records_secs: float
     tables_secs: float
     dense_secs: float
-    sampled_bytes: int
     sampled_share: float
     wal_secs: float = 0.0
 
@@ -218,7 +217,7 @@ def _plan(
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
     chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
-    tables_secs, sampled, share = _sampled(stored)
+    tables_secs, share = _sampled(stored)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
@@ -235,7 +234,6 @@ def _plan(
             records_secs=records_secs,
             tables_secs=tables_secs,
             dense_secs=_dense_secs(dense),
-            sampled_bytes=sampled,
             sampled_share=share,
         ),
     )
@@ -310,8 +308,8 @@ def _dense_secs(dense: Mapping[StorePath, int]) -> float:
 _Kind = tuple[str, ...]
 
 
-def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, int, float]:
-    """Predicts the seconds to read and merge a chain; adds sampled bytes and their share."""
+def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, float]:
+    """Predicts the seconds to read and merge a chain; adds the sampled share of its bytes."""
     kinds: dict[_Kind, list[_StoredSegment]] = collections.defaultdict(list)
     for one in stored:
         kinds[one.save.info.kind, *one.codecs].append(one)
@@ -334,7 +332,7 @@ def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, int, float]:
         count * (seconds[kind] / nbytes[kind] if nbytes[kind] else mean)
         for kind, count in total.items()
     )
-    return estimate, read, read / max(1, whole)
+    return estimate, read / max(1, whole)
 
 
 def _in_turn(
