@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from deltackpt import vocab
-from deltackpt.errors import (
-    OptionError,
-    RestoreError,
-    StepGone,
-    StepNotFound,
-    StorageError,
-)
+from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
 from deltackpt.inspect import descriptions

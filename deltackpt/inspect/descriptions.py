@@ -141,17 +141,9 @@ class Save:
 
 
 SAVE_COLUMNS = (
-    "step",
-    "kind",
-    "parent",
-    "deltas",
-    "rows",
-    "share",
-    "on disk",
-    "codecs",
-    "committed (UTC)",
+    "step", "kind", "parent", "deltas", "rows", "share", "on disk", "codecs", "committed (UTC)",
     "reason",
-)
+)  # fmt: skip
 
 
 def save_line(save: Save) -> tuple[object, ...]:
@@ -309,17 +301,9 @@ def _epoch(state: EpochState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
 
 
 EPOCH_COLUMNS = (
-    "epoch",
-    "run",
-    "resumed from",
-    "processes",
-    "records",
-    "full recovery points",
-    "newest",
-    "on disk",
-    "valid",
-    "end of the records",
-)
+    "epoch", "run", "resumed from", "processes", "records", "full recovery points", "newest",
+    "on disk", "valid", "end of the records",
+)  # fmt: skip
 
 
 def epoch_line(epoch: WalEpoch) -> tuple[object, ...]:
