@@ -49,24 +49,19 @@ _MODULES = (
     "vocab",
     "wal",
 )
+_OPTIONS = (
+    *("Background", "DeltaOptions", "Dense", "ManagerOptions", "Tiers", "Timeouts"),
+    *("WalOptions", "WriteOptions"),
+)
 _attribute = attributes(
     __name__,
     {
-        "Appended": ".outcomes",
-        "Background": ".options",
+        **dict.fromkeys(_OPTIONS, ".options"),
+        **dict.fromkeys(("Appended", "Restored", "Saved"), ".outcomes"),
         "CheckpointManager": ".manager",
-        "DeltaOptions": ".options",
-        "Dense": ".options",
-        "ManagerOptions": ".options",
         "RecoveryPoint": ".reading.wal_index",
-        "Restored": ".outcomes",
-        "Saved": ".outcomes",
         "Tables": ".state.tables",
-        "Tiers": ".options",
-        "Timeouts": ".options",
         "TouchState": ".state.touch_state",
-        "WalOptions": ".options",
-        "WriteOptions": ".options",
     },
 )
 

@@ -103,17 +103,18 @@ def track(
             raise TrackingError(
                 "track: expected the params in update(), found none; pass them as third argument"
             )
+        flat = _flatten(params)
+        chosen = _chosen(flat, select)
         if rule == "gradient":
-            changed = _with_gradients(select, params, updates)
+            changed = _with_gradients(flat, chosen, updates)
             updates, new = inner.update(updates, state.inner, params, **extra)
-            flat = _flatten(params)
-            tables = [flat.paths[i] for i in _chosen(flat, select)]
+            tables = [flat.paths[i] for i in chosen]
             updates = by_gradient.with_negative_zeros(updates, tables)
-            return updates, TrackState(_marked(state.touched, changed), new)
-        updates, new = inner.update(updates, state.inner, params, **extra)
-        # Compare exactly what is returned: another fusion could round differently.
-        updates, new = jax.lax.optimization_barrier((updates, new))
-        changed = _changed_rows(select, always, params, updates, state.inner, new)
+        else:
+            updates, new = inner.update(updates, state.inner, params, **extra)
+            # Compare exactly what is returned: another fusion could round differently.
+            updates, new = jax.lax.optimization_barrier((updates, new))
+            changed = _changed_rows(flat, chosen, always, params, updates, state.inner, new)
         return updates, TrackState(_marked(state.touched, changed), new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -130,13 +131,13 @@ def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
 
 
 @placement.neutral()
-def _with_gradients(select: Select, params: PyTree, gradients: PyTree) -> dict[str, jax.Array]:
+def _with_gradients(flat: Flat, chosen: list[int], gradients: PyTree) -> dict[str, jax.Array]:
     """Returns table name to the rows, (rows,) bool, that have a gradient."""
-    flat, given = _flatten(params), _flatten(gradients)
+    given = _flatten(gradients)
     gradient_of = dict(zip(given.paths, given.leaves, strict=True))
     touched: dict[str, jax.Array] = {}
     nans = []
-    for i in _chosen(flat, select):
+    for i in chosen:
         gradient = gradient_of.pop(flat.paths[i], None)
         if not paths.is_empty(gradient):
             rows, with_nan = by_gradient.touched_rows(jnp.asarray(gradient))
@@ -158,7 +159,8 @@ def _chosen(flat: Flat, select: Select) -> list[int]:
 
 @placement.neutral()
 def _changed_rows(
-    select: Select,
+    flat: Flat,
+    chosen: list[int],
     always: str | Sequence[str],
     params: PyTree,
     updates: PyTree,
@@ -166,10 +168,8 @@ def _changed_rows(
     new: object,
 ) -> dict[str, jax.Array]:
     """Returns table name to the rows, (rows,) bool, whose bits or whose slots' bits changed."""
-    flat = _flatten(params)
     moved = _flatten(updates)
     update_of = dict(zip(moved.paths, moved.leaves, strict=True))
-    chosen = _chosen(flat, select)
     flags: dict[str, list[jax.Array]] = {}
     for i in chosen:
         update = update_of.get(flat.paths[i])
