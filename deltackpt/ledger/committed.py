@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, posix
 from deltackpt.storage.digests import Digest, Streamed
-from deltackpt.storage.store import Missing, Stamp, StorePath
+from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte
 
 #: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
 #: size of a single upload, and no process should hold a whole object.
@@ -52,7 +52,7 @@ def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryv
     return found, nbytes
 
 
-class CommittedStore:
+class CommittedStore(ReadOnlyStore):
     """A read-only store of the contents that a journal names; thread-safe."""
 
     def __init__(
@@ -100,9 +100,7 @@ class CommittedStore:
         """See ``Store``; callers verify ranges with the checksums of their chunks."""
         prefix, name, digest = self._file(key)
         wanted = sum(part.nbytes for part in parts)
-        first = start + digest.length if start < 0 else start
-        if first < 0 or first + wanted > digest.length or (whole and wanted != digest.length):
-            raise Damaged(key, f"{wanted} bytes", f"{digest.length} bytes")
+        first = first_byte(key, start, wanted, digest.length, whole=whole)
         is_one, left = digest.length <= SEGMENT_BYTES, [part for part in parts if part.nbytes]
         while left:
             number, inside = (0, first) if is_one else divmod(first, SEGMENT_BYTES)
@@ -120,14 +118,6 @@ class CommittedStore:
         """See ``Store``."""
         prefix, name, digest = self._file(key)
         return prefix, name, digest[:3]
-
-    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Not supported: committed files never change."""
-        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Not supported: committed files are removed through the ledger."""
-        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""

@@ -8,16 +8,16 @@ segment ends where the next piece is missing, as a torn one does.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import Damaged, StorageError
+from deltackpt.errors import Damaged
 from deltackpt.format import naming
 from deltackpt.format.naming import PieceRange
 from deltackpt.ledger.entries import State, WalRef
 from deltackpt.reading.wal_locations import NAME, NBYTES, Record
-from deltackpt.storage.store import Missing, Stamp, StorePath
+from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte
 
 if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
@@ -68,7 +68,7 @@ def _is_progress(key: str) -> bool:
     return key.rpartition("/")[2] == NAME
 
 
-class UploadedWal:
+class UploadedWal(ReadOnlyStore):
     """A remote WAL epoch, with a directory's layout: ``<process>/<segment>``; thread-safe."""
 
     def __init__(self, at: StorePath):
@@ -95,9 +95,7 @@ class UploadedWal:
             return at.store.read_into(at.key, start, parts, whole=whole)
         found = self._pieces(key)
         wanted = sum(part.nbytes for part in parts)
-        first = start + found.length if start < 0 else start
-        if first < 0 or first + wanted > found.length or (whole and wanted != found.length):
-            raise Damaged(f"{self.url}/{key}", f"{wanted} bytes", f"{found.length} bytes")
+        first = first_byte(f"{self.url}/{key}", start, wanted, found.length, whole=whole)
         numbered = iter(found.whole)
         piece = next(numbered)
         for part in parts:
@@ -119,14 +117,6 @@ class UploadedWal:
         """See ``Store``."""
         return self._pieces(key).whole
 
-    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Not supported: records are uploaded from a staging directory."""
-        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Not supported: see ``put``."""
-        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
-
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
         fresh = pieces_at(self._at, folder)
@@ -135,20 +125,10 @@ class UploadedWal:
         self._known = others | fresh
         return sorted(key for key in fresh if key > after)
 
-    def folders(self, folder: str) -> list[str]:
-        """See ``Store``."""
-        inside = f"{folder}/" if folder else ""
-        below = (key.removeprefix(inside) for key in self.keys(folder))
-        return sorted({key.partition("/")[0] for key in below if "/" in key})
-
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``; a prefix belongs to one WAL epoch."""
         found = self.keys(folder)
         return Stamp((self.url, folder), tuple(found)) if found else None
-
-    def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``."""
-        return None
 
     def _pieces(self, key: str) -> Pieces:
         found = self._known.get(key)

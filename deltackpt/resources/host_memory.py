@@ -43,7 +43,6 @@ class PageChoice:
     """Selects the faster page size. Thread-safe: a lost measurement costs little."""
 
     def __init__(self) -> None:
-        """Neither was tried."""
         self._secs: dict[bool, float | None] = {True: None, False: None}
         self._last: bool | None = None
 
@@ -69,7 +68,9 @@ _can_populate = hasattr(mmap, "MADV_HUGEPAGE")
 
 def populate(array: np.ndarray) -> None:
     """Prefaults a contiguous array in ``FreshMemory``; does nothing for others, or on failure."""
-    if not (_can_populate and array.nbytes >= UNIT_BYTES and _is_fresh(array)):
+    if not _can_populate or array.nbytes < UNIT_BYTES:
+        return
+    if not isinstance(owner_of(array), FreshMemory):
         return
     start = array.ctypes.data
     stop = start + array.nbytes
@@ -83,7 +84,6 @@ def populate(array: np.ndarray) -> None:
 
 @functools.cache
 def _huge_unasked() -> bool:
-    """Whether the machine uses huge pages by default."""
     try:
         return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -107,10 +107,6 @@ def _prefault(start: int, stop: int) -> bool:
     if whole:
         _choice.record(huge=huge, secs=time.perf_counter() - began)
     return True
-
-
-def _is_fresh(array: np.ndarray) -> bool:
-    return isinstance(owner_of(array), FreshMemory)
 
 
 def owner_of(array: np.ndarray) -> object:

@@ -34,7 +34,6 @@ class Pace:
     def __init__(
         self, bytes_per_sec: float | None = None, *, clock: Callable[[], float] = time.monotonic
     ):
-        """Creates a limit; None means unlimited."""
         self._rate = bytes_per_sec
         self._clock = clock
         self._free_at = 0.0
@@ -119,7 +118,6 @@ class Task(Generic[_T]):
     """A call that runs once: on a thread, or in the first caller of ``result``."""
 
     def __init__(self, call: Callable[[], _T]):
-        """Starts nothing."""
         self._call = call
         self._started = threading.Lock()
         self.future: Future[_T] = Future()

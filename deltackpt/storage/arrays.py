@@ -34,16 +34,8 @@ _UNOPENED = (
     *(errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG),
     *(errno.EIO, errno.ESTALE, errno.EROFS),
 )
-_ZSTD_LEVEL = 3
-#: Higher levels gain nothing on byte planes of floats.
-_PLANES_ZSTD_LEVEL = 1
 #: By dtype kind, in Zarr v3 JSON.
 _FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
-
-
-def zstd_level(entry: ArrayEntry) -> int:
-    """Returns the compression level of a compressed array."""
-    return _PLANES_ZSTD_LEVEL if entry.byte_planes else _ZSTD_LEVEL
 
 
 def chunk_bytes(entry: ArrayEntry) -> int:
@@ -77,7 +69,9 @@ def read_array(
         at = directory / name
         sums = None
         if checksums is not None:
-            sums = _known_sums(at, checksums.get(name))
+            sums = checksums.get(name)
+            if sums is None:
+                raise Damaged(_shown(at), "a chunk listed in the digests", "an unlisted chunk")
         if not entry.compressed and piece.flags.c_contiguous:
             if whole:
                 _read_chunk(at, piece, sums, padding_rows=first + entry.chunk_rows - end)
@@ -99,14 +93,7 @@ def chunk_name(entry: ArrayEntry, chunk: int) -> str:
 
 
 def _shown(at: StorePath) -> str:
-    """Returns the name of a chunk, from its step on."""
     return at.shown(7 + at.key.rpartition("/c/")[2].count("/"))
-
-
-def _known_sums(at: StorePath, sums: ChunkSums | None) -> ChunkSums:
-    if sums is None:
-        raise Damaged(_shown(at), "a chunk listed in the digests", "an unlisted chunk")
-    return sums
 
 
 def _check_place(at: StorePath, expected: int) -> None:
@@ -247,7 +234,9 @@ def metadata_of(entry: ArrayEntry) -> dict[str, Any]:
         last = len(entry.shape) - 1
         codecs.insert(0, {"name": "transpose", "configuration": {"order": [last, *range(last)]}})
     if entry.compressed:
-        codecs.append({"name": "zstd", "configuration": {"level": zstd_level(entry)}})
+        # Higher levels gain nothing on byte planes of floats.
+        level = 1 if entry.byte_planes else 3
+        codecs.append({"name": "zstd", "configuration": {"level": level}})
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {

@@ -219,8 +219,8 @@ class FileBatch:
         directories, self._directories = self._directories, {}
         try:
             if self._fsync:
-                self._sync([*opened.values(), *closed])
-                self._sync({**directories, self.top: None})
+                self._runtime.map(_sync, [*opened.values(), *closed], threads=FSYNCS)
+                self._runtime.map(_sync, {**directories, self.top: None}, threads=FSYNCS)
             while opened:
                 opened.popitem()[1].close()
         finally:
@@ -236,7 +236,6 @@ class FileBatch:
         _close_quietly(opened.values())
 
     def _name(self, path: Path) -> str:
-        """POSIX path below the top; "" for the top itself."""
         return str(path)[len(str(self.top)) + 1 :]
 
     def _note(self, path: Path, digest: Digest) -> None:
@@ -258,9 +257,6 @@ class FileBatch:
             _close_quietly([oldest])
             raise
         oldest.close()
-
-    def _sync(self, items: Collection[DirectFile | Path]) -> None:
-        self._runtime.map(_sync, items, threads=FSYNCS)
 
 
 def _sync(item: DirectFile | Path) -> None:

@@ -203,7 +203,6 @@ def _by_spec(text: str, endpoint: str | None) -> BucketLocation:
 
 
 def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:
-    """A spec with an endpoint and a retry limit."""
     found: dict[str, Any]
     redaction.check_endpoint(endpoint)
     if spec["driver"] == "gcs":

@@ -50,7 +50,6 @@ class BlockSums:
     """The CRC32Cs of a run of bytes and of each block of it, as the bytes arrive."""
 
     def __init__(self, block_bytes: int) -> None:
-        """Starts empty."""
         self._block_bytes, self._blocks = block_bytes, list[int]()
         #: Number of bytes.
         self.nbytes = 0
@@ -402,7 +401,6 @@ class Streamed:
     """Compares the bytes of a file with its digest as they arrive."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._length = 0
         self._crc = 0
         self._last = b""
@@ -416,16 +414,12 @@ class Streamed:
     def check(self, shown: str, expected: Digest) -> None:
         """Raises ``Damaged``, with the given name, unless all bytes arrived and match."""
         tail = int.from_bytes(self._last, "little")
-        # The digest covers all bytes but the last four; combining it with these gives the whole
-        # CRC.
+        # The digest's CRC covers all bytes but the last four.
         ending = expected.tail.to_bytes(len(self._last), "little")
         wanted = crc32c(np.frombuffer(ending, np.uint8), expected.crc32c)
-        if (self._length, tail, self._crc) != (expected.length, expected.tail, wanted):
-            raise Damaged(
-                shown,
-                f"{expected.length} bytes, crc32c {wanted:08x}, tail {expected.tail:08x}",
-                f"{self._length} bytes, crc32c {self._crc:08x}, tail {tail:08x}",
-            )
+        found = Digest(self._length, self._crc, tail)
+        if found != (right := Digest(expected.length, wanted, expected.tail)):
+            raise Damaged(shown, _described(right), _described(found))
 
 
 def _problem(
@@ -442,14 +436,8 @@ def _problem(
         if at.is_file():
             raise
         return Damaged(shown, "a file", f"no such file ({error.__cause__})")
-    if found.length != wanted.length:
-        return Damaged(shown, f"{wanted.length} bytes", f"{found.length} bytes")
     if found[:3] != wanted[:3]:
-        return Damaged(
-            shown,
-            f"crc32c {wanted.crc32c:08x}, tail {wanted.tail:08x}",
-            f"crc32c {found.crc32c:08x}, tail {found.tail:08x}",
-        )
+        return Damaged(shown, _described(wanted), _described(found))
     if found.blocks != wanted.blocks:
         return Damaged(shown, "the checksums of its blocks as its digests say", "others")
     return None

@@ -109,12 +109,12 @@ class Topic:
     def check(self, *, partitions: int, message_bytes: int, timeout_secs: float) -> None:
         """Raises ``OptionError`` if the topic is missing, too small or would lose records."""
         client = self._admin()
-        found = client.metadata(self.name, timeout_secs)
+        found = client.metadata(timeout_secs)
         if len(found.partitions) < partitions:
             raise self._unfit(
                 f"a partition for each of {partitions} processes", f"{len(found.partitions)}"
             )
-        options = client.topic_options(self.name)
+        options = client.topic_options()
         copies = min(len(one.replicas) for one in found.partitions.values())
         if copies < 2:
             events.warn(f"{self}: it has one replica: if that broker is lost, its records are lost")
@@ -146,24 +146,24 @@ class Topic:
 
     def cluster(self) -> str:
         """Returns the id of the cluster."""
-        return self._reader().metadata(self.name, REQUEST_SECS).cluster_id or ""
+        return self._reader().metadata().cluster_id or ""
 
     def offsets(self, partitions: Collection[int] | None = None) -> dict[int, Offsets]:
         """Returns what each partition holds; everything acknowledged by now is included."""
         with self._lock:
             client = self._reader()
-            found = client.metadata(self.name, REQUEST_SECS).partitions
+            found = client.metadata().partitions
             wanted = sorted(found if partitions is None else partitions)
-            return {one: client.offsets(self.name, one) for one in wanted}
+            return {one: client.offsets(one) for one in wanted}
 
     def read(self, spans: Mapping[int, Offsets]) -> Iterator[Message]:
         """Yields the messages of partitions, each in order; some may have been deleted."""
         with self._lock:
-            yield from self._reader().messages(self.name, spans)
+            yield from self._reader().messages(spans)
 
     def truncate(self, offsets: Mapping[int, int]) -> None:
         """Deletes the messages below an offset of each partition."""
-        self._admin().delete_records(self.name, offsets)
+        self._admin().delete_records(offsets)
 
     def producer(self, partition: int, *, message_bytes: int, timeout_secs: float) -> Producer:
         """Returns a new producer; a message waits ``timeout_secs`` for its acknowledgement."""
@@ -231,7 +231,6 @@ class Producer:
     """
 
     def __init__(self, name: str, client: _KafkaClient, partition: int):
-        """Created by ``Topic.producer``."""
         self._name, self._client, self._partition = name, client, partition
         self._pending = 0
         self._failed = ""
@@ -286,7 +285,7 @@ class _KafkaClient:
     """A client of librdkafka, with its errors and logs."""
 
     def __init__(self, of: Topic, kind: Any, settings: Mapping[str, Any]):
-        self._topic, self._kafka, self._name = of, _library(), str(of)
+        self._kafka, self._name = _library(), str(of)
         self.topic = of.name
         given = of.given()
         self._secrets = {
@@ -307,14 +306,14 @@ class _KafkaClient:
                     f"({type(error).__name__})"
                 ) from None
 
-    def metadata(self, topic: str, timeout_secs: float) -> Any:
+    def metadata(self, timeout_secs: float = REQUEST_SECS) -> Any:
         """Returns the topic's partitions with ``cluster_id``; raises if the topic is not usable."""
         deadline, kafka = time.monotonic() + timeout_secs, self._kafka
         while True:
             error = None
             try:
-                found = self.client.list_topics(topic, timeout=1.0)
-                one = found.topics[topic]
+                found = self.client.list_topics(self.topic, timeout=1.0)
+                one = found.topics[self.topic]
                 error = one.error
                 if error is None and one.partitions:
                     return _Metadata(one.partitions, found.cluster_id)
@@ -345,10 +344,10 @@ class _KafkaClient:
                     f"{self.reported_errors()}; check bootstrap.servers and the brokers"
                 )
 
-    def topic_options(self, topic: str) -> dict[str, str]:
-        """Returns the options of a topic; none if this user may not see them."""
+    def topic_options(self) -> dict[str, str]:
+        """Returns the options of the topic; none if this user may not see them."""
         admin = self._kafka.admin
-        asked = admin.ConfigResource(admin.ResourceType.TOPIC, topic)
+        asked = admin.ConfigResource(admin.ResourceType.TOPIC, self.topic)
         with self.errors("read the options"):
             try:
                 told = self.client.describe_configs([asked], request_timeout=REQUEST_SECS)
@@ -362,9 +361,9 @@ class _KafkaClient:
                 raise
         return {name: one.value for name, one in found.items() if one.value is not None}
 
-    def offsets(self, topic: str, partition: int) -> Offsets:
+    def offsets(self, partition: int) -> Offsets:
         """Returns what a partition holds."""
-        at = self._kafka.TopicPartition(topic, partition)
+        at = self._kafka.TopicPartition(self.topic, partition)
         deadline = time.monotonic() + REQUEST_SECS
         while True:
             try:
@@ -381,12 +380,12 @@ class _KafkaClient:
                     f"within {REQUEST_SECS:g} s; check the brokers"
                 )
 
-    def messages(self, topic: str, spans: Mapping[int, Offsets]) -> Iterator[Message]:
+    def messages(self, spans: Mapping[int, Offsets]) -> Iterator[Message]:
         """See ``Topic.read``."""
         left = {one: span for one, span in spans.items() if span.start < span.stop}
         if not left:
             return
-        self._assign(topic, left)
+        self._assign(left)
         try:
             since = time.monotonic()
             while left:
@@ -407,8 +406,8 @@ class _KafkaClient:
             with contextlib.suppress(Exception):
                 self.client.unassign()
 
-    def _assign(self, topic: str, left: Mapping[int, Offsets]) -> None:
-        at = [self._kafka.TopicPartition(topic, one, span.start) for one, span in left.items()]
+    def _assign(self, left: Mapping[int, Offsets]) -> None:
+        at = [self._kafka.TopicPartition(self.topic, n, span.start) for n, span in left.items()]
         with self.errors("read"):
             self.client.assign(at)
 
@@ -433,16 +432,16 @@ class _KafkaClient:
             start = max(start, offset)
         elif code in gone:
             # Messages were deleted since.
-            start = max(start, self.offsets(message.topic(), partition).start)
+            start = max(start, self.offsets(partition).start)
             left[partition] = Offsets(start, stop)
-            self._assign(message.topic(), left)
+            self._assign(left)
         left[partition] = Offsets(start, stop)
         if start >= stop:
             del left[partition]
 
-    def delete_records(self, topic: str, offsets: Mapping[int, int]) -> None:
+    def delete_records(self, offsets: Mapping[int, int]) -> None:
         """See ``Topic.truncate``."""
-        asked = [self._kafka.TopicPartition(topic, *one) for one in sorted(offsets.items())]
+        asked = [self._kafka.TopicPartition(self.topic, *one) for one in sorted(offsets.items())]
         with self.errors("delete records"):
             told = self.client.delete_records(asked, request_timeout=REQUEST_SECS)
             for done in told.values():
@@ -507,7 +506,6 @@ class _QuietLog:
 
 
 def _library() -> Any:
-    """Returns confluent_kafka with its administration."""
     try:
         import confluent_kafka
         import confluent_kafka.admin

@@ -264,7 +264,6 @@ class Node:
 
 
 def _answered(connection: wire.Connection, head: bytes, body: Sequence[memoryview]) -> wire.Head:
-    """Sends a request; returns the head of its answer."""
     waits = connection.http.client_is_waiting_for_100_continue
     # It may be rejected before the server has read it completely.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -339,7 +338,6 @@ def addresses_of(text: str, *, shown: str | None = None) -> list[str]:
 
 
 def _checked(address: str, *, shown: str | None = None) -> tuple[str, int]:
-    """Host and port of an address."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found[3]) < 1 << 16:
         shown = shown or redaction.shown(f"nodes://{address}")

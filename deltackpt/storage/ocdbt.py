@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
     ts = LazyModule("tensorstore")
 
-_MANIFEST_NAME = "manifest.ocdbt"
+_MANIFEST = "manifest.ocdbt"
 
 
 class Extent(NamedTuple):
@@ -59,7 +59,7 @@ def index(folder: Reachable) -> Index:
     base: Any = ts.KvStore.open(folder.spec, context=folder.context).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     values: dict[str, Extent | memoryview] = {}
-    nodes: dict[str, tuple[Extent, ...]] = {_MANIFEST_NAME: ()}
+    nodes: dict[str, tuple[Extent, ...]] = {_MANIFEST: ()}
     level: list[tuple[bytes, str]] = [(b"", root["location"])] if "location" in root else []
     while level:
         for at in (_extent(location) for _, location in level):
@@ -74,10 +74,9 @@ def index(folder: Reachable) -> Index:
                     continue
                 key = (prefix + entry["key"]).decode()
                 short = entry.get("inline_value")
-                if short is not None:
-                    values[key] = memoryview(short)
-                else:
-                    values[key] = _extent(entry["indirect_value"])
+                values[key] = (
+                    _extent(entry["indirect_value"]) if short is None else memoryview(short)
+                )
     return Index(values, nodes)
 
 
@@ -96,7 +95,6 @@ REFERENCED_BYTES = 1 << 20
 _TARGET_DATA_FILE_BYTES = 64 << 20
 #: More than any array has: there is one for each shard.
 _MOST_CHUNKS = 1 << 20
-_MANIFEST = b"manifest.ocdbt"
 _CONFIG = {
     "max_inline_value_bytes": 1024,
     "max_decoded_node_bytes": 100_000_000,
@@ -136,15 +134,16 @@ def chunk_key(name: str, index: Iterable[int]) -> str:
     return f"{name}/{'.'.join(map(str, index)) or '0'}"
 
 
-def check_chunks(described: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` for invalid shapes, or more chunks than any array has."""
+def check_chunks(described: Mapping[str, Any]) -> list[int]:
+    """Returns the chunks of each axis; ``ValueError`` for invalid shapes, or too many chunks."""
     shape, chunks = described["shape"], described["chunks"]
     for size, part in zip(shape, chunks, strict=True):
         if type(size) is not int or type(part) is not int or size < 0 or part < 1:
             raise ValueError(f"shape {shape} in chunks {chunks}")
-    count = math.prod(-(-size // part) for size, part in zip(shape, chunks, strict=True))
-    if count > _MOST_CHUNKS:
-        raise ValueError(f"shape {shape} in {count} chunks")
+    counts = [-(-size // part) for size, part in zip(shape, chunks, strict=True)]
+    if math.prod(counts) > _MOST_CHUNKS:
+        raise ValueError(f"shape {shape} in {math.prod(counts)} chunks")
+    return counts
 
 
 def implied(described: Mapping[str, bytes]) -> set[str]:
@@ -154,9 +153,7 @@ def implied(described: Mapping[str, bytes]) -> set[str]:
     """
     keys = set()
     for name, text in described.items():
-        array = json.loads(text)
-        check_chunks(array)
-        counts = [-(-n // c) for n, c in zip(array["shape"], array["chunks"], strict=True)]
+        counts = check_chunks(json.loads(text))
         keys.add(f"{name}/{ZARRAY}")
         keys.update(chunk_key(name, index) for index in itertools.product(*map(range, counts)))
     return keys
@@ -204,7 +201,7 @@ def write(
                 pending.result()
         made = ts.KvStore.open({"driver": "memory"}, context=context).result()
         # The manifest, which refers to the others, last.
-        paths = sorted(made.list().result(), key=lambda path: (path == _MANIFEST, path))
+        paths = sorted(made.list().result(), key=lambda path: (path == _MANIFEST.encode(), path))
     for path in paths:
         with _refusals(directory):
             data = made.read(path).result().value
@@ -227,7 +224,7 @@ def merge(item: Path, processes: Iterable[int], described: Mapping[str, bytes]) 
         children = {
             process: _open(_files(process_directory(item, process)), context)
             for process in processes
-            if (process_directory(item, process) / _MANIFEST.decode()).exists()
+            if (process_directory(item, process) / _MANIFEST).exists()
         }
         writers: dict[str, int] = {}
         for process, child in children.items():

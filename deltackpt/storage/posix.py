@@ -56,17 +56,11 @@ def typed_errors(path: os.PathLike[str], action: str, *, full: str = FULL) -> It
         raise unreadable(path, error, action) from error
 
 
-def read_bytes(
-    path: Path, name: str | None = None, *, most_bytes: int | None = MOST_BYTES
-) -> bytes:
-    """Reads a whole file; ``Damaged`` if missing, or longer than ``most_bytes``.
-
-    ``name`` is its name in errors; by default its last three components.
-    """
-    shown = name or object_name(path)
-    nbytes = length(path, shown)
-    if most_bytes is not None and nbytes > most_bytes:
-        raise Damaged(shown, f"at most {most_bytes} bytes", f"{nbytes} bytes")
+def read_bytes(path: Path) -> bytes:
+    """Reads a whole file; ``Damaged`` if missing, or longer than ``MOST_BYTES``."""
+    shown = object_name(path)
+    if (nbytes := length(path, shown)) > MOST_BYTES:
+        raise Damaged(shown, f"at most {MOST_BYTES} bytes", f"{nbytes} bytes")
     try:
         return path.read_bytes()
     except FileNotFoundError as error:

@@ -91,7 +91,6 @@ def _secret_keys(value: object, key: str) -> Iterator[str]:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Returns whether a text of a spec may hold credentials."""
     # Any header may hold credentials, so headers are not checked one by one. A URL may if it has
     # more than a host.
     is_named = key == "headers" or _SECRET_KEY.search(key) is not None

@@ -146,6 +146,18 @@ class Store(Protocol):
         return None
 
 
+class ReadOnlyStore(Store, Protocol):
+    """A store whose objects are written in another way."""
+
+    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
+        """Not supported."""
+        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Not supported."""
+        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
+
+
 class StorePath(NamedTuple):
     """A location in a store: an object or a folder."""
 

@@ -241,7 +241,6 @@ class NodesStore(Store):
         return body.nbytes > _LEAST_BYTES and len(self._nodes) > 1 and fits
 
     def _head(self, key: str) -> _Head | None:
-        """The head of an object, if it has one."""
         data = bytearray(HEAD_BYTES)
         try:
             self._of(key).read_into(self._inside + key, 0, [memoryview(data)], whole=True)
@@ -304,7 +303,6 @@ class NodesStore(Store):
 
 
 def _object_key(key: str) -> str:
-    """The key of the object that a node's key belongs to."""
     found = _PIECE_KEY.fullmatch(key)
     return found[1] if found else key
 

@@ -154,7 +154,6 @@ class ZarrWriter:
         self._batch.write_chunk(path, rows, padding, held=held)
 
     def _wait(self, most: int) -> None:
-        """Waits until at most so many chunks are on their way."""
         with _refusals(self._directory):
             while len(self._writes) > most:
                 self._writes.popleft().result()

@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from deltackpt.errors import Damaged
-from deltackpt.storage.store import Exists, Missing, Stamp
+from deltackpt.storage.store import Exists, Missing, Stamp, fill, first_byte
 
 
 class MemoryStore:
@@ -39,12 +38,8 @@ class MemoryStore:
         """Fills parts with the bytes from ``start`` on."""
         data = self.get(key)
         wanted = sum(part.nbytes for part in parts)
-        first = start + len(data) if start < 0 else start
-        if first < 0 or first + wanted > len(data) or (whole and first + wanted != len(data)):
-            raise Damaged(f"{self.url}/{key}", f"{wanted} bytes", f"{len(data)} bytes")
-        for part in parts:
-            part[:] = data[first : first + part.nbytes]
-            first += part.nbytes
+        first = first_byte(f"{self.url}/{key}", start, wanted, len(data), whole=whole)
+        fill(parts, data[first:])
 
     def length(self, key: str) -> int:
         """Returns the length in bytes."""

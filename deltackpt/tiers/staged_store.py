@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from deltackpt.errors import StorageError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import ParentRef, SaveInfo
 from deltackpt.ledger.committed import CommittedStore
-from deltackpt.storage.store import FileStore, Missing, Stamp, Store, StorePath
+from deltackpt.storage.store import FileStore, Missing, ReadOnlyStore, Stamp, Store, StorePath
 
 _T = TypeVar("_T")
 
 
-class StagedStore:
+class StagedStore(ReadOnlyStore):
     """Committed contents of a staging directory and its remote directory; thread-safe."""
 
     def __init__(
@@ -62,14 +61,6 @@ class StagedStore:
     def version(self, key: str) -> Hashable:
         """See ``Store``."""
         return self._call(key, lambda store: store.version(key))
-
-    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Not supported: saves are staged and uploaded."""
-        raise StorageError(f"{self._url}/{key}: expected only reads, found a write")
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Not supported: see ``put``."""
-        raise StorageError(f"{self._url}: expected only reads, found a deletion of {[*keys]}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``; without a folder, the keys of committed steps and bases."""
