@@ -10,7 +10,6 @@ import collections
 import itertools
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -141,16 +140,16 @@ class LeafReplica:
         further = chains.since(newest, before.save.save_id, before.layout)
         if not further:
             return None
-        leaves, meter = self._chosen(newest.layout), _Bytes()
+        leaves, read = self._chosen(newest.layout), list[int]()
         try:
             found = dense_state.after(
                 before.dense,
                 further,
                 _wanted(leaves),
                 room=self._buffers.room,
-                on_bytes=meter.add,
+                on_bytes=read.append,
             )
-            return found and self._version(newest, leaves, found, before, meter, compare=False)
+            return found and self._version(newest, leaves, found, before, read, compare=False)
         except DamagedWal:
             raise
         except RestoreError as error:
@@ -163,19 +162,19 @@ class LeafReplica:
 
     def _whole(self, newest: StoredSave) -> LoadedLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
-        leaves, meter = self._chosen(chain[-1].layout), _Bytes()
+        leaves, read = self._chosen(chain[-1].layout), list[int]()
         found = stored_dense.of_step(
-            chain, _wanted(leaves), room=self._buffers.room, on_bytes=meter.add
+            chain, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
         )
-        return self._version(chain[-1], leaves, found, self.loaded, meter)
+        return self._version(chain[-1], leaves, found, self.loaded, read)
 
     def _at_point(self, save: StoredSave, plan: ReplayPlan) -> LoadedLeaves:
-        leaves, meter = self._chosen(save.layout), _Bytes()
+        leaves, read = self._chosen(save.layout), list[int]()
         found = dense_state.at_point(
-            plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=meter.add
+            plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
         )
         try:
-            return self._version(save, leaves, found, self.loaded, meter, plan)
+            return self._version(save, leaves, found, self.loaded, read, plan)
         except Damaged as error:
             raise DamagedWal.of(error, plan.point.save_id) from error
 
@@ -195,7 +194,7 @@ class LeafReplica:
         leaves: Sequence[DenseEntry],
         found: DenseValues,
         before: LoadedLeaves | None,
-        meter: _Bytes,
+        read: list[int],  # Bytes, by the threads that read.
         plan: ReplayPlan | None = None,
         *,
         compare: bool = True,
@@ -207,7 +206,7 @@ class LeafReplica:
             name = name_of(leaf)
             array = served_dense.described(name, values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None and plan is None:
-                array = self._by_orbax(save, leaf, values, meter)
+                array = self._by_orbax(save, leaf, values, read)
                 accepts_deltas = accepts_deltas and array is None
             if array is None:
                 continue
@@ -239,11 +238,11 @@ class LeafReplica:
             leaves=arrays,
             accepts_deltas=accepts_deltas,
             unix_secs=committed_secs(save) if plan is None else plan.point.unix_secs,
-            bytes_read=meter.count,
+            bytes_read=sum(read),
         )
 
     def _by_orbax(
-        self, save: StoredSave, leaf: DenseEntry, values: dict[str, memoryview], meter: _Bytes
+        self, save: StoredSave, leaf: DenseEntry, values: dict[str, memoryview], read: list[int]
     ) -> LeafArray | None:
         """Reads an array in another format of Orbax's; None if it has no elements."""
         item_dir = save.step_dir / naming.DENSE_ITEM
@@ -260,23 +259,11 @@ class LeafReplica:
         if stored is None or stored.kind not in _ARRAYS or 0 in stored.shape:
             return None
         found = np.asarray(stored, order="C")
-        meter.add(found.nbytes)
+        read.append(found.nbytes)
         array = LeafArray(name_of(leaf), found.shape, found.dtype, found.shape)
         [key] = array.keys
         values[key] = found.reshape(-1).view(np.uint8).data
         return array
-
-
-class _Bytes:
-    """Counts the bytes that threads read."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.count += nbytes
 
 
 def _wanted(leaves: Sequence[DenseEntry]) -> Wanted:

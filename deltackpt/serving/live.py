@@ -375,8 +375,7 @@ class Live(Versions):
           OptionError: no tables are followed, or ``batch_rows`` is not positive. The iterator
             raises it if no followed table matches.
         """
-        if not self._replica.has_tables:
-            raise OptionError("changes: expected followed tables, found none; pass tables=")
+        self._require_tables("changes")
         if batch_rows < 1:
             raise OptionError(f"changes: expected at least 1 row per batch, found {batch_rows}")
 
@@ -413,9 +412,9 @@ class Live(Versions):
           VersionExpired: transferring all rows took longer than ``hold_secs``.
           MissingExtra: jax cannot be imported.
         """
+        self._require_tables("on_device")
         with self._placing, self._opened(_OPEN_SECS) as shown:
-            if shown.rows is None:
-                raise OptionError("on_device: expected followed tables, found none; pass tables=")
+            assert shown.rows is not None
             name = shown.rows.name_of(table)
             placed = self._tables_on_device.setdefault((name, sharding), DeviceRows(sharding))
             changed = None if placed.number is None else self._replica.changes.since(placed.number)
@@ -448,7 +447,7 @@ class Live(Versions):
           MissingExtra: jax cannot be imported.
         """
         jax = jax_module()
-        dense = Version(self._current(), self._lookups).dense
+        dense = Version(self._current(), self._count).dense
         with self._placing, neutral():
             placed: dict[str, tuple[object, jax.Array]] = {}
             for path in dense:
@@ -475,8 +474,7 @@ class Live(Versions):
           OptionError: no tables are followed.
           OSError: the file cannot be written.
         """
-        if not self._replica.has_tables:
-            raise OptionError("share: expected followed tables, found none; pass tables=")
+        self._require_tables("share")
         with self._changed:
             if self._shared is None:
                 self._shared = SharedVersion()
@@ -488,7 +486,7 @@ class Live(Versions):
         """Returns the state of the follower, as the status page shows it."""
         shown, problem = self._shown, self.problem
         lag = None if shown is None else self.staleness()
-        counts, changed = self._lookups.by_table(), self._replica.changes.changed_rows()
+        changed = self._replica.changes.changed_rows()
         rows, dense = (None, None) if shown is None else (shown.rows, shown.dense)
         newest, behind = 0 if shown is None else shown.number, dict[str, int]()
         with self._changed:
@@ -508,7 +506,7 @@ class Live(Versions):
                 name: TableStatus(
                     rows=table.row_span[1] - table.row_span[0],
                     nbytes=table.nbytes,
-                    looked_up=counts.get(name, 0),
+                    looked_up=self._looked_up[name],
                     changed=changed.get(name, 0),
                 )
                 for name, table in ({} if rows is None else rows.tables).items()
@@ -551,6 +549,10 @@ class Live(Versions):
             self._server.close()
         with self._changed:
             self._changed.notify_all()
+
+    def _require_tables(self, method: str) -> None:
+        if not self._replica.has_tables:
+            raise OptionError(f"{method}: expected followed tables, found none; pass tables=")
 
     def _show(self) -> bool:
         """Shows the held state to readers; returns whether it is another one."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -284,16 +284,15 @@ def _steps(positions: np.ndarray) -> np.ndarray:
 
 
 def _different(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Positions at which two arrays of bits differ."""
-    return np.concatenate([*_differences(one, other), np.empty(0, np.int64)])
-
-
-def _differences(one: np.ndarray, other: np.ndarray) -> Iterator[np.ndarray]:
+    """Returns the positions at which two arrays of bits differ."""
+    found = [np.empty(0, np.int64)]
     for start in range(0, len(one), _COMPARED):
         part = slice(start, start + _COMPARED)
         differs = one[part] != other[part]
         if differs.any():
-            yield np.flatnonzero(differs if differs.ndim == 1 else differs.any(axis=1)) + start
+            differs = differs if differs.ndim == 1 else differs.any(axis=1)
+            found.append(np.flatnonzero(differs) + start)
+    return np.concatenate(found)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -93,8 +93,8 @@ class LeafArray:
         found = np.empty(self.shape, self.dtype)
         for index, key in zip(self._indices(), keys):
             starts = [at * size for at, size in zip(index, self.chunks)]
-            place = tuple(slice(start, start + size) for start, size in zip(starts, self.chunks))
-            out = found[place]
+            chunk = tuple(slice(start, start + size) for start, size in zip(starts, self.chunks))
+            out = found[chunk]
             out[...] = self._chunk(values[key])[tuple(slice(size) for size in out.shape)]
         found.flags.writeable = False
         return found
@@ -142,20 +142,6 @@ class LoadedLeaves:
     accepts_deltas: bool  # Whether a delta of the step can be applied.
     unix_secs: float  # Of the step's commit, or of the recovery point.
     bytes_read: int  # Of stored arrays and values, for this state.
-
-    @property
-    def impls(self) -> dict[str, str]:
-        """Returns PRNG implementations of typed keys, by array name."""
-        found: dict[str, str] = {}
-        for name, data in self.dense.files.items():
-            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
-                continue
-            try:
-                found |= key_impls(json.loads(bytes(data)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                shown = f"step {self.save.save_id.step}, {name}"
-                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
-        return found
 
     def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
         """Returns whether the leaves are of exactly this step, or this recovery point above it."""
@@ -242,7 +228,15 @@ class ServedLeaves(Mapping[str, np.ndarray]):
         The array of such a leaf is its key data; get the keys from
         ``jax.random.wrap_key_data(dense[path], impl=dense.prng_impls[path])``.
         """
-        impls = self._held.impls
+        impls: dict[str, str] = {}
+        for name, data in self._held.dense.files.items():
+            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
+                continue
+            try:
+                impls |= key_impls(json.loads(bytes(data)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                shown = f"step {self._held.save.save_id.step}, {name}"
+                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
         return {path: impls[leaf.name] for path, leaf in self._leaves.items() if leaf.name in impls}
 
     def content(self, path: str) -> tuple[int, ...]:

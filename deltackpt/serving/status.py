@@ -135,19 +135,16 @@ class _Collector:
             if value is not None:
                 yield GaugeMetricFamily(f"deltackpt_serving_{name}", text, value)
         yield CounterMetricFamily("deltackpt_serving_versions", "Versions", status.versions)
-        rows = GaugeMetricFamily("deltackpt_serving_rows", "Rows held", labels=["table"])
-        size = GaugeMetricFamily("deltackpt_serving_bytes", "Bytes of rows", labels=["table"])
-        asked = CounterMetricFamily(
-            "deltackpt_serving_looked_up_rows", "Rows looked up", labels=["table"]
-        )
-        changed = CounterMetricFamily(
-            "deltackpt_serving_changed_rows", "Rows that changed", labels=["table"]
-        )
-        for name, table in status.tables.items():
-            rows.add_metric([name], table.rows)
-            size.add_metric([name], table.nbytes)
-            asked.add_metric([name], table.looked_up)
-            changed.add_metric([name], table.changed)
+        for kind, name, text, field in (
+            (GaugeMetricFamily, "rows", "Rows held", "rows"),
+            (GaugeMetricFamily, "bytes", "Bytes of rows", "nbytes"),
+            (CounterMetricFamily, "looked_up_rows", "Rows looked up", "looked_up"),
+            (CounterMetricFamily, "changed_rows", "Rows that changed", "changed"),
+        ):
+            family = kind(f"deltackpt_serving_{name}", text, labels=["table"])
+            for table, figures in status.tables.items():
+                family.add_metric([table], getattr(figures, field))
+            yield family
         behind = GaugeMetricFamily(
             "deltackpt_serving_consumer_behind",
             "Versions that a consumer of changes is behind",
@@ -155,7 +152,7 @@ class _Collector:
         )
         for name, count in status.consumers.items():
             behind.add_metric([name], count)
-        yield from (rows, size, asked, changed, behind)
+        yield behind
 
 
 _PAGE = """<!doctype html>

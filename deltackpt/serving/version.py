@@ -10,7 +10,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -120,33 +120,15 @@ class PublishedState:
             )
 
 
-class LookupCounts:
-    """Counts rows that were looked up, by table. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
-
-    def add(self, table: str, rows: int) -> None:
-        """Counts the rows of one lookup."""
-        with self._lock:
-            self._counts[table] += rows
-
-    def by_table(self) -> dict[str, int]:
-        """Returns table name to its rows so far."""
-        with self._lock:
-            return dict(self._counts)
-
-
 class Version:
     """One step or recovery point: its rows while it is open, and its dense leaves.
 
     All lookups return rows of the same step or recovery point.
     """
 
-    def __init__(self, shown: PublishedState, counts: LookupCounts):
+    def __init__(self, shown: PublishedState, count: Callable[[str, int], None]):
         """Internal: call ``Live.version`` or ``Attached.version``."""
-        self._shown, self._counts = shown, counts
+        self._shown, self._count = shown, count
         self._open = True
 
     @property
@@ -219,7 +201,7 @@ class Version:
         name, source = self._name_of(table)
         values, found = source.gather(name, rows, slot)
         self._shown.check_current()
-        self._counts.add(name, len(found))
+        self._count(name, len(found))
         return values, found
 
     def rows_of(self, table: str, ids: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -267,8 +249,13 @@ class Versions(abc.ABC):
     """Opens versions of a state that changes meanwhile."""
 
     def __init__(self) -> None:
-        """Nothing has been looked up yet."""
-        self._lookups = LookupCounts()
+        #: Rows that were looked up, by table.
+        self._looked_up: collections.Counter[str] = collections.Counter()
+        self._counting = threading.Lock()
+
+    def _count(self, table: str, rows: int) -> None:
+        with self._counting:
+            self._looked_up[table] += rows
 
     @abc.abstractmethod
     def _current(self, end: float) -> PublishedState:
@@ -292,7 +279,7 @@ class Versions(abc.ABC):
           ServiceUnavailable: no version is available, or none within the timeout.
         """
         with self._opened(timeout_secs) as shown:
-            version = Version(shown, self._lookups)
+            version = Version(shown, self._count)
             try:
                 yield version
             finally:

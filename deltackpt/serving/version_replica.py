@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from deltackpt.errors import OptionError, RestoreError, StorageError
 from deltackpt.format import naming
 from deltackpt.format.manifest import Layout, TableEntry
+from deltackpt.format.row_blocks import VALUES
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.serving.leaf_replica import LeafReplica
 from deltackpt.serving.row_changes import ChangedTables, ChangeLog
-from deltackpt.serving.rows import VALUES, Rows, choose, is_meant, served_tables
+from deltackpt.serving.rows import Rows, choose, is_meant, served_tables
 from deltackpt.serving.served_dense import ServedLeaves
 from deltackpt.serving.version import Position, PublishedState
 from deltackpt.standby.follower import ReplicaTables, RowReplica
@@ -59,8 +60,8 @@ class VersionReplica:
             full = None if plan is None else self._wal.full(plan)
             changed = self._leaves.load_state(step_dir, full)
         if self._rows is not None and self._rows.load_state(step_dir, plan):
-            holding = self._rows.loaded
-            self.changes.add(None if holding is None else holding.changed)
+            loaded = self._rows.loaded
+            self.changes.add(None if loaded is None else loaded.changed)
             changed = True
         if self._holds(plan) and (self.shown is None or not self._is_held(self.shown)):
             self.shown = self._complete()
@@ -104,21 +105,19 @@ class VersionReplica:
         dense = None if self.shown is None else self.shown.dense
         if held is not None and (dense is None or not dense.is_of(held)):
             dense = ServedLeaves(held)
-        if self._rows is None:
-            assert held is not None
-            save_id, point = held.save.save_id, held.point
-            number = self.changes.complete(Position.of(save_id, point))
-            return PublishedState(save_id, point, held.unix_secs, number, dense)
-        holding, tables = self._rows.loaded, self._rows.tables
-        assert holding is not None and tables is not None
-        if self._known is None or self._known[0] is not tables:
-            found = served_tables(tables, self._choice)
-            self._choice.check(tables.layout)
-            self._known = tables, Rows(tables.memory, found)
-        save_id, point = holding.save.save_id, holding.point
+        loaded, rows, sequence = held, None, 0
+        if self._rows is not None:
+            loaded, tables = self._rows.loaded, self._rows.tables
+            assert loaded is not None and tables is not None
+            if self._known is None or self._known[0] is not tables:
+                found = served_tables(tables, self._choice)
+                self._choice.check(tables.layout)
+                self._known = tables, Rows(tables.memory, found)
+            rows, sequence = self._known[1], loaded.sequence
+        assert loaded is not None
+        save_id, point = loaded.save.save_id, loaded.point
         number = self.changes.complete(Position.of(save_id, point))
-        rows, sequence = self._known[1], holding.sequence
-        return PublishedState(save_id, point, holding.unix_secs, number, dense, rows, sequence)
+        return PublishedState(save_id, point, loaded.unix_secs, number, dense, rows, sequence)
 
 
 class TableChoice:
