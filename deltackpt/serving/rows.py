@@ -13,12 +13,11 @@ import numpy as np
 from deltackpt import codecs, vocab
 from deltackpt.errors import OptionError
 from deltackpt.format import naming
-from deltackpt.format.row_blocks import KEY_SLOT, Span
+from deltackpt.format.row_blocks import KEY_SLOT, VALUES, Span
 from deltackpt.standby.follower import ReplicaTables
 from deltackpt.standby.loaded_state import FieldChoice
-from deltackpt.standby.shared_memory import MemoryAddress, MemoryReader, SharedMemory
+from deltackpt.standby.shared_memory import MappedMemory, MemoryAddress
 
-VALUES = "values"
 _SLOT = "slot."
 
 
@@ -78,7 +77,7 @@ class RowsAddress:
 class Rows:
     """Rows in the memory of this process or of another one."""
 
-    def __init__(self, memory: SharedMemory | MemoryReader, tables: Mapping[str, ServedTable]):
+    def __init__(self, memory: MappedMemory, tables: Mapping[str, ServedTable]):
         self.memory, self.tables = memory, tables
         self._arrays = {
             (name, field): memory.array(

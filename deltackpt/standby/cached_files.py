@@ -45,11 +45,6 @@ class CachedFiles:
     dtypes: Mapping[Key, str] = dataclasses.field(default_factory=dict)  # Of dense blocks.
 
     @property
-    def nbytes(self) -> int:
-        """Total size of all files in bytes."""
-        return self.memory.nbytes
-
-    @property
     def dense(self) -> DenseValues:
         """The dense leaves that the step stores as blocks."""
         files = {file.name: self.array(file) for file in self.index}
@@ -58,10 +53,6 @@ class CachedFiles:
     def array(self, file: CachedFile) -> np.ndarray:
         """Returns the bytes of a file."""
         return self.memory.array(file.offset, (file.nbytes,), _BYTES)
-
-    def close(self) -> None:
-        """Releases the memory; see ``SharedMemory.close``."""
-        self.memory.close()
 
 
 def read(
@@ -105,7 +96,7 @@ def read(
         stored_saves.check_exists(save)
         held.memory.end_write()
     except BaseException:
-        held.close()
+        held.memory.close()
         raise
     return held
 

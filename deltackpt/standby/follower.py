@@ -100,37 +100,24 @@ class RowReplica:
         self._memory_bytes = memory_bytes
         self._dense: KnownStates = {}
         self._gate = Gate()
-        self._tables: ReplicaTables | None = None
-        self._loaded: LoadedState | None = None
+        self.tables: ReplicaTables | None = None
+        #: The held state; None before the first load and during a change.
+        self.loaded: LoadedState | None = None
         #: What is held after the change in progress.
         self._next: LoadedState | None = None
-        self._health = "starting"
-
-    @property
-    def loaded(self) -> LoadedState | None:
-        """The held state; None before the first load and during a load."""
-        return self._loaded
-
-    @property
-    def tables(self) -> ReplicaTables | None:
-        """The memory of the held rows."""
-        return self._tables
-
-    @property
-    def health(self) -> str:
-        """Current activity or problem, as text."""
-        return self._health
+        #: Current activity or problem.
+        self.health = "starting"
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory used for rows."""
-        tables = self._tables
+        tables = self.tables
         return 0 if tables is None else tables.memory.nbytes
 
     @property
     def address(self) -> MemoryAddress | None:
         """Address of the memory for processes on the same machine."""
-        tables = self._tables
+        tables = self.tables
         return None if tables is None else tables.memory.address
 
     def pin(
@@ -143,18 +130,18 @@ class RowReplica:
         ``LoadedState.point``.
         """
         pin = self._gate.pin(timeout_secs)
-        holding = self._loaded
-        if pin is not None and holding is not None and holding.serves(save_id, point):
-            assert self._tables is not None
-            self._tables.memory.allow_mapping()
-            return pin, holding
+        state = self.loaded
+        if pin is not None and state is not None and state.serves(save_id, point):
+            assert self.tables is not None
+            self.tables.memory.allow_mapping()
+            return pin, state
         if pin is not None:
             self._gate.unpin(pin)
         wanted = f"save id {save_id}" if point is None else f"{point} above save id {save_id}"
-        found = self._health
-        if holding is not None:
-            above = "" if holding.point is None else f"{holding.point} above "
-            found = f"{above}save id {holding.save.save_id}"
+        found = self.health
+        if state is not None:
+            above = "" if state.point is None else f"{state.point} above "
+            found = f"{above}save id {state.save.save_id}"
         raise ServiceUnavailable(
             f"shard {self._shard} of {self._shards}: expected it to hold {wanted}, found {found}; "
             "restore from storage, or wait"
@@ -171,8 +158,8 @@ class RowReplica:
     def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray:
         """Returns a copy of virtual rows; raises ``ServiceUnavailable`` if the pin expired."""
         if self._gate.renew(pin):
-            assert self._tables is not None
-            for target in self._tables.targets.all:
+            assert self.tables is not None
+            for target in self.tables.targets.all:
                 first, last = target.rows
                 if (target.group, target.field) == (group, field) and first <= start:
                     if stop <= last:
@@ -187,11 +174,11 @@ class RowReplica:
 
     def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray:
         """Returns a copy of a file's bytes; raises ``ServiceUnavailable`` if the pin expired."""
-        holding = self._loaded if self._gate.renew(pin) else None
-        if holding is not None and holding.files is not None:
-            for file in holding.files.index:
+        state = self.loaded if self._gate.renew(pin) else None
+        if state is not None and state.files is not None:
+            for file in state.files.index:
                 if file.name == name:
-                    data = holding.files.array(file)[start:stop].copy()
+                    data = state.files.array(file)[start:stop].copy()
                     if self._gate.renew(pin):
                         return data
         raise ServiceUnavailable(
@@ -201,7 +188,7 @@ class RowReplica:
 
     def is_at(self, plan: ReplayPlan | None) -> bool:
         """See ``StateReplica``."""
-        held = self._loaded
+        held = self.loaded
         if held is None or plan is None:
             return held is not None and held.point is None
         return held.is_at(plan.step, plan.point)
@@ -213,7 +200,7 @@ class RowReplica:
             raise stored_saves.gone(step_dir)
         full = None if plan is None else self._wal.full(plan)
         goal = Goal(save=newest, plan=plan, full=full)
-        held = self._loaded
+        held = self.loaded
         if held is not None and held.is_at(goal.save_id, goal.point):
             return False
         newer = None
@@ -228,7 +215,7 @@ class RowReplica:
             except RestoreError as error:
                 chains.raise_if_removed(newer[0], error)
                 base = chains.read_chain(step_dir, self._item)[0]
-                if self._loaded is not None and base.info.save_id.step <= held.save.save_id.step:
+                if self.loaded is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
                 # A base that replaces the damaged part was compacted concurrently, or nothing is
                 # held.
@@ -249,7 +236,7 @@ class RowReplica:
         By table, int64 ascending; None if the newer state does not continue the older one, or is
         not available any more.
         """
-        tables, newest = self._tables, stored_saves.read_save(step_dir, self._item)
+        tables, newest = self.tables, stored_saves.read_save(step_dir, self._item)
         plan = None if point is None else self._wal.plan_to(point, save_id)
         replaced = newest.info.save_id != save_id or (plan is None) != (point is None)
         if tables is None or newest.layout != tables.layout or replaced:
@@ -286,15 +273,15 @@ class RowReplica:
 
     def _load(self, chain: Sequence[StoredSave], goal: Goal) -> None:
         """Loads a complete chain, base first; into new memory, the step alone."""
-        held = self._loaded
+        held = self.loaded
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.plan, goal)
             return
         goal = Goal(save=goal.save, plan=None, full=None)
-        self._health = f"loads step {goal.save_id.step}"
+        self.health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         with self._state_files(goal) as state_files:
-            tables = self._tables
+            tables = self.tables
             if tables is not None and tables.layout == goal.save.layout:
                 lossless = _are_lossless(reader.layers_of(chain, tables.targets))
                 with self._changing(tables) as changing:
@@ -322,7 +309,7 @@ class RowReplica:
         """Applies saves and then records to the held state; False if that would change bits."""
         # False changes nothing: rows of records would remain with other bits than in the saves.
         # The saves extend ``before``, a part of the held chain; it is empty if the first is a base.
-        tables, held = self._tables, self._loaded
+        tables, held = self.tables, self.loaded
         assert tables is not None
         of_saves = reader.layers_of(newer, tables.targets)
         if not before:
@@ -390,7 +377,7 @@ class RowReplica:
     @contextlib.contextmanager
     def _state_files(self, goal: Goal, newer: Sequence[StoredSave] = ()) -> Iterator[StateFiles]:
         """Reads files other than tables; keeps those held in the end, and releases the others."""
-        held, most_bytes = self._loaded, self._file_budget(goal.save.layout)
+        held, most_bytes = self.loaded, self._file_budget(goal.save.layout)
         files = None
         if not self._with_files:
             goal = dataclasses.replace(goal, full=None)
@@ -403,17 +390,17 @@ class RowReplica:
         try:
             yield state_files
         finally:
-            held = self._loaded
+            held = self.loaded
             if state_files.files is not None and (
                 held is None or held.files is not state_files.files
             ):
-                state_files.files.close()
+                state_files.files.memory.close()
 
     def _file_budget(self, layout: Layout) -> int:
         """Memory available for everything except rows."""
         regions = loaded_state.regions(layout, self._shard, self._shards, self._choice)
         if self._memory_bytes is None:
-            wanted = 0 if self._tables is not None else _needed(loaded_state.nbytes(regions))
+            wanted = 0 if self.tables is not None else _needed(loaded_state.nbytes(regions))
             return available_bytes() - wanted
         return self._memory_bytes - _needed(loaded_state.nbytes(regions))
 
@@ -428,7 +415,7 @@ class RowReplica:
                 copy = self._new_tables(tables.layout, previous=0)
                 copy.memory.copy_from(tables.memory)
                 tables = copy
-            previous, self._tables = self._tables, tables
+            previous, self.tables = self.tables, tables
             self._end_loaded(kept)
             try:
                 yield tables
@@ -439,7 +426,7 @@ class RowReplica:
             tables.memory.end_write()
             assert self._next is not None
             lag_secs, sequence = time.time() - self._next.unix_secs, tables.memory.sequence
-            self._loaded = dataclasses.replace(
+            self.loaded = dataclasses.replace(
                 self._next, sequence=sequence, lag_secs=max(0.0, lag_secs)
             )
             self._next = None
@@ -468,10 +455,10 @@ class RowReplica:
         )
 
     def _end_loaded(self, kept: CachedFiles | None = None) -> None:
-        held = None if self._loaded is None else self._loaded.files
+        held = None if self.loaded is None else self.loaded.files
         if held is not None and held is not kept:
-            held.close()
-        self._loaded = None
+            held.memory.close()
+        self.loaded = None
 
     def _new_tables(self, layout: Layout, previous: int) -> ReplicaTables:
         """Allocates memory for other tables; releases the old one first if both do not fit."""
@@ -510,7 +497,7 @@ class RowReplica:
         """Releases the memory; nothing is held afterwards."""
         with self._gate.writing():
             self._end_loaded()
-            previous, self._tables = self._tables, None
+            previous, self.tables = self.tables, None
             if previous is not None:
                 previous.memory.close()
 
@@ -542,9 +529,9 @@ class Follower(RowReplica):
         is_changed = self._candidates.load_newest(self)
         problem = self._candidates.problem
         if is_changed is None:
-            self._health = "waiting for a first step"
+            self.health = "waiting for a first step"
         else:
-            self._health = "follows" if problem is None else f"follows; {problem}"
+            self.health = "follows" if problem is None else f"follows; {problem}"
         return bool(is_changed)
 
     def newest_step(self) -> int | None:

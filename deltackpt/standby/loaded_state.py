@@ -210,8 +210,8 @@ def committed_secs(save: StoredSave) -> float:
             # The rename that committed the step.
             return os.stat(save.step_dir).st_ctime
         # When it was made; it was uploaded later.
-        told = json.loads((save.step_dir / naming.STEP_METADATA).read())
-        return told["commit_timestamp_nsecs"] / 1e9
+        metadata = json.loads((save.step_dir / naming.STEP_METADATA).read())
+        return metadata["commit_timestamp_nsecs"] / 1e9
     return 0.0
 
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that readers, here or in other processes, read while its owner changes it.
 
-The shared memory is anonymous (``memfd``): it is freed when its owner and its last reader exit for
-any reason, and is not limited by the size of ``/dev/shm``. A reader on the same machine opens it
-through its owner's descriptor and maps it copy-on-write. The reader owns the mapping indefinitely,
-and only the pages it writes to are copied. Pages are not prefaulted: for 1.04 GB that took 0.16 s,
-and made the first read only 0.09 s faster.
+It is anonymous (``memfd``): it is freed when its owner and its last reader exit for any reason, and
+``/dev/shm`` does not limit it. A reader on the same machine opens it through its owner's descriptor
+and maps it copy-on-write, indefinitely. Pages are not prefaulted: for 1.04 GB that took 0.16 s, and
+made the first read only 0.09 s faster.
 
-A sequence number distinguishes complete contents from half-written ones: it is odd while they
-change. A reader that maps the memory and then finds the number even may keep its mapping. The owner
-first makes the number odd, and then asks the kernel whether another process has the memory open (a
-killed process no longer does). If so, it leaves that memory unchanged and writes to a copy.
+A sequence number is odd while the contents change. A reader that maps the memory and then finds the
+number even may keep its mapping. The owner first makes the number odd, and then asks the kernel
+whether another process has the memory open (a killed process no longer does). If so, it leaves that
+memory unchanged and writes to a copy.
 
-A reader that needs the memory only for a moment takes a shared lock (``ReadLock``), and the owner
-waits for it. The kernel releases the locks of a killed reader. The owner does not wait forever: a
-reader compares the sequence number after it has read.
+A reader that needs the memory only for a moment locks it (``ReadLock``); the kernel releases the
+locks of a killed reader. The owner does not wait forever: a reader compares the sequence number
+after it has read.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ _PATIENCE_SECS = 5.0
 
 
 class Gate:
-    """Readers pin the state for a limited time; the writer waits until no pin is left.
-
-    Pins are numbers, so other processes can hold them.
-    """
+    """Readers pin the state for a limited time, by number; a writer waits until no pin is left."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -164,11 +160,33 @@ class ReadLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
-class SharedMemory:
+class MappedMemory:
+    """Shared memory that this process has mapped; ``readers`` is the lock for readers in it."""
+
+    readers: ReadLock | None
+    _bytes: np.ndarray
+    _sequence: np.ndarray
+
+    @property
+    def sequence(self) -> int:
+        """Sequence number; odd while the contents change."""
+        return int(self._sequence[0])
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns a part of the memory as an array.
+
+        A reader that has mapped it copy-on-write owns it indefinitely if ``sequence`` is unchanged
+        afterwards, and the owner called ``allow_mapping`` before the memory was mapped.
+        """
+        start = _HEADER_BYTES + offset
+        size = math.prod(shape) * dtype.itemsize
+        return self._bytes[start : start + size].view(dtype).reshape(shape)
+
+
+class SharedMemory(MappedMemory):
     """Shared memory of this process, initially zero; ``nbytes`` excludes the header.
 
-    ``readers`` is the lock for readers in this process. A change waits for readers' locks for at
-    most ``reader_secs``.
+    A change waits for the locks of ``readers`` for at most ``reader_secs``.
     """
 
     def __init__(self, nbytes: int, *, reader_secs: float = 0.0):
@@ -195,11 +213,6 @@ class SharedMemory:
     def address(self) -> MemoryAddress:
         """The memory's address for other processes."""
         return MemoryAddress(machine(), os.getpid(), self._descriptor, self._token.hex())
-
-    @property
-    def sequence(self) -> int:
-        """Sequence number; odd while the contents change."""
-        return int(self._sequence[0])
 
     def allow_mapping(self) -> None:
         """Allows readers to keep their mappings from now on."""
@@ -228,10 +241,6 @@ class SharedMemory:
         self._sequence[0] += np.uint64(1)
         self._admit_readers()
 
-    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns a part of the memory as an array."""
-        return _part(self._bytes, offset, shape, dtype)
-
     def copy_from(self, other: SharedMemory) -> None:
         """Copies all bytes of another memory of the same size, and continues its sequence."""
         self._bytes[_HEADER_BYTES:] = other._bytes[_HEADER_BYTES:]
@@ -250,11 +259,11 @@ class SharedMemory:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
-class MemoryReader:
+class MemoryReader(MappedMemory):
     """Shared memory of any process on the machine; raises ``OSError`` if it cannot be opened.
 
-    ``follow`` maps it read-only, so that changes are seen; ``readers`` is then the lock for readers
-    in this process. Otherwise it is mapped copy-on-write.
+    ``follow`` maps it read-only, so that changes are seen, with ``readers``. Otherwise it is mapped
+    copy-on-write.
     """
 
     def __init__(self, address: MemoryAddress, *, follow: bool = False):
@@ -281,19 +290,6 @@ class MemoryReader:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._sequence = _word(header, 0)
 
-    @property
-    def sequence(self) -> int:
-        """Same as in ``SharedMemory``."""
-        return int(self._sequence[0])
-
-    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns a part of the memory as an array; the owner does not see writes to it.
-
-        The caller owns it indefinitely if ``sequence`` is unchanged afterwards, and the owner
-        called ``allow_mapping`` before the memory was mapped.
-        """
-        return _part(self._bytes, offset, shape, dtype)
-
 
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
@@ -312,12 +308,6 @@ def _flock(descriptor: int, how: Literal["read", "write"]) -> bool:
 def _word(memory: np.ndarray, number: int) -> np.ndarray:
     """A number in the header: 0 is the sequence number, 1 whether the owner waits for readers."""
     return memory[_TOKEN_BYTES:][number * _WORD_BYTES :][:_WORD_BYTES].view(np.uint64)
-
-
-def _part(memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    start = _HEADER_BYTES + offset
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @functools.cache

@@ -48,7 +48,9 @@ class FollowedWal:
     def poll(self) -> None:
         """Reads the newly written records; if that fails, all records are ignored."""
         now = time.monotonic()
-        self._refused = {record: told for record, told in self._refused.items() if now < told[0]}
+        self._refused = {
+            record: refusal for record, refusal in self._refused.items() if now < refusal[0]
+        }
         try:
             self._index, self._unreadable = self._reader.read(), None
         except (RestoreError, StorageError) as error:
@@ -88,14 +90,14 @@ class FollowedWal:
 
     def refuse(self, plan: ReplayPlan, error: DamagedWal) -> None:
         """Excludes plans with a damaged record for a while."""
-        told = time.monotonic() + _REFUSED_SECS, without_frames(error)
-        self._refused[plan.point.save_id] = told
+        refusal = time.monotonic() + _REFUSED_SECS, without_frames(error)
+        self._refused[plan.point.save_id] = refusal
         if isinstance(error.record, SaveId):
-            self._refused[error.record] = told
+            self._refused[error.record] = refusal
 
     def problem(self, step: int) -> DeltackptError | None:
         """Returns what is wrong with the WAL above a training step."""
-        found = [told for record, (_, told) in self._refused.items() if record.step > step]
+        found = [error for record, (_, error) in self._refused.items() if record.step > step]
         lost = losses_of(self._root, self._index, step, above=step)
         if lost != in_both(self._lost, lost):
             with contextlib.suppress(RestoreError, StorageError):
