@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltackpt.wal import logged_rows
-from deltackpt.wal.logged_rows import NamedRows
+from deltackpt.wal import named_rows
+from deltackpt.wal.named_rows import NamedRows
 
 
 @pytest.mark.parametrize("most", [1, 40])
@@ -20,7 +20,7 @@ def test_the_union_of_many_sets_is_sorted_and_takes_at_most_twice_its_memory(mos
         rows.add({table: given})
         expected[table] |= {*given.tolist()}
         parts = rows._parts[table]
-        assert len(parts) <= logged_rows._MOST_PARTS
+        assert len(parts) <= named_rows._MOST_PARTS
         assert sum(map(len, parts)) <= 2 * len(expected[table]) + most
     for found in (rows.rows(), rows.drain()):
         assert {name: one.tolist() for name, one in found.items()} == {

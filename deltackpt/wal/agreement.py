@@ -8,7 +8,7 @@ advance that it must look up the outcome at that call. The outcome is written on
 0 after all have accepted; no, by any process whose wait timed out. A process therefore saves only
 if all processes that reach the call save, and no process waits long for one that lags or is dead.
 
-Pure: ``agreement_thread`` transports the messages.
+Pure: ``save_requests`` transports the messages.
 """
 
 from __future__ import annotations
@@ -102,22 +102,17 @@ class Leader:
         self._deadline_secs = deadline_secs
         self._ahead = _LEAST_AHEAD
         self._id = 0
-        self._open: Proposal | None = None
+        self.proposal: Proposal | None = None
         self._since = 0.0
         self._agreed = 0
         self._pause_secs = _PAUSE_SECS
         self._not_before = 0.0
 
-    @property
-    def proposal(self) -> Proposal | None:
-        """Returns the open proposal."""
-        return self._open
-
     def next_action(
         self, now: float, statuses: Mapping[int, ProcessStatus], request: SaveRequest | None
     ) -> Proposal | AgreedOutcome | None:
         """Returns a proposal to send, an outcome to write for ``record_outcome``, or None."""
-        if (proposal := self._open) is not None:
+        if (proposal := self.proposal) is not None:
             replies = [one for one in statuses.values() if one.last_proposal == proposal.id]
             accepted = [one.accepted for one in replies]
             if not all(accepted):
@@ -140,19 +135,19 @@ class Leader:
         chosen = max(requests, key=lambda one: one.restarts_wal)
         self._id += 1
         calls = max(one.calls for one in statuses.values())
-        self._open = Proposal(self._id, calls + self._ahead, chosen)
+        self.proposal = Proposal(self._id, calls + self._ahead, chosen)
         self._since = now
-        return self._open
+        return self.proposal
 
     def record_outcome(self, now: float, *, is_agreed: bool, refused: bool) -> None:
         """Records an outcome; if ``refused``, the next proposal may follow at once."""
-        assert self._open is not None
+        assert self.proposal is not None
         if is_agreed:
-            self._agreed, self._pause_secs = self._open.id, _PAUSE_SECS
+            self._agreed, self._pause_secs = self.proposal.id, _PAUSE_SECS
         elif not refused:
             self._not_before = now + self._pause_secs
             self._pause_secs = min(2 * self._pause_secs, max(self._deadline_secs, _PAUSE_SECS))
-        self._open = None
+        self.proposal = None
 
 
 def too_long(statuses: Mapping[int, ProcessStatus], max_wal_ratio: float, base_bytes: int) -> bool:

@@ -94,12 +94,6 @@ class KafkaWriter(RecordWriter):
         self._message_bytes, self._deadline_secs = message_bytes, deadline_secs
         self._producer: Producer | None = None
         self._record: _RecordBytes | None = None
-        self._segment_bytes = 0
-
-    @property
-    def segment_bytes(self) -> int:
-        """See ``RecordWriter``."""
-        return self._segment_bytes
 
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
         """See ``RecordWriter``: also sends the record."""
@@ -115,7 +109,6 @@ class KafkaWriter(RecordWriter):
             message_bytes=self._message_bytes,
         ):
             self._producer.send(chunk.to_bytes())
-        self._segment_bytes += nbytes
         return nbytes
 
     def sync(self) -> None:
@@ -132,9 +125,9 @@ class KafkaWriter(RecordWriter):
     def roll(self) -> None:
         """See ``RecordWriter``: later records can be read without those before."""
         stop = None if self._producer is None else self._producer.stop
-        if stop is not None and self._segment_bytes:
+        if stop is not None and self.segment_bytes:
             self._end(stop)
-        self._segment_bytes = 0
+        self.segment_bytes = 0
 
     def close(self) -> None:
         """See ``RecordWriter``; does not wait for what was not acknowledged."""

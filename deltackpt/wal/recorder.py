@@ -44,7 +44,7 @@ from deltackpt.wal import batch_capture, kafka_writer
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch_capture import Rows
 from deltackpt.wal.epoch import OpenEpoch, head_of, local_directory, write_head
-from deltackpt.wal.logged_rows import NamedRows, UncheckedRows
+from deltackpt.wal.named_rows import NamedRows, UncheckedRows
 from deltackpt.wal.record_batch import RecordedItem, items_of
 from deltackpt.wal.save_requests import SaveRequests
 from deltackpt.wal.writer import WalFailure, WalWriter

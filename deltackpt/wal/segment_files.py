@@ -83,13 +83,10 @@ class RecordWriter(abc.ABC):
         self.position, self._part_start = RecordPosition(0, 0, 0), 1
         self._newest = -1
         self._lock = threading.Lock()
+        #: Of the segment that is written to.
+        self.segment_bytes = 0
         #: Their steps ascend.
         self._ended: list[EndedSegment] = []
-
-    @property
-    @abc.abstractmethod
-    def segment_bytes(self) -> int:
-        """Returns the bytes of the segment that is written to."""
 
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
         """Appends a record relative to ``parent``; returns the number of bytes written.
@@ -119,7 +116,9 @@ class RecordWriter(abc.ABC):
         written = layer.finish(manifest)
         self.position = RecordPosition(at.part, at.seq + 1, written.digest)
         self._newest = save_id.step
-        return written.stop - written.start
+        nbytes = written.stop - written.start
+        self.segment_bytes += nbytes
+        return nbytes
 
     def begin_part(self, after: RecordPosition) -> None:
         """Begins a new part, which invalidates everything written after ``after``."""
@@ -188,11 +187,6 @@ class SegmentWriter(RecordWriter):
         self._path = directory
         self._fresh = False
 
-    @property
-    def segment_bytes(self) -> int:
-        """See ``RecordWriter``."""
-        return 0 if self._file is None else self._file.nbytes
-
     def sync(self) -> None:
         """See ``RecordWriter``: the file's name, too."""
         if self._file is None or self._sink is None:
@@ -207,7 +201,7 @@ class SegmentWriter(RecordWriter):
 
     def roll(self) -> None:
         """See ``RecordWriter``."""
-        self._file, sink, self._sink = None, self._sink, None
+        self._file, sink, self._sink, self.segment_bytes = None, self._sink, None, 0
         if sink is not None:
             sink.close()
 
