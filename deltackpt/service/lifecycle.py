@@ -104,11 +104,10 @@ def stop(directory: str | os.PathLike[str], item: str = naming.EMBEDDINGS_ITEM) 
     """
     living_nodes()
     key = protocol.key(directory, item)
-    wanted = [replica.name for replica in protocol.replicas(key)]
-    wanted += [name for name in protocol.listed() if name == protocol.compactor_name(key)]
+    names = [replica.name for replica in protocol.replicas(key)]
     actors = []
-    for name in wanted:
-        with contextlib.suppress(ValueError):  # The actor has already exited.
+    for name in (*names, protocol.compactor_name(key)):
+        with contextlib.suppress(ValueError):  # There is no compactor, or the actor has exited.
             actors.append(ray.get_actor(name, namespace=protocol.NAMESPACE))
     with contextlib.suppress(ray.exceptions.RayError):
         ray.wait(

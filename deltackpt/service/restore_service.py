@@ -12,12 +12,7 @@ import time
 import ray
 import ray.exceptions
 
-from deltackpt.errors import (
-    ServiceError,
-    ServiceMismatch,
-    ServiceUnavailable,
-    TooLittleMemory,
-)
+from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable, TooLittleMemory
 from deltackpt.format import naming
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
@@ -215,8 +210,8 @@ class RestoreService:
                 )
         here = protocol.node_id()
         if any(len(found) > 1 for found in by_shard):
-            told = self.status(timeout_secs).replicas
-            nodes = {one.replica: one.found.node for one in told if one.found is not None}
+            answers = self.status(timeout_secs).replicas
+            nodes = {one.replica: one.found.node for one in answers if one.found is not None}
             for found in by_shard:
                 # Replicas on this node first, unresponsive ones last, otherwise random to spread
                 # many readers.
