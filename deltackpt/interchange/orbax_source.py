@@ -78,7 +78,8 @@ class OrbaxSource:
         path = epath.Path(self.path)
         if template is None:
             found = orbax_dense.from_folder(path, None, self.step or 0)
-            return with_numbers(found, self._described)
+            described = DenseItem(self.path, digests=False, exists=self.path.is_dir)
+            return with_numbers(found, described)
         handler = orbax_dense.handler()
         try:
             stored = handler.metadata(path)
@@ -97,10 +98,6 @@ class OrbaxSource:
             handler.close()
         values = _leaves(found)
         return _filled(template, {one.position: values[one.key] for one in wanted})
-
-    @property
-    def _described(self) -> DenseItem:
-        return DenseItem(self.path, digests=False, exists=self.path.is_dir)
 
     def _raise_if_changed(
         self, before: dict[str, tuple[int, ...]], cause: Exception | None = None

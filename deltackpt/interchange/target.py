@@ -11,13 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from deltackpt.errors import (
-    OptionError,
-    OutOfSpace,
-    StorageError,
-    TargetExists,
-    UnsupportedRoot,
-)
+from deltackpt.errors import OptionError, OutOfSpace, StorageError, TargetExists, UnsupportedRoot
 from deltackpt.format import naming
 from deltackpt.inspect import Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
@@ -143,11 +137,7 @@ def write_errors(target: Path) -> Iterator[None]:
 
 
 def exported(
-    target: Path,
-    step: int,
-    *,
-    left_out: Sequence[str] = (),
-    changed: dict[str, str],
+    target: Path, step: int, *, left_out: Sequence[str] = (), changed: dict[str, str]
 ) -> Exported:
     """Describes a published target."""
     found = sorted(path for path in target.rglob("*") if path.is_file())

@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import ml_dtypes
@@ -103,14 +102,17 @@ def export_safetensors(
     shards = _shards(tensors, shard_bytes)
     count = counter(progress, total)
     with published(goal, needed_bytes=total) as temporary:
-        places = {}
+        weight_map = {}
         for number, shard in enumerate(shards, start=1):
-            name = _file_name(number, len(shards))
+            part = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
+            name = f"model{part}.safetensors"
             with open(temporary / name, "wb") as file:
                 _write(file, shard, metadata, count)
-            places.update({tensor.name: name for tensor in shard})
+            weight_map.update({tensor.name: name for tensor in shard})
         if len(shards) > 1:
-            _write_index(temporary / "model.safetensors.index.json", places, total)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (temporary / "model.safetensors.index.json").write_text(text)
     changed = {
         tensor.name: tensor.dtype.name for tensor in tensors if tensor.dtype != tensor.array.dtype
     }
@@ -168,10 +170,6 @@ def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]
     return shards
 
 
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-
-
 def _write(
     file: BinaryIO,
     shard: Sequence[_Tensor],
@@ -187,8 +185,3 @@ def _write(
             data = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))
             file.write(data.reshape(-1).view(np.uint8).data)
             count(data.nbytes)
-
-
-def _write_index(path: Path, places: Mapping[str, str], total: int) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    path.write_text(json.dumps(index, indent=2) + "\n")
