@@ -90,9 +90,8 @@ class LoopCheckpoints:
           every_steps: ``after_step`` saves at multiples of this number of steps.
           data: the iterator that the loop reads batches from, such as a Grain iterator. Each
             process has its own.
-          options: options of the manager. With the default ``tracking="auto"``, the manager uses a
-            ``TouchState`` if the state holds one and otherwise fingerprints rows, so the training
-            step needs no change. ``DeltaOptions(tracking="touched")`` requires a ``TouchState``.
+          options: options of the manager. ``DeltaOptions(tracking="touched")`` requires a
+            ``TouchState``.
           event_handlers: receive save and restore events.
 
         Raises:
@@ -181,9 +180,7 @@ class LoopCheckpoints:
     def save(self, step: int, state: PyTree) -> Saved | None:
         """Saves a step now, unless it is already saved; call it after the loop.
 
-        Args:
-          step: as for ``after_step``.
-          state: as for ``after_step``.
+        Its arguments are those of ``after_step``.
 
         Returns:
           What was saved; None if the step already existed.

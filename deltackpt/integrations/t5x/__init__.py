@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING
 from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
-    from deltackpt.integrations.t5x.delta_manager import (
-        DeltaCheckpointManager,
-        checkpoint_manager,
-    )
+    from deltackpt.integrations.t5x.delta_manager import DeltaCheckpointManager, checkpoint_manager
     from deltackpt.integrations.t5x.settings import Wait, resume_with
 
 __all__ = ["DeltaCheckpointManager", "Wait", "checkpoint_manager", "resume_with"]

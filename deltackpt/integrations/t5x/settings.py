@@ -15,10 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import orbax.checkpoint as ocp
 
-from deltackpt.errors import (
-    MissingExtra,
-    OptionError,
-)
+from deltackpt.errors import MissingExtra, OptionError
 from deltackpt.options import ManagerOptions
 from deltackpt.policies.save_policies import PreservationPolicy
 from deltackpt.state.groups import CodecOption
