@@ -233,12 +233,7 @@ class Disk:
         self._add(_Rule(action, calls, path, after, times))
 
     def copy(
-        self,
-        target: Path,
-        calls: str | Collection[str] = (),
-        path: str = "",
-        *,
-        after: int = 0,
+        self, target: Path, calls: str | Collection[str] = (), path: str = "", *, after: int = 0
     ) -> None:
         """Copies the directory before a call, as a kill at this moment would leave it.
 

@@ -18,11 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 from unittest import mock
 
-from deltackpt.errors import (
-    BrokenChain,
-    FencedError,
-    TargetDiffers,
-)
+from deltackpt.errors import BrokenChain, FencedError, TargetDiffers
 from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import entries, journal, lease, view
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
@@ -32,6 +28,9 @@ from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswere
 from deltackpt.testing.memory_store import MemoryStore
 
 _T = TypeVar("_T")
+
+#: Probability per turn that an entry, or one of its copies, is damaged.
+_DAMAGES = 0.02
 
 
 class _Stopped(BaseException):
@@ -195,7 +194,6 @@ class JournalModel:
         *,
         store: Store | None = None,
         faults: float = 0.06,
-        damages: float = 0.02,
         empties: bool = False,
         starts: float = 0.0,
     ):
@@ -205,7 +203,6 @@ class JournalModel:
           seed: determines the run.
           store: an empty store (default: a ``MemoryStore``).
           faults: share of requests that fail or whose answer is lost.
-          damages: probability per turn that an entry, or one of its copies, is damaged.
           empties: whether all objects are removed at some moment.
           starts: share of trainers whose claims are pending first; half of these fail to start.
         """
@@ -214,7 +211,6 @@ class JournalModel:
         self.store = _FaultyStore(store or MemoryStore(), self.drawn, self.turns, faults)
         self.root = StorePath(cast(Store, self.store), "run")
         self.observed = Observed()
-        self.damages = damages
         self.starts = starts
         #: Number of the turn before which every object is removed.
         self._emptied_at = self.drawn.randrange(20, 600) if empties else None
@@ -255,7 +251,7 @@ class JournalModel:
                         self._start("compactor", self.compact)
                     if self.drawn.random() < 0.6:
                         self._start("reader", self.read)
-                if self.drawn.random() < self.damages:
+                if self.drawn.random() < _DAMAGES:
                     self.damage()
                 if self.turns.names and self.drawn.random() < 0.002:
                     self.turns.kill(self.drawn.choice(self.turns.names))

@@ -13,14 +13,9 @@ from deltackpt.storage.store import store_path
 
 
 class StoredChunk(NamedTuple):
-    """A chunk of a stored array.
+    """A chunk of a stored array: ``nbytes`` from ``offset`` on, a Zarr chunk's checksum included.
 
-    Attributes:
-      path: the file that holds it.
-      offset: its first byte in the file.
-      nbytes: its length, checksum included if the file is a Zarr chunk.
-      process: index of the process that wrote it.
-      name: a regular expression that the message of ``Damaged`` matches if it is altered.
+    ``name`` is a regular expression that the message of ``Damaged`` matches if it is altered.
     """
 
     path: Path
@@ -41,14 +36,8 @@ def stored_chunks(
 ) -> list[StoredChunk]:
     """Returns the chunks of arrays of a step that are not empty, by file and offset.
 
-    Args:
-      step_dir: the step, or the directory ``compacted/<step>``.
-      array: glob of names of arrays, such as ``values``, ``slot.*`` or ``blocks``.
-      segment: glob of names of segments, such as ``g0.0`` or ``dense.*``.
-      item: name of deltackpt's item.
-
-    Raises:
-      LookupError: there is none.
+    ``step_dir`` may be ``compacted/<step>``. ``array`` is a glob of names, such as ``values``,
+    ``slot.*`` or ``blocks``; ``segment``, such as ``g0.0`` or ``dense.*``.
     """
     found = []
     for path in sorted((step_dir / item).glob("part.*/*/*/c/**/*")):
