@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,16 @@ def _join_job(address: str, processes: str, rank: str, limit: str) -> None:
 def main() -> None:
     """Calls the function that the command line names."""
     arguments, module, name = sys.argv[1:]
-    if job := os.environ.pop("BENCHMARK_JOB", ""):
+    job = os.environ.pop("BENCHMARK_JOB", "")
+    if job:
         _join_job(*job.split())
-    found = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    try:
+        found = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    except BaseException:
+        if job:  # At its exit, JAX would wait for the other processes, which wait for this one.
+            traceback.print_exc()
+            os._exit(1)
+        raise
     if found is not None:
         # The module of this file may be imported under its own name, too.
         say(found)

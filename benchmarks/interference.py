@@ -173,7 +173,7 @@ def _on(cores: list[int] | None, words: list[str]) -> list[str]:
 def _run(
     training: Training, way: Any, sizes: dict[str, Any], compact: list[str]
 ) -> dict[str, float]:
-    """Trains once; process 0 starts the compaction after the last save."""
+    """Trains once; process 0 starts the compaction before the last save."""
     steps, every = sizes["steps"], sizes["every"]
     for _ in range(3):
         training.step()
@@ -181,6 +181,9 @@ def _run(
     plain, saving, cpu = list[float](), list[float](), cpu_secs()
     compactor: subprocess.Popen[bytes] | None = None
     for step in range(steps):
+        starts_compaction = step == steps - every // 2 - 1
+        if compact and starts_compaction:
+            way.wait()  # Untimed, and at full size there is nothing to wait for.
         started = time.perf_counter()
         training.step()
         times_ = plain
@@ -188,7 +191,7 @@ def _run(
             way.save(step, training.state, base=step < every)
             times_ = saving
         times_.append(time.perf_counter() - started)
-        if compact and step == steps - every // 2 - 1 and jax.process_index() == 0:
+        if compact and starts_compaction and jax.process_index() == 0:
             compactor = subprocess.Popen(compact, stdout=subprocess.DEVNULL)
     if way is not None:
         way.wait()
