@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deltackpt.format import manifest
-from deltackpt.format.manifest import BaseRef, Kind, Layout, ParentRef, SaveId, SaveInfo
+from deltackpt.format.manifest import BaseRef, Layout, ParentRef, SaveId, SaveInfo
 from deltackpt.format.wal_format import Continues
 from deltackpt.policies import SaveHistory
 from deltackpt.state.touch_state import UNKNOWN
@@ -159,19 +159,19 @@ class Branch:
 
     def start_save(
         self,
-        kind: Kind,
         save_id: SaveId,
         step_dir: Path,
         parent: Known | None,
         clocks: Clocks,
         layout: Layout,
         number: int,
-    ) -> SaveInfo:
+    ) -> Known:
         """Records a save as in flight; ``number`` counts all saves started, this one included."""
         ref, parents = None, ()
         if parent is not None:
             parents = (parent.info.step_dir, *parent.parents)[: manifest.MOST_PARENTS]
             ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
+        kind = "base" if parent is None else "delta"
         info = SaveInfo(save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0)
         self.begun = self.in_flight = Known(
             info=info,
@@ -184,7 +184,7 @@ class Branch:
             chain_length=0 if parent is None else parent.chain_length + 1,
             parents=parents,
         )
-        return info
+        return self.begun
 
     def make_base(self, save_id: SaveId) -> None:
         """Turns the delta in flight into a base."""

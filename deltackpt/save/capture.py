@@ -159,7 +159,7 @@ class _ClockedPiece:
 def encode_ahead(
     codec: Codec, pieces: Iterable[RowPiece], runtime: Runtime
 ) -> Iterator[tuple[RowPiece, Encoded]]:
-    """Yields pieces in order with their encoded rows; a piece stays valid until ``AHEAD`` more."""
+    """Yields pieces in order with their encoded rows; requests ``AHEAD`` pieces in advance."""
     waiting: collections.deque[tuple[RowPiece, Task[Encoded]]] = collections.deque()
     for piece in pieces:
         waiting.append((piece, runtime.submit(piece.encoded, codec)))
@@ -194,13 +194,6 @@ class FieldShard:
         """Returns the virtual row of the first row of ``data``."""
         return self.start - self.skip
 
-    def copy_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copies some rows of ``data`` into ``out``, (len(rows), *trailing)."""
-        if isinstance(self.data, MemberRows):
-            self.data.take(rows, out)
-        else:
-            kernels.gather(np.asarray(self.data), rows, out)
-
 
 @dataclasses.dataclass(eq=False)
 class FieldSource:
@@ -223,11 +216,6 @@ class FieldSource:
         return all(on_host(shard.data) for shard in self.shards)
 
     @property
-    def in_order(self) -> bool:
-        """Returns whether rows are adjacent in memory, so that views of them can be written."""
-        return not any(isinstance(shard.data, MemberRows) for shard in self.shards)
-
-    @property
     def row_bytes(self) -> int:
         """Returns the bytes of one row."""
         return math.prod(self.trailing) * self.dtype.itemsize
@@ -240,8 +228,10 @@ class FieldSource:
             firsts = [shard.first for shard in self.shards]
             local = rows - np.repeat(firsts, parts[:, 1] - parts[:, 0])
             for shard, (low, high) in zip(self.shards, parts.tolist()):
-                if low < high:
-                    shard.copy_rows(local[low:high], out[low:high])
+                if low < high and isinstance(shard.data, MemberRows):
+                    shard.data.take(local[low:high], out[low:high])
+                elif low < high:
+                    kernels.gather(np.asarray(shard.data), local[low:high], out[low:high])
             return
         for shard in self.shards:
             part = row_blocks.row_slice(rows, shard.start, shard.stop)
@@ -295,14 +285,17 @@ class FieldSource:
         return bounds_of(self.shards) if self.known_bounds is None else self.known_bounds
 
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
-        """Starts to gather ``rows`` on the devices, in pieces padded to a bucketed length."""
+        """Starts to gather ``rows`` on devices, encoded if lossy, in pieces of bucketed length."""
+        # To encode rows on a device takes temporary memory of twice their bytes and more.
+        device_rows = max(1, _DEVICE_PIECE_BYTES // max(1, self.row_bytes))
+        device_rows = max(_SMALLEST_BUCKET, 1 << (device_rows.bit_length() - 1))
         found = []
         for shard in self.shards:
             part = row_blocks.row_slice(rows, shard.start, shard.stop)
             count = part.stop - part.start
             if count == 0 and (found or shard is not self.shards[-1]):
                 continue
-            limit = max(1, count) if codec.lossless else self._device_rows
+            limit = max(1, count) if codec.lossless else device_rows
             for start in range(part.start, max(part.start + 1, part.stop), limit):
                 chosen = np.asarray(rows[start : min(start + limit, part.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
@@ -320,14 +313,8 @@ class FieldSource:
                     found.append(DevicePiece.dispatch(codec, piece, len(chosen)))
         return found
 
-    @property
-    def _device_rows(self) -> int:
-        """Rows that are encoded at once on a device: temporary memory is twice theirs and more."""
-        rows = max(1, _DEVICE_PIECE_BYTES // max(1, self.row_bytes))
-        return max(_SMALLEST_BUCKET, 1 << (rows.bit_length() - 1))
-
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[RowPiece]:
-        """Yields ``rows`` in pieces, views if contiguous; each is valid until ``AHEAD`` more."""
+        """Yields ``rows`` in pieces, views if contiguous; ``AHEAD`` earlier ones stay valid."""
         if not isinstance(rows, np.ndarray):
             for shard in self.shards:
                 part = rows[row_blocks.row_slice(rows, shard.start, shard.stop)]
@@ -612,7 +599,12 @@ class PinnedRows:
         if not codec.lossless:
             on_host = piece_rows(source.trailing)
             return source.pieces(rows, on_host if source.on_host else chunk_rows)
-        in_place = codec.name == "raw" and not isinstance(rows, np.ndarray) and source.in_order
+        in_place = (
+            codec.name == "raw"
+            and not isinstance(rows, np.ndarray)
+            # Rows of a stack's member are not adjacent in memory.
+            and not any(isinstance(shard.data, MemberRows) for shard in source.shards)
+        )
         return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
     def release(self) -> None:

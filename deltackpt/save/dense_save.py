@@ -71,30 +71,23 @@ def codings(
 
     @functools.cache
     def coding_of(path: KeyPath, dtype: str) -> Coding:
-        return _coding(codec, max_error, path_name(path), dtype)
+        name, leaf = codec, path_name(path)
+        if not isinstance(name, str):
+            named = (one for glob, one in name.items() if naming.matches(glob, leaf))
+            name = next(named, LOSSLESS)
+        if name == LOSSLESS:
+            return Coding()
+        if block_codecs.get(name).accepts_dtype(dtype):
+            return Coding(name, max_error)
+        if isinstance(codec, str):
+            return Coding()
+        raise OptionError(
+            f"Dense.codec: dense leaf {leaf}: expected {', '.join(block_codecs.FLOATS)} for "
+            f"{name}, found {dtype}; integers, booleans, keys and counters are always "
+            "lossless: put a glob for it with codec 'lossless' first, or leave it out"
+        )
 
     return coding_of
-
-
-def _coding(
-    codec: str | Mapping[str, str], max_error: float | None, path: str, dtype: str
-) -> Coding:
-    if isinstance(codec, str):
-        name, named = codec, False
-    else:
-        name = next((one for glob, one in codec.items() if naming.matches(glob, path)), None)
-        name, named = (block_codecs.LOSSLESS, False) if name is None else (name, True)
-    if name == block_codecs.LOSSLESS:
-        return Coding()
-    if not block_codecs.get(name).accepts_dtype(dtype):
-        if named:
-            raise OptionError(
-                f"Dense.codec: dense leaf {path}: expected {', '.join(block_codecs.FLOATS)} for "
-                f"{name}, found {dtype}; integers, booleans, keys and counters are always "
-                "lossless: put a glob for it with codec 'lossless' first, or leave it out"
-            )
-        return Coding()
-    return Coding(name, max_error)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -126,9 +126,9 @@ class Lineage:
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
-            kind, parent, reason = self._decide(clocks, layout, force_base, seen)
+            parent, reason = self._decide(clocks, layout, force_base, seen)
             before = branch.begun
-            info = branch.start_save(kind, save_id, step_dir, parent, clocks, layout, self._begun)
+            known = branch.start_save(save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
                 recent = {} if before is None else clocks_seen(clocks, before.clocks)
                 # Never read before: all that it ever touched is recent.
@@ -136,9 +136,7 @@ class Lineage:
                 return Intent(
                     save_id=save_id, reason=reason, restores=branch.restores, recent=recent
                 )
-            intent = _delta(info, parent, clocks, layout, reason, branch.restores)
-            assert branch.in_flight is not None
-            return dataclasses.replace(intent, parents=branch.in_flight.parents)
+            return _delta(known, parent, reason, branch.restores)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
         """Returns the intent of the delta that was just started, turned into a base."""
@@ -201,11 +199,11 @@ class Lineage:
         """
         with self._lock:
             seen = self._poll()
-            kind, parent, reason = self._decide(clocks, layout, force_base, seen)
+            parent, reason = self._decide(clocks, layout, force_base, seen)
             if parent is None:
-                return Decision(kind=kind, parent=None, reason=reason)
+                return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is self._branch.delta_base else "previous"
-            return Decision(kind=kind, parent=which, reason=reason)
+            return Decision(kind="delta", parent=which, reason=reason)
 
     @property
     def restored(self) -> int | None:
@@ -266,7 +264,7 @@ class Lineage:
             return True
 
     def next_parent(self, save_id: SaveId) -> SaveId:
-        """Returns the expected parent of the next delta; the save itself if it cannot be known."""
+        """Returns the expected parent of the next delta; the save itself if that is unknown."""
         with self._lock:
             self._poll()
             branch = self._branch
@@ -406,7 +404,8 @@ class Lineage:
 
     def _decide(
         self, clocks: Clocks, layout: Layout, force_base: bool, seen: Known | None
-    ) -> tuple[Kind, Known | None, str]:
+    ) -> tuple[Known | None, str]:
+        """Returns the parent of a delta, or None for a base, and the reason."""
         branch = self._branch
         delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
@@ -419,21 +418,21 @@ class Lineage:
             (self._distrusted is not None, f"base: {self._distrusted}"),
         ):
             if applies:
-                return "base", None, reason
+                return None, reason
         assert delta_base is not None and previous is not None
         for known in (previous, delta_base):
             if layout.new_rows_since(known.layout) is None:
                 differ = "dense leaves" if known.layout.has_rows_of(layout) else "tables"
-                return "base", None, f"base: the {differ} differ from the parent's"
+                return None, f"base: the {differ} differ from the parent's"
             if reason := discontinuity(clocks, known):
-                return "base", None, f"base: {reason}"
+                return None, f"base: {reason}"
         decision = self.policy.decide(branch.history)
         if decision.kind == "base":
-            return "base", None, decision.reason
+            return None, decision.reason
         parent = delta_base if decision.parent == "base" else previous
         if parent is not seen and not self._exists(parent):
-            return "base", None, f"base: the parent at {parent.info.step_dir} was removed"
-        return "delta", parent, decision.reason
+            return None, f"base: the parent at {parent.info.step_dir} was removed"
+        return parent, decision.reason
 
     def _exists(self, known: Known) -> bool:
         """Returns whether a save, or a compacted base for it, exists as a parent."""
@@ -452,13 +451,12 @@ class Lineage:
         return None if self._ledger is None else self._ledger.base_of(known.info.save_id)
 
 
-def _delta(
-    info: SaveInfo, parent: Known, clocks: Clocks, layout: Layout, reason: str, restores: int
-) -> Intent:
+def _delta(known: Known, parent: Known, reason: str, restores: int) -> Intent:
     assert parent.settled is not None
+    clocks, info = known.clocks, known.info
     seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
     unmarked = dict(parent.replayed)
-    for table, new in (layout.new_rows_since(parent.layout) or {}).items():
+    for table, new in (known.layout.new_rows_since(parent.layout) or {}).items():
         unmarked[table] = np.concatenate([unmarked.get(table, ()), new]).astype(np.int64)
     return Intent(
         kind="delta",
@@ -470,6 +468,7 @@ def _delta(
         sample=parent.sample,
         seen={now.place: then for now, then in seen_at.items() if then is not None},
         unmarked=unmarked,
+        parents=known.parents,
         clocks_unchanged=info.save_id.step > parent.info.save_id.step
         and not unmarked
         and all(then and now.clock == then.clock for now, then in seen_at.items()),

@@ -108,7 +108,7 @@ class TrackingVerifier:
         self._clocks = Clocks()
 
     def verify(self, split: Split, marks: Sequence[Marks], clocks: Clocks) -> bool:
-        """Checks that every row that changed since the last call is marked; False the first time.
+        """Checks that rows that changed since the last call are marked; False if there was none.
 
         After a TrackingError, the next call compares with the same state as this one.
         """

@@ -149,7 +149,9 @@ class RestoreChooser:
         steps = {*self._run.root.steps()} - tried.steps
         plan = None
         if index.views:
-            plan = newest_plan(index, self._ids(steps), tried.points)
+            saves = self._run.root.saves()
+            ids = {step: info.save_id for step in steps if (info := saves.get(step)) is not None}
+            plan = newest_plan(index, ids, tried.points)
         newest = max(steps, default=-1)
         chosen = (newest, None) if steps else None
         if plan is not None:
@@ -189,9 +191,11 @@ class RestoreChooser:
         steps = run.coordinator.from_process_0("finding the steps of a damaged save", find)
         return [step for step in steps if step not in tried.steps]
 
-    def is_rolled_back(self, point: RecoveryPoint) -> bool:
-        """Returns whether training rolled back past a recovery point since it was found."""
-        run = self._run
+    def is_rolled_back(self, choice: RestoreChoice) -> bool:
+        """Returns whether training rolled back past a recovery point since it was chosen."""
+        run, point = self._run, choice.point
+        if point is None:
+            return False
         return run.coordinator.from_process_0(
             f"looking for {point}",
             lambda: not WalReader(run.root.wal_location).read().counts(point),
@@ -243,11 +247,6 @@ class RestoreChooser:
 
     def _shown(self, requested: int | RecoveryPoint) -> str:
         return f"{self._run.root.at(requested) if isinstance(requested, int) else requested}"
-
-    def _ids(self, steps: set[int]) -> dict[int, SaveId]:
-        """Returns the save ids of the steps whose manifests can be read."""
-        known = self._run.root.saves()
-        return {step: info.save_id for step in steps if (info := known.get(step)) is not None}
 
 
 def _number(requested: int | RecoveryPoint) -> int:

@@ -39,7 +39,7 @@ class RestoredState:
     def of(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
         """Notes a restored state."""
         return cls(
-            tuple(map(_reference, _fields_of(split))),
+            tuple(map(_reference, arrays_of(split))),
             tuple(map(_reference, jax.tree.leaves(split.dense))),
             equals,
         )
@@ -53,7 +53,7 @@ class RestoredState:
         no row has changed.
         """
         known = not marked and _are(self.dense, jax.tree.leaves(split.dense))
-        known = known and (hashed or _are(self.fields, [*_fields_of(split)]))
+        known = known and (hashed or _are(self.fields, [*arrays_of(split)]))
         found = coordinator.gather("comparing the state with the restored one", [marked, known])
         if any(marked for marked, _ in found):
             return False
@@ -71,7 +71,8 @@ def same_leaves(found: dict[str, PyTree], leaves: dict[str, PyTree]) -> bool:
     return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in two)
 
 
-def _fields_of(split: Split) -> Iterator[Leaf]:
+def arrays_of(split: Split) -> Iterator[Leaf]:
+    """Yields the arrays of tables and slots."""
     return (array_of(leaf) for fields in split.fields.values() for leaf in fields.values())
 
 

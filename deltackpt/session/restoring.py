@@ -103,7 +103,7 @@ class Restorer:
                 # records, there is a successor, possibly with the same step.
                 again = self._chooser.newest(tried, wal=wal)
                 gone = again is not None and again != choice and again.number >= step
-                gone = gone or _is_gone(error) or self._is_rolled_back(choice)
+                gone = gone or _is_gone(error) or self._chooser.is_rolled_back(choice)
                 # A trainer may remove steps faster than they are read.
                 is_replaced = _is_gone(error) and again not in (None, choice)
                 if gone and (is_replaced or len(tried.gone) < _LISTINGS):
@@ -163,9 +163,6 @@ class Restorer:
         """Reports the steps above a number that a damaged save of another step has lost."""
         for step, error in tried.pop_lost(above):
             self._run.emit_failure("skip", step, error, started)
-
-    def _is_rolled_back(self, choice: RestoreChoice) -> bool:
-        return choice.point is not None and self._chooser.is_rolled_back(choice.point)
 
     def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
         """Returns steps above one that a damaged journal lost; reports all its problems."""
@@ -232,7 +229,7 @@ class Restorer:
                     # WAL records that are gone without a later step are lost, not trimmed.
                     newest = self._run.root.newest_step()
                     trimmed = newest is not None and newest >= choice.number
-                    if _is_gone(error) or trimmed or self._is_rolled_back(choice):
+                    if _is_gone(error) or trimmed or self._chooser.is_rolled_back(choice):
                         raise self._chooser.gone_error(requested) from error
                 if again is None or again == choice:
                     raise

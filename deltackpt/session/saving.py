@@ -40,12 +40,12 @@ from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
 from deltackpt.session import retention
+from deltackpt.session.restored import arrays_of
 from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
 from deltackpt.state.placement import ByLayout
-from deltackpt.state.stacks import array_of
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
@@ -590,15 +590,11 @@ _host_arrays: ByLayout[bool] = ByLayout()
 
 def _has_host_arrays(split: Split) -> bool:
     """Returns whether a table or slot can change in place while a base is written."""
-
-    def look() -> bool:
-        return any(
-            not isinstance(array_of(leaf), jax.Array)
-            for fields in split.fields.values()
-            for leaf in fields.values()
-        )
-
-    return _host_arrays.get(split.layout, None, look)
+    return _host_arrays.get(
+        split.layout,
+        None,
+        lambda: not all(isinstance(array, jax.Array) for array in arrays_of(split)),
+    )
 
 
 def _typestr(handler: object) -> str:
