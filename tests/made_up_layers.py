@@ -151,7 +151,7 @@ def contents_of(groups: Sequence[Rows]) -> dict[str, tuple[list[int], dict[str, 
 def read_all(layer: LayerReader) -> dict[str, tuple[list[int], dict[str, bytes]]]:
     """Row indices and bytes of every array, by row group."""
     found = {}
-    for group in layer.row_groups():
+    for group in layer.manifest.row_groups:
         arrays = {}
         for name, array in layer.arrays(group).items():
             if name != footer.GAPS:

@@ -336,7 +336,7 @@ class StoredRecord(NamedTuple):
         return [one for one in self._segments() if one.name.startswith(SEGMENTS)]
 
     def _segments(self) -> list[Segment]:
-        groups = (one for one in self.layer.row_groups() if one.name not in (ITEMS, REMOVED))
+        groups = (one for one in self.layer.manifest.row_groups if one.name not in (ITEMS, REMOVED))
         return [segment_of(one, self.layer.arrays(one).values()) for one in groups]
 
     def chunks_of(self, row_group: str, array: str) -> list[tuple[int, int]]:

@@ -129,10 +129,10 @@ def test_written_layers_are_read_back(tmp_path_factory, data):
     ]
     for layer, (manifest, groups), number in zip(found, layers, range(count), strict=True):
         layer.verify()
-        assert (layer.id, layer.parent) == (manifest.save_id, manifest.parent)
+        assert (layer.id, layer.manifest.parent) == (manifest.save_id, manifest.parent)
         assert layer.manifest.sequence == number
         assert read_all(layer) == contents_of(groups)
-        for group, own in zip(groups, layer.row_groups(), strict=True):
+        for group, own in zip(groups, layer.manifest.row_groups, strict=True):
             described = (own.name, own.group, own.kind, own.columns, own.codecs)
             assert described == (group.name, group.group, group.kind, group.columns, group.codecs)
 
@@ -144,7 +144,7 @@ def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factor
     path = tmp_path_factory.mktemp("layers") / "layer"
     write(path, [(manifest_of(), [group])], chunk_bytes=data.draw(st.sampled_from([1, 700])))
     layer = opened(path.read_bytes())
-    (found,) = layer.row_groups()
+    (found,) = layer.manifest.row_groups
     rows, arrays = contents_of([group])["a" if group.columns is None else "a.0"]
     for name, array in layer.arrays(found).items():
         start = data.draw(st.integers(0, array.shape[0]))
@@ -428,7 +428,7 @@ def test_one_row_with_its_slot_needs_four_ranges(tmp_path):
     source = Memory((tmp_path / "layer").read_bytes())
     layer = LayerReader(source, len(source.data))
     assert len(source.ranges) == 1
-    (group,) = layer.row_groups()
+    (group,) = layer.manifest.row_groups
     wanted = int(rows[1234])
     held, position = layer.rows(group, wanted, wanted + 1)
     assert (position, np.asarray(held).tolist()) == (1234, [wanted])
@@ -450,7 +450,7 @@ def test_layers_are_read_by_ranges_of_an_object_store(tmp_path):
     for where, start in ((StorePath(store, "3/layer.0"), 0), (StorePath(store, "bundle"), 100)):
         layer = LayerReader(StoredBytes(where), len(data), start=start)
         layer.verify()
-        (group,) = layer.row_groups()
+        (group,) = layer.manifest.row_groups
         out = np.empty((2, 64), np.float32)
         layer.read_into(layer.arrays(group)["values"], 7, 9, out)
         assert np.array_equal(out, values[7:9])
@@ -465,7 +465,7 @@ def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
     )
     source = Memory((tmp_path / "layer").read_bytes())
     layer = LayerReader(source, len(source.data))
-    (group,) = layer.row_groups()
+    (group,) = layer.manifest.row_groups
     source.ranges.clear()
     assert len(layer.rows(group, 20_001, 20_002).rows) == 0
     assert [nbytes for _, nbytes in source.ranges] == [4096]
@@ -478,7 +478,7 @@ def test_a_whole_array_is_one_range_and_no_other_byte_is_read(tmp_path):
     rows, values = big_layer(tmp_path / "layer")
     source = Memory((tmp_path / "layer").read_bytes())
     layer = LayerReader(source, len(source.data))
-    (group,) = layer.row_groups()
+    (group,) = layer.manifest.row_groups
     source.ranges.clear()
     out = np.empty_like(values)
     layer.read_into(layer.arrays(group)["slot.m"], 0, len(rows), out)
@@ -500,7 +500,7 @@ def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
 
     data = (tmp_path / "layer").read_bytes()
     layer = LayerReader(Watched(data), len(data))
-    (group,) = layer.row_groups()
+    (group,) = layer.manifest.row_groups
     out = np.empty_like(values)
     targets.clear()
     layer.read_into(layer.arrays(group)["values"], 0, len(rows), out)
@@ -520,7 +520,7 @@ def test_a_target_that_does_not_fit_is_rejected(tmp_path, out):
     group = Rows("t", "t", range(3), [Array("values", np.ones((3, 2), np.float32))])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
-    array = layer.arrays(layer.row_groups()[0])["values"]
+    array = layer.arrays(layer.manifest.row_groups[0])["values"]
     with pytest.raises(OptionError, match="array 'values'"):
         layer.read_into(array, 0, 3, out)
     with pytest.raises(OptionError, match="array 'values'"):
@@ -715,7 +715,7 @@ def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
     group = Rows("t", "t", rows, [Array("values", values)])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
-    (found,) = layer.row_groups()
+    (found,) = layer.manifest.row_groups
     assert found.ranges == ((0, 4), (9, 12)) and [*layer.arrays(found)] == ["values"]
     held, position = layer.rows(found, 3, 11)
     assert (position, np.asarray(held).tolist()) == (3, [3, 9, 10])

@@ -294,14 +294,14 @@ def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Lay
 def test_row_indices_are_decoded_from_gaps():
     group = INDEXED | {"bounds": [[5, 11]]}
     layer = with_chunk(bytes([0, 1, 2, 3]), group, GAPS)
-    assert np.asarray(layer.rows(layer.row_groups()[0]).rows).tolist() == [5, 6, 8, 11]
+    assert np.asarray(layer.rows(layer.manifest.row_groups[0]).rows).tolist() == [5, 6, 8, 11]
 
 
 @pytest.mark.parametrize("gaps", [[1, 1, 2, 3], [0, 0, 3, 3], [0, 1, 2, 4], [0, 2, 1, 2]])
 def test_row_indices_that_do_not_fit_their_bounds_are_damaged(gaps):
     layer = with_chunk(bytes(gaps), INDEXED | {"bounds": [[5, 11]]}, GAPS)
     with pytest.raises(Damaged, match="row group 'g', array 'rows.gaps', chunk 0: .*ascending"):
-        layer.rows(layer.row_groups()[0])
+        layer.rows(layer.manifest.row_groups[0])
 
 
 def test_row_indices_that_wrap_are_damaged():
@@ -309,7 +309,7 @@ def test_row_indices_that_wrap_are_damaged():
     array, bounds = GAPS | {"dtype": "uint64"}, [[0, 3 + (1 << 62)]]
     layer = with_chunk(gaps.tobytes(), INDEXED | {"bounds": bounds}, array)
     with pytest.raises(Damaged, match="row group 'g', array 'rows.gaps', chunk 0: .*ascending"):
-        layer.rows(layer.row_groups()[0])
+        layer.rows(layer.manifest.row_groups[0])
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,9 @@ def test_a_chunk_that_decompresses_to_another_length_is_damaged(data):
     array = ARRAY | {"compression": "zstd", "shape": [100], "chunk_rows": 100}
     layer = with_chunk(data, GROUP, array)
     with pytest.raises(Damaged, match="row group 'g', array 'a', chunk 0"):
-        layer.read_into(layer.arrays(layer.row_groups()[0])["a"], 0, 100, np.empty(100, np.uint8))
+        layer.read_into(
+            layer.arrays(layer.manifest.row_groups[0])["a"], 0, 100, np.empty(100, np.uint8)
+        )
 
 
 def attempt(data: bytes) -> None:
@@ -327,7 +329,7 @@ def attempt(data: bytes) -> None:
     tracemalloc.start()
     try:
         layer = opened(data)
-        for group in layer.row_groups():
+        for group in layer.manifest.row_groups:
             layer.rows(group, 0, 1 << 62)
             for array in layer.arrays(group).values():
                 count = min(array.shape[0], (1 << 20) // max(1, array.row_bytes))

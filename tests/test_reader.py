@@ -146,7 +146,7 @@ def put_layer(
     at.store.put(at.key, path.read_bytes())
     ref = LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
     layer = LayerReader(StoredBytes(at), ref.nbytes)
-    [of_rows] = layer.row_groups()
+    [of_rows] = layer.manifest.row_groups
     segment = segment_of(of_rows, layer.arrays(of_rows).values())
     return {"segments": (dataclasses.replace(segment, encodings=()),), "layer": ref}
 

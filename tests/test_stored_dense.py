@@ -167,7 +167,8 @@ class Run:
         record = DenseBlocks(
             values=tuple(values),
             segments=tuple(
-                segment_of(group, layer.arrays(group).values()) for group in layer.row_groups()
+                segment_of(group, layer.arrays(group).values())
+                for group in layer.manifest.row_groups
             ),
         )
         row_blocks.check(record)

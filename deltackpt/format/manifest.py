@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
 
 import google_crc32c
 import numpy as np
 
-from deltackpt.format import dtypes, records, row_blocks
+from deltackpt.format import records, row_blocks
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.format.records import (
     InvalidRecord,
@@ -267,26 +266,21 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts if it describes them."""
-        return nbytes_of(self)
+        """Bytes of its arrays, before any compression; of all parts if it describes them.
+
+        Excludes complete dense leaves: every save has them, and a restore reads only the newest.
+        """
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
+        held = self.dense_blocks
+        dense = () if held is None or held.complete else held.segments
+        segments = (*self.segments, *dense)
+        return self.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
-
-
-def nbytes_of(record: Manifest | Outline) -> int:
-    """Returns the bytes of a manifest's or outline's arrays; of all parts if it describes them.
-
-    Excludes complete dense leaves: every save has them, and a restore reads only the newest ones.
-    """
-    if record.parts:
-        return sum(part.nbytes for part in record.parts)
-    held = record.dense_blocks
-    dense = () if held is None or held.complete else held.segments
-    segments = (*record.segments, *dense)
-    return record.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)
 
 
 def cover(
@@ -379,7 +373,7 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
 
 def _check(record: Manifest) -> None:
     """Checks a manifest on its own; ``bounds`` checks it against its groups."""
-    check_ids(record)
+    _check_ids(record)
     is_base = record.kind == "base"
     require(is_base == (record.layer is None), "a layer if it is a delta", record.layer, "layer")
     if is_base:
@@ -395,13 +389,12 @@ def _check(record: Manifest) -> None:
             raise error.within(f"segments[{number}]") from None
     if record.dense_blocks is not None:
         try:
-            row_blocks.check(record.dense_blocks, remember=True)
+            row_blocks.check(record.dense_blocks)
         except InvalidRecord as error:
             raise error.within("dense_blocks") from None
 
 
-def check_ids(record: Manifest | Outline) -> None:
-    """Raises InvalidRecord if the identity of the save in a manifest or outline is invalid."""
+def _check_ids(record: Manifest) -> None:
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
         ids.append(("parent.save_id", record.parent.save_id))
@@ -437,56 +430,6 @@ def _is_key(kind: str, key: str | int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Size:
-    """The fields of an ArrayEntry that determine its size."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    arrays: tuple[_Size, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _DenseSizes:
-    segments: tuple[_Sizes, ...]
-    complete: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PartSize:
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outline:
-    """The identity and size of a save, from its manifest; parsing it is cheap for many steps."""
-
-    kind: Kind
-    save_id: SaveId
-    parent: ParentRef | None
-    process: int
-    process_count: int
-    segments: tuple[_Sizes, ...]
-    parents: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    parts: tuple[_PartSize, ...] = ()
-    dense_blocks: _DenseSizes | None = None
-    dense_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts if it describes them."""
-        return nbytes_of(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveInfo:
     """The fields of a committed save that chain logic needs."""
 
@@ -497,7 +440,7 @@ class SaveInfo:
     nbytes: int
 
     @classmethod
-    def of(cls, head: Manifest | Outline, step_dir: str) -> SaveInfo:
+    def of(cls, head: Manifest, step_dir: str) -> SaveInfo:
         """Builds the record from process 0's manifest, which lacks the step directory's name."""
         return cls(
             save_id=head.save_id,
@@ -506,16 +449,6 @@ class SaveInfo:
             step_dir=step_dir,
             nbytes=head.nbytes,
         )
-
-
-def outline(data: bytes, *, name: str) -> Outline | Manifest:
-    """Parses the outline of a save from process 0's manifest; raises as ``from_bytes`` does."""
-    found = records.quickly(Outline, data, name=name, magic=MAGIC, alike=frozenset())
-    if found is not None and KNOWN_FEATURES.issuperset(found.features):
-        with contextlib.suppress(InvalidRecord, TypeError):
-            check_ids(found)
-            return found
-    return from_bytes(data, name=name)
 
 
 class TableFigures(NamedTuple):

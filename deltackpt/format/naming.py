@@ -36,10 +36,16 @@ import reprlib
 import urllib.parse
 import uuid
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, Self, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar
 
 from deltackpt.errors import OptionError
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltackpt.storage.store import StorePath
+
+_Where = TypeVar("_Where", "Path", "StorePath")
 #: A state, a template or a part of one: nested containers of any type that JAX has registered.
 PyTree: TypeAlias = Any
 #: A leaf of a tree: an array, a description of one, or a plain value.
@@ -138,21 +144,6 @@ def step_digests_process(name: str) -> int | None:
 def dense_part(process: int) -> str:
     """Name of the folder of the dense files that a process writes."""
     return f"ocdbt.process_{process}"
-
-
-class _Folder(Protocol):
-    """A path of a file system, or a ``StorePath``."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parent(self) -> Self: ...
-
-    def __truediv__(self, name: str, /) -> Self: ...
-
-
-_Where = TypeVar("_Where", bound=_Folder)
 
 
 def is_dense_node(name: str) -> bool:
@@ -311,27 +302,13 @@ def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
     return ends.pop()
 
 
+_GLOBS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
 @functools.lru_cache(maxsize=1024)
 def _glob(pattern: str) -> re.Pattern[str]:
-    out, position = [], 0
-    while position < len(pattern):
-        rest = pattern[position:]
-        if rest.startswith("**/"):
-            out.append("(?:.*/)?")
-            position += 3
-        elif rest.startswith("**"):
-            out.append(".*")
-            position += 2
-        elif rest[0] == "*":
-            out.append("[^/]*")
-            position += 1
-        elif rest[0] == "?":
-            out.append("[^/]")
-            position += 1
-        else:
-            out.append(re.escape(rest[0]))
-            position += 1
-    return re.compile("".join(out), re.DOTALL)
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(_GLOBS.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
 def matches(pattern: str | re.Pattern[str], name: str) -> bool:

@@ -160,19 +160,7 @@ def quickly(
         slices = _sliced(body)
         if version != FORMAT_VERSION or _unpacked_plainly(slices[_VERSION]) != FORMAT_VERSION:
             return None
-        builders, _ = _field_builders(kind)
-        found = {}
-        for field, make in builders.items():
-            if field in slices:
-                inner = _inner(alike, field)
-                if field in alike:
-                    found[field] = _built_once(kind, field, slices[field])
-                elif inner and slices[field] != _NIL:
-                    found[field] = _map_built(_map_in(kind, field), slices[field], inner)
-                else:
-                    found[field] = make(_unpacked_plainly(slices[field]))
-        make_record: Callable[..., _Record] = kind
-        return make_record(**found)
+        return _map_built(kind, slices, alike, _built_once)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException):
         return None
 
@@ -202,20 +190,27 @@ def _map_in(kind: type, field: str) -> type:
     return next(one for one in kinds if dataclasses.is_dataclass(one))
 
 
-def _map_built(kind: type, data: bytes, alike: frozenset[str]) -> object:
-    """Builds a map of which some fields are shared."""
-    slices, (builders, required) = _sliced(data), _field_builders(kind)
+def _map_built(
+    kind: Callable[..., _Record],
+    slices: Mapping[str, bytes],
+    alike: frozenset[str],
+    built_once: Callable[[Any, str, bytes], object],
+) -> _Record:
+    """Builds a map from the bytes of its fields, of which some are shared."""
+    builders, required = _field_builders(kind)
     if not required <= slices.keys():
         raise ValueError("a field is missing")
-    return kind(
-        **{
-            name: _inner_built_once(kind, name, slices[name])
-            if name in alike
-            else make(_unpacked_plainly(slices[name]))
-            for name, make in builders.items()
-            if name in slices
-        }
-    )
+    found = {}
+    for name in builders.keys() & slices.keys():
+        data, inner = slices[name], _inner(alike, name)
+        if name in alike:
+            found[name] = built_once(kind, name, data)
+        elif inner and data != _NIL:
+            within = _map_in(kind, name)
+            found[name] = _map_built(within, _sliced(data), inner, _inner_built_once)
+        else:
+            found[name] = builders[name](_unpacked_plainly(data))
+    return kind(**found)
 
 
 def _sliced(body: bytes) -> dict[str, bytes]:

@@ -42,11 +42,6 @@ class Box(NamedTuple):
     rows: Span
     columns: Span
 
-    @property
-    def cells(self) -> int:
-        """Number of cells along the first two axes."""
-        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
-
 
 class Ranges:
     """Two or more ascending spans of rows, neither overlapping nor adjacent, as one sequence."""
@@ -501,13 +496,10 @@ BLOCKED_DTYPES = frozenset(
 )
 
 
-def check(record: DenseBlocks, *, remember: bool = False) -> None:
-    """Raises InvalidRecord if a record is invalid on its own.
-
-    ``remember`` says that other records may have the same tuple of values, which is checked once.
-    """
-    values = record.values
-    ends, plain_stop = _known.get(_ends_of, values) if remember else _ends_of(values)
+def check(record: DenseBlocks) -> None:
+    """Raises InvalidRecord if a record is invalid on its own."""
+    # Most records of a run have the same tuple of values.
+    ends, plain_stop = _known.get(_ends_of, record.values)
     names: set[str] = set()
     plain = [segment.count for segment in record.segments if segment.group == PLAIN]
     require(len(plain) <= 1, "one segment of plain values", f"{len(plain)}", "segments")
@@ -517,20 +509,16 @@ def check(record: DenseBlocks, *, remember: bool = False) -> None:
         check_segment(segment)
         require(segment.name not in names, "one segment of a name", segment.name, "segments")
         names.add(segment.name)
-        require(
-            segment.group in ends,
-            "a group of its values",
-            segment.group,
-            f"segments.{segment.name}.group",
-        )
+        place = f"segments.{segment.name}"
+        require(segment.group in ends, "a group of its values", segment.group, f"{place}.group")
         total = ends[segment.group]
         if segment.group == PLAIN:
             shapes = [(entry.dtype, entry.shape) for entry in segment.arrays]
             expected = [("uint8", (segment.count,))]
-            require(shapes == expected, f"{expected}", shapes, f"segments.{segment.name}.arrays")
+            require(shapes == expected, f"{expected}", shapes, f"{place}.arrays")
         if segment.ranges:
             last = segment.ranges[-1][1]
-            require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
+            require(last <= total, f"blocks below {total}", last, place)
     if record.complete:
         _check_complete(record, ends)
 

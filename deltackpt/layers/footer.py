@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import dtypes, records, wal_format
+from deltackpt.format import dtypes, naming, records, wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import (
     MOST,
@@ -49,7 +49,7 @@ MOST_MANIFEST_BYTES = 1 << 30
 #: A chunk is preceded by fewer zero bytes.
 MOST_PADDING = PAGE_BYTES - 1
 #: Name of the array with the row indices of a row group that is not a few ranges.
-GAPS = "rows.gaps"
+GAPS = naming.GAPS
 GAPS_DTYPES = ("uint8", "uint16", "uint32", "uint64")
 #: Row group of arrays that were abandoned while they were written.
 REMOVED = "removed"

@@ -71,7 +71,6 @@ class Source(Protocol):
         ``out`` is (stop - start, *entry.shape[1:]) of the stored dtype. Raises Damaged if the array
         is missing or altered, as every function does that reads.
         """
-        ...
 
 
 class Layer(Source, Protocol):
@@ -89,7 +88,6 @@ class Layer(Source, Protocol):
 
     def check(self, segment: Segment) -> None:
         """Raises Damaged if the stored data are too short; called before memory is allocated."""
-        ...
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
@@ -169,7 +167,6 @@ class Work(Protocol):
 
     def run(self, memory: Memory) -> None:
         """Reads, decodes and merges; ``memory`` is for temporary buffers."""
-        ...
 
 
 def run(
@@ -237,7 +234,9 @@ class Piece:
         if not self.field.is_relative:
             self._populate()
         if direct is not None:
-            self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
+            out = direct.view(codecs.stored_dtype(direct.dtype))
+            entry = self.field.stored[""]
+            self.field.layer.read_into(self.field.segment, entry, self.start, self.stop, out)
             return
         lent: list[np.ndarray] = []
 
@@ -348,9 +347,6 @@ class Piece:
         yield RowBlock(
             field.segment.group, np.asarray(self.rows)[at], field.segment.columns, values
         )
-
-    def _read(self, entry: ArrayEntry, out: np.ndarray) -> None:
-        self.field.layer.read_into(self.field.segment, entry, self.start, self.stop, out)
 
 
 @dataclasses.dataclass(eq=False)

@@ -53,7 +53,6 @@ class ByteSource(Protocol):
 
         Raises Damaged if the source does not exist or is shorter, and StorageError.
         """
-        ...
 
 
 class StoredBytes(NamedTuple):
@@ -144,15 +143,6 @@ class LayerReader:
     def id(self) -> SaveId:
         """The save or WAL record that the layer is a shard of."""
         return self.manifest.save_id
-
-    @property
-    def parent(self) -> SaveId | None:
-        """The save or WAL record that it is relative to."""
-        return self.manifest.parent
-
-    def row_groups(self) -> tuple[RowGroup, ...]:
-        """Returns the row groups."""
-        return self.manifest.row_groups
 
     def arrays(self, row_group: RowGroup) -> Mapping[str, LayerArray]:
         """Returns the arrays of a row group by name."""

@@ -2,9 +2,9 @@
 """Writes layers: arrays are gathered in buffers, which are written while others are filled.
 
 Several threads write long arrays directly from their aligned memory: a copy and a second pass for
-the checksum would cost as much CPU time as gathering the rows. Chunks of arrays that are written at
-the same time alternate in the file. A layer that fits into one buffer is a single write: handing it
-to another thread costs more than it saves. The header of a longer layer is written last.
+the checksum would cost as much CPU time as gathering the rows. A layer that fits into one buffer is
+a single write: handing it to another thread costs more than it saves. The header of a longer layer
+is written last.
 """
 
 from __future__ import annotations
@@ -94,11 +94,9 @@ class LayerSink(Protocol):
 
     def write(self, start: int, data: np.ndarray) -> None:
         """Writes bytes at an offset, whose memory may be reused when this returns."""
-        ...
 
     def sync(self, *, metadata: bool = True) -> None:
         """Makes what was written durable."""
-        ...
 
 
 class LayerFile:
@@ -161,9 +159,6 @@ class LayerFile:
     def nbytes(self) -> int:
         """Returns the bytes of all layers."""
         return self._stop
-
-    def _completed(self, manifest: LayerManifest) -> LayerManifest:
-        return dataclasses.replace(manifest, sequence=self._sequence, predecessor=self._predecessor)
 
     def _ended(self, written: WrittenLayer) -> None:
         self._has_failed, self._is_durable = False, not self._fsync
@@ -255,7 +250,9 @@ class OpenLayer:
             codecs.is_constant(codec) for group in groups for codec in group.codecs.values()
         )
         manifest = dataclasses.replace(
-            self._file._completed(manifest),
+            manifest,
+            sequence=self._file._sequence,
+            predecessor=self._file._predecessor,
             features=(footer.TOMBSTONES,) if has_tombstones else (),
             row_groups=tuple(groups),
             arrays=tuple(array.entry() for array in self._arrays),

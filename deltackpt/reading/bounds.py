@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what the records of a save claim, before memory is allocated for it.
+"""Checks what the records of a save claim, before memory is allocated for it. No I/O, no jax.
 
-Anyone who can write to a directory can write records with valid checksums. Readers use counts,
-shapes and names from them only after these checks: rows are within their group, arrays are those of
-a known codec, a chunk is as long as its file. No I/O, no jax.
+Anyone who can write to a directory can write records with valid checksums.
 """
 
 from __future__ import annotations
@@ -150,16 +148,11 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
     for group in head.groups:
         place = f"groups.{group.name}"
         fields = [spec.name for spec in group.fields]
-        known = all(
-            field == row_blocks.VALUES or field.startswith(row_blocks.slot_field(""))
-            for field in fields
-        )
-        require(
-            known and row_blocks.VALUES in fields and len({*fields}) == len(fields),
-            "the fields values and slot.<name>, each once",
-            fields,
-            f"{place}.fields",
-        )
+        slots = [field for field in fields if field != row_blocks.VALUES]
+        sound = all(field.startswith(row_blocks.slot_field("")) for field in slots)
+        sound = sound and len({*slots}) == len(slots) == len(fields) - 1
+        expected = "the fields values and slot.<name>, each once"
+        require(sound, expected, fields, f"{place}.fields")
         require(0 < group.rows, "a row or more", group.rows, f"{place}.rows")
         row_bytes = 0
         for spec in group.fields:
@@ -180,12 +173,8 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
 
 def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
     require(not codecs.is_constant(spec.codec), "a codec with arrays", spec.codec, place)
-    require(
-        format_dtypes.is_known(spec.dtype),
-        f"one of {sorted(format_dtypes.DTYPES)}",
-        spec.dtype,
-        place,
-    )
+    known = format_dtypes.is_known(spec.dtype)
+    require(known, f"one of {sorted(format_dtypes.DTYPES)}", spec.dtype, place)
     require(len(spec.trailing) < MOST_AXES, "fewer axes", spec.trailing, place)
     _check_codec(spec, name)
 
@@ -199,9 +188,8 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
     try:
         codecs.of_segment(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
     except OptionError as error:
-        raise InvalidRecord(
-            f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name
-        ) from error
+        found = f"{spec.codec} ({error})"
+        raise InvalidRecord(f"a codec for {spec.dtype}", found, spec.name) from error
 
 
 def _check_tables(head: Manifest | EpochHeader, name: str) -> None:
@@ -220,9 +208,8 @@ def _check_tables(head: Manifest | EpochHeader, name: str) -> None:
         require(table.leaves.keys() == fields, f"leaves {sorted(fields)}", [*table.leaves], place)
         ends[table.group] = end + table.rows
     for group in head.groups:
-        require(
-            ends[group.name] == group.rows, f"{group.rows} rows of {group.name}", ends[group.name]
-        )
+        end = ends[group.name]
+        require(end == group.rows, f"{group.rows} rows of {group.name}", end)
 
 
 def _check_covers(part: manifest.Part, head: Manifest, groups: Mapping[str, GroupEntry]) -> None:
@@ -238,12 +225,8 @@ def _check_fields(segment: Segment, group: GroupEntry, name: str) -> None:
     require(len({*fields}) == len(fields), "fields of different names", fields, "fields")
     require({*fields} <= {*known}, f"fields among {known}", fields, "fields")
     first, last = segment.columns
-    require(
-        first < last <= group.width,
-        f"columns within [0, {group.width})",
-        f"[{first}, {last})",
-        "columns",
-    )
+    expected = f"columns within [0, {group.width})"
+    require(first < last <= group.width, expected, f"[{first}, {last})", "columns")
     for field in fields:
         _check_codec(segment.spec(group, field), name)
 
@@ -297,9 +280,8 @@ def _raw_arrays(
         spec = segment.spec(group, field)
         if codecs.of_segment(spec.codec).lossless:
             continue
-        rows, at = (
-            codecs.array_name(field, suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)
-        )
+        rows = codecs.array_name(field, codecs.BESIDE)
+        at = codecs.array_name(field, codecs.BESIDE_AT)
         require((rows in entries) == (at in entries), f"both {rows} and {at}, or none", "one")
         if at in entries:
             count = entries[at].shape[0]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds chains of committed saves: what restoring a step reads.
 
-Trainers, compactors and retention may run at the same time. If they replace something, it is looked
-up again. Removed saves are distinguished from damage. A damaged compacted base is skipped if what
-it replaced still exists.
+What trainers, compactors and retention replace at the same time is looked up again. A damaged
+compacted base is skipped if what it replaced still exists.
 """
 
 from __future__ import annotations
@@ -136,13 +135,6 @@ def _walked(
     step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
 ) -> tuple[StoredSave, ...]:
     """Returns the current chain of a step; ``usable`` filters compacted bases."""
-    with Runtime(_PREFETCHES) as runtime:
-        return _walked_with(runtime, step_dir, item, usable)
-
-
-def _walked_with(
-    runtime: Runtime, step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
-) -> tuple[StoredSave, ...]:
     coming: dict[StorePath, Task[bytes]] = {}
     slow_reads = 0
     damaged: list[RestoreError] = []
@@ -172,15 +164,11 @@ def _walked_with(
         for parent in found.head.parents if slow_reads >= _SLOW_READS else ():
             at = step_dir.parent / parent / item / naming.manifest_name(0)
             if at not in coming:
-                coming[at] = runtime.submit(
-                    functools.partial(at.read, most_bytes=_PREFETCHED_BYTES)
-                )
+                read_start = functools.partial(at.read, most_bytes=_PREFETCHED_BYTES)
+                coming[at] = runtime.submit(read_start)
         return found
 
     saves: dict[str, StoredSave] = {}
-    own = read(step_dir)
-    target = compacted(step_dir, own.info.save_id) or own
-    saves[target.step_dir.name] = target
 
     def find(parent: ParentRef) -> SaveInfo | None:
         where = step_dir.parent / parent.step_dir
@@ -191,7 +179,11 @@ def _walked_with(
         saves[parent.step_dir] = found
         return found.info
 
-    by_dir = {info.step_dir: info for info in chain.walk(target.info, find)}
+    with Runtime(_PREFETCHES) as runtime:
+        own = read(step_dir)
+        target = compacted(step_dir, own.info.save_id) or own
+        saves[target.step_dir.name] = target
+        by_dir = {info.step_dir: info for info in chain.walk(target.info, find)}
     try:
         infos = chain.restore_chain(target.info, by_dir)
     except BrokenChain as error:

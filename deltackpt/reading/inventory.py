@@ -100,7 +100,10 @@ class _Inventory:
         self._damage: list[Damaged] = []
 
     def read(self) -> Inventory:
-        self._read_item()
+        head = self._manifest(0, None)
+        for part in head.parts if head is not None else ():
+            if part.process:
+                self._manifest(part.process, part.crc32c)
         compacted = self._dir.parent.name == naming.COMPACTED
         promised = not compacted and (
             any("step" in record.digests for record in self._records) or self._has_step_digests()
@@ -121,12 +124,6 @@ class _Inventory:
             return (self._dir / naming.STEP_DIGESTS).exists()
         except Damaged:
             return False  # In a bucket this is unknown; the manifest's error was reported.
-
-    def _read_item(self) -> None:
-        head = self._manifest(0, None)
-        for part in head.parts if head is not None else ():
-            if part.process:
-                self._manifest(part.process, part.crc32c)
 
     def _manifest(self, process: int, crc32c: int | None) -> Manifest | None:
         """Reads what a process wrote; None if its manifest cannot be read."""

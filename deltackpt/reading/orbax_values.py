@@ -61,14 +61,9 @@ class OrbaxValues:
         """
         self.name = item_dir.shown(2) if name is None else name
         self.bytes_read = 0
-        self._item_dir = item_dir
+        self.at = item_dir
         self._read_digests = expected
         self._sound: set[str] = set()
-
-    @property
-    def at(self) -> StorePath:
-        """The item's path."""
-        return self._item_dir
 
     def at_copy(self, item_dir: StorePath, *, verify: bool) -> OrbaxValues:
         """Returns the values of a copy of the item, which errors name as this one.
@@ -86,7 +81,7 @@ class OrbaxValues:
         """Returns the bytes of a value in the database or directory, or None."""
         file, name = key
         if file:
-            return (self._item_dir / name).length() if name in self._files else None
+            return (self.at / name).length() if name in self._files else None
         found = self._index.values.get(name)
         return None if found is None else found.nbytes
 
@@ -139,7 +134,7 @@ class OrbaxValues:
         known = self._expected or {}
         seen = self._sound.union(self._files)
         rest = {name: digest for name, digest in known.items() if name not in seen}
-        for damage in digests.check_files(self._item_dir, rest, shown=self.name):
+        for damage in digests.check_files(self.at, rest, shown=self.name):
             raise damage
 
     def _reader(self, file: str, values: Sequence[_WantedValue]) -> _FileReader | _BlockReader:
@@ -147,17 +142,17 @@ class OrbaxValues:
         expected = None
         if self._expected is not None and file not in self._sound:
             expected = self._listed(file, shown)
-            with (self._item_dir / file).missing_is_damage(shown):
-                length = (self._item_dir / file).length(shown)
+            with (self.at / file).missing_is_damage(shown):
+                length = (self.at / file).length(shown)
             if length != expected.length:
                 raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
             nodes = self._index.nodes.get(file, ())
             if expected.blocks:
-                found = _BlockReader(self._item_dir / file, shown, expected, values, nodes)
+                found = _BlockReader(self.at / file, shown, expected, values, nodes)
                 # Reading by blocks copies.
                 if sum(piece.stop - piece.start for piece in found.pieces) < length // _LITTLE:
                     return found
-        return _FileReader(self._item_dir / file, shown, expected, values)
+        return _FileReader(self.at / file, shown, expected, values)
 
     @functools.cached_property
     def _expected(self) -> Mapping[str, Digest] | None:
@@ -165,7 +160,7 @@ class OrbaxValues:
 
     @functools.cached_property
     def _files(self) -> list[str]:
-        found = self._item_dir.keys() if self._expected is None else self._expected
+        found = self.at.keys() if self._expected is None else self._expected
         return [name for name in found if not name.startswith(_OF_DATABASE)]
 
     def _listed(self, name: str, shown: str) -> Digest:
@@ -176,7 +171,7 @@ class OrbaxValues:
 
     def _file(self, name: str) -> memoryview:
         shown = f"{self.name}/{name}"
-        data = (self._item_dir / name).read(shown)
+        data = (self.at / name).read(shown)
         if self._expected is not None:
             digests.check_bytes(data, self._listed(name, shown), shown)
         return memoryview(data)
@@ -186,13 +181,13 @@ class OrbaxValues:
         if not any(name.startswith(_OF_DATABASE) for name in self._expected or _OF_DATABASE):
             return Index({}, {})  # If all leaves are strings or None, the item has no database.
         try:
-            return ocdbt.index(reachable(self._item_dir))
+            return ocdbt.index(reachable(self.at))
         except (ValueError, OSError, LookupError) as error:
             raise self._damage("a database of dense leaves", str(error)) from error
 
     def _damage(self, expected: str, found: object) -> Damaged:
         """Returns the damage of the item, or of one of its files if the digests reveal it."""
-        known = digests.check_files(self._item_dir, self._expected or {}, shown=self.name)
+        known = digests.check_files(self.at, self._expected or {}, shown=self.name)
         return known[0] if known else Damaged(self.name, expected, f"{found}")
 
 

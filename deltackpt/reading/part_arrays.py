@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
-from deltackpt.layers.merge import Source
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
@@ -25,24 +24,8 @@ from deltackpt.storage.digests import ChunkSums, Digest
 from deltackpt.storage.store import StorePath
 
 
-class PartArrays(Source, Protocol):
-    """The stored arrays of a part; every read is verified, and raises Damaged."""
-
-    def check(self, segment: Segment) -> None:
-        """Raises Damaged if the stored bytes are too short for the arrays of a segment."""
-        ...
-
-    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
-        ...
-
-    def files_of(self, segment: Segment) -> dict[str, int]:
-        """Returns the stored bytes of a segment in each file, by path below the item's folder."""
-        ...
-
-
 class ZarrArrays:
-    """One Zarr array in files of its own for each array; see ``PartArrays``."""
+    """One Zarr array in files of its own for each array; every read is verified."""
 
     def __init__(self, item_dir: StorePath, record: Manifest):
         self._item_dir, self._record = item_dir, record
@@ -65,7 +48,7 @@ class ZarrArrays:
         }
 
     def files_of(self, segment: Segment) -> dict[str, int]:
-        """See ``PartArrays``; without ``zarr.json``."""
+        """Returns the stored bytes of a segment in each file, by path below the item's folder."""
         return {
             f"{self._directory(segment, entry).below(self._item_dir)}/{name}": digest.length
             for entry in segment.arrays
@@ -73,11 +56,11 @@ class ZarrArrays:
         }
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """See ``PartArrays``."""
+        """Returns the name of an array in errors."""
         return self._directory(segment, entry).shown(5)
 
     def check(self, segment: Segment) -> None:
-        """See ``PartArrays``.
+        """Raises Damaged if the stored bytes are too short for the arrays of a segment.
 
         The digests contain the length of each file, and the first chunk of each array its own.
         """
@@ -99,13 +82,13 @@ class ZarrArrays:
                 yield name
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """See ``PartArrays``; a base has ranges only."""
+        """Must not be called: a base has ranges only."""
         raise AssertionError(f"row indices of {segment.name}, which is in a base")
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
-        """See ``PartArrays``."""
+        """Reads elements ``[start, stop)`` of an array's first axis; raises Damaged."""
         directory = self._directory(segment, entry)
         sums = self._sums.get(directory.below(self._item_dir), {})
         arrays.read_array(directory, entry, start, stop, out, checksums=sums)
@@ -119,7 +102,7 @@ class ZarrArrays:
 
 
 class LayerArrays:
-    """A layer; see ``PartArrays``."""
+    """A layer; every read is verified."""
 
     def __init__(self, opened: Callable[[], LayerReader], *, name: str, file: str):
         """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL."""
@@ -133,16 +116,16 @@ class LayerArrays:
         return self._opened()
 
     def files_of(self, segment: Segment) -> dict[str, int]:
-        """See ``PartArrays``."""
+        """See ``ZarrArrays``."""
         stored = (self.bytes_of(segment, entry, 0, entry.shape[0]) for entry in segment.arrays)
         return {self._file: sum(stored)}
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """See ``PartArrays``."""
+        """See ``ZarrArrays``."""
         return f"{self._name}: row group {segment.name!r}, array {entry.name!r}"
 
     def check(self, segment: Segment) -> None:
-        """See ``PartArrays``; the footer bounds each array by the length of the file."""
+        """See ``ZarrArrays``; the footer bounds each array by the length of the file."""
         self._group(segment)
         for entry in segment.arrays:
             if entry.name != naming.GAPS:
@@ -154,13 +137,13 @@ class LayerArrays:
         return 0 if held is None else self.layer.bytes_of(held, start, stop)
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """See ``PartArrays``."""
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
         return self.layer.rows(self._group(segment), first, stop)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
-        """See ``PartArrays``."""
+        """See ``ZarrArrays``."""
         array = self._array(segment, entry)
         if out.flags.c_contiguous:
             self.layer.read_into(array, start, stop, out)
@@ -171,7 +154,7 @@ class LayerArrays:
 
     @functools.cached_property
     def _groups(self) -> dict[str, RowGroup]:
-        return {group.name: group for group in self.layer.row_groups()}
+        return {group.name: group for group in self.layer.manifest.row_groups}
 
     def _group(self, segment: Segment) -> RowGroup:
         if segment.name in self._checked:
@@ -192,6 +175,9 @@ class LayerArrays:
             held = None if found is None else (found.shape, found.dtype, found.compression)
             raise Damaged(self.name_of(segment, entry), f"{expected}, as in the record", f"{held}")
         return found
+
+
+PartArrays: TypeAlias = ZarrArrays | LayerArrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

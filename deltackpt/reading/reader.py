@@ -250,15 +250,18 @@ def layers_of(
 
     ``runtime`` reads the manifests of large saves; by default the caller's thread does.
     """
-    coming = [
-        None
-        if runtime is None or save.info.nbytes <= _SMALL_SAVE_BYTES
-        else runtime.submit(save.parts, functools.partial(targets.touch, save.head))
-        for save in saves
-    ]
+
+    def read(save: StoredSave) -> list[StoredPart]:
+        return save.parts(functools.partial(targets.touch, save.head))
+
+    coming = {
+        number: runtime.submit(read, save)
+        for number, save in enumerate(saves)
+        if runtime is not None and save.info.nbytes > _SMALL_SAVE_BYTES
+    }
     return [
-        save.parts(functools.partial(targets.touch, save.head)) if parts is None else parts.result()
-        for save, parts in zip(saves, coming, strict=True)
+        coming[number].result() if number in coming else read(save)
+        for number, save in enumerate(saves)
     ]
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def uncounted(nbytes: int) -> None:
 
 
 class DenseValues(NamedTuple):
-    """The dense leaves of a step or recovery point, decoded; the ``Base`` of what follows it.
+    """The dense leaves of a step or recovery point, decoded; see ``Base``.
 
     ``values`` are those of Orbax's database, and ``files`` the files beside it. ``dtypes`` are
     those of the values that layers contain, ``uint8`` for plain ones.
@@ -89,31 +89,14 @@ class DenseValues(NamedTuple):
         return (self.files if file else self.values).get(name)
 
     def nbytes(self, key: Key) -> int | None:
-        """See ``Base``."""
+        """See ``BaseItem``."""
         found = self.get(key)
         return None if found is None else found.nbytes
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
-        """See ``Base``; a plan has checked that it has the values."""
+        """See ``BaseItem``; a plan has checked that it has the values."""
         for key, out in into.items():
             out[:] = np.frombuffer(self.get(key) or b"", np.uint8)
-
-
-class Base(Protocol):
-    """What is below some layers: an item of Orbax's, or ``DenseValues``."""
-
-    def nbytes(self, key: Key) -> int | None:
-        """Returns a value's size in bytes according to the item, or None."""
-        ...
-
-    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
-        """Reads and verifies values, directly into their destination: (bytes,) uint8.
-
-        Several threads may call ``on_filled``, once with each range of bytes that was read, before
-        it is verified. The callee may modify the range afterwards. Raises Damaged if a value is
-        missing, altered, or has another length.
-        """
-        ...
 
 
 #: Returns memory for a value, of ``shape_of`` it; padding in it may have any contents.
@@ -303,7 +286,7 @@ class StoredItem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BaseItem:
-    """The item of a base, opened only if needed, since it may have been removed; see ``Base``."""
+    """The item of a base, opened only if needed, since it may have been removed."""
 
     save: StoredSave
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save
@@ -315,11 +298,16 @@ class BaseItem:
         return self.item_of(self.save)
 
     def nbytes(self, key: Key) -> int | None:
-        """See ``Base``."""
+        """Returns a value's size in bytes according to the item, or None."""
         return self.item.nbytes(key)
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ignore_range) -> None:
-        """See ``Base``."""
+        """Reads and verifies values, directly into their destination: (bytes,) uint8.
+
+        Several threads may call ``on_filled``, once with each range of bytes that was read, before
+        it is verified. The callee may modify the range afterwards. Raises Damaged if a value is
+        missing, altered, or has another length.
+        """
         before = self.item.bytes_read
         self.item.fill(into, on_filled)
         self.on_bytes(self.item.bytes_read - before)
@@ -330,6 +318,10 @@ class BaseItem:
         found = self.item.read([key for key in self.item.keys() if key[0] or wanted(key[1])])
         self.on_bytes(self.item.bytes_read - before)
         return _split(found)
+
+
+#: What is below some layers.
+Base: TypeAlias = BaseItem | DenseValues
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:

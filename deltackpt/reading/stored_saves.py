@@ -23,7 +23,7 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.format import chain, manifest, naming
-from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo, outline
+from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo
 from deltackpt.format.row_blocks import DenseBlocks, FieldSpec
 from deltackpt.reading import bounds
 from deltackpt.reading.part_arrays import LayerArrays, Shard, arrays_of
@@ -271,7 +271,7 @@ def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
     step_dir = store_path(step_dir)
     at = step_dir / item / naming.manifest_name(0)
     name = at.below(step_dir.parent)
-    return SaveInfo.of(outline(at.read(name), name=name), step_dir.name)
+    return SaveInfo.of(manifest.from_bytes(at.read(name), name=name), step_dir.name)
 
 
 def _read_save(

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locations of a WAL: a directory next to the steps, or a staging directory; progress in it.
 
-If several locations hold an epoch, the nearest is used: it is complete, and the others have only
-the part uploaded so far.
-
-The progress of a process is stored next to the segments and is not fsynced. A restore compares it
-with the segments, and reports durable records that are missing.
+If several locations hold an epoch, only the nearest is complete. The progress of a process is not
+fsynced: a restore compares it with the segments, and reports durable records that are missing.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class WalRecord:
                 segments=segments,
                 complete=self.head.against is None,
             )
-            row_blocks.check(found, remember=True)
+            row_blocks.check(found)
         except InvalidRecord as error:
             raise error.within("dense").damage(self.name) from error
         return found
@@ -149,7 +149,7 @@ class WalRecord:
 
     def _segments(self, wanted: Callable[[RowGroup], bool]) -> tuple[Segment, ...]:
         found = []
-        for group in filter(wanted, self.layer.row_groups()):
+        for group in filter(wanted, self.layer.manifest.row_groups):
             if group.name != REMOVED:
                 try:
                     found.append(segment_of(group, self.layer.arrays(group).values()))

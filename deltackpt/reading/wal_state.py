@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All WAL epochs of a checkpoint directory: which of them are valid, and what they contain.
 
-``WalReader`` reads the valid ones, for restores. Inspection, verification and cleanup also need the
-rest: epochs that the newest header does not continue, damaged headers, segments without a header.
+``WalReader`` reads the valid ones; inspection, verification and cleanup also need the rest.
 """
 
 from __future__ import annotations

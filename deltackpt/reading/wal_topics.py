@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WAL records of Kafka topics, copied into segment files of a private temporary directory.
 
-A reader of segments then reads them as if the WAL were local. Messages are taken in the order of
-their sequence and chunk numbers: a repeated one is dropped. After missing ones, a new segment file
-begins, so the reader reports which records are missing. Messages are not trusted: nothing that they
-claim is allocated, and the records verify themselves when they are read.
+Repeated messages are dropped. After missing ones, a new segment file begins, so the reader reports
+which records are missing. Messages are not trusted: nothing that they claim is allocated, and the
+records verify themselves when they are read.
 """
 
 from __future__ import annotations
