@@ -176,7 +176,7 @@ class WritableRoot(Steps, abc.ABC):
         return None
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Called first, with an all-gather of a job's processes: only saves that all have count."""
+        """Called first, with an all-gather of the processes: only saves that all have count."""
 
     def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
         """Records, before the first save, from which save (or None) a run resumes."""
@@ -191,7 +191,7 @@ class WritableRoot(Steps, abc.ABC):
         """Called in the background of a save once its step is in ``path``; replicates it."""
 
     def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until every save has reached ``Tiers.wait_for``; Damaged if one never can."""
+        """Waits until all saves reach ``Tiers.wait_for``; raises Damaged if one never can."""
 
     def poll_events(self) -> list[events.Event]:
         """Returns the background events since the last call."""

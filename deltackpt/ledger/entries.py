@@ -59,7 +59,7 @@ Hidden = frozenset[tuple[ObjectKey, SaveId]]
 
 
 def prefix_of(unit: ObjectKey, epoch: int, token: str) -> str:
-    """Returns the prefix of a unit's files; ``token``, 8 to 32 hexadecimal digits, is unique."""
+    """Returns the prefix of a unit's files; the ``token`` (8 to 32 hex digits) is unique."""
     if unit.item is None:
         return f"{SAVES}/{unit.step}.{epoch}.{token}"
     return f"{BASES}/{unit.step}.{epoch}.{token}/{unit.item}"
@@ -228,10 +228,6 @@ class State:
     def next_epoch(self) -> int:
         """The epoch of the next claim, which no claim had before."""
         return max(self.epoch, self.entry.withdrawn) + 1
-
-    def is_superseded(self, epoch: int) -> bool:
-        """Returns whether no claim of an epoch can write any more."""
-        return epoch != self.epoch and epoch < self.next_epoch
 
     @functools.cached_property
     def steps(self) -> dict[int, CatalogEntry]:

@@ -102,7 +102,7 @@ class Journal(JournalView):
         """
         lease = Lease.new(0, pending=pending)
         holder = self._claimed_holder = lease.holder
-        self._is_replaced = False
+        self.is_replaced = False
 
         def change(state: State) -> Entry | None:
             if any(one.lease.holder == holder for one in state.entry.claims):
@@ -179,7 +179,7 @@ class Journal(JournalView):
             return found
 
         self._claim = self._patiently(newest)
-        self._stale = self._is_replaced = False
+        self._stale = self.is_replaced = False
         return self._claim
 
     def check(self) -> State:
@@ -393,9 +393,9 @@ class Journal(JournalView):
         epoch = entries.prefix_epoch(prefix)
         if epoch is None or prefix in state.prefixes:
             return False
-        if state.is_superseded(epoch):
-            return True
-        return prefix in self._failed and state.entry.number >= self._sent.get(prefix, 0)
+        is_superseded = epoch != state.epoch and epoch < state.next_epoch
+        is_lost = prefix in self._failed and state.entry.number >= self._sent.get(prefix, 0)
+        return is_superseded or is_lost
 
     def delete(self, prefixes: Iterable[str]) -> None:
         """Deletes the files under prefixes that no entry names."""
@@ -520,7 +520,7 @@ class Journal(JournalView):
     def _require_claim(self, state: State) -> None:
         holder = self.claimed.lease.holder
         is_own = state.claim is not None and state.claim.lease.holder == holder
-        if not is_own or self._lost or self._is_replaced:
+        if not is_own or self._lost or self.is_replaced:
             raise self._superseded(state, holder)
 
     def _superseded(self, state: State, holder: str | None) -> FencedError:

@@ -54,7 +54,7 @@ class JournalView:
         #: The state and the missing entries for which lost saves were last searched.
         self._scanned: tuple[int, ...] = ()
         #: Whether the known journal no longer exists.
-        self._is_replaced = False
+        self.is_replaced = False
         self._lock = threading.Lock()
 
     @property
@@ -71,11 +71,6 @@ class JournalView:
     def lost_saves(self) -> dict[int, Damaged]:
         """Steps with remote files that a lost entry may have committed."""
         return dict(self._lost_saves)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Returns whether a known journal was removed or replaced."""
-        return self._is_replaced
 
     def state(self) -> State:
         """Returns the newest entry's state: one listing, and a read if there is a newer entry.
@@ -192,7 +187,7 @@ class JournalView:
     def _forget(self) -> None:
         """Forgets the known state: its journal was removed or replaced."""
         with self._lock:
-            self._known, self._is_replaced = _NOTHING, True
+            self._known, self.is_replaced = _NOTHING, True
             self._older, self._copies, self._lost = set(), set(), {}
 
     def _scan_for_saves(self, state: State) -> None:

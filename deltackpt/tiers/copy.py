@@ -209,7 +209,9 @@ class _CopyRun:
                 self._progress(self.bytes_written + self.bytes_found, self._total)
 
 
-def _place(where: str | os.PathLike[str], endpoint: str | None, item: str) -> Location:
+def _place(
+    where: str | os.PathLike[str], endpoint: str | None, item: str = naming.EMBEDDINGS_ITEM
+) -> Location:
     path = buckets.file_path(where)
     if path is not None:
         return Directory(path.absolute(), item)

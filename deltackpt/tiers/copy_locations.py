@@ -143,7 +143,7 @@ class Directory:
         return inventory.every_digest(self.store_path(unit), unit.item or self.item, base=is_base)
 
     def holds(self, unit: ObjectKey, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
-        """Returns whether a unit is complete there, for ``recheck`` byte by byte; TargetDiffers."""
+        """Returns whether a unit is complete, or raises TargetDiffers; ``recheck`` reads it all."""
         folder, aside = self._folder(unit), self._aside(unit)
         if not os.path.lexists(folder):
             if aside.is_dir():  # An earlier copy was interrupted while replacing it.

@@ -279,10 +279,8 @@ def _reconciled_orders(
         return None
     if _is_of_another_root(old, state):
         expected = "the checkpoint directory that it was last used for, found another one"
-        _move_aside(stage, local, old, state, expected)
     elif _continued_elsewhere(old, state):
         expected = "that no other trainer ran since it was last used, found that one did"
-        _move_aside(stage, local, old, state, expected)
     else:
         done = stage.progress(old.holder)
         return dataclasses.replace(
@@ -290,6 +288,7 @@ def _reconciled_orders(
             rolled_back=tuple(one for one in old.rolled_back if one.number > done.orders),
             retired=tuple(one for one in old.retired if one.number > done.retired),
         )
+    _move_aside(stage, local, old, state, expected)
     return dataclasses.replace(old, rolled_back=(), retired=())
 
 
@@ -301,9 +300,8 @@ def _drop_what_was_at_the_root(stage: StagingDir, local: Root, state: State) -> 
             if at_root is not None:
                 local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
             continue
-        if at_root is not None and at_root.save_id == info.save_id:
-            continue
-        if state.was_committed(info.save_id):
+        is_at_root = at_root is not None and at_root.save_id == info.save_id
+        if not is_at_root and state.was_committed(info.save_id):
             local.remove_steps([step])  # It was uploaded and has been retired remotely.
 
 

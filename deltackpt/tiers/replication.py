@@ -354,7 +354,7 @@ class ReplicationClient:
         return self._sources.get(save_id, "staging")
 
     def committed(self, orders: Orders) -> None:
-        """Replicates staged saves; StorageError if the extents fail, or are full until the end."""
+        """Replicates staged saves; raises StorageError if the extents fail or stay full."""
         self.start()
         self.process.wake()
         self._find_peers()
