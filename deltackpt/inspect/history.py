@@ -106,20 +106,19 @@ def history(
     ``all_steps`` ignores steps that have been removed.
     """
     asked = _checked_rows(rows)
-    table = named(table, _tables_at(read, steps, all_steps))
+    removed = (StepNotFound, StepGone) if all_steps else ()
+    known: set[str] = set()
+    for step in steps:
+        with contextlib.suppress(*removed):
+            known.update(one.name for one in read(step).head.tables)
+    table = named(table, known)
     ordered, within = np.unique(asked, return_inverse=True)
     walk = _Walk(read, saves_of, table, field, ordered)
     states: dict[int, _State] = {}
     for step in steps:
-        try:
-            save = read(step)
-            state = walk.at(save)
-        except (StepNotFound, StepGone):
-            if not all_steps:
-                raise
-            continue
-        if state is not None:
-            states[step] = state
+        with contextlib.suppress(*removed):
+            if (state := walk.at(read(step))) is not None:
+                states[step] = state
     kinds_of: dict[int, Literal["full", "soft"]] = {}
     if log is not None:
         for point, state in _at_points(log, walk, read):
@@ -171,19 +170,6 @@ def _at_points(
             if point.step not in told:
                 told.add(point.step)
                 yield point, state
-
-
-def _tables_at(
-    read: Callable[[int], StoredSave], steps: Sequence[int], all_steps: bool
-) -> set[str]:
-    found: set[str] = set()
-    for step in steps:
-        try:
-            found.update(table.name for table in read(step).head.tables)
-        except (StepNotFound, StepGone):
-            if not all_steps:
-                raise
-    return found
 
 
 def _kinds_text(states: Mapping[int, _State]) -> str:

@@ -240,7 +240,6 @@ class PointSaves(Saves):
         plan: ReplayPlan,
         row_indices: RowIndexCache | None = None,
     ):
-        """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
         super().__init__(saves, row_indices)
         self.plan = plan
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
@@ -287,7 +286,6 @@ class RowIndexCache:
     """LRU cache of the row indices of deltas. Thread-safe."""
 
     def __init__(self) -> None:
-        """Caches nothing yet."""
         self._nbytes = 0
         self._held: collections.OrderedDict[_Place, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()

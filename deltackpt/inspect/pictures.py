@@ -191,30 +191,25 @@ def count_axis(ax: Axes, most: int, label: str) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Artist:
-    """Marks bases at the upper edge; returns the artist."""
+def mark_steps(
+    ax: Axes,
+    steps: Sequence[int],
+    color: str = GREY,
+    *,
+    height: float = 1.0,
+    marker: str = "v",
+    size: float = 5,
+) -> Artist:
+    """Marks steps at a share of the height of the axes; returns the artist."""
     return ax.plot(
         steps,
-        np.ones(len(steps)),
+        np.full(len(steps), height),
         linestyle="none",
-        marker="v",
-        markersize=5,
+        marker=marker,
+        markersize=size,
         color=color,
         transform=ax.get_xaxis_transform(),
         clip_on=False,
-    )[0]
-
-
-def mark_damaged(ax: Axes, steps: Sequence[int]) -> Artist:
-    """Marks unreadable steps at the lower edge; returns the artist."""
-    return ax.plot(
-        steps,
-        np.full(len(steps), 0.04),
-        linestyle="none",
-        marker="X",
-        markersize=9,
-        color=RED,
-        transform=ax.get_xaxis_transform(),
     )[0]
 
 

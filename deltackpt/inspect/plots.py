@@ -98,7 +98,8 @@ def timeline(
             entries.append((label, ax.plot(steps, sizes, linestyle="none", **look)[0]))
     damaged = [save.step for save in saves if save.problem]
     if damaged:
-        entries.append(("cannot be restored", pictures.mark_damaged(ax, damaged)))
+        marks = pictures.mark_steps(ax, damaged, pictures.RED, height=0.04, marker="X", size=9)
+        entries.append(("cannot be restored", marks))
     pictures.legend(ax, entries)
     total = units.size(disk_bytes(saves, compacted))
     bases = f"; {count(len(compacted), 'compacted base')}" if compacted else ""
@@ -127,9 +128,9 @@ def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -
     drawn = ax.plot(steps, lengths, drawstyle="steps-mid", **look)[0]
     entries: list[tuple[str, Artist]] = [("deltas", drawn)]
     if bases := [save.step for save in whole if save.kind == "base"]:
-        entries.append(("base", pictures.mark_bases(ax, bases)))
+        entries.append(("base", pictures.mark_steps(ax, bases)))
     if compacted := [save.step for save in whole if save.compacted]:
-        entries.append(("compacted base", pictures.mark_bases(ax, compacted, pictures.GREEN)))
+        entries.append(("compacted base", pictures.mark_steps(ax, compacted, pictures.GREEN)))
     pictures.count_axis(ax, max(lengths), "deltas")
     pictures.legend(ax, entries)
     most = f"at most {count(max(lengths), 'delta')}"
@@ -140,10 +141,7 @@ def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -
 
 
 def touched_fraction(
-    ck: Checkpoints | Sequence[Save],
-    tables: Sequence[str] | None = None,
-    *,
-    ax: Axes | None = None,
+    ck: Checkpoints | Sequence[Save], tables: Sequence[str] | None = None, *, ax: Axes | None = None
 ) -> Figure:
     """Plots the share of each table's rows in each delta.
 
@@ -171,7 +169,7 @@ def touched_fraction(
     entries = _draw_lines(ax, steps, {name: shares[name] for name in ranked})
     pictures.share_axis(ax, np.array(list(shares.values())), "rows touched since the parent")
     if bases := [save.step for save in saves if save.kind == "base"]:
-        entries.append(("base: all rows", pictures.mark_bases(ax, bases)))
+        entries.append(("base: all rows", pictures.mark_steps(ax, bases)))
     pictures.legend(ax, entries)
     which = _chosen(ranked, "with the most rows written") + _windows(len(steps))
     pictures.title(ax, f"Share of rows in deltas{which}")

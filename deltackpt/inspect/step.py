@@ -315,7 +315,6 @@ class Step:
 
 
 def _page(step: Step) -> str:
-    """A step: its tables and dense leaves."""
     chain = " → ".join(step.reads)
     parts = [
         descriptions.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")
@@ -346,7 +345,6 @@ def field_lines(step: Step) -> list[tuple[object, ...]]:
 
 
 def _table_page(found: Table) -> str:
-    """A table: what it is, and its first rows."""
     rows = min(_SHOWN_ROWS, len(found))
     first = found[:rows].reshape(rows, -1)
     shown = min(8, first.shape[1])
