@@ -43,7 +43,7 @@ def examine(
             )
         else:
             found += _examine_directory(where, read_only=read_only)
-    found += [machine.memory_finding(), machine.open_files_finding(), machine.processors_finding()]
+    found += [machine.memory_finding(), machine.open_files_finding()]
     found += machine.huge_page_findings()
     found += machine.version_findings()
     found += _unless_missing("software", "checksums", machine.checksum_findings)
@@ -58,15 +58,9 @@ def _unless_missing(
     try:
         return list(look())
     except ImportError as error:
-        return [
-            Finding(
-                subject,
-                "problem",
-                f"cannot be checked: {error}",
-                action="install the missing package: pip install deltackpt",
-                area=area,
-            )
-        ]
+        action = "install the missing package: pip install deltackpt"
+        found = f"cannot be checked: {error}"
+        return [Finding(subject, "problem", found, action=action, area=area)]
 
 
 # The directory.

@@ -319,18 +319,13 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
 
 
 def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
-    now = time.time()
-    cut = {name: _age_secs(path / name, now) for name in entries if is_leftover(name)}
-    if cut:
-        yield Finding(
+    for subject, found, meaning, action in (
+        (
             "unfinished steps",
-            "note",
-            ", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
+            [path / name for name in entries if is_leftover(name)],
             "A save in flight, or an interrupted one; readers ignore it.",
             "none: the next trainer that opens the directory removes leftovers",
-            figures={"ages_secs": cut},
-        )
-    for subject, found, meaning, action in (
+        ),
         (
             "moved-aside steps",
             sorted(path.glob(f"{naming.ROLLED_BACK}/*/[0-9]*")),
@@ -361,13 +356,6 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             text = f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}"
             figures = {"count": len(found)}
             yield Finding(subject, "note", text, meaning, action, figures=figures)
-
-
-def _age_secs(path: Path, now: float) -> float | None:
-    """Age of a file or directory in seconds; None if it was removed."""
-    with contextlib.suppress(FileNotFoundError):
-        return round(now - path.stat().st_mtime, 1)
-    return None
 
 
 def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:

@@ -59,10 +59,8 @@ def file_text(path: str | Path) -> str:
         return ""
 
 
-def ago_text(secs: float | None) -> str:
-    """Formats an age in seconds; None means that the object was removed."""
-    if secs is None:
-        return "removed since"
+def ago_text(secs: float) -> str:
+    """Formats an age in seconds."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if secs >= length:
             return f"{secs / length:.0f} {unit} old"
@@ -320,20 +318,6 @@ def open_files_finding() -> Finding:
         area="machine",
         figures={"soft": soft, "hard": hard},
     ).ok_if(soft == unlimited or soft >= 1024)
-
-
-def processors_finding() -> Finding:
-    """Checks how many CPUs this process may use."""
-    count = len(os.sched_getaffinity(0))
-    return Finding(
-        "CPUs",
-        "note",
-        f"{count} for this process ({platform.machine()})",
-        "Saves encode and write during training steps.",
-        "give the job another CPU",
-        area="machine",
-        figures={"count": count},
-    ).ok_if(count > 1)
 
 
 def huge_page_findings() -> Iterator[Finding]:
