@@ -77,12 +77,6 @@ class Pace:
 _NICE = 10
 
 
-def lower() -> None:
-    """Lowers the calling thread's priority; on Linux, niceness is per thread."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 def pin(cpus: Collection[int] | None) -> None:
     """Restricts the calling thread and its children to some CPUs; None allows all.
 
@@ -91,18 +85,6 @@ def pin(cpus: Collection[int] | None) -> None:
     if cpus is not None:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), cpus)
-
-
-def check(cpus: Collection[int] | None) -> None:
-    """Raises ``OptionError`` if this process may not use one of the CPUs."""
-    if cpus is None:
-        return
-    allowed = os.sched_getaffinity(0)
-    if missing := sorted(set(cpus) - allowed):
-        raise OptionError(
-            f"Background.cpus: expected CPUs that this process may use, {sorted(allowed)}, found "
-            f"{missing}; choose others, or request more from the scheduler"
-        )
 
 
 #: Concurrent fsyncs; 22 files take 14 ms instead of 108.
@@ -266,12 +248,18 @@ class Runtime:
 
         ``size`` is the number of threads beside the caller's, by default ``threads - 1``.
         """
-        check(cpus)
+        allowed = os.sched_getaffinity(0)
+        if missing := sorted(set(cpus or ()) - allowed):
+            raise OptionError(
+                f"Background.cpus: expected CPUs that this process may use, {sorted(allowed)}, "
+                f"found {missing}; choose others, or request more from the scheduler"
+            )
 
         def set_up() -> None:
             pin(cpus)
             if low_priority:
-                lower()
+                with contextlib.suppress(OSError):  # On Linux, niceness is per thread.
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
         self.threads = threads
         self.memory = Memory(memory_bytes)

@@ -41,7 +41,12 @@ _PROBES, _PROBE = "journal", "probe."
 _NODES = "nodes"
 #: Token for a node store: a secret, like the keys of other services.
 _NODES_TOKEN = "DELTACKPT_NODES_TOKEN"
-_AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+#: Driver to the variables that name the endpoint of a service.
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gcs": (_GCS_ENDPOINT,),
+    "azure": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,37 +208,30 @@ def _by_spec(text: str, endpoint: str | None) -> BucketLocation:
 
 
 def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:
-    found: dict[str, Any]
+    driver = spec["driver"]
     redaction.check_endpoint(endpoint)
-    if spec["driver"] == "gcs":
-        if endpoint is not None:
-            known = os.environ.get(_GCS_ENDPOINT)
-            redaction.check_endpoint(known)
-            if known != endpoint:
-                raise OptionError(
-                    f"gs://{spec['bucket']}: expected {_GCS_ENDPOINT}={endpoint} in the "
-                    "environment, from which alone TensorStore takes the endpoint of gs:// URLs, "
-                    f"found {known or 'none'}; set it before the program starts"
-                )
-        return {**spec, "gcs_request_retries": _RETRIES}
-    if spec["driver"] == "azure":
-        known = (os.environ[name] for name in _AZURE_ENDPOINTS if os.environ.get(name))
-        endpoint = endpoint or next(known, None)
-        redaction.check_endpoint(endpoint)
-        found = {"azure_request_retries": _RETRIES, **spec}
-        return found if endpoint is None else {**found, "endpoint": endpoint}
-    if spec["driver"] != "s3":
+    if driver not in _ENDPOINTS:
         if endpoint is None:
             return spec
         raise OptionError(
-            f"{spec['driver']}: expected an s3://, gs:// or az:// URL with an endpoint; leave the "
-            "endpoint out"
+            f"{driver}: expected an s3://, gs:// or az:// URL with an endpoint; leave the endpoint "
+            "out"
         )
-    found = {"s3_request_retries": _RETRIES, **spec}
-    endpoint = (
-        endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    )
+    known = next((os.environ[name] for name in _ENDPOINTS[driver] if os.environ.get(name)), None)
+    if driver == "gcs":
+        if endpoint not in (None, known):
+            redaction.check_endpoint(known)
+            raise OptionError(
+                f"gs://{spec['bucket']}: expected {_GCS_ENDPOINT}={endpoint} in the environment, "
+                "from which alone TensorStore takes the endpoint of gs:// URLs, found "
+                f"{known or 'none'}; set it before the program starts"
+            )
+        return {**spec, "gcs_request_retries": _RETRIES}
+    endpoint = endpoint or known
     redaction.check_endpoint(endpoint)
+    found: dict[str, Any] = {f"{driver}_request_retries": _RETRIES, **spec}
+    if driver == "azure":
+        return found if endpoint is None else {**found, "endpoint": endpoint}
     if endpoint is not None:
         region = next((os.environ[name] for name in _REGIONS if os.environ.get(name)), "us-east-1")
         found = {"aws_region": region, **found, "endpoint": endpoint}

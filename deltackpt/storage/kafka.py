@@ -109,13 +109,11 @@ class Topic:
     def check(self, *, partitions: int, message_bytes: int, timeout_secs: float) -> None:
         """Raises ``OptionError`` if the topic is missing, too small or would lose records."""
         client = self._admin()
-        found = client.metadata(timeout_secs)
-        if len(found.partitions) < partitions:
-            raise self._unfit(
-                f"a partition for each of {partitions} processes", f"{len(found.partitions)}"
-            )
+        found = client.metadata(timeout_secs).topics[self.name].partitions
+        if len(found) < partitions:
+            raise self._unfit(f"a partition for each of {partitions} processes", f"{len(found)}")
         options = client.topic_options()
-        copies = min(len(one.replicas) for one in found.partitions.values())
+        copies = min(len(one.replicas) for one in found.values())
         if copies < 2:
             events.warn(f"{self}: it has one replica: if that broker is lost, its records are lost")
         needed = min(2, copies)
@@ -152,7 +150,7 @@ class Topic:
         """Returns what each partition holds; everything acknowledged by now is included."""
         with self._lock:
             client = self._reader()
-            found = client.metadata().partitions
+            found = client.metadata().topics[self.name].partitions
             wanted = sorted(found if partitions is None else partitions)
             return {one: client.offsets(one) for one in wanted}
 
@@ -307,7 +305,7 @@ class _KafkaClient:
                 ) from None
 
     def metadata(self, timeout_secs: float = REQUEST_SECS) -> Any:
-        """Returns the topic's partitions with ``cluster_id``; raises if the topic is not usable."""
+        """Returns the metadata of the cluster and the topic; raises if the topic is not usable."""
         deadline, kafka = time.monotonic() + timeout_secs, self._kafka
         while True:
             error = None
@@ -316,7 +314,7 @@ class _KafkaClient:
                 one = found.topics[self.topic]
                 error = one.error
                 if error is None and one.partitions:
-                    return _Metadata(one.partitions, found.cluster_id)
+                    return found
             except kafka.KafkaException as raised:
                 error = raised.args[0]
             self.client.poll(0)
@@ -481,13 +479,6 @@ class _KafkaClient:
             self._denied = text
         if len(self.failures) < 4:
             self.failures.add(text)
-
-
-class _Metadata(NamedTuple):
-    """The partitions of a topic by their numbers, and the id of its cluster."""
-
-    partitions: Mapping[int, Any]
-    cluster_id: str | None
 
 
 class _QuietLog:
