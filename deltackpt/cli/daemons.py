@@ -79,9 +79,7 @@ def follow(
     "  deltackpt upload /dev/shm/run-17 --until-empty"
 )
 @click.argument(
-    "stage",
-    metavar="STAGING",
-    type=terminal.UserPath(exists=True, file_okay=False, path_type=Path),
+    "stage", metavar="STAGING", type=terminal.UserPath(exists=True, file_okay=False, path_type=Path)
 )
 @click.option(
     "--until-empty",

@@ -172,12 +172,7 @@ def show(
 @click.argument("b", type=terminal.STEP)
 @terminal.item
 @terminal.endpoint
-@click.option(
-    "--table",
-    "tables",
-    multiple=True,
-    help="Only this table; repeatable.",
-)
+@click.option("--table", "tables", multiple=True, help="Only this table; repeatable.")
 @_field
 @click.option(
     "--largest", type=click.IntRange(min=0), default=5, show_default=True, help="Rows to list."

@@ -56,12 +56,7 @@ def group() -> None:
 @click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
 @terminal.as_json
 def start(
-    directory: str,
-    address: str,
-    item: str,
-    wait_secs: float | None,
-    as_json: bool,
-    **options: Any,
+    directory: str, address: str, item: str, wait_secs: float | None, as_json: bool, **options: Any
 ) -> None:
     """Start the hot standby of DIRECTORY, or its missing actors."""
     connect(address)

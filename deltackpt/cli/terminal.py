@@ -100,9 +100,7 @@ item = click.option(
     metavar="NAME",
 )
 endpoint = click.option(
-    "--endpoint",
-    help="Server of a bucket, if it is not the provider's own.",
-    metavar="ADDRESS",
+    "--endpoint", help="Server of a bucket, if it is not the provider's own.", metavar="ADDRESS"
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
