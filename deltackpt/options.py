@@ -65,12 +65,15 @@ class Timeouts:
         _check_positive(self, *names, what="number of seconds", most=threading.TIMEOUT_MAX)
 
 
+def _wrong(options: object, name: str, expected: str) -> OptionError:
+    found = getattr(options, name)
+    return OptionError(f"{type(options).__name__}.{name}: expected {expected}, found {found!r}")
+
+
 def _check_known(options: object, **kinds: object) -> None:
     for name, kind in kinds.items():
-        if (found := getattr(options, name)) not in (known := get_args(kind)):
-            raise OptionError(
-                f"{type(options).__name__}.{name}: expected one of {known}, found {found!r}"
-            )
+        if getattr(options, name) not in (known := get_args(kind)):
+            raise _wrong(options, name, f"one of {known}")
 
 
 def _check_positive(
@@ -81,10 +84,7 @@ def _check_positive(
         is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
         if not (is_number and 0 < float(found) <= most):
             limit = "" if most == math.inf else f" of at most {most:g}"
-            raise OptionError(
-                f"{type(options).__name__}.{name}: expected a positive {what}{limit}, found "
-                f"{found!r}"
-            )
+            raise _wrong(options, name, f"a positive {what}{limit}")
 
 
 def _check_kind(options: object, kinds: type | tuple[type, ...], *attributes: str) -> None:
@@ -137,10 +137,7 @@ class DeltaOptions:
         _check_known(self, tracking=Tracking, bases=Bases, base_snapshot=BaseSnapshot)
         _check_kind(self, bool, "tracking_audit")
         if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
-            raise OptionError(
-                "DeltaOptions.policy: expected a base-or-delta policy such as Consecutive(), "
-                f"found {self.policy!r}"
-            )
+            raise _wrong(self, "policy", "a base-or-delta policy such as Consecutive()")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,15 +189,10 @@ class Extents:
         _check_path(self, "directory", optional=False)
         _check_at_least_one(self, "nbytes", "extent_bytes")
         if self.extent_bytes < 2 * block or self.extent_bytes % block:
-            raise OptionError(
-                f"Extents.extent_bytes: expected a multiple of {block} of at least {2 * block}, "
-                f"found {self.extent_bytes!r}"
-            )
+            raise _wrong(self, "extent_bytes", f"a multiple of {block} of at least {2 * block}")
         if self.nbytes < 6 * self.extent_bytes:
-            raise OptionError(
-                f"Extents.nbytes: expected at least six extents of {self.extent_bytes:,} bytes "
-                f"(two bases and four deltas), found {self.nbytes!r}"
-            )
+            least = f"six extents of {self.extent_bytes:,} bytes (two bases and four deltas)"
+            raise _wrong(self, "nbytes", f"at least {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,9 +235,7 @@ def _check_at_least_one(options: object, *attributes: str) -> None:
     for name in attributes:
         found = getattr(options, name)
         if not (isinstance(found, int) and not isinstance(found, bool) and found >= 1):
-            raise OptionError(
-                f"{type(options).__name__}.{name}: expected at least 1, found {found!r}"
-            )
+            raise _wrong(options, name, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,10 +325,7 @@ class Background:
         if self.cpus is not None:
             is_some = isinstance(self.cpus, Collection) and len(self.cpus) > 0
             if not (is_some and all(isinstance(cpu, int) and cpu >= 0 for cpu in self.cpus)):
-                raise OptionError(
-                    "Background.cpus: expected at least one CPU number, or None for all, "
-                    f"found {self.cpus!r}"
-                )
+                raise _wrong(self, "cpus", "at least one CPU number, or None for all")
             object.__setattr__(self, "cpus", frozenset(self.cpus))
         if self.bytes_per_sec is not None:
             _check_positive(self, "bytes_per_sec", what="number of bytes per second")
@@ -390,18 +377,13 @@ class KafkaWal:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.topic, str) and kafka.TOPIC.fullmatch(self.topic)):
-            raise OptionError(
-                "KafkaWal.topic: expected up to 249 letters, digits, dots, hyphens and "
-                f"underscores, found {self.topic!r}"
-            )
+            allowed = "letters, digits, dots, hyphens and underscores"
+            raise _wrong(self, "topic", f"up to 249 {allowed}")
         if not callable(self.config):
             kafka.check_config(self.config)
         _check_at_least_one(self, "chunk_bytes")
         if self.chunk_bytes < _LEAST_CHUNK_BYTES:
-            raise OptionError(
-                f"KafkaWal.chunk_bytes: expected at least {_LEAST_CHUNK_BYTES}, found "
-                f"{self.chunk_bytes}"
-            )
+            raise _wrong(self, "chunk_bytes", f"at least {_LEAST_CHUNK_BYTES}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -510,10 +492,7 @@ class Dense:
                     "choose one of them"
                 )
         if self.max_error is not None and not is_at_least_zero(self.max_error):
-            raise OptionError(
-                "Dense.max_error: expected None or a finite number of at least 0, found "
-                f"{self.max_error!r}"
-            )
+            raise _wrong(self, "max_error", "None or a finite number of at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,13 +114,9 @@ class _Bounded:
     max_delta_ratio: float = 0.8
 
     def __post_init__(self) -> None:
-        if self.max_chain < 1:
-            raise OptionError(f"max_chain: expected at least 1, found {self.max_chain}")
-        if not self.max_restore_ratio >= 1:
-            raise OptionError(
-                f"max_restore_ratio: expected at least 1, found {self.max_restore_ratio}"
-            )
-
+        for name in ("max_chain", "max_restore_ratio"):
+            if not (found := getattr(self, name)) >= 1:
+                raise OptionError(f"{name}: expected at least 1, found {found}")
         if not self.max_delta_ratio > 0:
             raise OptionError(
                 f"max_delta_ratio: expected a positive number, found {self.max_delta_ratio}"
