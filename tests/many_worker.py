@@ -850,7 +850,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: before the rename": _around_rename(True),
     "commit: between the rename and the fsync": _after_system_rename,
     "commit: after the rename": _around_rename(False),
-    "checking the options": _before(runtime, "check"),
+    "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _before(manager, "Catalog"),
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pending_save, "capture"),
