@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 from jax.experimental import multihost_utils
@@ -327,14 +327,14 @@ class Coordinator:
         return self.gather(what, [value] if self.index == 0 else [])[0][0]
 
     @contextlib.contextmanager
-    def together(self, what: str, *, fatal: bool = False) -> Iterator[list[Any]]:
+    def together(self, what: str, *, fatal: bool = False) -> Iterator[list[object]]:
         """Runs a block; afterwards either every process raises, or none does.
 
         If another process failed, the others raise ``ProcessFailed``, ``StepGone`` if the step was
         removed, or else ``RestoreError``: another step may succeed, unless the block is ``fatal``.
         Afterwards, the yielded list has the JSON values of process 0.
         """
-        values: list[Any] = []
+        values: list[object] = []
         error: Exception | None = None
         try:
             with self.alive():
@@ -352,11 +352,11 @@ class Coordinator:
         with self.together(what, fatal=fatal) as values:
             if self.index == 0:
                 values.append(find())
-        return values[0]
+        return cast(_Json, values[0])
 
     def _outcome(
-        self, what: str, error: Exception | None, values: list[Any], fatal: bool
-    ) -> list[Any]:
+        self, what: str, error: Exception | None, values: list[object], fatal: bool
+    ) -> list[object]:
         """Returns process 0's values unless a process failed: then every process raises."""
         own: _Failure | None = None
         if error is not None:
