@@ -35,6 +35,7 @@ from deltackpt.resources import host_memory
 from deltackpt.restore.sources import DenseFiles
 from deltackpt.restore.step_reader import DenseRead
 from deltackpt.state import placement
+from deltackpt.state.paths import nest
 from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class StoredLeaves:
                 found |= orbax_dense.by_key(
                     orbax_dense.abstract(orbax_dense.handler().metadata(folder))
                 )
-        return _nested(found)
+        return nest(found.items())
 
     def restored(
         self, abstract: dict[str, Any] | None, step: int, keys: Collection[KeyPath] | None = None
@@ -209,7 +210,7 @@ class StoredLeaves:
                 key: StoredLeaf("number" if one.is_number else "array", one.shape, one.dtype)
                 for key, one in placed.items()
             }
-            orbax_dense.check(abstract, _nested({**found, **arrays, **known}), step)
+            orbax_dense.check(abstract, nest({**found, **arrays, **known}.items()), step)
         boxes = {
             key: _boxes(None if wanted is None or array.is_number else wanted[key], array.shape)
             for key, array in placed.items()
@@ -232,7 +233,7 @@ class StoredLeaves:
             leaves[key] = self._placed(array, values, boxes[key], template)
         if left:
             own = {k: data for k, data in values.items() if k.rpartition("/")[0] in names}
-            asked = None if wanted is None else _nested({key: wanted[key] for key in left})
+            asked = None if wanted is None else nest((key, wanted[key]) for key in left)
             with self._folder(described._replace(values={**described.values, **own})) as folder:
                 args = orbax_dense.restore_args(asked, rest)
                 try:
@@ -248,7 +249,7 @@ class StoredLeaves:
                     with self._nonsense_is_damage():
                         raise
                 leaves |= orbax_dense.by_key(restored)
-        whole = orbax_dense.restored(_nested(leaves), abstract, step)
+        whole = orbax_dense.restored(nest(leaves.items()), abstract, step)
         if wanted is None:
             with self._nonsense_is_damage():
                 files = self._outline.files.items()
@@ -442,13 +443,3 @@ def _boxes(leaf: Any, shape: Sequence[int]) -> dict[Any, _Box]:
         device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         for device, index in indices.items()
     }
-
-
-def _nested(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        node = tree
-        for step in key[:-1]:
-            node = node.setdefault(step, {})
-        node[key[-1]] = leaf
-    return tree

@@ -105,15 +105,12 @@ def _restored(directory: Path, step: int, item: str, progress: Progress | None) 
 
 def _only(state: PyTree, wanted: Collection[str]) -> PyTree:
     """Selects leaves of nested dicts and lists; returns them in nested dicts."""
-    found: dict[Hashable, PyTree] = {}
+    found: list[tuple[Sequence[Hashable], PyTree]] = []
     for path, leaf in tree_util.tree_leaves_with_path(state, is_leaf=paths.is_empty):
         keys = [step.key if isinstance(step, tree_util.DictKey) else str(step.idx) for step in path]
         if "/".join(map(str, keys)) in wanted:
-            node = found
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = leaf
-    return found
+            found.append((keys, leaf))
+    return paths.nest(found)
 
 
 def _warn_of_nnx(state: PyTree) -> None:

@@ -39,7 +39,6 @@ def read_state(
     root.await_readable(step)
     save = stored_saves.read_save(root.at(step), item)
     flat = paths.flatten_with_paths(template, _stays)
-    _, treedef = paths.flatten(template, _stays)
     wanted = {
         _place(path): position
         for position, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
@@ -69,7 +68,7 @@ def read_state(
     unused = stored.keys() - wanted.keys()
     return ReadState(
         step=step,
-        state=jax.tree.unflatten(treedef, leaves),
+        state=jax.tree.unflatten(flat.treedef, leaves),
         missing=_names(wanted.keys() - stored.keys()),
         unused=_names(unused - _placeholders(step, save.layout, items, unused)),
         cast=_names(cast),

@@ -11,7 +11,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from deltackpt.format.naming import Leaf, PyTree, listed, matches
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
 Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Leaf], bool]
 
+_Key = TypeVar("_Key")
+
 #: Tables of a manager without handlers: leaves that match and have this many rows, if any do.
 DEFAULT_SELECT = ("**/embedding", "**/embeddings")
 DEFAULT_MIN_ROWS = 4096
@@ -34,11 +36,12 @@ DEFAULT_MIN_ROWS = 4096
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flat:
-    """The leaves of a tree, their canonical paths, and the paths inside nnx Variables."""
+    """The leaves of a tree, their canonical paths, which are in nnx Variables, and the treedef."""
 
     leaves: list[Leaf]
     paths: list[KeyPath]
     in_variable: list[bool]
+    treedef: object
 
 
 def is_empty(node: object) -> bool:
@@ -64,7 +67,7 @@ def flatten(tree: PyTree, stop: Callable[[object], bool]) -> tuple[list[Leaf], o
 
 def flatten_with_paths(tree: PyTree, stop: Callable[[object], bool]) -> Flat:
     """Returns leaves in ``flatten``'s order with their canonical paths."""
-    pairs, _ = tree_util.tree_flatten_with_path(
+    pairs, treedef = tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_empty(node) or stop(node)
     )
     variables = _variable_paths(tree)
@@ -79,13 +82,24 @@ def flatten_with_paths(tree: PyTree, stop: Callable[[object], bool]) -> Flat:
                 steps.append(_entry(key))
         paths.append(tuple(steps))
         inside.append(wrapped)
-    return Flat([leaf for _, leaf in pairs], paths, inside)
+    return Flat([leaf for _, leaf in pairs], paths, inside, treedef)
 
 
 def nodes(tree: PyTree, wanted: Callable[[object], bool]) -> list[KeyPath]:
     """Returns canonical paths of the outermost nodes for which ``wanted`` is true."""
     flat = flatten_with_paths(tree, wanted)
     return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if wanted(leaf)]
+
+
+def nest(found: Iterable[tuple[Sequence[_Key], object]]) -> dict[_Key, PyTree]:
+    """Returns nested dicts of some leaves, each at its path of keys."""
+    root: dict[_Key, PyTree] = {}
+    for path, leaf in found:
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return root
 
 
 def _variable_paths(tree: PyTree) -> set[tree_util.KeyPath]:

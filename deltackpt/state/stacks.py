@@ -375,7 +375,7 @@ def expanded(
             tables.append(TableFields(f"{table.name}/{member.name}", fields))
     tables.sort(key=lambda table: table.name)
     in_variable = flat.in_variable + [False] * len(views)
-    return tables, Flat(leaves, all_paths, in_variable), tuple(views)
+    return tables, Flat(leaves, all_paths, in_variable, flat.treedef), tuple(views)
 
 
 def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:

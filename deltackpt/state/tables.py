@@ -200,12 +200,7 @@ def split(state: PyTree, tables: Tables, *, dense_fault: DenseFault | None = Non
         _report_default(plan, tables)
     held = [*leaves, *(view.of(leaves) for view in plan.views)] if plan.views else leaves
     fields = {name: dict(zip(names, of(held))) for name, names, of in plan.fields}
-    dense: dict[str, PyTree] = {}
-    for key, i in plan.dense:
-        node = dense
-        for step in key[:-1]:
-            node = node.setdefault(step, {})
-        node[key[-1]] = _plain_empty(leaves[i])
+    dense = paths.nest((key, _plain_empty(leaves[i])) for key, i in plan.dense)
     marks = tuple(Marks(path_name(place.path), _touched_at(place, leaves)) for place in plan.places)
     windows = tuple((leaves[updates], leaves[gathered]) for updates, gathered in plan.windows)
     return Split(plan.layout, fields, dense, marks, plan.codecs, windows)
@@ -234,7 +229,6 @@ def join(
         return nested(layout, by_name, dense)
     by_name |= {name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name).items()}
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
-    _, treedef = paths.flatten(template, touch_state.is_touch_state)
     leaves = list(flat.leaves)
     tracked = set()
     for place in touch_state.sites(flat):
@@ -257,7 +251,7 @@ def join(
             f"template: expected leaves that the step has, found more:\n{paths.listed(missing)}\n"
             "restore with a template of the saved structure, or without one"
         )
-    return tree_util.tree_unflatten(treedef, leaves)
+    return tree_util.tree_unflatten(flat.treedef, leaves)
 
 
 def _plan_of(state: PyTree, tables: Tables, leaves: list[Leaf], treedef: object) -> _Plan:

@@ -68,14 +68,13 @@ def _is_nan(leaf: PyTree) -> jax.Array | None:
 def with_negative_zeros(updates: PyTree, tables: Collection[KeyPath]) -> PyTree:
     """Replaces zeros in the tables' updates with -0.0: adding +0.0 would change a value of -0.0."""
     flat = paths.flatten_with_paths(updates, _is_masked)
-    _, treedef = paths.flatten(updates, _is_masked)
     leaves = [
         jnp.where(leaf == 0, -jnp.zeros((), leaf.dtype), leaf)
         if path in tables and jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jnp.inexact)
         else leaf
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     ]
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(flat.treedef, leaves)
 
 
 @placement.neutral()
@@ -86,7 +85,8 @@ def check(
     tables: Collection[KeyPath],
 ) -> None:
     """Raises ``TrackingError`` unless an optimizer moves only rows with a gradient."""
-    for kind in sorted(_unknown(state, tables)):
+    unknown = {type(one).__name__ for one in _states(state) if not _leaves_out(one, tables)}
+    for kind in sorted(unknown):
         raise TrackingError(
             f'track, rule="gradient": expected an optimizer whose state is of '
             f"{', '.join(known.__name__ for known in _KNOWN)} as far as the tables go, found "
@@ -105,10 +105,6 @@ def check(
             f'track, rule="gradient": expected rows without a gradient to stay as they are, found '
             f"that the optimizer moves those of {moved}, or their slots; {_ADVICE}"
         )
-
-
-def _unknown(state: PyTree, tables: Collection[KeyPath]) -> set[str]:
-    return {type(one).__name__ for one in _states(state) if not _leaves_out(one, tables)}
 
 
 def _states(node: Any) -> Iterator[Any]:
@@ -174,7 +170,6 @@ def _like(
 ) -> Any:
     """Returns small params, or gradients: tables of ``_ROWS`` rows, one element of the rest."""
     flat = paths.flatten_with_paths(params, _is_masked)
-    _, treedef = paths.flatten(params, _is_masked)
     leaves = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if path in tables:
@@ -182,7 +177,7 @@ def _like(
         elif hasattr(leaf, "shape"):
             leaf = jnp.ones((1,) * len(leaf.shape), leaf.dtype)
         leaves.append(leaf)
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(flat.treedef, leaves)
 
 
 def _signed(values: np.ndarray) -> np.ndarray:
