@@ -292,7 +292,7 @@ def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path)
 @pytest.mark.parametrize(
     "changed", [{"tables": 3}, {"kind": "neither"}, {"save_id": None}, {"parents": ["../x"]}]
 )
-def test_an_invalid_manifest_is_reported_in_outline_and_as_a_whole(tmp_path, changed):
+def test_an_invalid_manifest_is_reported_as_an_entry_and_as_a_whole(tmp_path, changed):
     saved(tmp_path, 1, 1)
     path = tmp_path / "0" / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
     record = head_of(tmp_path, 0)
@@ -301,12 +301,11 @@ def test_an_invalid_manifest_is_reported_in_outline_and_as_a_whole(tmp_path, cha
     path.write_bytes(records.to_bytes(made, "deltackpt.manifest"))
     with pytest.raises(Damaged):
         stored_saves.read_save(tmp_path / "0")
-    if "tables" not in changed:  # The outline has no tables.
-        with pytest.raises(Damaged):
-            stored_saves.read_info(tmp_path / "0")
+    with pytest.raises(Damaged):
+        stored_saves.read_info(tmp_path / "0")
 
 
-def test_the_outline_of_a_save_equals_that_of_its_manifest(tmp_path):
+def test_the_entry_of_a_step_equals_that_of_its_save(tmp_path):
     saved(tmp_path, 3, 3)
     for step in range(3):
         assert (
@@ -319,7 +318,7 @@ def test_the_outline_of_a_save_equals_that_of_its_manifest(tmp_path):
 
 
 def test_a_delta_names_a_limited_number_of_parents_nearest_first(tmp_path):
-    with mock.patch("deltackpt.save.branch.MOST_PARENTS", 3):
+    with mock.patch("deltackpt.format.manifest.MOST_PARENTS", 3):
         saved(tmp_path, 1, 6)
     assert [head_of(tmp_path, step).parents for step in range(6)] == [
         (),

@@ -22,7 +22,7 @@ from deltackpt.ledger import directory
 from deltackpt.ledger import steps as ledger_steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import chains, stored_saves
+from deltackpt.reading import chains, stored_dense, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_state import read_wal_state
@@ -264,7 +264,7 @@ class Checkpoints:
         problem, dense_nbytes = "", None
         try:
             if head.dense_blocks is not None:
-                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
+                dense_nbytes = sum(shard.record.nbytes for shard in stored_dense.shards(save))
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
