@@ -282,21 +282,19 @@ class RowReplica:
         infos = tuple(save.info for save in chain)
         with self._state_files(goal) as state_files:
             tables = self.tables
-            if tables is not None and tables.layout == goal.save.layout:
-                lossless = _are_lossless(reader.layers_of(chain, tables.targets))
-                with self._changing(tables) as changing:
+            is_new = tables is None or tables.layout != goal.save.layout
+            if tables is None or is_new:
+                # The held state is kept until the new one is loaded, if there is room.
+                tables = self._new_tables(goal.save.layout, previous=self.nbytes)
+                try:
+                    reader.fill(chain, tables.targets)
+                except BaseException:
+                    tables.memory.close()
+                    raise
+            lossless = _are_lossless(reader.layers_of(chain, tables.targets))
+            with self._changing(tables) as changing:
+                if not is_new:
                     reader.fill(chain, changing.targets)
-                    self._publish(infos, goal, state_files.files, lossless=lossless)
-                return
-            # The held state is kept until the new one is loaded, if there is room.
-            tables = self._new_tables(goal.save.layout, previous=self.nbytes)
-            try:
-                reader.fill(chain, tables.targets)
-                lossless = _are_lossless(reader.layers_of(chain, tables.targets))
-            except BaseException:
-                tables.memory.close()
-                raise
-            with self._changing(tables):
                 self._publish(infos, goal, state_files.files, lossless=lossless)
 
     def _apply(
