@@ -45,6 +45,7 @@ _PATIENCE_SECS = 2.0
 #: Growth is reported in this many parts of the limit.
 _SHARES = 16
 _YES, _NO = b"yes", b"no"
+_GROWN = "the WAL has grown to WalOptions.max_wal_ratio"
 
 
 class AgreementThread:
@@ -182,12 +183,8 @@ class AgreementThread:
         statuses = {int(process): _status(data) for process, data in received.items()}
         with self._lock:
             statuses[0] = self._member.status(self._request, self._grown, self._dense)
-        long = too_long(statuses, self._max_wal_ratio, self._base_bytes)
-        request = (
-            SaveRequest("the WAL has grown to WalOptions.max_wal_ratio", restarts_wal=False)
-            if long
-            else None
-        )
+        is_long = too_long(statuses, self._max_wal_ratio, self._base_bytes)
+        request = SaveRequest(_GROWN, restarts_wal=False) if is_long else None
         found = leader.next_action(now, statuses, request)
         if isinstance(found, Proposal):
             self._coordinator.replace(f"{self._key}/proposal/{found.id}", _packed(found))
@@ -308,7 +305,7 @@ class SaveRequests:
                 if failure is not None:
                     reason = f"{reason}: {failure.cause}"
             elif self._is_long(writer, layout):
-                reason = "the WAL has grown to WalOptions.max_wal_ratio"
+                reason = _GROWN
         if reason is not None and self._run.coordinator.count > 1:
             self.request_save(reason)
             return None

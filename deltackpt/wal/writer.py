@@ -68,14 +68,9 @@ class WalWriter:
         runtime: Runtime,  # Its memory is reserved for batches until they are durable.
         notify: Callable[[Sequence[Batch]], None],  # Of the records that one fsync made durable.
     ):
-        self._segments = segments
-        self._check = check
-        self._process = process
-        self._dense = dense
-        self._segment_bytes = segment_bytes
-        self._deadline_secs = deadline_secs
-        self._runtime, self._memory = runtime, runtime.memory
-        self._notify = notify
+        self._segments, self._check, self._process, self._dense = segments, check, process, dense
+        self._segment_bytes, self._deadline_secs = segment_bytes, deadline_secs
+        self._runtime, self._memory, self._notify = runtime, runtime.memory, notify
         self._changed = threading.Condition()
         self._queue: collections.deque[Batch] = collections.deque()
         self._written: list[Batch] = []
