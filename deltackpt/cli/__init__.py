@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 
 import click
@@ -27,8 +26,6 @@ def main() -> None:
     """Runs the command line; prints deltackpt's errors as one line on stderr."""
     # Orbax warns about every directory that is opened only for reading.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    # Starting OpenBLAS's threads takes half of numpy's import; no command needs them.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         cli()
     except (AlreadyCompacting, InUse) as error:
