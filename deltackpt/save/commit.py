@@ -203,8 +203,7 @@ class Item(Protocol):
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Completes the item after all processes have written their parts; called by process 0."""
-        ...
+        """Completes the item on process 0, after all processes have written their parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

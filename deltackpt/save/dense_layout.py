@@ -139,11 +139,6 @@ def plan(tree: PyTree, process: int = 0) -> Plan:
     return found.plan_of(leaves)
 
 
-def described(tree: PyTree) -> dict[str, bytes]:
-    """Returns the ``.zarray`` keys and values of a ``covered`` tree, which define its chunks."""
-    return plan(tree, process=0).described
-
-
 #: States of so many structures are planned once each.
 _REMEMBERED = 16
 _outlines: dict[Any, _Outline] = {}

@@ -301,7 +301,7 @@ class DenseKeeper:
         try:
             changed = {
                 key.removesuffix(f"/{ZARRAY}")
-                for key, data in dense_layout.described(tree).items()
+                for key, data in dense_layout.plan(tree).described.items()
                 if described.get(key) != data
             }
             same = {key: data for key, data in held.items() if _name_of(key) not in changed}

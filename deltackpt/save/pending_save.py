@@ -32,7 +32,7 @@ from deltackpt.save import shard as save_shard
 from deltackpt.save import tracking_audit
 from deltackpt.save.branch import Clocks, Reading, Written
 from deltackpt.save.capture import BusyClock, CapturedRows, PinnedRows, SegmentSource, StagedRows
-from deltackpt.save.commit import StepWriters
+from deltackpt.save.commit import Item, StepWriters
 from deltackpt.save.dense_save import DenseLeaves, WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.selection import Sources, including
@@ -123,11 +123,11 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         if since := intent.since or intent.recent:
             sources.stamps.scan(since)
         if embeddings.options.tracking_audit and marks and embeddings.lineage is not None:
-            found = tracking_audit.audit(sources, intent)
-            lineage.record_sample(intent.save_id, found.sample)
+            found, sample = tracking_audit.audit(sources, intent)
+            lineage.record_sample(intent.save_id, sample)
             faults = lineage.suspected
-            if found.faults:
-                faults = tracking_audit.text(found.faults, "in the parent")
+            if found:
+                faults = tracking_audit.text(found, "in the parent")
         if intent.kind == "delta" and coordination.process_count() > 1:
             shared_stamps = sources.stamps.shared(intent.since)
         elif intent.kind == "delta" and faults is not None:
@@ -249,7 +249,7 @@ class SaveReport:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class PendingSave:
+class PendingSave(Item):
     """A save whose rows were captured: an item of a step, written once, in the background."""
 
     plan: ShardPlan
@@ -372,9 +372,6 @@ class PendingSave:
         parent = None if intent.parent is None else intent.parent.save_id
         return self.dense.write_layer(sink_of, intent.save_id, parent)
 
-    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Does nothing: process 0's manifest describes all shards."""
-
     def write_alone(self, item_dir: Path, coordinator: Coordinator) -> None:
         """Writes and fsyncs this process's shard if others commit the step; see ``write``."""
         save_id = self.intent.save_id
@@ -402,18 +399,15 @@ class PendingSave:
             self.dense.release()
 
 
-class RefusedSave:
+@dataclasses.dataclass(frozen=True, eq=False)
+class RefusedSave(Item):
     """A save that others have started and this process cannot make: its write reports why."""
 
-    def __init__(self, cause: Exception):
-        self.cause = cause
+    cause: Exception
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """Raises the cause."""
         raise self.cause
-
-    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Never called."""
 
 
 def base_bytes(groups: tuple[GroupEntry, ...]) -> int:

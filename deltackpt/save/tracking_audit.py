@@ -54,14 +54,6 @@ class Sample:
 Samples = Mapping[tuple[str, Where], Sample]
 
 
-@dataclasses.dataclass(frozen=True)
-class AuditResult:
-    """The result of a save's check, and the sample for the saves whose parent it is."""
-
-    faults: tuple[str, ...]  # a line for each table with unmarked rows that changed
-    sample: Samples
-
-
 def text(faults: Sequence[str], where: str) -> str:
     """Returns the text of the error; ``where`` are the old rows, such as ``in the parent``."""
     return (
@@ -73,8 +65,11 @@ def text(faults: Sequence[str], where: str) -> str:
     )
 
 
-def audit(sources: Sources, intent: Intent) -> AuditResult:
-    """Compares the rows that the parent sampled, if the save is a delta, and samples again."""
+def audit(sources: Sources, intent: Intent) -> tuple[list[str], Samples]:
+    """Compares the rows that the parent sampled, if the save is a delta, and samples again.
+
+    Returns a line for each table with unmarked rows that changed, and the sample for later saves.
+    """
     faults: dict[str, list[np.ndarray]] = {}
     samples: dict[tuple[str, Where], Sample] = {}
     for plan in _plans(sources):
@@ -87,9 +82,7 @@ def audit(sources: Sources, intent: Intent) -> AuditResult:
         if intent.since or intent.recent:
             touched = sources.stamps.touched(plan.group.name, plan.where[1])
         samples[plan.key] = _sampled(sources, plan, kept, touched)
-    return AuditResult(
-        tuple(listed(table, rows) for table, rows in sorted(faults.items())), samples
-    )
+    return [listed(table, rows) for table, rows in sorted(faults.items())], samples
 
 
 def of_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Samples:
