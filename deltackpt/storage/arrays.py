@@ -35,7 +35,7 @@ _UNOPENED = (
     *(errno.EIO, errno.ESTALE, errno.EROFS),
 )
 #: By dtype kind, in Zarr v3 JSON.
-_FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
+_FILL_VALUES: dict[str, object] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
 
 
 def chunk_bytes(entry: ArrayEntry) -> int:
@@ -214,7 +214,7 @@ def unsynced() -> Any:
     return ts.Context({"file_io_sync": False})
 
 
-def spec_of(kvstore: Mapping[str, object], entry: ArrayEntry) -> dict[str, Any]:
+def spec_of(kvstore: Mapping[str, object], entry: ArrayEntry) -> dict[str, object]:
     """Returns the spec of an array for TensorStore's Zarr v3 driver."""
     return {
         "driver": "zarr3",
@@ -225,9 +225,9 @@ def spec_of(kvstore: Mapping[str, object], entry: ArrayEntry) -> dict[str, Any]:
     }
 
 
-def metadata_of(entry: ArrayEntry) -> dict[str, Any]:
+def metadata_of(entry: ArrayEntry) -> dict[str, object]:
     """Returns the Zarr v3 metadata of an array, without the constant parts."""
-    codecs: list[dict[str, Any]] = [{"name": "bytes"}]
+    codecs: list[dict[str, object]] = [{"name": "bytes"}]
     if np.dtype(entry.dtype).itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
     if entry.byte_planes:

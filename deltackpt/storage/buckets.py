@@ -207,8 +207,8 @@ def _by_spec(text: str, endpoint: str | None) -> BucketLocation:
     return BucketLocation(json.dumps(spec, sort_keys=True), spec)
 
 
-def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:
-    driver = spec["driver"]
+def _with_endpoint(spec: Mapping[str, object], endpoint: str | None) -> Mapping[str, object]:
+    driver = str(spec["driver"])
     redaction.check_endpoint(endpoint)
     if driver not in _ENDPOINTS:
         if endpoint is None:
@@ -229,7 +229,7 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
         return {**spec, "gcs_request_retries": _RETRIES}
     endpoint = endpoint or known
     redaction.check_endpoint(endpoint)
-    found: dict[str, Any] = {f"{driver}_request_retries": _RETRIES, **spec}
+    found: dict[str, object] = {f"{driver}_request_retries": _RETRIES, **spec}
     if driver == "azure":
         return found if endpoint is None else {**found, "endpoint": endpoint}
     if endpoint is not None:

@@ -114,7 +114,7 @@ def process_directory(item: Path, process: int) -> Path:
     return item / f"ocdbt.process_{process}"
 
 
-def zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, object]:
     """Returns the metadata of an uncompressed array, byte for byte as TensorStore writes it."""
     return {
         "chunks": list(chunks),
@@ -297,13 +297,13 @@ def _context() -> ts.Context:
     return ts.Context({"file_io_sync": False})
 
 
-def _files(directory: Path) -> dict[str, Any]:
+def _files(directory: Path) -> dict[str, object]:
     """Files as the base of a database; copies between databases need locks that do not rename."""
     locking = {"mode": "non_atomic"}
     return {"driver": "file", "path": f"{directory}/", "file_io_locking": locking}
 
 
-def _open(base: dict[str, Any], context: ts.Context, **how: object) -> ts.KvStore:
+def _open(base: Mapping[str, object], context: ts.Context, **how: object) -> ts.KvStore:
     spec = {
         "driver": "ocdbt",
         "base": base,

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from deltackpt.errors import OptionError
 
@@ -62,14 +61,14 @@ def check_token(token: str) -> None:
         )
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _redacted(value: object, key: str = "") -> Any:
+def _redacted(value: object, key: str = "") -> object:
     if isinstance(value, dict):
         return {name: _redacted(inner, name) for name, inner in value.items()}
     if isinstance(value, list):

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -159,7 +159,7 @@ class ZarrWriter:
                 self._writes.popleft().result()
 
 
-def _metadata(entry: ArrayEntry) -> dict[str, Any]:
+def _metadata(entry: ArrayEntry) -> dict[str, object]:
     """``zarr.json`` as TensorStore completes it, for arrays that are not compressed."""
     return {
         **arrays.metadata_of(entry),
