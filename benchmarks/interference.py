@@ -182,7 +182,7 @@ def _run(
     compactor: subprocess.Popen[bytes] | None = None
     for step in range(steps):
         starts_compaction = step == steps - every // 2 - 1
-        if compact and starts_compaction:
+        if way is not None and compact and starts_compaction:
             way.wait()  # Untimed, and at full size there is nothing to wait for.
         started = time.perf_counter()
         training.step()
