@@ -28,8 +28,7 @@ from deltackpt.format import manifest, naming
 from deltackpt.format.row_blocks import StoredRows
 from deltackpt.layers.read import LayerReader
 from deltackpt.ledger.directory import Root
-from deltackpt.maintenance.verdicts import RootReport
-from deltackpt.maintenance.verify import verify_root
+from deltackpt.maintenance.verify import RootReport, verify_root
 from deltackpt.reading import chains, inventory, reader, stored_dense
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import StorePath

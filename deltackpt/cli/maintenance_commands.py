@@ -19,7 +19,8 @@ from deltackpt.cli import terminal
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor.machine import Finding
     from deltackpt.maintenance.estimate import RestorePlan
-    from deltackpt.maintenance.verdicts import PointVerdict, RootReport, StepVerdict
+    from deltackpt.maintenance.verify import RootReport, StepVerdict
+    from deltackpt.maintenance.verify_wal import PointVerdict
 
 
 @click.command(

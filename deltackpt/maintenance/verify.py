@@ -31,15 +31,16 @@ from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root, is_known, is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.maintenance.verdicts import Problem, RootReport, SaveVerdict, StepVerdict, WalReport
 from deltackpt.maintenance.verify_save import (
     CommittedSave,
+    Problem,
+    SaveVerdict,
     committed_saves,
     once,
     problem_of,
     verify_save,
 )
-from deltackpt.maintenance.verify_wal import verify_wal
+from deltackpt.maintenance.verify_wal import PointVerdict, WalReport, verify_wal
 from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.reading.reader import Progress, ProgressMeter
@@ -50,6 +51,36 @@ _MOST_ROUNDS = 8
 #: Retention removes a chain step by step, so a parent may be missing before its children are.
 _CHECKS = 5
 _INTERVAL_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepVerdict:
+    """Whether a step can be restored bit for bit."""
+
+    step: int
+    restorable: bool
+    chain: tuple[str, ...] = ()  #: Saves that a restore reads, base first.
+    broken_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RootReport:
+    """Result of verifying a directory; ``notes`` are leftovers and unknown names, not damage."""
+
+    directory: str
+    steps: tuple[StepVerdict, ...]
+    saves: tuple[SaveVerdict, ...]
+    points: tuple[PointVerdict, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    file_count: int
+    bytes_read: int
+    seconds: float
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is damaged, and every step can be restored."""
+        return not self.problems and all(step.restorable for step in self.steps)
 
 
 def verify_root(

@@ -5,19 +5,56 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format import naming
 from deltackpt.format.manifest import Manifest, SaveInfo
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.structure import structure_problems
-from deltackpt.maintenance.verdicts import Problem, SaveVerdict, Stops
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.part_arrays import is_of_dense_segment, layer_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Stamp, StorePath
+
+#: What a problem prevents from being restored: the save and every chain through it, only the step,
+#: recovery points, or nothing, because no restore reads the object.
+Stops = Literal["chain", "step", "points", "nothing"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A damaged object; its name is its relative path in the checkpoint directory."""
+
+    object_name: str
+    expected: str
+    found: str
+    stops: Stops
+
+    @classmethod
+    def of(cls, error: Damaged, stops: Stops) -> Problem:
+        """Returns the problem of a damaged object."""
+        return cls(error.object_name, error.expected, error.found, stops)
+
+    def __str__(self) -> str:
+        return f"{self.object_name}: expected {self.expected}, found {self.found}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveVerdict:
+    """Result for one save: a step, or a compacted base."""
+
+    name: str  #: ``120``, or ``compacted/120``.
+    kind: str | None  #: None if its manifest cannot be read.
+    file_count: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]  #: What was not checked, and why.
+
+    def stops(self, *what: Stops) -> bool:
+        """Returns whether one of its problems has one of these effects."""
+        return any(problem.stops in what for problem in self.problems)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

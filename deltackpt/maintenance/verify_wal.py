@@ -10,6 +10,7 @@ altered.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import EpochHeader
 from deltackpt.layers.targets import Targets
 from deltackpt.ledger.steps import Steps, in_both, losses_of
-from deltackpt.maintenance.verdicts import PointVerdict, Problem, Stops, WalReport
+from deltackpt.maintenance.verify_save import Problem, Stops
 from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.reader import ProgressMeter
@@ -36,6 +37,33 @@ from deltackpt.reading.wal_index import (
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
 from deltackpt.reading.wal_state import WalState, read_wal_state
 from deltackpt.storage import ocdbt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PointVerdict:
+    """Whether a full recovery point can be restored."""
+
+    point: RecoveryPoint
+    step: int | None  #: Where a replay starts; None if it cannot be restored.
+    broken_by: str = ""
+
+    @property
+    def restorable(self) -> bool:
+        """Whether the recovery point can be restored, bit for bit."""
+        return self.step is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalReport:
+    """Result for the write-ahead log; ``notes`` are not damage.
+
+    ``points`` lacks those whose records were trimmed because a newer step replaces them.
+    """
+
+    points: tuple[PointVerdict, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    file_count: int = 0
 
 
 def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalReport:
