@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
@@ -41,9 +41,18 @@ _QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "
 #: Up to this many points are drawn as individual markers.
 _SINGLED_OUT = 100
 
-_BASE: dict[str, Any] = {"marker": "s", "color": pictures.BLUE}
-_DELTA: dict[str, Any] = {"marker": "o", "color": pictures.ORANGE}
-_COMPACTED: dict[str, Any] = {
+
+class _Markers(TypedDict, total=False):
+    color: str
+    marker: str
+    markersize: float
+    markeredgewidth: float
+    fillstyle: Literal["none"]
+
+
+_BASE: _Markers = {"marker": "s", "color": pictures.BLUE}
+_DELTA: _Markers = {"marker": "o", "color": pictures.ORANGE}
+_COMPACTED: _Markers = {
     "marker": "o",
     "markersize": 11,
     "markeredgewidth": 1.8,
@@ -87,7 +96,7 @@ def timeline(
     if links:
         entries.append(("link to parent", pictures.draw_links(ax, links)))
     size = 6.0 if len(saves) <= _SINGLED_OUT else 3.0
-    looks: Sequence[tuple[str, list[Save], dict[str, Any]]] = (
+    looks: Sequence[tuple[str, list[Save], _Markers]] = (
         ("delta", [s for s in whole if s.kind == "delta"], _DELTA | {"markersize": size}),
         ("base", [s for s in whole if s.kind == "base"], _BASE | {"markersize": size}),
         ("with a compacted base", [s for s in whole if s.compacted], _COMPACTED),
@@ -124,7 +133,7 @@ def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -
         return pictures.figure(ax)
     lengths = [save.chain_length or 0 for save in whole]
     marker = "o" if len(steps) <= _SINGLED_OUT else ""
-    look: dict[str, Any] = {"color": pictures.ORANGE, "marker": marker, "markersize": 4}
+    look: _Markers = {"color": pictures.ORANGE, "marker": marker, "markersize": 4}
     drawn = ax.plot(steps, lengths, drawstyle="steps-mid", **look)[0]
     entries: list[tuple[str, Artist]] = [("deltas", drawn)]
     if bases := [save.step for save in whole if save.kind == "base"]:
@@ -264,7 +273,7 @@ def drift(
     marker = "o" if len(moved.steps) <= _SINGLED_OUT else ""
     entries: list[tuple[str, Artist]] = []
     for label, line, color in zip(_QUANTILES.values(), quantiles, pictures.LINES):
-        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        look: _Markers = {"color": color, "marker": marker, "markersize": 3.5}
         entries.append((label, ax.plot(moved.steps, line, **look)[0]))
     low, middle = quantiles[:2]
     filled = ax.fill_between(moved.steps, low, middle, color=pictures.BLUE, alpha=0.12, linewidth=0)
@@ -362,7 +371,7 @@ def _draw_lines(
     for name, color in zip(names[:_TOP], pictures.LINES):
         line = _medians(lines[name])
         known = np.isfinite(line)
-        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        look: _Markers = {"color": color, "marker": marker, "markersize": 3.5}
         drawn = ax.plot(middles[known], line[known], linewidth=1.2, **look)[0]
         entries.append((pictures.short(name), drawn))
     others = np.array([_medians(lines[name]) for name in names[_TOP:]])
