@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -15,8 +14,11 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import google_crc32c
 import hypothesis.strategies as st
@@ -44,9 +46,16 @@ from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import Ranges, rows_of
 from deltackpt.layers import footer
-from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef
+from deltackpt.layers.footer import (
+    GAPS,
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    EpochRef,
+    LayerArray,
+    RowGroup,
+)
 from deltackpt.layers.read import LayerReader, StoredBytes
-from deltackpt.layers.write import REMOVED, LayerFile, LayerShard
+from deltackpt.layers.write import REMOVED, LayerFile, LayerShard, WrittenLayer
 from deltackpt.resources import runtime as runtimes
 from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.resources.runtime import Pace, Runtime
@@ -63,6 +72,55 @@ FAST = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+class Layer(NamedTuple):
+    """An open layer, what is read of it, and its only row group."""
+
+    reader: LayerReader
+    source: Memory
+    group: RowGroup
+    arrays: dict[str, LayerArray]
+
+
+def layer_of(path: Path, groups: Sequence[Rows], **options) -> Layer:
+    """Writes a layer of row groups and opens its bytes; ``group`` is the first."""
+    write(path, [(manifest_of(), groups)], **options)
+    source = Memory(path.read_bytes())
+    reader = LayerReader(source, len(source.data))
+    group = reader.manifest.row_groups[0]
+    return Layer(reader, source, group, reader.arrays(group))
+
+
+@contextlib.contextmanager
+def layer_file(path: Path, **options) -> Iterator[LayerFile]:
+    runtime = Runtime()
+    file = LayerFile(DirectFile(path), runtime, **options)
+    try:
+        yield file
+    finally:
+        file.file.close()
+        runtime.close()
+
+
+def finished(layer, *groups: Rows) -> WrittenLayer:
+    described = tuple(group.described for group in groups)
+    return layer.finish(manifest_of(row_groups=described))
+
+
+def assert_holds(path: Path, written: WrittenLayer, groups: Sequence[Rows]) -> None:
+    """Checks the checksum, chunks and contents of a file of one layer."""
+    data = path.read_bytes()
+    assert google_crc32c.value(data[:-4]) == written.crc32c
+    found = opened(data)
+    found.verify()
+    assert {name: held for name, held in read_all(found).items() if name != REMOVED} == (
+        contents_of(groups)
+    )
+
+
+CHUNK_BYTES = st.sampled_from([1, 512, 128 << 10])
+BUFFER_BYTES = st.sampled_from([8192, 40_000, 1 << 20])
 
 
 @st.composite
@@ -105,9 +163,8 @@ def row_groups(draw, name: str) -> list[Rows]:
 @FAST
 @given(data=st.data())
 def test_written_layers_are_read_back(tmp_path_factory, data):
-    count = data.draw(st.integers(1, 3))
     layers = []
-    for number in range(count):
+    for number in range(data.draw(st.integers(1, 3))):
         groups = [
             group
             for name in "ab"[: data.draw(st.integers(0, 2))]
@@ -115,19 +172,17 @@ def test_written_layers_are_read_back(tmp_path_factory, data):
         ]
         layers.append((manifest_of(number + 1, process=number % 2, process_count=2), groups))
     path = tmp_path_factory.mktemp("layers") / "layers"
-    chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
-    buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 1 << 20]))
+    chunk_bytes, buffer_bytes = data.draw(CHUNK_BYTES), data.draw(BUFFER_BYTES)
     written = write(path, layers, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes, fsync=False)
-    source = StoredBytes(store_path(path))
-    found = layers_in(source, path.read_bytes())
+    data_of = path.read_bytes()
+    found = layers_in(StoredBytes(store_path(path)), data_of)
     assert [(one.start, one.start + one.nbytes, one.digest) for one in found] == [
         one[:3] for one in written
     ]
-    data_of = path.read_bytes()
     assert [google_crc32c.value(data_of[one.start : one.stop - 4]) for one in written] == [
         one.crc32c for one in written
     ]
-    for layer, (manifest, groups), number in zip(found, layers, range(count), strict=True):
+    for number, (layer, (manifest, groups)) in enumerate(zip(found, layers, strict=True)):
         layer.verify()
         assert (layer.id, layer.manifest.parent) == (manifest.save_id, manifest.parent)
         assert layer.manifest.sequence == number
@@ -142,21 +197,19 @@ def test_written_layers_are_read_back(tmp_path_factory, data):
 def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factory, data):
     (group, *_) = data.draw(row_groups("a"))
     path = tmp_path_factory.mktemp("layers") / "layer"
-    write(path, [(manifest_of(), [group])], chunk_bytes=data.draw(st.sampled_from([1, 700])))
-    layer = opened(path.read_bytes())
-    (found,) = layer.manifest.row_groups
+    layer = layer_of(path, [group], chunk_bytes=data.draw(st.sampled_from([1, 700])))
     rows, arrays = contents_of([group])["a" if group.columns is None else "a.0"]
-    for name, array in layer.arrays(found).items():
+    for name, array in layer.arrays.items():
         start = data.draw(st.integers(0, array.shape[0]))
         stop = data.draw(st.integers(start, array.shape[0]))
         out = np.empty((stop - start, *array.shape[1:]), array.dtype)
-        layer.read_into(array, start, stop, out)
+        layer.reader.read_into(array, start, stop, out)
         if name != GAPS:
             whole = np.frombuffer(arrays[name], array.dtype).reshape(array.shape)
             assert out.tobytes() == whole[start:stop].tobytes()
     near = st.integers(-2, 2).flatmap(lambda by: st.sampled_from([0, *rows]).map(by.__add__))
     first, stop = max(0, data.draw(near)), max(0, data.draw(near))
-    held, position = layer.rows(found, first, stop)
+    held, position = layer.reader.rows(layer.group, first, stop)
     expected = [row for row in rows if first <= row < stop]
     assert np.asarray(held).tolist() == expected
     assert position == sum(row < first for row in rows) or not expected
@@ -166,46 +219,33 @@ def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factor
 @given(data=st.data())
 def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, data):
     (whole,) = [one for one in data.draw(row_groups("a")) if one.columns is None] or groups_of()[:1]
-    chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
-    runtime, buffer_bytes = Runtime(), data.draw(st.sampled_from([8192, 40_000, 1 << 20]))
+    chunk_bytes, buffer_bytes = data.draw(CHUNK_BYTES), data.draw(BUFFER_BYTES)
     path = tmp_path_factory.mktemp("layers") / "layer"
-    file = LayerFile(
-        DirectFile(path), runtime, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes
-    )
-    layer = file.begin_layer(manifest_of())
     cuts = {
         one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
     }
     removed = data.draw(st.sets(st.sampled_from([one.name for one in whole.arrays] or [""])))
 
     def write_array(one: Array) -> None:
-        for attempt in range(2 if one.name in removed else 1):
-            writer = layer.array(
-                whole.name, one.name, one.data.shape, one.data.dtype, one.compression
-            )
-            for piece in np.split(one.data, cuts[one.name]):
-                writer.write(piece.copy())
-                if attempt < (one.name in removed):
-                    break
-            if attempt < (one.name in removed):
-                writer.remove()
-            else:
-                writer.finish()
+        shape, dtype, compression = one.data.shape, one.data.dtype, one.compression
+        pieces = np.split(one.data, cuts[one.name])
+        if one.name in removed:
+            writer = layer.array(whole.name, one.name, shape, dtype, compression)
+            writer.write(pieces[0].copy())
+            writer.remove()
+        writer = layer.array(whole.name, one.name, shape, dtype, compression)
+        for piece in pieces:
+            writer.write(piece.copy())
+        writer.finish()
 
-    with ThreadPoolExecutor(3) as pool:
-        rows = pool.submit(layer.write_rows, whole.name, whole.rows)
-        list(pool.map(write_array, whole.arrays))
-        rows.result()
-    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(whole.described,)))
-    file.file.close()
-    runtime.close()
-    contents = path.read_bytes()
-    assert google_crc32c.value(contents[:-4]) == written.crc32c
-    found = opened(contents)
-    found.verify()
-    assert {name: held for name, held in read_all(found).items() if name != REMOVED} == (
-        contents_of([whole])
-    )
+    with layer_file(path, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes) as file:
+        layer = file.begin_layer(manifest_of())
+        with ThreadPoolExecutor(3) as pool:
+            rows = pool.submit(layer.write_rows, whole.name, whole.rows)
+            list(pool.map(write_array, whole.arrays))
+            rows.result()
+        written = finished(layer, whole)
+    assert_holds(path, written, [whole])
 
 
 def aligned(count: int, width: int, seed: int = 0) -> np.ndarray:
@@ -220,12 +260,7 @@ def aligned(count: int, width: int, seed: int = 0) -> np.ndarray:
 def test_threads_write_long_arrays_from_their_memory(tmp_path_factory, data):
     chunk_bytes = data.draw(st.sampled_from([1024, 4096, 10_000, 128 << 10]))
     buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 2 << 20]))
-    path = tmp_path_factory.mktemp("layers") / "layer"
-    runtime = Runtime()
-    file = LayerFile(
-        DirectFile(path), runtime, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes
-    )
-    layer, groups = file.begin_layer(manifest_of()), []
+    path, groups = tmp_path_factory.mktemp("layers") / "layer", []
     for number in range(data.draw(st.integers(1, 4))):
         width = data.draw(st.sampled_from([1, 6, 16, 100]))
         rows = aligned(data.draw(st.integers(1, 700_000 // width)), width, number)
@@ -239,93 +274,74 @@ def test_threads_write_long_arrays_from_their_memory(tmp_path_factory, data):
             writer.write(piece)
         writer.finish()
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(write_group, groups))
-    described = tuple(group.described for group in groups)
-    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=described))
-    file.file.close()
-    runtime.close()
-    contents = path.read_bytes()
-    assert google_crc32c.value(contents[:-4]) == written.crc32c
-    found = opened(contents)
-    found.verify()
-    assert read_all(found) == contents_of(groups)
+    with layer_file(path, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes) as file:
+        layer = file.begin_layer(manifest_of())
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write_group, groups))
+        written = finished(layer, *groups)
+    assert_holds(path, written, groups)
 
 
 @pytest.mark.parametrize("width", [64, 100])
 def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkeypatch, width):
-    rows, together = aligned(40_000, width), threading.Barrier(2)
-    first, taken = rows.ctypes.data, []
-    runtime = Runtime()
-    file = LayerFile(DirectFile(tmp_path / "layer"), runtime)
-    layer, real = file.begin_layer(manifest_of()), file.file.write
-
-    def write(start, data):
-        taken.append((data.ctypes.data - first, len(data)))
-        if taken.index((data.ctypes.data - first, len(data))) < 2:
-            together.wait(30)
-        real(start, data)
-
-    monkeypatch.setattr(file.file, "write", write)
-    writer = layer.array("t", "v", rows.shape, rows.dtype)
-    writer.write(rows)
-    pieces = sorted(taken)
-    assert pieces[0][0] == 0
-    assert all(start + count == next_ for (start, count), (next_, _) in itertools.pairwise(pieces))
-    assert rows.nbytes - sum(count for _, count in pieces) < 128 << 10
-    writer.finish()
+    rows, together, taken = aligned(40_000, width), threading.Barrier(2), []
     group = Rows("t", "t", range(len(rows)), [Array("v", rows)])
-    layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
-    file.file.close()
-    runtime.close()
-    assert read_all(opened((tmp_path / "layer").read_bytes())) == contents_of([group])
+    with layer_file(tmp_path / "layer") as file:
+        real = file.file.write
+
+        def write(start, data):
+            piece = (data.ctypes.data - rows.ctypes.data, len(data))
+            taken.append(piece)
+            if taken.index(piece) < 2:
+                together.wait(30)
+            real(start, data)
+
+        monkeypatch.setattr(file.file, "write", write)
+        layer = file.begin_layer(manifest_of())
+        writer = layer.array("t", "v", rows.shape, rows.dtype)
+        writer.write(rows)
+        pieces = sorted(taken)
+        assert pieces[0][0] == 0
+        for (start, count), (next_, _) in itertools.pairwise(pieces):
+            assert start + count == next_
+        assert rows.nbytes - sum(count for _, count in pieces) < 128 << 10
+        writer.finish()
+        written = finished(layer, group)
+    assert_holds(tmp_path / "layer", written, [group])
 
 
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
 def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
-    runtime = Runtime()
-    file = LayerFile(
-        DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=16 << 10
-    )
-    layer = file.begin_layer(manifest_of())
     rows = np.zeros((20_000, 2), np.float32)
-    real = file.file.write
+    with layer_file(tmp_path / "layer", chunk_bytes=4096, buffer_bytes=16 << 10) as file:
+        layer, real = file.begin_layer(manifest_of()), file.file.write
 
-    def changing(*arguments):
-        real(*arguments)
-        rows[:] += 1
+        def changing(*arguments):
+            real(*arguments)
+            rows[:] += 1
 
-    monkeypatch.setattr(file.file, "write", changing)
-    writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
-    with pytest.raises(StorageError, match="the arrays changed while they were written"):
-        for piece in np.split(rows, np.cumsum(sizes)[:-1]):
-            writer.write(piece)
-    layer.abandon()
-    file.file.close()
-    runtime.close()
+        monkeypatch.setattr(file.file, "write", changing)
+        writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
+        with pytest.raises(StorageError, match="the arrays changed while they were written"):
+            for piece in np.split(rows, np.cumsum(sizes)[:-1]):
+                writer.write(piece)
+        layer.abandon()
 
 
 def test_the_footer_of_another_layer_is_rejected_before_it_is_read(tmp_path):
-    write(tmp_path / "layer", [(manifest_of(), groups_of())])
-    data = (tmp_path / "layer").read_bytes()
-    digest = opened(data).digest
-    assert LayerReader(Memory(data), len(data), digest=digest).digest == digest
+    layer = layer_of(tmp_path / "layer", groups_of())
+    digest, source = layer.reader.digest, layer.source
+    assert LayerReader(source, len(source.data), digest=digest).digest == digest
     with pytest.raises(Damaged, match=f"footer: expected crc32c {digest ^ 1:08x}"):
-        LayerReader(Memory(data), len(data), digest=digest ^ 1)
+        LayerReader(source, len(source.data), digest=digest ^ 1)
 
 
 def test_a_footer_that_claims_to_be_huge_is_damage(tmp_path):
     """A sparse file of any length costs nothing."""
-    path = tmp_path / "layer"
+    path, nbytes = tmp_path / "layer", 1 << 42
     write(path, [(manifest_of(), groups_of())])
-    tail, nbytes = bytearray(path.read_bytes()[-footer.TRAILER_BYTES :]), 1 << 42
-    fixed = footer._TRAILER.pack(
-        footer._TRAILER_MAGIC,
-        footer.VERSION,
-        nbytes,
-        PAGE_BYTES,
-        nbytes - PAGE_BYTES - footer.TRAILER_BYTES,
-    )
+    tail, end = bytearray(path.read_bytes()[-TRAILER_BYTES:]), nbytes - PAGE_BYTES - TRAILER_BYTES
+    fixed = footer._TRAILER.pack(footer._TRAILER_MAGIC, footer.VERSION, nbytes, PAGE_BYTES, end)
     tail[: len(fixed)] = fixed
     with open(path, "r+b") as out:
         out.seek(nbytes - len(tail))
@@ -414,96 +430,70 @@ def test_golden_layers_follow_the_format_page():
     assert groups["float32"]["ranges"] == [[1, 3], [9, 10]]
 
 
-def big_layer(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """4,000 rows of 64 float32 with a slot, among 100,000."""
+@pytest.fixture
+def big(tmp_path) -> tuple[Layer, np.ndarray, np.ndarray]:
+    """A layer of 4,000 rows of 64 float32 with a slot, among 100,000; the rows and the values."""
     rows = np.unique(np.random.default_rng(0).integers(0, 100_000, 4000))
     values = np.random.default_rng(1).standard_normal((len(rows), 64), np.float32)
     arrays = [Array("values", values), Array("slot.m", values * 2)]
-    write(path, [(manifest_of(), [Rows("users", "users", rows, arrays)])])
-    return rows, values
+    return layer_of(tmp_path / "layer", [Rows("users", "users", rows, arrays)]), rows, values
 
 
-def test_one_row_with_its_slot_needs_four_ranges(tmp_path):
-    rows, values = big_layer(tmp_path / "layer")
-    source = Memory((tmp_path / "layer").read_bytes())
-    layer = LayerReader(source, len(source.data))
+def test_one_row_with_its_slot_needs_four_ranges(big):
+    (reader, source, group, arrays), rows, values = big
     assert len(source.ranges) == 1
-    (group,) = layer.manifest.row_groups
-    wanted = int(rows[1234])
-    held, position = layer.rows(group, wanted, wanted + 1)
+    wanted, out = int(rows[1234]), np.empty((1, 64), np.float32)
+    held, position = reader.rows(group, wanted, wanted + 1)
     assert (position, np.asarray(held).tolist()) == (1234, [wanted])
-    out = np.empty((1, 64), np.float32)
     for name, factor in (("values", 1), ("slot.m", 2)):
-        layer.read_into(layer.arrays(group)[name], position, position + 1, out)
+        reader.read_into(arrays[name], position, position + 1, out)
         assert np.array_equal(out[0], values[1234] * factor)
     assert len(source.ranges) == 4
     assert sum(nbytes for _, nbytes in source.ranges) < 310_000
 
 
-def test_layers_are_read_by_ranges_of_an_object_store(tmp_path):
-    rows, values = big_layer(tmp_path / "layer")
-    data = (tmp_path / "layer").read_bytes()
-    store = KvStore({"driver": "memory"}, "memory:")
+def test_layers_are_read_by_ranges_of_an_object_store(big):
+    data, store = big[0].source.data, KvStore({"driver": "memory"}, "memory:")
     store.put("3/layer.0", data)
     # The layer may be part of a bundle.
     store.put("bundle", bytes(100) + data + bytes(100))
-    for where, start in ((StorePath(store, "3/layer.0"), 0), (StorePath(store, "bundle"), 100)):
-        layer = LayerReader(StoredBytes(where), len(data), start=start)
+    for name, start in (("3/layer.0", 0), ("bundle", 100)):
+        layer = LayerReader(StoredBytes(StorePath(store, name)), len(data), start=start)
         layer.verify()
-        (group,) = layer.manifest.row_groups
         out = np.empty((2, 64), np.float32)
-        layer.read_into(layer.arrays(group)["values"], 7, 9, out)
-        assert np.array_equal(out, values[7:9])
+        layer.read_into(layer.arrays(layer.manifest.row_groups[0])["values"], 7, 9, out)
+        assert np.array_equal(out, big[2][7:9])
 
 
 def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
-    rows = np.arange(0, 40_000, 2)
-    write(
-        tmp_path / "layer",
-        [(manifest_of(), [Rows("t", "t", rows, [])])],
-        chunk_bytes=4096,
-    )
-    source = Memory((tmp_path / "layer").read_bytes())
-    layer = LayerReader(source, len(source.data))
-    (group,) = layer.manifest.row_groups
-    source.ranges.clear()
-    assert len(layer.rows(group, 20_001, 20_002).rows) == 0
-    assert [nbytes for _, nbytes in source.ranges] == [4096]
-    source.ranges.clear()
-    held, position = layer.rows(group, 50_000, 60_000)
-    assert (len(held), source.ranges) == (0, [])
+    group = Rows("t", "t", np.arange(0, 40_000, 2), [])
+    layer = layer_of(tmp_path / "layer", [group], chunk_bytes=4096)
+    ranges = layer.source.ranges
+    ranges.clear()
+    assert len(layer.reader.rows(layer.group, 20_001, 20_002).rows) == 0
+    assert [nbytes for _, nbytes in ranges] == [4096]
+    ranges.clear()
+    assert len(layer.reader.rows(layer.group, 50_000, 60_000).rows) == 0 and ranges == []
 
 
-def test_a_whole_array_is_one_range_and_no_other_byte_is_read(tmp_path):
-    rows, values = big_layer(tmp_path / "layer")
-    source = Memory((tmp_path / "layer").read_bytes())
-    layer = LayerReader(source, len(source.data))
-    (group,) = layer.manifest.row_groups
+def test_a_whole_array_is_one_range_and_no_other_byte_is_read(big):
+    (reader, source, _, arrays), rows, values = big
     source.ranges.clear()
     out = np.empty_like(values)
-    layer.read_into(layer.arrays(group)["slot.m"], 0, len(rows), out)
+    reader.read_into(arrays["slot.m"], 0, len(rows), out)
     assert np.array_equal(out, values * 2)
     ((start, nbytes),) = source.ranges
     # The array begins at a page, after some padding.
-    assert (start + nbytes - values.nbytes) % PAGE_BYTES == 0
-    assert nbytes < values.nbytes + PAGE_BYTES
+    assert (start + nbytes - out.nbytes) % PAGE_BYTES == 0
+    assert nbytes < out.nbytes + PAGE_BYTES
 
 
-def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
-    rows, values = big_layer(tmp_path / "layer")
-    targets = []
-
-    class Watched(Memory):
-        def read_into(self, start, parts):
-            targets.extend(parts)
-            super().read_into(start, parts)
-
-    data = (tmp_path / "layer").read_bytes()
-    layer = LayerReader(Watched(data), len(data))
-    (group,) = layer.manifest.row_groups
+def test_whole_chunks_are_read_into_the_target_without_a_copy(big):
+    (reader, source, _, arrays), rows, values = big
     out = np.empty_like(values)
-    targets.clear()
-    layer.read_into(layer.arrays(group)["values"], 0, len(rows), out)
+    with mock.patch.object(source, "read_into", side_effect=source.read_into) as read:
+        reader.read_into(arrays["values"], 0, len(rows), out)
+    targets = itertools.chain.from_iterable(call.args[1] for call in read.call_args_list)
     inside = sum(
         one.nbytes
         for one in targets
@@ -518,13 +508,10 @@ def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
 )
 def test_a_target_that_does_not_fit_is_rejected(tmp_path, out):
     group = Rows("t", "t", range(3), [Array("values", np.ones((3, 2), np.float32))])
-    write(tmp_path / "layer", [(manifest_of(), [group])])
-    layer = opened((tmp_path / "layer").read_bytes())
-    array = layer.arrays(layer.manifest.row_groups[0])["values"]
-    with pytest.raises(OptionError, match="array 'values'"):
-        layer.read_into(array, 0, 3, out)
-    with pytest.raises(OptionError, match="array 'values'"):
-        layer.read_into(array, 2, 4, np.empty((2, 2), np.float32))
+    layer = layer_of(tmp_path / "layer", [group])
+    for start, stop, target in ((0, 3, out), (2, 4, np.empty((2, 2), np.float32))):
+        with pytest.raises(OptionError, match="array 'values'"):
+            layer.reader.read_into(layer.arrays["values"], start, stop, target)
 
 
 @pytest.mark.parametrize("rows", [[3, 2], [1, 1], [-1, 4]])
@@ -534,66 +521,53 @@ def test_rows_that_do_not_ascend_are_not_written(tmp_path, rows):
         write(tmp_path / "layer", [(manifest_of(), [group])])
 
 
-def test_a_small_layer_is_one_write_and_one_flush(tmp_path, monkeypatch):
-    calls = recorded(monkeypatch)
-    write(tmp_path / "layer", [(manifest_of(), groups_of())])
-    assert calls == ["write 0", "flush"]
-
-
-def test_the_header_of_a_long_layer_is_written_last(tmp_path, monkeypatch):
-    calls = recorded(monkeypatch)
-    write(tmp_path / "layer", [(manifest_of(), groups_of(count=5000))], buffer_bytes=16_384)
-    assert len(calls) > 5
-    assert [calls[0], *calls[-2:]] == ["write 0", "write 0", "flush"]
-    assert opened((tmp_path / "layer").read_bytes()).verify() is None
-
-
-def test_several_layers_are_flushed_together(tmp_path, monkeypatch):
-    calls = recorded(monkeypatch)
-    layers = [(manifest_of(number), groups_of(number)) for number in (1, 2, 3)]
-    written = write(tmp_path / "layers", layers)
-    assert calls == [*(f"write {one.start}" for one in written), "flush"]
-
-
-def recorded(monkeypatch) -> list[str]:
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
     """Writes by their offset, and flushes, in order."""
-    calls: list[str] = []
+    found: list[str] = []
     pwrite, fdatasync = os.pwrite, os.fdatasync
     monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, at: calls.append(f"write {at}") or pwrite(fd, data, at)
+        os, "pwrite", lambda fd, data, at: found.append(f"write {at}") or pwrite(fd, data, at)
     )
-    monkeypatch.setattr(os, "fdatasync", lambda fd: calls.append("flush") or fdatasync(fd))
-    return calls
+    monkeypatch.setattr(os, "fdatasync", lambda fd: found.append("flush") or fdatasync(fd))
+    return found
+
+
+@pytest.mark.parametrize("numbers", [[1], [1, 2, 3]])
+def test_each_small_layer_is_one_write_and_all_are_flushed_once(tmp_path, calls, numbers):
+    layers = [(manifest_of(number), groups_of(number)) for number in numbers]
+    starts = [one.start for one in write(tmp_path / "layers", layers)]
+    assert calls == [*(f"write {start}" for start in starts), "flush"] and starts[0] == 0
+
+
+def test_the_header_of_a_long_layer_is_written_last(tmp_path, calls):
+    layer = layer_of(tmp_path / "layer", groups_of(count=5000), buffer_bytes=16_384)
+    assert len(calls) > 5
+    assert [calls[0], *calls[-2:]] == ["write 0", "write 0", "flush"]
+    layer.reader.verify()
 
 
 def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
-    writing, gathered = threading.Event(), threading.Event()
-    pwrite = os.pwrite
+    writing, gathered, pwrite = threading.Event(), threading.Event(), os.pwrite
 
-    def slow(descriptor, data, start):
+    def slow(*arguments):
         writing.set()
         assert gathered.wait(30)
-        return pwrite(descriptor, data, start)
+        return pwrite(*arguments)
 
     monkeypatch.setattr(os, "pwrite", slow)
     rows = np.arange(16_000).reshape(4000, 4)
     group = Rows("t", "t", range(4000), [Array("v", rows)])
-    runtime = Runtime()
-    file = LayerFile(
-        DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=100_000
-    )
-    layer = file.begin_layer(manifest_of())
-    writer = layer.array("t", "v", rows.shape, rows.dtype)
-    writer.write(rows[:3900])
-    assert writing.wait(30)
-    gathered.set()
-    writer.write(rows[3900:])
-    writer.finish()
-    layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
-    file.file.close()
-    runtime.close()
-    found = opened((tmp_path / "layer").read_bytes())
-    assert read_all(found) == contents_of([group])
+    with layer_file(tmp_path / "layer", chunk_bytes=4096, buffer_bytes=100_000) as file:
+        layer = file.begin_layer(manifest_of())
+        writer = layer.array("t", "v", rows.shape, rows.dtype)
+        writer.write(rows[:3900])
+        assert writing.wait(30)
+        gathered.set()
+        writer.write(rows[3900:])
+        writer.finish()
+        written = finished(layer, group)
+    assert_holds(tmp_path / "layer", written, [group])
 
 
 def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
@@ -607,58 +581,42 @@ def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", refuse)
     layers = [(manifest_of(number), groups_of(number)) for number in (1, 2)]
-    write(tmp_path / "layers", layers, buffer_bytes=8192)
+    path = tmp_path / "layers"
+    write(path, layers, buffer_bytes=8192)
     assert 0 < len(refused) <= 3  # Several threads may find it out at once.
-    source = StoredBytes(store_path(tmp_path / "layers"))
-    found = layers_in(source, (tmp_path / "layers").read_bytes())
+    found = layers_in(StoredBytes(store_path(path)), path.read_bytes())
     assert [read_all(one) for one in found] == [contents_of(groups) for _, groups in layers]
 
 
 @pytest.mark.parametrize("buffer_bytes", [8192, 1 << 20])
-def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
-    tmp_path, monkeypatch, buffer_bytes
-):
-    runtime = Runtime()
-    file = LayerFile(DirectFile(tmp_path / "layers"), runtime, buffer_bytes=buffer_bytes)
-    append(file, manifest_of(1), groups_of(1))
-    file.sync()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", full)
-        with pytest.raises(OutOfSpace, match="layers"):
-            append(file, manifest_of(2), groups_of(2))
-    for call in (file.sync, lambda: append(file, manifest_of(2), groups_of(2))):
-        with pytest.raises(StorageError, match="begin another"):
-            call()
-    file.file.close()
-    # The runtime is still usable.
-    other = LayerFile(DirectFile(tmp_path / "others"), runtime, buffer_bytes=buffer_bytes)
-    append(other, manifest_of(1), groups_of(1))
-    other.file.close()
-    runtime.close()
+def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(tmp_path, buffer_bytes):
+    with layer_file(tmp_path / "layers", buffer_bytes=buffer_bytes) as file:
+        append(file, manifest_of(1), groups_of(1))
+        file.sync()
+        with mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "full")):
+            with pytest.raises(OutOfSpace, match="layers"):
+                append(file, manifest_of(2), groups_of(2))
+        for call in (file.sync, lambda: append(file, manifest_of(2), groups_of(2))):
+            with pytest.raises(StorageError, match="begin another"):
+                call()
+        file.file.close()
+        # The runtime is still usable.
+        other = LayerFile(DirectFile(tmp_path / "other"), file._runtime, buffer_bytes=buffer_bytes)
+        append(other, manifest_of(1), groups_of(1))
+        other.file.close()
     data = (tmp_path / "layers").read_bytes()
     (found,) = layers_in(Memory(data), data)
     assert read_all(found) == contents_of(groups_of(1))
 
 
-def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
-    def fail(_):
-        raise OSError(errno.EIO, "lost")
-
-    monkeypatch.setattr(os, "fdatasync", fail)
-    runtime = Runtime()
-    file = LayerFile(DirectFile(tmp_path / "layer"), runtime)
-    append(file, manifest_of(), [])
-    with pytest.raises(StorageError, match="force to disk"):
-        file.sync()
-    monkeypatch.undo()
-    with pytest.raises(StorageError, match="begin another"):
-        file.sync()
-    file.file.close()
-    runtime.close()
+def test_a_failed_flush_is_not_repeated(tmp_path):
+    with layer_file(tmp_path / "layer") as file:
+        append(file, manifest_of(), [])
+        with mock.patch("os.fdatasync", side_effect=OSError(errno.EIO, "lost")):
+            with pytest.raises(StorageError, match="force to disk"):
+                file.sync()
+        with pytest.raises(StorageError, match="begin another"):
+            file.sync()
 
 
 def test_writes_respect_the_pace(tmp_path):
@@ -682,29 +640,34 @@ def test_equal_saves_have_equal_bytes_and_others_have_other_checksums(tmp_path):
     assert {array.chunks for array in one.arrays}.isdisjoint(array.chunks for array in other.arrays)
 
 
-def test_forked_children_may_touch_and_free_write_memory():
-    program = (
-        "import os, numpy as np\n"
-        "from deltackpt.resources.host_memory import aligned_buffer\n"
-        "held = aligned_buffer(9 << 20)\n"
-        "held[:] = 7\n"
-        "child = os.fork()\n"
-        "if not child:\n"
-        "    wiped = not held.any()\n"
-        "    held[:] = 1\n"
-        "    del held\n"
-        "    os._exit(0 if wiped else 1)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert (held == 7).all() and held.ctypes.data % 4096 == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+FORKED = """
+import os, numpy as np
+from deltackpt.resources.host_memory import aligned_buffer
+held = aligned_buffer(9 << 20)
+held[:] = 7
+child = os.fork()
+if not child:
+    wiped = not held.any()
+    held[:] = 1
+    del held
+    os._exit(0 if wiped else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert (held == 7).all() and held.ctypes.data % 4096 == 0
+"""
+NO_JAX = """
+import sys, deltackpt.layers.read, deltackpt.layers.write
+assert not {'jax', 'orbax', 'flax'} & {*sys.modules}
+"""
 
 
-def test_reading_and_writing_layers_imports_no_jax():
-    program = (
-        "import sys, deltackpt.layers.read, deltackpt.layers.write\n"
-        "assert not {'jax', 'orbax', 'flax'} & {*sys.modules}"
-    )
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(FORKED, id="forked children may touch and free write memory"),
+        pytest.param(NO_JAX, id="reading and writing imports no jax"),
+    ],
+)
+def test_in_a_process_of_its_own(program):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -712,28 +675,21 @@ def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
     rows = rows_of([(0, 4), (9, 12)])
     assert isinstance(rows, Ranges)
     values = np.arange(7, dtype=np.int16)
-    group = Rows("t", "t", rows, [Array("values", values)])
-    write(tmp_path / "layer", [(manifest_of(), [group])])
-    layer = opened((tmp_path / "layer").read_bytes())
-    (found,) = layer.manifest.row_groups
-    assert found.ranges == ((0, 4), (9, 12)) and [*layer.arrays(found)] == ["values"]
-    held, position = layer.rows(found, 3, 11)
+    layer = layer_of(tmp_path / "layer", [Rows("t", "t", rows, [Array("values", values)])])
+    assert layer.group.ranges == ((0, 4), (9, 12)) and [*layer.arrays] == ["values"]
+    held, position = layer.reader.rows(layer.group, 3, 11)
     assert (position, np.asarray(held).tolist()) == (3, [3, 9, 10])
-    assert layer.id == SaveId(RUN, 1, 1)
+    assert layer.reader.id == SaveId(RUN, 1, 1)
 
 
 def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
-    def refuse(_):
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(runtimes, "aligned_buffer", refuse)
-    batch, runtime = FileBatch(tmp_path, fsync=True), Runtime()
-    save_id = SaveId(RUN, 1, 1)
-    with pytest.raises(MemoryError):
-        LayerShard(tmp_path, save_id, None, batch, runtime, process=0, process_count=1)
-    held = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself.
-            held.append(os.readlink(f"/proc/self/fd/{name}"))
-    assert not [path for path in held if path.startswith(str(tmp_path))]
-    runtime.close()
+    monkeypatch.setattr(runtimes, "aligned_buffer", mock.Mock(side_effect=MemoryError("no memory")))
+    batch, save_id = FileBatch(tmp_path, fsync=True), SaveId(RUN, 1, 1)
+    with Runtime() as runtime:
+        with pytest.raises(MemoryError):
+            LayerShard(tmp_path, save_id, None, batch, runtime, process=0, process_count=1)
+        held = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself.
+                held.append(os.readlink(f"/proc/self/fd/{name}"))
+        assert not [path for path in held if path.startswith(str(tmp_path))]
