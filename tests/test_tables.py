@@ -29,7 +29,7 @@ from deltackpt.errors import (
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
 from deltackpt.policies import CodecChoice
-from deltackpt.state.tables import Tables, join, split
+from deltackpt.state.tables import Split, Tables, join, split
 from deltackpt.state.touch_state import Marks, match_marks, matched
 
 
@@ -62,13 +62,26 @@ def slots_of(layout: Layout, name: str) -> dict[str, str]:
     }
 
 
+def joined(template: Any, parts: Split, marks: Any = None) -> Any:
+    return join(template, parts.layout, parts.fields, parts.dense, marks)
+
+
+def refused(state: Any, message: str, **chosen: Any) -> None:
+    with pytest.raises(TableSelectionError, match=message):
+        split(state, Tables(**chosen))
+
+
+def names_in(layout: Layout) -> list[str]:
+    return [entry.name for entry in layout.tables]
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
-# --- slots -----------------------------------------------------------------------------------
+# Slots.
 
 
 def _labels(tree):
@@ -105,14 +118,8 @@ OPTIMIZERS = {
         lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
         {"inner_state/0/mu", "inner_state/0/nu"},
     ),
-    "track": (
-        lambda: touched.track(optax.adam(1e-3), "**/emb"),
-        {"inner/0/mu", "inner/0/nu"},
-    ),
-    "adafactor": (
-        lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2),
-        {"0/v_col"},
-    ),
+    "track": (lambda: touched.track(optax.adam(1e-3), "**/emb"), {"inner/0/mu", "inner/0/nu"}),
+    "adafactor": (lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2), {"0/v_col"}),
 }
 
 
@@ -125,9 +132,8 @@ def test_a_table_never_gets_the_slots_of_another(name):
     assert all(path == f"{slot}/emb" for slot, path in emb.items())
     assert all(path == f"{slot}/tower/emb" for slot, path in tower.items())
     if name == "multi_transform":
-        assert set(tower) == {
-            f"opt_state/inner_states/b/inner_state/0/{slot}" for slot in ("mu", "nu")
-        }
+        where = "opt_state/inner_states/b/inner_state/0"
+        assert set(tower) == {f"{where}/mu", f"{where}/nu"}
     elif name.startswith("masked"):
         assert tower == {}
     else:
@@ -167,28 +173,24 @@ def paths_of(state: TrainState) -> Any:
 def test_factored_statistics_are_always_written():
     layout = split(state_of(optax.adafactor(1e-3, min_dim_size_to_factor=2)), TABLES).layout
     (group,) = layout.groups
-    assert {spec.name: spec.always for spec in group.fields} == {
-        "values": False,
-        "slot.opt_state/0/v_col": True,
-    }
+    always = {spec.name: spec.always for spec in group.fields}
+    assert always == {"values": False, "slot.opt_state/0/v_col": True}
 
 
 def test_always_by_pattern():
+    state = state_of(optax.adam(1e-3))
     for pattern in ("mu", "opt_state/*/mu", "**/mu"):
-        chosen = Tables(select=TABLES.select, always=(pattern,))
-        (group,) = split(state_of(optax.adam(1e-3)), chosen).layout.groups
+        (group,) = split(state, Tables(select=TABLES.select, always=(pattern,))).layout.groups
         assert [spec.name for spec in group.fields if spec.always] == ["slot.opt_state/0/mu"]
-    with pytest.raises(TableSelectionError, match=r"'v' matches no slot(.|\n)*opt_state/0/nu"):
-        split(state_of(optax.adam(1e-3)), Tables(select=TABLES.select, always=("v",)))
+    message = r"'v' matches no slot(.|\n)*opt_state/0/nu"
+    refused(state, message, select=TABLES.select, always=("v",))
 
 
 def test_statistics_of_other_first_axes_are_dense():
-    tree = {"emb": table(6)}
+    statistics = ({"emb": jnp.zeros(count)} for count in (4, 6, 1))
     state = {
-        "params": tree,
-        "opt_state": optax.FactoredState(
-            jnp.int32(0), {"emb": jnp.zeros(4)}, {"emb": jnp.zeros(6)}, {"emb": jnp.zeros(1)}
-        ),
+        "params": {"emb": table(6)},
+        "opt_state": optax.FactoredState(jnp.int32(0), *statistics),
     }
     parts = split(state, Tables(select="params/emb"))
     assert set(slots_of(parts.layout, "params/emb")) == {"opt_state/v_col"}
@@ -222,8 +224,7 @@ def test_explicit_slots():
         ({"tables/*": {"sum": "accumulators/a"}}, "expected 5 rows|claimed more than once"),
         ({"tables/a": {"sum": "tables/a"}}, r"claimed more than once:\n  tables/a"),
     ):
-        with pytest.raises(TableSelectionError, match=message):
-            split(state, Tables(select="tables/*", slots=slots))
+        refused(state, message, select="tables/*", slots=slots)
 
 
 def test_no_slots_at_all():
@@ -238,17 +239,12 @@ def test_ambiguous_slots_are_an_error_that_lists_the_params_trees():
         "towers": towers,
         "opt_state": {name: optax.adam(1.0).init(tree) for name, tree in towers.items()},
     }
-    with pytest.raises(
-        TableSelectionError, match=r"more than one(.|\n)*towers/item\n  towers/user"
-    ):
-        split(state, Tables(select="towers/user/emb"))
-    slots = {"towers/*/emb": {"mu": "opt_state/user/0/mu/emb"}}
-    chosen = Tables(select="towers/user/emb", slots=slots)
-    with pytest.raises(TableSelectionError, match="more than one"):
-        split(state, Tables(select=["towers/user/emb", "towers/item/emb"]))
-    assert slots_of(split(state, chosen).layout, "towers/user/emb") == {
-        "mu": "opt_state/user/0/mu/emb"
-    }
+    message = r"more than one(.|\n)*towers/item\n  towers/user"
+    refused(state, message, select="towers/user/emb")
+    refused(state, "more than one", select=["towers/user/emb", "towers/item/emb"])
+    declared = {"mu": "opt_state/user/0/mu/emb"}
+    chosen = Tables(select="towers/user/emb", slots={"towers/*/emb": declared})
+    assert slots_of(split(state, chosen).layout, "towers/user/emb") == declared
 
 
 def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
@@ -258,21 +254,19 @@ def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
     def in_sums(path, leaf):
         return path[0][1] == "sums"
 
-    with pytest.raises(TableSelectionError, match=r"more than one leaf:\n  sums/emb\n"):
-        split(state, Tables(select="emb", slots={"emb": {"sum": in_sums}}))
+    message = r"more than one leaf:\n  sums/emb\n"
+    refused(state, message, select="emb", slots={"emb": {"sum": in_sums}})
 
 
 def test_a_table_whose_path_is_not_unicode_is_refused():
-    with pytest.raises(TableSelectionError, match=r"lone surrogates(.|\n)*tables/\\ud800\n"):
-        split({"tables": {"\ud800": table(6)}}, Tables(select="tables/*"))
+    state = {"tables": {"\ud800": table(6)}}
+    refused(state, r"lone surrogates(.|\n)*tables/\\ud800\n", select="tables/*")
 
 
 def test_masked_slots_keep_their_table_if_types_are_lost():
     """Without MaskedNode ``{emb: ...}`` alone could be the slots of ``tower`` as well."""
     tx = optax.multi_transform({"a": optax.adagrad(1.0), "b": optax.sgd(1.0)}, _labels)
-    state = state_of(tx)
-    parts = split(state, Tables(select=TABLES.select, slots={}))
-    plain = join(None, parts.layout, parts.fields, parts.dense, None)
+    plain = joined(None, split(state_of(tx), Tables(select=TABLES.select, slots={})))
     assert isinstance(plain["opt_state"], dict)
     layout = split(plain, TABLES).layout
     where = "opt_state/inner_states/a/inner_state/0/sum_of_squares"
@@ -280,7 +274,7 @@ def test_masked_slots_keep_their_table_if_types_are_lost():
     assert slots_of(layout, "params/tower/emb") == {}
 
 
-# --- selection -------------------------------------------------------------------------------
+# Selection.
 
 
 @pytest.mark.parametrize(
@@ -299,40 +293,32 @@ def test_masked_slots_keep_their_table_if_types_are_lost():
     ],
 )
 def test_selection(select, names):
-    parts = split({"params": params()}, Tables(select=select))
-    assert [entry.name for entry in parts.layout.tables] == names
+    assert names_in(split({"params": params()}, Tables(select=select)).layout) == names
 
 
 def test_optimizer_states_are_never_searched():
-    parts = split(state_of(optax.adam(1e-3)), Tables(select="**/emb"))
-    assert [entry.name for entry in parts.layout.tables] == ["params/emb", "params/tower/emb"]
+    layout = split(state_of(optax.adam(1e-3)), Tables(select="**/emb")).layout
+    assert names_in(layout) == ["params/emb", "params/tower/emb"]
 
 
 def test_selection_errors_list_the_paths():
     state = {"params": params(), "step": 3, "scale": jnp.ones(()), "key": jax.random.key(0)}
-    with pytest.raises(
-        TableSelectionError, match=r"'params/embed' matches nothing(.|\n)*tower/emb"
-    ):
-        split(state, Tables(select=["params/emb", "params/embed"]))
-    with pytest.raises(TableSelectionError, match="selects none of"):
-        split(state, Tables(select=lambda path, leaf: False))
     for select, message in (
+        (["params/emb", "params/embed"], r"'params/embed' matches nothing(.|\n)*tower/emb"),
+        (lambda path, leaf: False, "selects none of"),
         ("step", "step is a int, not an array"),
         ("scale", "scale is a scalar"),
         ("key", "key has dtype key"),
     ):
-        with pytest.raises(TableSelectionError, match=message):
-            split(state, Tables(select=select))
-    with pytest.raises(TableSelectionError, match="without elements"):
-        split({"emb": jnp.zeros((0, 4))}, Tables(select="emb"))
-    with pytest.raises(TableSelectionError, match="codec: pattern 'params/x' matches no table"):
-        split(state, Tables(select="params/emb", codec={"params/x": "bf16"}))
+        refused(state, message, select=select)
+    refused({"emb": jnp.zeros((0, 4))}, "without elements", select="emb")
+    message = "codec: pattern 'params/x' matches no table"
+    refused(state, message, select="params/emb", codec={"params/x": "bf16"})
 
 
 def test_two_tables_of_one_name_are_an_error():
     state = {"a/b": table(3), "a": {"b": table(3)}}
-    with pytest.raises(TableSelectionError, match="more than one leaf:\n  a/b"):
-        split(state, Tables(select="a/b"))
+    refused(state, "more than one leaf:\n  a/b", select="a/b")
 
 
 @pytest.mark.parametrize("select", ["", [], 3, [3], None])
@@ -341,7 +327,7 @@ def test_an_invalid_selection_is_an_option_error(select):
         Tables(select=select)
 
 
-# --- groups ----------------------------------------------------------------------------------
+# Groups.
 
 
 def test_groups_are_deterministic_and_split_by_shape_dtype_codec_slots_and_sharding():
@@ -366,9 +352,8 @@ def test_groups_are_deterministic_and_split_by_shape_dtype_codec_slots_and_shard
     layout = found.layout
     groups = {}
     for entry in layout.tables:
-        groups.setdefault(entry.group, []).append(
-            (entry.name.removeprefix("params/"), entry.offset)
-        )
+        placed = (entry.name.removeprefix("params/"), entry.offset)
+        groups.setdefault(entry.group, []).append(placed)
     assert groups == {
         "g0": [("a", 0), ("b", 8), ("replicated", 24)],
         "g1": [("also", 0), ("sharded", 24)],
@@ -404,17 +389,15 @@ def test_abstract_leaves_give_the_same_layout():
 
 def test_a_layout_survives_the_manifest():
     layout = split(state_of(optax.adam(1e-3)), TABLES).layout
-    data = manifest.to_bytes(layout)
-    assert manifest.from_bytes(data, Layout, name="layout") == layout
+    assert manifest.from_bytes(manifest.to_bytes(layout), Layout, name="layout") == layout
 
 
 def test_a_remembered_layout_is_not_used_for_another_state():
     chosen = Tables(select="emb")
     for rows in (3, 4, 3):
         assert split({"emb": table(rows)}, chosen).layout.tables[0].rows == rows
-    assert split({"emb": table(3, dtype=jnp.int32)}, chosen).layout.groups[0].fields[0].dtype == (
-        "int32"
-    )
+    (group,) = split({"emb": table(3, dtype=jnp.int32)}, chosen).layout.groups
+    assert group.fields[0].dtype == "int32"
     assert split({"emb": table(3), "more": 1}, chosen).dense == {"more": 1}
 
 
@@ -425,11 +408,10 @@ def test_an_unhashable_state_is_split_too():
         config: dict = flax.struct.field(pytree_node=False)
 
     state = State(table(3), {"a": [1]})
-    parts = split(state, Tables(select="emb"))
-    assert_same(join(state, parts.layout, parts.fields, parts.dense, None), state)
+    assert_same(joined(state, split(state, Tables(select="emb"))), state)
 
 
-# --- split and join --------------------------------------------------------------------------
+# Split and join.
 
 
 class Pair(NamedTuple):
@@ -466,7 +448,7 @@ _trees = st.recursive(
 def test_join_undoes_split(tree, rows):
     state = {"TABLE": np.arange(rows * 2.0).reshape(rows, 2), "rest": tree}
     parts = split(state, Tables(select="TABLE"))
-    assert_same(join(state, parts.layout, parts.fields, parts.dense, None), state)
+    assert_same(joined(state, parts), state)
     assert all(step for leaf in parts.layout.dense for step in leaf.key)
     assert not any("." in step for leaf in parts.layout.dense for step in leaf.key)
     assert len({leaf.key for leaf in parts.layout.dense}) == len(parts.layout.dense)
@@ -496,8 +478,8 @@ def test_join_keeps_the_types_of_a_train_state(name):
     abstract = jax.eval_shape(lambda: state)
     if parts.touched is not None:
         fresh = touched.fresh(parts.touched, int(parts.touched.identity))
-        assert_same(join(abstract, parts.layout, parts.fields, parts.dense, fresh), state)
-    back = join(abstract, parts.layout, parts.fields, parts.dense, None)
+        assert_same(joined(abstract, parts, fresh), state)
+    back = joined(abstract, parts)
     # A re-created TouchState has no identity of its own.
     plain = jax.tree.map(
         lambda node: touched.fresh(node) if touched.is_touch_state(node) else node,
@@ -514,23 +496,19 @@ def test_the_touch_state_is_never_saved_and_comes_back_fresh():
     parts = split(state, TABLES)
     assert parts.touched is not None and int(parts.touched.clock) == 1
     assert parts.layout.tracking_paths == ((("attr", "opt_state"), ("attr", "touched")),)
-    assert not {"clock", "stamps", "touched"} & set(str(parts.layout.dense))
-    assert "touched" not in str(parts.layout.dense)
-    back = join(state, parts.layout, parts.fields, parts.dense, None)
+    assert not any(name in str(parts.layout.dense) for name in ("clock", "stamps", "touched"))
+    back = joined(state, parts)
     assert int(back.opt_state.touched.clock) == 0
     assert not back.opt_state.touched.stamps["emb"].any()
-    back = join(state, parts.layout, parts.fields, parts.dense, parts.touched)
-    assert_same(back, state)
-    other = touched.init({"emb": state.params["emb"]})
+    assert_same(joined(state, parts, parts.touched), state)
     with pytest.raises(TrackingError, match="lacks tables\n  tower/emb"):
-        join(state, parts.layout, parts.fields, parts.dense, other)
+        joined(state, parts, touched.init({"emb": state.params["emb"]}))
 
 
 def test_extra_leaves_of_a_template_are_named():
     state = {"emb": table(3), "w": jnp.ones(2)}
-    parts = split(state, Tables(select="emb"))
     with pytest.raises(TemplateMismatch, match="found more:\n  more/x\n  v"):
-        join({**state, "v": 1, "more": {"x": 2}}, parts.layout, parts.fields, parts.dense, None)
+        joined({**state, "v": 1, "more": {"x": 2}}, split(state, Tables(select="emb")))
 
 
 def test_chosen_tables_alone_without_a_template():
@@ -541,7 +519,7 @@ def test_chosen_tables_alone_without_a_template():
     assert list(back) == ["params"] and list(back["params"]) == ["emb"]
 
 
-# --- nnx -------------------------------------------------------------------------------------
+# NNX.
 
 
 class Model(nnx.Module):
@@ -572,12 +550,8 @@ def test_nnx_paths_are_canonical_and_slots_are_found(form, masked):
         state = {"graph": nnx.split(model)[0], **{n: nnx.split(v)[1] for n, v in state.items()}}
     elif form == "pure dict":
         state = {name: nnx.to_pure_dict(nnx.state(node)) for name, node in state.items()}
-    chosen = Tables(select="model/**/embedding")
-    parts = split(state, chosen)
-    assert [entry.name for entry in parts.layout.tables] == [
-        "model/emb/embedding",
-        "model/tower/emb/embedding",
-    ]
+    parts = split(state, Tables(select="model/**/embedding"))
+    assert names_in(parts.layout) == ["model/emb/embedding", "model/tower/emb/embedding"]
     where = "optimizer/opt_state/inner/" + ("inner_states/a/inner_state/" if masked else "")
     emb = slots_of(parts.layout, "model/emb/embedding")
     assert emb == {f"{where}0/{slot}": f"{where}0/{slot}/emb/embedding" for slot in ("mu", "nu")}
@@ -590,13 +564,12 @@ def test_nnx_paths_are_canonical_and_slots_are_found(form, masked):
     }
     assert "clock" not in str(parts.layout.dense)
     assert all(isinstance(f, jax.Array) for t in parts.fields.values() for f in t.values())
-    assert_same(join(state, parts.layout, parts.fields, parts.dense, parts.touched), state)
-    back = join(state, parts.layout, parts.fields, parts.dense, None)
-    again = touched.find(back)
+    assert_same(joined(state, parts, parts.touched), state)
+    again = touched.find(joined(state, parts))
     assert again is not None and int(again.clock) == 0
 
 
-# --- match_touched ---------------------------------------------------------------------------
+# Stamps of tables.
 
 
 def match_touched(state: touched.TouchState, layout: Layout) -> dict[str, str]:
@@ -604,40 +577,27 @@ def match_touched(state: touched.TouchState, layout: Layout) -> dict[str, str]:
     return matched(state, layout)
 
 
-def layout_of(names: list[str], rows: int = 4) -> Layout:
-    state: dict[str, Any] = {}
-    for name in names:
-        node = state
-        *front, last = name.split("/")
-        for step in front:
-            node = node.setdefault(step, {})
-        node[last] = table(rows)
-    return split(state, Tables(select=names)).layout
-
-
-def stamps(*names: str, rows: int = 4) -> touched.TouchState:
+def stamps(*names: str, rows: int = 6) -> touched.TouchState:
     return touched.init({name: jnp.zeros((rows, 1)) for name in names})
 
 
-def test_stamps_are_matched_by_name_then_by_the_longest_suffix():
-    layout = layout_of(["params/emb", "params/tower/emb"])
-    assert match_touched(stamps("params/emb", "params/tower/emb"), layout) == {
-        "params/emb": "params/emb",
-        "params/tower/emb": "params/tower/emb",
-    }
-    assert match_touched(stamps("emb", "tower/emb", "unused"), layout) == {
-        "params/emb": "emb",
-        "params/tower/emb": "tower/emb",
-    }
+@pytest.mark.parametrize(
+    "names", [("params/emb", "params/tower/emb"), ("emb", "tower/emb", "unused")]
+)
+def test_stamps_are_matched_by_name_then_by_the_longest_suffix(names):
+    layout = split({"params": params()}, TABLES).layout
+    assert match_touched(stamps(*names), layout) == dict(zip(TABLES.select, names, strict=False))
 
 
-def test_stamps_that_do_not_fit_are_named():
-    layout = layout_of(["params/emb", "params/tower/emb"])
-    with pytest.raises(TrackingError, match=r"'emb' fit more than one(.|\n)*  params/tower/emb"):
-        match_touched(stamps("emb"), layout)
-    with pytest.raises(TrackingError, match=r"params/emb: expected stamps of it(.|\n)*  tower/emb"):
-        match_touched(stamps("tower/emb"), layout)
-    with pytest.raises(TrackingError, match="expected stamps of it"):
-        match_touched(stamps("mb", "tower/emb"), layout)
-    with pytest.raises(TrackingError, match="expected 4 stamps, found 5"):
-        match_touched(stamps("emb", "tower/emb", rows=5), layout)
+@pytest.mark.parametrize(
+    ("names", "rows", "message"),
+    [
+        (["emb"], 6, r"'emb' fit more than one(.|\n)*  params/tower/emb"),
+        (["tower/emb"], 6, r"params/emb: expected stamps of it(.|\n)*  tower/emb"),
+        (["mb", "tower/emb"], 6, "expected stamps of it"),
+        (["emb", "tower/emb"], 7, "expected 6 stamps, found 7"),
+    ],
+)
+def test_stamps_that_do_not_fit_are_named(names, rows, message):
+    with pytest.raises(TrackingError, match=message):
+        match_touched(stamps(*names, rows=rows), split({"params": params()}, TABLES).layout)
