@@ -18,7 +18,7 @@ import deltackpt
 from deltackpt.errors import RestoreError
 from deltackpt.handlers.item_reader import OrbaxItems
 from deltackpt.maintenance.compact import compact
-from deltackpt.reading import chains, point_files, stored_dense
+from deltackpt.reading import chains, dense_state, stored_dense
 from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.standby.follower import Follower
 from deltackpt.testing import Disk, stored_chunks
@@ -65,7 +65,7 @@ def cached_files(one: Follower) -> dict[str, np.ndarray]:
 
 
 def assert_holds_dense(one: Follower, root: Path, step: int) -> None:
-    found = point_files.dense_of(cached_files(one), point_files.STEP)
+    found = dense_state.dense_of(cached_files(one), dense_state.STEP)
     expected = dense_in_storage(root, step)
     for kind in ("values", "files"):
         held, wanted = getattr(found, kind), getattr(expected, kind)
@@ -163,7 +163,7 @@ def test_a_compacted_base_holds_the_values_of_its_deltas(tmp_path):
         late.advance()
         for each in (one, late):
             assert_holds(each, trainer.step, in_storage(tmp_path, trainer.step))
-            found = point_files.dense_of(cached_files(each), point_files.STEP)
+            found = dense_state.dense_of(cached_files(each), dense_state.STEP)
             assert {key: bytes(data) for key, data in found.values.items()} == {
                 key: bytes(data) for key, data in expected.values.items()
             }

@@ -7,7 +7,7 @@ import pytest
 
 from deltackpt.errors import StorageError
 from deltackpt.wal.agreement import SaveRequest
-from deltackpt.wal.progress import LagWatch, WalProgress
+from deltackpt.wal.epoch import LagWatch, WalProgress
 from deltackpt.wal.save_requests import AgreementThread
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)

@@ -24,8 +24,7 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, stored_dense, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
-from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
-from deltackpt.reading.wal_state import read_wal_state
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, read_wal_state
 from deltackpt.storage import posix
 from deltackpt.storage.store import Stamp, StorePath
 

@@ -15,8 +15,7 @@ from typing import NamedTuple, TypeVar
 from deltackpt.errors import RestoreError
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Kind, SaveId, TableFigures
-from deltackpt.reading.wal_index import RecoveryPoint, coverings
-from deltackpt.reading.wal_state import EpochState, WalState
+from deltackpt.reading.wal_index import EpochState, RecoveryPoint, WalState, coverings
 from deltackpt.storage.store import StorePath
 from deltackpt.units import size
 

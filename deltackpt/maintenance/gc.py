@@ -34,8 +34,8 @@ from deltackpt.maintenance.garbage import (
     Retention,
     removable_at,
 )
+from deltackpt.reading.wal_index import read_wal_state
 from deltackpt.reading.wal_locations import WalFolder
-from deltackpt.reading.wal_state import read_wal_state
 from deltackpt.storage import buckets, posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath

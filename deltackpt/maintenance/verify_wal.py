@@ -32,10 +32,11 @@ from deltackpt.reading.wal_index import (
     RecoveryPoint,
     WalIndex,
     WalReader,
+    WalState,
     coverings,
+    read_wal_state,
 )
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
-from deltackpt.reading.wal_state import WalState, read_wal_state
 from deltackpt.storage import ocdbt
 
 

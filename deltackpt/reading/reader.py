@@ -71,7 +71,7 @@ class RestoredTables:
     ``buffers`` are by table name, field name and box: (rows, *trailing) of the box, in host memory;
     ``placed`` is the result of ``place``, if requested. ``files`` are the contents of the step's
     other files by path, if the source holds them; for a recovery point, named as in
-    ``point_files``. ``point`` is whether the buffers are at the requested recovery point. If not,
+    ``dense_state``. ``point`` is whether the buffers are at the requested recovery point. If not,
     all records up to it must still be replayed; some may have been applied already.
     """
 

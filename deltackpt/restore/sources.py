@@ -65,7 +65,7 @@ class RowSource(Protocol):
           point: the recovery point above the step to restore, if any. The source returns the tables
             of the step, or with any of the WAL records up to the point; or it returns the complete
             point, indicated by ``RestoredTables.point``, with the ``files`` of
-            ``reading.point_files``.
+            ``reading.dense_state``.
 
         Raises:
           ServiceError: the source cannot provide it; storage still can.

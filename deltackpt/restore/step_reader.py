@@ -35,12 +35,11 @@ from deltackpt.reading import (
     bounds,
     chains,
     dense_state,
-    point_files,
     reader,
     stored_saves,
     wal_rows,
 )
-from deltackpt.reading.point_files import RecordedState
+from deltackpt.reading.dense_state import RecordedState
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
@@ -323,7 +322,7 @@ class StepReader:
                     if found.plan is None:
                         files = self._files(found, merged, held)
                     elif merged.point and merged.files is not None:
-                        point = point_files.state_of(merged.files, merged.layout)
+                        point = dense_state.state_of(merged.files, merged.layout)
             except Exception as error:
                 problem, merged, point = _service_error(error), None, None
         if problem is not None:
@@ -345,7 +344,7 @@ class StepReader:
             return None
         shown, dense = found.target.step_dir.name, None
         if found.target.head.dense_blocks is not None:
-            values = point_files.dense_of(merged.files, point_files.STEP)
+            values = dense_state.dense_of(merged.files, dense_state.STEP)
             if not values.values:
                 raise Damaged(shown, "its dense leaves in memory", "none")
             dense = DenseFiles(values)

@@ -92,7 +92,7 @@ _COMPARED_BYTES = 1 << 20
 
 
 class LeafReplica:
-    """The dense leaves of the next version; see ``candidates.StateReplica``. Used by one thread.
+    """The dense leaves of the next version; see ``standby.wal.StateReplica``. Used by one thread.
 
     The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """

@@ -38,9 +38,8 @@ from deltackpt.serving.row_changes import NO_ROWS, Changes
 from deltackpt.serving.status import FollowerStatus, StatusServer, TableStatus
 from deltackpt.serving.version import Position, PublishedState, Version, Versions
 from deltackpt.serving.version_replica import TableChoice, VersionReplica
-from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.follower import RowReplica
-from deltackpt.standby.wal import FollowedWal
+from deltackpt.standby.wal import Candidates, FollowedWal
 
 if TYPE_CHECKING:
     import jax

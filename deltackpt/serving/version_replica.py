@@ -23,7 +23,7 @@ from deltackpt.storage.store import StorePath
 
 
 class VersionReplica:
-    """The rows and dense leaves of the next version; see ``candidates.StateReplica``.
+    """The rows and dense leaves of the next version; see ``standby.wal.StateReplica``.
 
     Rows change in place, so readers open no version from the moment when they change until the
     dense leaves of the same state are held, too. ``shown`` is the newest complete state.

@@ -16,7 +16,7 @@ import numpy as np
 
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BlockedValue, Key
-from deltackpt.reading import chains, dense_state, point_files, stored_dense, stored_saves
+from deltackpt.reading import chains, dense_state, stored_dense, stored_saves
 from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.standby.shared_memory import SharedMemory
@@ -48,7 +48,7 @@ class CachedFiles:
     def dense(self) -> DenseValues:
         """The dense leaves that the step stores as blocks."""
         files = {file.name: self.array(file) for file in self.index}
-        return point_files.dense_of(files, point_files.STEP)._replace(dtypes=self.dtypes)
+        return dense_state.dense_of(files, dense_state.STEP)._replace(dtypes=self.dtypes)
 
     def array(self, file: CachedFile) -> np.ndarray:
         """Returns the bytes of a file."""
@@ -138,7 +138,7 @@ def _fill_dense(
 
 
 def _name(value: BlockedValue) -> str:
-    return f"{point_files.STEP}{point_files.name_of(value.key, file=value.file)}"
+    return f"{dense_state.STEP}{dense_state.name_of(value.key, file=value.file)}"
 
 
 def _room(

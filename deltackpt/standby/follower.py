@@ -43,7 +43,6 @@ from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.host_memory import available_bytes
 from deltackpt.standby import cached_files, loaded_state
 from deltackpt.standby.cached_files import CachedFiles
-from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.loaded_state import (
     FieldChoice,
     Goal,
@@ -54,7 +53,7 @@ from deltackpt.standby.loaded_state import (
     everything,
 )
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
-from deltackpt.standby.wal import FollowedWal
+from deltackpt.standby.wal import Candidates, FollowedWal
 from deltackpt.storage.store import StorePath
 
 #: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.

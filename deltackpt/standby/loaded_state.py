@@ -22,9 +22,8 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import naming
 from deltackpt.format.manifest import Layout, SaveId, SaveInfo, TableEntry
 from deltackpt.format.row_blocks import Span
-from deltackpt.reading import dense_state, point_files
-from deltackpt.reading.dense_state import KnownStates
-from deltackpt.reading.point_files import RecordedState
+from deltackpt.reading import dense_state
+from deltackpt.reading.dense_state import KnownStates, RecordedState
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
@@ -200,7 +199,7 @@ class StateFiles:
         if self._recorded is not None:
             dense, items = self._recorded
             state = RecordedState(dense, items, rows.by_table())
-            self.files = cached_files.store(point_files.to_files(state, layout), self._most_bytes)
+            self.files = cached_files.store(dense_state.to_files(state, layout), self._most_bytes)
 
 
 def committed_secs(save: StoredSave) -> float:

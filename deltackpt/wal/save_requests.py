@@ -30,8 +30,7 @@ from deltackpt.wal.agreement import (
     SaveRequest,
     too_long,
 )
-from deltackpt.wal.epoch import OpenEpoch
-from deltackpt.wal.progress import LagWatch, WalProgress
+from deltackpt.wal.epoch import LagWatch, OpenEpoch, WalProgress
 from deltackpt.wal.writer import WalFailure, WalWriter
 
 #: A WAL as long as some such bases is replayed before a save is requested.

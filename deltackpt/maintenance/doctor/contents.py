@@ -21,8 +21,15 @@ from deltackpt.ledger.steps import Steps, in_both, losses_of
 from deltackpt.maintenance.doctor.machine import SCHEME, SCRATCH, Finding, ago_text
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.wal_index import EpochView, ReplayPlan, WalIndex, WalReader, newest_plan
-from deltackpt.reading.wal_state import WalState, read_wal_state
+from deltackpt.reading.wal_index import (
+    EpochView,
+    ReplayPlan,
+    WalIndex,
+    WalReader,
+    WalState,
+    newest_plan,
+    read_wal_state,
+)
 from deltackpt.storage.store import store_path
 
 
