@@ -243,8 +243,10 @@ def opened(pipeline):
         inner.close()
 
 
-def checkpoints(root, kind=None, iterator=None, *, every=2, event_handlers=(), **options):
-    kind = kind or KINDS["optax with adagrad"]
+ADAGRAD = KINDS["optax with adagrad"]
+
+
+def checkpoints(root, iterator=None, *, kind=ADAGRAD, every=2, event_handlers=(), **options):
     return LoopCheckpoints(
         root,
         tables=deltackpt.Tables(select=kind.select),
@@ -255,12 +257,16 @@ def checkpoints(root, kind=None, iterator=None, *, every=2, event_handlers=(), *
     )
 
 
-def train(root, kind, pipeline, steps, *, lose=0, every=2):
+@contextlib.contextmanager
+def job(root, pipeline="dataset", **options):
+    """A run of a loop: its checkpoints, and an iterator of its pipeline."""
+    with opened(pipeline) as iterator, checkpoints(root, iterator, **options) as saves:
+        yield saves, iterator
+
+
+def train(root, steps, *, pipeline="dataset", kind=ADAGRAD, lose=0, every=2):
     """Trains up to a step, then trains ``lose`` more steps that are not saved."""
-    with (
-        opened(pipeline) as iterator,
-        checkpoints(root, kind, iterator, every=every) as saves,
-    ):
+    with job(root, pipeline, kind=kind, every=every) as (saves, iterator):
         state, done = saves.resume(kind.state())
         for step in range(done + 1, steps + 1):
             state = kind.step(state, next(iterator)["id"])
@@ -270,6 +276,20 @@ def train(root, kind, pipeline, steps, *, lose=0, every=2):
         for batch in itertools.islice(iterator, lose):
             state = kind.step(state, batch["id"])
     return done, saved
+
+
+def samples(iterator, count):
+    """The samples of the next batches."""
+    return [batch["sample"].tolist() for batch in itertools.islice(iterator, count)]
+
+
+def assert_resumes(root, step, state, following=None):
+    """A new run resumes from ``step``, and its data continues with the batch ``following``."""
+    with job(root) as (saves, iterator):
+        found, done = saves.resume(ADAGRAD.state())
+        assert done == step
+        assert following is None or next(iterator)["sample"].tolist() == following
+    assert_same(leaves(found), leaves(state))
 
 
 def leaves(state):
@@ -328,29 +348,27 @@ def test_options_without_tracking_leave_a_loop_its_fingerprints(tmp_path, option
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_loop_ends_in_the_state_of_an_uninterrupted_one(tmp_path, name):
-    kind = KINDS[name]
-    _, expected = train(tmp_path / "whole", kind, "dataset", 8, every=8)
-    assert train(tmp_path / "cut", kind, "dataset", 3, lose=1)[0] == 0
-    assert train(tmp_path / "cut", kind, "dataset", 5, lose=2, every=5)[0] == 3
-    done, found = train(tmp_path / "cut", kind, "dataset", 8)
-    assert done == 5
-    assert_same(found, expected)
-    done, found = train(tmp_path / "cut", kind, "dataset", 8)
-    assert done == 8
-    assert_same(found, expected)
+    kind, cut = KINDS[name], tmp_path / "cut"
+    _, expected = train(tmp_path / "whole", 8, kind=kind, every=8)
+    assert train(cut, 3, kind=kind, lose=1)[0] == 0
+    assert train(cut, 5, kind=kind, lose=2, every=5)[0] == 3
+    for step in (5, 8):
+        done, found = train(cut, 8, kind=kind)
+        assert done == step
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_delta_has_only_the_rows_that_the_loop_changed(tmp_path, name):
     kind, seen = KINDS[name], []
+    options = {"kind": kind, "every": 1, "event_handlers": (mock.Mock(receive=seen.append),)}
     with opened("dataset") as iterator:
-        sink = mock.Mock(receive=seen.append)
-        with checkpoints(tmp_path, kind, iterator, every=1, event_handlers=(sink,)) as saves:
+        with checkpoints(tmp_path, iterator, **options) as saves:
             state = kind.state()
             for step, batch in enumerate(itertools.islice(iterator, 4), 1):
                 state = kind.step(state, batch["id"])
                 saves.after_step(step, state)
-        with checkpoints(tmp_path, kind, iterator, every=1, event_handlers=(sink,)) as saves:
+        with checkpoints(tmp_path, iterator, **options) as saves:
             state, done = saves.resume(kind.state())
             state = kind.step(state, next(iterator)["id"])
             saved = saves.after_step(done + 1, state)
@@ -377,14 +395,14 @@ def test_nnx_objects_are_updated_in_place_and_shared_variables_stay_shared(tmp_p
 
     kind = KINDS["nnx in a dict"]
     first = state(0)
-    with checkpoints(tmp_path, kind) as saves:
+    with checkpoints(tmp_path, kind=kind) as saves:
         first["model"].emb.embedding[...] += 1.0
         first["model"].rngs.params()
         first["count"].set_value(jnp.full((), 5, jnp.int32))
         saves.save(3, {**first, "n": 7})
     second = state(1)
     embedding, count = second["model"].emb.embedding, second["count"]
-    with checkpoints(tmp_path, kind) as saves:
+    with checkpoints(tmp_path, kind=kind) as saves:
         found, done = saves.resume(second)
     assert (done, found["n"]) == (3, 7)
     assert found["model"] is second["model"] and found["count"] is count
@@ -403,85 +421,73 @@ def test_nnx_objects_are_updated_in_place_and_shared_variables_stay_shared(tmp_p
     ],
 )
 def test_the_position_is_that_of_the_step_despite_read_ahead(tmp_path, pipeline):
-    kind = KINDS["optax with adagrad"]
     with opened(pipeline) as iterator:
-        order = [batch["sample"].tolist() for batch in itertools.islice(iterator, 12)]
+        order = samples(iterator, 12)
     assert sorted(sum(order[:6], [])) == sorted(sum(order[6:], [])) == list(range(SAMPLES))
-    with (
-        opened(pipeline) as iterator,
-        checkpoints(tmp_path, kind, iterator, every=4) as saves,
-        paused_saves(tmp_path) as held,
-    ):
-        state, _ = saves.resume(kind.state())
+    with job(tmp_path, pipeline, every=4) as (saves, iterator), paused_saves(tmp_path) as held:
+        state, _ = saves.resume(ADAGRAD.state())
         for step in range(1, 5):
             next(iterator)
             saves.after_step(step, state)
-        ahead = [next(iterator)["sample"].tolist() for _ in range(3)]
+        assert samples(iterator, 3) == order[4:7]
         held.release()
-    assert ahead == order[4:7]
-    with opened(pipeline) as iterator, checkpoints(tmp_path, kind, iterator) as saves:
-        assert saves.resume(kind.state())[1] == 4
-        following = [next(iterator)["sample"].tolist() for _ in range(8)]
-    assert following == order[4:]
+    with job(tmp_path, pipeline) as (saves, iterator):
+        assert saves.resume(ADAGRAD.state())[1] == 4
+        assert samples(iterator, 8) == order[4:]
 
 
 def test_every_sample_is_yielded_once_if_the_data_ends_with_a_save(tmp_path):
-    kind = KINDS["optax with adagrad"]
     iterator = iter(dataset_of(epochs=1))
-    with checkpoints(tmp_path, kind, iterator, every=100) as saves:
-        state, step = kind.state(), 0
+    with checkpoints(tmp_path, iterator, every=100) as saves:
+        state, step = ADAGRAD.state(), 0
         for step, _ in enumerate(iterator, 1):
             saves.after_step(step, state)
         saves.save(step, state)
     again = iter(dataset_of(epochs=1))
-    with checkpoints(tmp_path, kind, again) as saves:
-        assert saves.resume(kind.state())[1] == SAMPLES // BATCH
+    with checkpoints(tmp_path, again) as saves:
+        assert saves.resume(ADAGRAD.state())[1] == SAMPLES // BATCH
         assert next(again, None) is None
 
 
 @pytest.mark.parametrize("file", ["data/*.json", "embeddings/layer.0"])
 def test_state_and_position_fall_back_to_the_same_older_step(tmp_path, file):
-    kind = KINDS["optax with adagrad"]
-    _, expected = train(tmp_path / "whole", kind, "dataset", 8)
-    train(tmp_path / "cut", kind, "dataset", 4)
-    train(tmp_path / "cut", kind, "dataset", 6)
-    for path in itertools.islice(sorted((tmp_path / "cut" / "6").glob(file)), 1):
-        damage(tmp_path / "cut", 6, str(path.relative_to(tmp_path / "cut" / "6")))
-    with pytest.warns(UserWarning) as said:
-        done, found = train(tmp_path / "cut", kind, "dataset", 8)
-    assert any("step 6 is skipped" in str(warning.message) for warning in said)
+    cut = tmp_path / "cut"
+    _, expected = train(tmp_path / "whole", 8)
+    train(cut, 4)
+    train(cut, 6)
+    for path in itertools.islice(sorted((cut / "6").glob(file)), 1):
+        damage(cut, 6, str(path.relative_to(cut / "6")))
+    with pytest.warns(UserWarning) as warned:
+        done, found = train(cut, 8)
+    assert any("step 6 is skipped" in str(warning.message) for warning in warned)
     assert done == 4
     assert_same(found, expected)
 
 
 def test_an_iterator_keeps_its_position_if_no_step_is_intact(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    train(tmp_path, kind, "dataset", 2)
+    train(tmp_path, 2)
     damage(tmp_path, 2, "data/*.json")
     iterator = iter(dataset_of())
     with (
-        checkpoints(tmp_path, kind, iterator) as saves,
+        checkpoints(tmp_path, iterator) as saves,
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(NoIntactStep),
     ):
-        saves.resume(kind.state())
+        saves.resume(ADAGRAD.state())
     assert iterator.get_state() == iter(dataset_of()).get_state()
 
 
 @pytest.mark.parametrize("pipeline", ["dataset", "loader"])
 def test_grain_and_orbax_alone_read_and_write_the_position(tmp_path, pipeline):
-    kind = KINDS["optax with adagrad"]
-    train(tmp_path / "ours", kind, pipeline, 3)
+    train(tmp_path / "ours", 3, pipeline=pipeline)
     handlers = {"data": grain.checkpoint.CheckpointHandler()}
     with opened(pipeline) as expected, opened(pipeline) as iterator:
-        rest = [batch["sample"].tolist() for batch in itertools.islice(expected, 3, 9)]
         with ocp.CheckpointManager(tmp_path / "ours", item_handlers=handlers) as stock:
             args = ocp.args.Composite(data=grain.checkpoint.CheckpointRestore(iterator))
             stock.restore(3, args=args)
-        assert [next(iterator)["sample"].tolist() for _ in range(6)] == rest
+        assert samples(iterator, 6) == samples(expected, 9)[3:]
     with opened(pipeline) as written:
-        for _ in range(3):
-            next(written)
+        samples(written, 3)
         grain.checkpoint.CheckpointHandler().save(tmp_path, written)
     [path] = tmp_path.glob("process_*.json")
     assert IteratorHandler().restore(tmp_path) == path.read_bytes()
@@ -500,11 +506,10 @@ def test_the_handler_also_saves_without_a_manager(tmp_path):
 
 
 def test_steps_are_saved_when_due_and_the_last_one_on_request(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with checkpoints(tmp_path, kind, every=3) as saves:
-        state, _ = saves.resume(kind.state())
-        taken = [step for step in range(1, 9) if saves.after_step(step, state) is not None]
-        assert taken == [3, 6]
+    with checkpoints(tmp_path, every=3) as saves:
+        state, _ = saves.resume(ADAGRAD.state())
+        saved = [step for step in range(1, 9) if saves.after_step(step, state) is not None]
+        assert saved == [3, 6]
         assert saves.save(8, state) is not None
         assert saves.save(8, state) is None
         saves.manager.wait_until_finished()
@@ -512,42 +517,32 @@ def test_steps_are_saved_when_due_and_the_last_one_on_request(tmp_path):
 
 
 def test_a_coalesced_save_has_the_position_of_its_own_step(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with opened("dataset") as iterator:
-        with checkpoints(tmp_path, kind, iterator, when_busy="coalesce") as saves:
-            state = kind.state()
-            with paused_saves(tmp_path) as held:
-                for step in range(1, 6):
-                    state = kind.step(state, next(iterator)["id"])
-                    saved = saves.after_step(step, state)
-                    assert (saved is not None and saved.kind is not None) == (step == 2)
-                held.release()
-                saves.manager.wait_until_finished()
-            state = kind.step(state, next(iterator)["id"])
-            state = kind.step(state, next(iterator)["id"])
-            saved = saves.after_step(7, state)
-            assert saved is not None and saved.step == 7
+    with job(tmp_path, when_busy="coalesce") as (saves, iterator):
+        state = ADAGRAD.state()
+        with paused_saves(tmp_path) as held:
+            for step in range(1, 6):
+                state = ADAGRAD.step(state, next(iterator)["id"])
+                saved = saves.after_step(step, state)
+                assert (saved is not None and saved.kind is not None) == (step == 2)
+            held.release()
             saves.manager.wait_until_finished()
-            assert saves.after_step(9, state) is None
-            assert saves.manager.all_steps() == [2, 7]
-        following = next(iterator)["sample"].tolist()
-    with opened("dataset") as again, checkpoints(tmp_path, kind, again) as saves:
-        found, done = saves.resume(kind.state())
-        assert done == 7
-        assert next(again)["sample"].tolist() == following
-    assert_same(leaves(found), leaves(state))
+        for _ in range(2):
+            state = ADAGRAD.step(state, next(iterator)["id"])
+        saved = saves.after_step(7, state)
+        assert saved is not None and saved.step == 7
+        saves.manager.wait_until_finished()
+        assert saves.after_step(9, state) is None
+        assert saves.manager.all_steps() == [2, 7]
+        [following] = samples(iterator, 1)
+    assert_resumes(tmp_path, 7, state, following)
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "coalesce"])
 def test_the_last_step_is_saved_while_another_is_in_flight(tmp_path, when_busy):
-    kind = KINDS["optax with adagrad"]
-    with (
-        paused_saves(tmp_path) as held,
-        checkpoints(tmp_path, kind, when_busy=when_busy) as saves,
-    ):
-        saves.after_step(2, kind.state())
+    with paused_saves(tmp_path) as held, checkpoints(tmp_path, when_busy=when_busy) as saves:
+        saves.after_step(2, ADAGRAD.state())
         threading.Timer(0.2, held.release).start()
-        saved = saves.save(3, kind.state())
+        saved = saves.save(3, ADAGRAD.state())
         assert saved is not None and saved.kind is not None
         saves.manager.wait_until_finished()
         assert saves.manager.latest_step() == 3
@@ -556,47 +551,37 @@ def test_the_last_step_is_saved_while_another_is_in_flight(tmp_path, when_busy):
 # Failures.
 
 
-def failing(call, name, error):
-    """Makes calls of a ``Path`` method fail for files whose name starts with ``name``."""
+def failing(call, number=errno.ENOSPC):
+    """Makes calls of a ``Path`` method fail for the files of positions."""
     real = getattr(Path, call)
 
     def refuse(path, *arguments, **options):
-        if path.name.startswith(name):
-            raise error
+        if path.name.startswith("process_"):
+            raise OSError(number, os.strerror(number))
         return real(path, *arguments, **options)
 
     return mock.patch.object(Path, call, refuse)
 
 
 def test_an_unwritable_position_fails_the_save_and_keeps_the_previous_step(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
-        state = kind.step(kind.state(), next(iterator)["id"])
+    with job(tmp_path, every=1) as (saves, iterator):
+        state = ADAGRAD.step(ADAGRAD.state(), next(iterator)["id"])
         saves.after_step(1, state)
         saves.manager.wait_until_finished()
-        kept = leaves(state)
         batch = next(iterator)
-        with failing("write_bytes", "process_", full):
-            saves.after_step(2, kind.step(state, batch["id"]))
+        with failing("write_bytes"):
+            saves.after_step(2, ADAGRAD.step(state, batch["id"]))
             with pytest.raises(SaveFailed, match="room to write") as failure:
                 saves.manager.wait_until_finished()
         assert isinstance(failure.value.__cause__, OutOfSpace)
-        following = batch["sample"].tolist()
-    with opened("dataset") as again, checkpoints(tmp_path, kind, again) as saves:
-        found, done = saves.resume(kind.state())
-        assert done == 1
-        assert next(again)["sample"].tolist() == following
-    assert_same(leaves(found), kept)
+    assert_resumes(tmp_path, 1, state, batch["sample"].tolist())
 
 
 def test_the_save_after_a_failed_one_succeeds_and_is_the_newest(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
-        state = kind.state()
-        with failing("write_bytes", "process_", full):
-            saves.after_step(1, kind.step(state, next(iterator)["id"]))
+    with job(tmp_path, every=1) as (saves, iterator):
+        state = ADAGRAD.state()
+        with failing("write_bytes"):
+            saves.after_step(1, ADAGRAD.step(state, next(iterator)["id"]))
             with contextlib.suppress(SaveFailed):
                 saves.manager.wait_until_finished()
         saves.after_step(2, state)
@@ -606,9 +591,8 @@ def test_the_save_after_a_failed_one_succeeds_and_is_the_newest(tmp_path):
 
 
 def test_the_last_step_is_saved_again_if_its_save_failed(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
-        state = kind.step(kind.state(), next(iterator)["id"])
+    state = ADAGRAD.state()
+    with checkpoints(tmp_path, every=1) as saves:
         with failing_saves(tmp_path, errno.ENOSPC):
             saves.after_step(1, state)
             with pytest.raises(SaveFailed):
@@ -620,28 +604,26 @@ def test_the_last_step_is_saved_again_if_its_save_failed(tmp_path):
 
 
 def test_the_last_step_is_saved_again_after_a_rollback(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
-        state = kind.state()
+    with checkpoints(tmp_path, every=1) as saves, opened("dataset") as iterator:
+        state = ADAGRAD.state()
         for step in (1, 2):
-            state = kind.step(state, next(iterator)["id"])
+            state = ADAGRAD.step(state, next(iterator)["id"])
             saves.after_step(step, state)
         saves.manager.wait_until_finished()
-        before = saves.manager.restore(1, kind.state()).state
-        other = kind.step(before, next(iterator)["id"])
+        before = saves.manager.restore(1, ADAGRAD.state()).state
+        other = ADAGRAD.step(before, next(iterator)["id"])
         with pytest.warns(UserWarning, match="later steps"):
             assert saves.save(2, other) is not None
         saves.manager.wait_until_finished()
-    with checkpoints(tmp_path, kind) as saves:
-        found, done = saves.resume(kind.state())
+    with checkpoints(tmp_path) as saves:
+        found, done = saves.resume(ADAGRAD.state())
     assert done == 2
     assert_same(leaves(found), leaves(other))
 
 
 def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with checkpoints(tmp_path, kind, every=100) as saves, opened("dataset") as iterator:
-        state = kind.step(kind.state(), next(iterator)["id"])
+    state = ADAGRAD.state()
+    with checkpoints(tmp_path, every=100) as saves:
         with failing_saves(tmp_path, errno.ENOSPC):
             saves.save(1, state)
             while saves.manager._saver.busy():
@@ -654,46 +636,38 @@ def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_
 
 
 def test_an_unreadable_position_is_a_storage_error(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    train(tmp_path, kind, "dataset", 2)
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
-        with failing("read_bytes", "process_", OSError(errno.EIO, "Input/output error")):
+    train(tmp_path, 2)
+    with job(tmp_path) as (saves, _):
+        with failing("read_bytes", errno.EIO):
             with pytest.raises(StorageError, match="process_0-of-1.json"):
-                saves.resume(kind.state())
-        assert saves.resume(kind.state())[1] == 2
+                saves.resume(ADAGRAD.state())
+        assert saves.resume(ADAGRAD.state())[1] == 2
 
 
 def test_a_step_with_another_process_count_is_refused(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    train(tmp_path, kind, "dataset", 2)
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
+    train(tmp_path, 2)
+    with job(tmp_path) as (saves, _):
         with mock.patch("deltackpt.coordination.process_count", return_value=2):
-            handler = IteratorHandler()
             with pytest.raises(TemplateMismatch, match=r"one of 2 .* process_0-of-1.json"):
-                handler.restore(tmp_path / "2" / "data")  # pyright: ignore[reportArgumentType]
-        assert saves.resume(kind.state())[1] == 2
+                IteratorHandler().restore(tmp_path / "2" / "data")  # pyright: ignore[reportArgumentType]
+        assert saves.resume(ADAGRAD.state())[1] == 2
 
 
 def test_a_step_without_a_position_is_refused_unless_none_is_requested(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    with checkpoints(tmp_path, kind) as saves:
-        saves.save(2, kind.state())
-    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
-        with pytest.raises(
-            TemplateMismatch, match="expected the items data, found no data; restore without them"
-        ):
-            saves.resume(kind.state())
-    with checkpoints(tmp_path, kind) as saves:
-        assert saves.resume(kind.state())[1] == 2
+    with checkpoints(tmp_path) as saves:
+        saves.save(2, ADAGRAD.state())
+    match = "expected the items data, found no data; restore without them"
+    with job(tmp_path) as (saves, _), pytest.raises(TemplateMismatch, match=match):
+        saves.resume(ADAGRAD.state())
+    with checkpoints(tmp_path) as saves:
+        assert saves.resume(ADAGRAD.state())[1] == 2
 
 
 def test_another_pipeline_is_refused(tmp_path):
-    kind = KINDS["optax with adagrad"]
-    train(tmp_path, kind, "loader", 2)
-    iterator = iter(loader_of(source="another source"))
-    with checkpoints(tmp_path, kind, iterator) as saves:
+    train(tmp_path, 2, pipeline="loader")
+    with checkpoints(tmp_path, iter(loader_of(source="another source"))) as saves:
         with pytest.raises(TemplateMismatch, match="does not match datasource"):
-            saves.resume(kind.state())
+            saves.resume(ADAGRAD.state())
 
 
 @pytest.mark.parametrize(
@@ -701,16 +675,16 @@ def test_another_pipeline_is_refused(tmp_path):
 )
 def test_data_without_a_position_is_refused(tmp_path, given_data):
     with pytest.raises(OptionError, match=r"get_state\(\) and set_state\(\)"):
-        checkpoints(tmp_path, iterator=given_data)
+        checkpoints(tmp_path, given_data)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("state", [{"next": {1, 2}}, {0: 7}, {"next": (1, 2)}])
 def test_a_position_that_is_neither_bytes_nor_json_is_refused(tmp_path, state):
     odd = mock.Mock(get_state=lambda: state, set_state=lambda state: None)
-    with checkpoints(tmp_path, iterator=odd, every=1) as saves:
+    with checkpoints(tmp_path, odd, every=1) as saves:
         with pytest.raises(OptionError, match="bytes or a JSON value"):
-            saves.after_step(1, KINDS["optax with adagrad"].state())
+            saves.after_step(1, ADAGRAD.state())
 
 
 @pytest.mark.parametrize("every", [0, -5])
@@ -837,17 +811,17 @@ def test_the_lineage_omits_steps_trained_after_the_last_save(tmp_path):
 # Several processes, each with its own data.
 
 
-def job(root, processes, *, steps, kill_after=0, refusing=-1):
+def processes(root, count, *, steps, kill_after=0, refusing=-1):
     """Runs a job of real processes; returns the output of each."""
     address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    said = [root.with_name(f"{root.name}-{number}.jsonl") for number in range(processes)]
+    said = [root.with_name(f"{root.name}-{number}.jsonl") for number in range(count)]
     members = []
     try:
         for number, path in enumerate(said):
             # Gloo writes to stdout.
             path.write_text("")
-            numbers = (processes, number, steps, kill_after, refusing)
+            numbers = (count, number, steps, kill_after, refusing)
             command = [sys.executable, loops_worker.__file__, address, root, path, *numbers]
             members.append(subprocess.Popen(list(map(str, command)), env=environment))
         for member in members:
@@ -861,9 +835,9 @@ def job(root, processes, *, steps, kill_after=0, refusing=-1):
 
 @pytest.mark.processes
 def test_each_of_two_killed_processes_resumes_with_its_own_data(tmp_path):
-    whole = job(tmp_path / "whole", 2, steps=loops_worker.STEPS)
-    killed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, kill_after=7)
-    resumed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS)
+    whole = processes(tmp_path / "whole", 2, steps=loops_worker.STEPS)
+    killed = processes(tmp_path / "killed", 2, steps=loops_worker.STEPS, kill_after=7)
+    resumed = processes(tmp_path / "killed", 2, steps=loops_worker.STEPS)
     seen = []
     for expected, before, after in zip(whole, killed, resumed, strict=True):
         done = after[0]["resumed"]
@@ -874,10 +848,10 @@ def test_each_of_two_killed_processes_resumes_with_its_own_data(tmp_path):
         assert after[-1] == expected[-1]
         seen += sum(samples, [])
     assert sorted(seen) == list(range(loops_worker.SAMPLES))
-    [alone] = job(tmp_path / "killed", 1, steps=loops_worker.STEPS)
+    [alone] = processes(tmp_path / "killed", 1, steps=loops_worker.STEPS)
     assert alone[0]["refused"] == "TemplateMismatch"
     assert "process_0-of-2.json, process_1-of-2.json" in alone[0]["why"]
-    refused = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, refusing=1)
+    refused = processes(tmp_path / "killed", 2, steps=loops_worker.STEPS, refusing=1)
     assert [lines[0]["refused"] for lines in refused] == ["ProcessFailed", "TemplateMismatch"]
     assert "found on process 1 TemplateMismatch: " in refused[0][0]["why"]
     assert "this position is of other data" in refused[0][0]["why"]

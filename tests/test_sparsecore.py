@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -44,6 +47,25 @@ OPTIONS = deltackpt.ManagerOptions(
 )
 
 
+def opened(root, tables: deltackpt.Tables, **options) -> deltackpt.CheckpointManager:
+    chosen = dataclasses.replace(OPTIONS, **options)
+    return deltackpt.CheckpointManager(root, handlers={"embeddings": tables}, options=chosen)
+
+
+def tree(leaf: Callable[[str, str], Any]) -> dict:
+    """Builds the tables and slots of each stack; ``leaf`` takes a field of a model and a stack."""
+    return {
+        stack: {
+            "table": leaf("tables", stack),
+            "slot": {
+                "accumulator": leaf("accumulators", stack),
+                "counts": leaf("counts", stack),
+            },
+        }
+        for stack in STACKS
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Devices with some SparseCores each."""
@@ -61,8 +83,8 @@ class Topology:
         }
 
     @property
-    def handlers(self) -> dict:
-        tables = deltackpt.Tables(
+    def tables(self) -> deltackpt.Tables:
+        return deltackpt.Tables(
             select="embeddings/*/table",
             slots={
                 f"embeddings/{stack}/table": {
@@ -73,7 +95,6 @@ class Topology:
             },
             stacks={f"embeddings/{stack}/table": one for stack, one in self.stacks.items()},
         )
-        return {"embeddings": tables}
 
     def placed(self, array: np.ndarray) -> jax.Array:
         mesh = jax.sharding.Mesh(jax.devices()[: self.devices], ("x",))
@@ -81,8 +102,7 @@ class Topology:
         return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
 
     def manager(self, root, **options) -> deltackpt.CheckpointManager:
-        chosen = dataclasses.replace(OPTIONS, **options)
-        return deltackpt.CheckpointManager(root, handlers=self.handlers, options=chosen)
+        return opened(root, self.tables, **options)
 
     def state(self, model: Model, padding: float = 0.0) -> dict:
         """Places a model's tables in stacked arrays of this topology."""
@@ -91,19 +111,7 @@ class Topology:
             parts = [getattr(model, field)[member.name] for member in STACKS[stack]]
             return self.placed(stacked(parts, self, padding))
 
-        return {
-            "embeddings": {
-                stack: {
-                    "table": put("tables", stack),
-                    "slot": {
-                        "accumulator": put("accumulators", stack),
-                        "counts": put("counts", stack),
-                    },
-                }
-                for stack in STACKS
-            },
-            "bias": jnp.asarray(model.bias),
-        }
+        return {"embeddings": tree(put), "bias": jnp.asarray(model.bias)}
 
 
 def stacked(parts: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
@@ -146,6 +154,14 @@ class Model:
         touched = deltackpt.touched.init(templates)
         return cls(*fields, counts, np.zeros(3, np.float32), touched)
 
+    def plain(self) -> dict:
+        """The state of a trainer that does not stack its tables."""
+
+        def put(field: str, stack: str) -> dict:
+            return {member.name: getattr(self, field)[member.name] for member in STACKS[stack]}
+
+        return {"embeddings": tree(put), "bias": self.bias}
+
     def trained(self, seed: int, *, marked: bool = True) -> Model:
         """Changes some rows, by id; the ids reach ``mark`` with duplicates."""
         rng = np.random.default_rng(seed)
@@ -175,18 +191,19 @@ def assert_holds(state: dict, model: Model, topology: Topology) -> None:
     """Asserts that each logical row is, bit for bit, where the topology has it."""
     wanted = topology.state(model)
     np.testing.assert_array_equal(state["bias"], model.bias)
+
+    def check(layout: StackedTable, found: jax.Array, expected: jax.Array) -> None:
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert found.sharding == expected.sharding
+        for member in layout.members:
+            rows = layout.physical_rows(member.name, np.arange(member.rows))
+            columns = (slice(member.width),) if found.ndim > 1 else ()
+            one, other = (np.asarray(array)[(rows, *columns)] for array in (found, expected))
+            assert one.tobytes() == other.tobytes()
+
     for stack, layout in topology.stacks.items():
-        for path in (("table",), ("slot", "accumulator"), ("slot", "counts")):
-            found, expected = state["embeddings"][stack], wanted["embeddings"][stack]
-            for key in path:
-                found, expected = found[key], expected[key]
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            assert found.sharding == expected.sharding
-            for member in layout.members:
-                rows = layout.physical_rows(member.name, np.arange(member.rows))
-                columns = (slice(member.width),) if found.ndim > 1 else ()
-                one, other = (np.asarray(array)[(rows, *columns)] for array in (found, expected))
-                assert one.tobytes() == other.tobytes()
+        trees = state["embeddings"][stack], wanted["embeddings"][stack]
+        jax.tree.map(functools.partial(check, layout), *trees)
 
 
 def template(topology: Topology) -> dict:
@@ -209,6 +226,18 @@ def saved_run(root, topology: Topology) -> list[Model]:
             models.append(model.trained(step))
         manager.wait_appended()
     return models[:-1]
+
+
+def assert_steps(root, target: Topology, models: dict[int, Model]) -> None:
+    """Asserts that a reader of another topology restores each step."""
+    with target.manager(root, access="read") as manager:
+        for step, model in models.items():
+            assert_holds(manager.restore(step, template(target)).state, model, target)
+
+
+def assert_newest(root, target: Topology, model: Model) -> None:
+    with target.manager(root, access="read") as manager:
+        assert_holds(manager.restore_latest(template(target)).state, model, target)
 
 
 # --- The mapping ---------------------------------------------------------------------------------
@@ -340,9 +369,8 @@ TOPOLOGIES = [Topology(1), Topology(2), Topology(4), Topology(8)]
 def test_a_run_is_restored_on_every_other_topology_bit_for_bit(tmp_path, source):
     models = saved_run(tmp_path, source)
     for target in TOPOLOGIES:
+        assert_steps(tmp_path, target, dict(enumerate(models[:3])))
         with target.manager(tmp_path, access="read") as manager:
-            for step, model in enumerate(models[:3]):
-                assert_holds(manager.restore(step, template(target)).state, model, target)
             for point in manager.recovery_points():
                 found = manager.restore(point, template(target)).state
                 assert_holds(found, models[point.step], target)
@@ -385,48 +413,23 @@ def test_without_a_template_a_step_is_nested_dicts_of_logical_tables(tmp_path):
     with Topology(1).manager(tmp_path, access="read") as manager:
         state = manager.restore(2).state
         rows = manager.read(2, {"users": (3, 9)}).tables
-    for stack, members in STACKS.items():
-        for member in members:
-            held = state["embeddings"][stack]
-            np.testing.assert_array_equal(held["table"][member.name], models[2].tables[member.name])
-            np.testing.assert_array_equal(
-                held["slot"]["counts"][member.name], models[2].counts[member.name]
-            )
+    jax.tree.map(np.testing.assert_array_equal, state, models[2].plain())
     [found] = rows.values()
     np.testing.assert_array_equal(found["values"], models[2].tables["users"][3:9])
 
 
 def test_plain_tables_restore_what_a_stacked_run_saved(tmp_path):
     models = saved_run(tmp_path, Topology(8))
-    plain = {
-        "embeddings": {
-            stack: {
-                "table": {one.name: jnp.zeros((one.rows, one.width)) for one in members},
-                "slot": {
-                    "accumulator": {one.name: jnp.zeros((one.rows, one.width)) for one in members},
-                    "counts": {one.name: jnp.zeros(one.rows, jnp.int32) for one in members},
-                },
-            }
-            for stack, members in STACKS.items()
-        },
-        "bias": jnp.zeros(3),
-    }
     slots = {
         f"embeddings/{stack}/table/*": {
             slot: f"embeddings/{stack}/slot/{slot}/{{name}}" for slot in ("accumulator", "counts")
         }
         for stack in STACKS
     }
-    choice = deltackpt.Tables(select="embeddings/*/table/*", slots=slots)
-    with deltackpt.CheckpointManager(
-        tmp_path, handlers={"embeddings": choice}, options=OPTIONS
-    ) as manager:
-        restored = manager.restore_latest(plain)
+    with opened(tmp_path, deltackpt.Tables(select="embeddings/*/table/*", slots=slots)) as manager:
+        restored = manager.restore_latest(jax.tree.map(jnp.zeros_like, models[-1].plain()))
     assert restored is not None
-    for stack, members in STACKS.items():
-        for one in members:
-            found = restored.state["embeddings"][stack]["table"][one.name]
-            np.testing.assert_array_equal(found, models[-1].tables[one.name])
+    jax.tree.map(np.testing.assert_array_equal, restored.state, models[-1].plain())
 
 
 def test_compaction_and_inspect_see_logical_rows(tmp_path):
@@ -436,10 +439,8 @@ def test_compaction_and_inspect_see_logical_rows(tmp_path):
     for step, values in zip(history.steps.tolist(), history.values, strict=True):
         np.testing.assert_array_equal(values, models[step].tables["items"][[0, 150, 300]])
     assert compact.compact(tmp_path, step=2, memory_bytes=64 << 20) is not None
-    target = Topology(2)
-    with target.manager(tmp_path, access="read") as manager:
-        assert_holds(manager.restore_latest(template(target)).state, models[4], target)
-        assert_holds(manager.restore(2, template(target)).state, models[2], target)
+    assert_steps(tmp_path, Topology(2), {2: models[2]})
+    assert_newest(tmp_path, Topology(2), models[4])
 
 
 def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewhere(tmp_path):
@@ -449,7 +450,7 @@ def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewher
     interchange.import_orbax(
         tmp_path / "orbax",
         tmp_path / "run",
-        tables=source.handlers["embeddings"],
+        tables=source.tables,
         step=7,
         abstract_state=template(source),
     )
@@ -471,38 +472,26 @@ def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewher
     ids=["intermittent", "blocking bases"],
 )
 def test_every_kind_of_save_reads_stacked_rows(tmp_path, options):
-    source, target, model = Topology(4, 2), Topology(8), Model.new()
+    source, model, models = Topology(4, 2), Model.new(), {}
     with source.manager(tmp_path, deltas=options) as manager:
-        models = []
         for step in range(6):
             commit(manager, step, source.state(model), touched=model.touched)
-            models.append(model)
-            model = model.trained(step)
-    with target.manager(tmp_path, access="read") as manager:
-        for step, model in enumerate(models):
-            assert_holds(manager.restore(step, template(target)).state, model, target)
+            models[step], model = model, model.trained(step)
+    assert_steps(tmp_path, Topology(8), models)
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "adaptive4"])
 def test_a_codec_stores_what_it_stores_of_plain_tables(tmp_path, codec):
-    model, topology = Model.new(), Topology(4)
-    after, found = model.trained(1), []
-    choice = dataclasses.replace(topology.handlers["embeddings"], codec=codec)
+    topology, model, found = Topology(4), Model.new(), []
     plain = deltackpt.Tables(select="embeddings/*/table/*", slots={}, codec=codec)
-    for tables in (choice, plain):
-        root = tmp_path / str(len(found))
-        with deltackpt.CheckpointManager(
-            root, handlers={"embeddings": tables}, options=OPTIONS
-        ) as manager:
-            for step, one in enumerate((model, after)):
+    for tables in (dataclasses.replace(topology.tables, codec=codec), plain):
+        with opened(tmp_path / str(len(found)), tables) as manager:
+            for step, one in enumerate((model, model.trained(1))):
                 state = topology.state(one)
                 if tables is plain:
-                    state = {
-                        "embeddings": {
-                            stack: {"table": {m.name: one.tables[m.name] for m in members}}
-                            for stack, members in STACKS.items()
-                        }
-                    }
+                    embeddings = one.plain()["embeddings"]
+                    tables_only = {stack: {"table": embeddings[stack]["table"]} for stack in STACKS}
+                    state = {"embeddings": tables_only}
                 commit(manager, step, state, touched=one.touched)
             found.append(manager.read(1, {"users": None, "items": None, "ads": None}).tables)
     for name, fields in found[1].items():
@@ -533,15 +522,22 @@ def test_stacked_arrays_in_host_memory_are_saved_and_restored(tmp_path):
             commit(manager, step, state, touched=model.touched)
             found = manager.restore(step, state).state
             assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
-            again = topology.state(model)
-            jax.tree.map(np.testing.assert_array_equal, found, again)
+            jax.tree.map(np.testing.assert_array_equal, found, topology.state(model))
             model = model.trained(step)
 
 
+@pytest.fixture
+def accelerator(monkeypatch) -> None:
+    """Treats the arrays of the tests' devices, which are CPUs, as those of accelerators."""
+    monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
+
+
 @pytest.mark.parametrize("place", ["host", "accelerator"])
-def test_training_may_donate_the_arrays_while_a_base_is_written(tmp_path, monkeypatch, place):
+def test_training_may_donate_the_arrays_while_a_base_is_written(
+    tmp_path, monkeypatch, request, place
+):
     if place == "accelerator":
-        monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
+        request.getfixturevalue("accelerator")
     model, topology = Model.new(), Topology(4)
     donated, read = threading.Event(), capture.PinnedRows.pieces
 
@@ -559,15 +555,10 @@ def test_training_may_donate_the_arrays_while_a_base_is_written(tmp_path, monkey
         assert_holds(manager.restore(0, template(topology)).state, model, topology)
 
 
-def test_rows_are_gathered_on_an_accelerator_before_they_are_copied(tmp_path, monkeypatch):
-    # The devices of the tests are CPUs, whose arrays are treated as those of accelerators here.
-    monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
-    models, target = saved_run(tmp_path, Topology(4)), Topology(2)
-    with target.manager(tmp_path, access="read") as manager:
-        for step, model in enumerate(models[:3]):
-            assert_holds(manager.restore(step, template(target)).state, model, target)
-        found = manager.restore_latest(template(target))
-        assert_holds(found.state, models[-1], target)
+def test_rows_are_gathered_on_an_accelerator_before_they_are_copied(tmp_path, accelerator):
+    models = saved_run(tmp_path, Topology(4))
+    assert_steps(tmp_path, Topology(2), dict(enumerate(models[:3])))
+    assert_newest(tmp_path, Topology(2), models[-1])
 
 
 def test_a_state_in_which_ids_moved_unmarked_is_refused(tmp_path):
@@ -609,20 +600,16 @@ def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
     with topology.manager(tmp_path) as manager:
         manager.save(0, topology.state(model), touched=model.touched)
     [ads] = STACKS["narrow"]
-    grown = StackedTable(
-        members=(dataclasses.replace(ads, rows=130),), shards=2, rotation=topology.cores
-    )
+    members = (dataclasses.replace(ads, rows=130),)
+    grown = StackedTable(members=members, shards=2, rotation=topology.cores)
     state = topology.state(model)
     narrow = state["embeddings"]["narrow"]
     narrow["table"] = topology.placed(np.full(grown.shape, 5, np.float32))
     narrow["slot"]["accumulator"] = topology.placed(np.full(grown.shape, 6, np.float32))
     narrow["slot"]["counts"] = topology.placed(np.full(grown.shape[0], 7, np.int32))
-    tables = topology.handlers["embeddings"]
+    tables = topology.tables
     stacks = {**tables.stacks, "embeddings/narrow/table": grown}
-    choice = dataclasses.replace(tables, stacks=stacks)
-    with deltackpt.CheckpointManager(
-        tmp_path, handlers={"embeddings": choice}, options=OPTIONS
-    ) as manager:
+    with opened(tmp_path, dataclasses.replace(tables, stacks=stacks)) as manager:
         found = manager.restore(0, state).state["embeddings"]["narrow"]["table"]
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         with pytest.raises(TemplateMismatch, match="pass a template of arrays"):
@@ -636,23 +623,22 @@ def test_stacked_arrays_of_several_processes_are_refused(monkeypatch):
     topology = Topology(2)
     monkeypatch.setattr(coordination, "process_count", lambda: 2)
     with pytest.raises(TableSelectionError, match="one process that addresses all its shards"):
-        deltackpt.handlers.split(topology.state(Model.new()), topology.handlers["embeddings"])
+        deltackpt.handlers.split(topology.state(Model.new()), topology.tables)
 
 
 def test_arrays_that_do_not_fit_their_stack_are_refused():
     topology = Topology(2)
-    state, tables = topology.state(Model.new()), topology.handlers["embeddings"]
-    split = deltackpt.handlers.split
-    with pytest.raises(TableSelectionError, match="for 8 shards, found"):
-        split(state, dataclasses.replace(tables, stacks=Topology(8).handlers["embeddings"].stacks))
-    stack = {"embeddings/other": topology.stacks["wide"]}
-    with pytest.raises(TableSelectionError, match="'embeddings/other' matches no table"):
-        split(state, dataclasses.replace(tables, stacks={**tables.stacks, **stack}))
-    both = {**tables.stacks, "**": topology.stacks["wide"]}
+    state, tables = topology.state(Model.new()), topology.tables
+    split, wide = deltackpt.handlers.split, topology.stacks["wide"]
+    for stacks, match in (
+        (Topology(8).tables.stacks, "for 8 shards, found"),
+        ({**tables.stacks, "embeddings/other": wide}, "'embeddings/other' matches no table"),
+        ({**tables.stacks, "**": wide}, "one pattern that matches it"),
+    ):
+        with pytest.raises(TableSelectionError, match=match):
+            split(state, dataclasses.replace(tables, stacks=stacks))
     with pytest.raises(OptionError, match="expected a StackedTable for 'a'"):
         deltackpt.Tables(select="a", stacks={"a": 8})
-    with pytest.raises(TableSelectionError, match="one pattern that matches it"):
-        split(state, dataclasses.replace(tables, stacks=both))
     columns = jax.sharding.NamedSharding(
         jax.sharding.Mesh(jax.devices()[:2], ("x",)), jax.sharding.PartitionSpec(None, "x")
     )

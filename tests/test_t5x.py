@@ -129,11 +129,69 @@ def open_reader(model_dir, initializer, **arguments):
     return open_manager(model_dir, initializer, **arguments)
 
 
-def newest(model_dir):
-    """The checkpoint that T5X's own code resumes from."""
-    config = utils.RestoreCheckpointConfig(path=str(model_dir), mode="latest")
-    _, paths = utils.get_first_valid_restore_config_and_paths([config])
-    return paths[0]
+class ModelDir:
+    """A model directory, the jobs that T5X starts on it, and the states that they saved."""
+
+    def __init__(self, path, initializer):
+        self.path, self.initializer, self.states = path, initializer, {}
+
+    def trainer(self, **arguments):
+        """A context of a training job that has not restored a step."""
+        return contextlib.closing(open_manager(self.path, self.initializer, **arguments))
+
+    @contextlib.contextmanager
+    def resumed(self, **arguments):
+        """A training job that has restored the newest step."""
+        with self.trainer(**arguments) as manager:
+            manager.restore(path=self.newest())
+            yield manager
+
+    def reader(self, **arguments):
+        return open_reader(self.path, self.initializer, **arguments)
+
+    def assert_stored(self, step, expected):
+        assert_same(self.reader().restore(step=step), expected)
+
+    def random_state(self, step=1, **options):
+        return random_state(self.initializer, step, **options)
+
+    def name(self, step):
+        """The name of a step, which T5X finds."""
+        return self.path / f"checkpoint_{step}"
+
+    def link(self, step):
+        """Creates the name of a step that does not exist."""
+        self.name(step).symlink_to(f"deltackpt/{step}")
+
+    def step(self, step):
+        return self.path / "deltackpt" / str(step)
+
+    def named_steps(self):
+        return checkpoints.all_steps(str(self.path))
+
+    def newest(self):
+        """The checkpoint that T5X's own code resumes from."""
+        config = utils.RestoreCheckpointConfig(path=str(self.path), mode="latest")
+        return utils.get_first_valid_restore_config_and_paths([config])[1][0]
+
+    def saves(self):
+        return {save.step: save for save in inspect.open(self.path / "deltackpt").saves}
+
+
+def while_preempted(call, *args):
+    """Calls a function while an exception is handled, as T5X does when a job is preempted."""
+    try:
+        raise RuntimeError("preempted")
+    except RuntimeError:
+        return call(*args)
+
+
+@contextlib.contextmanager
+def commits(function):
+    """Replaces the function that forces a save's files to disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch.FileBatch, "force", function)
+        yield
 
 
 @contextlib.contextmanager
@@ -146,8 +204,7 @@ def held_back():
         assert proceed.wait(60)
         return original(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch.FileBatch, "force", held)
+    with commits(held):
         try:
             yield
             # Nothing would be blocked if saves no longer called this.
@@ -164,14 +221,22 @@ def save_that_fails(manager, state):
         failed.set()
         raise OSError(28, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch.FileBatch, "force", refuse)
+    with commits(refuse):
         assert manager.save(state)
         assert failed.wait(60)
 
 
-def saves_of(model_dir):
-    return {save.step: save for save in inspect.open(model_dir / "deltackpt").saves}
+def io_error(*args, **kwargs):
+    raise OSError(5, "Input/output error")
+
+
+def record_calls(monkeypatch, method):
+    """Returns a list that grows by one at each call of a method of the manager."""
+    calls, original = [], getattr(deltackpt.CheckpointManager, method)
+    monkeypatch.setattr(
+        deltackpt.CheckpointManager, method, lambda self: calls.append(1) or original(self)
+    )
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +245,21 @@ def initializer():
 
 
 @pytest.fixture
-def run(tmp_path, initializer):
+def job(tmp_path, initializer):
+    """An empty model directory."""
+    return ModelDir(tmp_path, initializer)
+
+
+@pytest.fixture
+def run(job):
     """A model directory with steps 1 to 3 of a finished training job."""
-    states = {1: random_state(initializer, 1)}
-    states[2] = after(states[1], [3, 5], 2)
-    states[3] = after(states[2], [5, 60], 3)
-    manager = open_manager(tmp_path, initializer)
-    for state in states.values():
-        assert manager.save(state)
-    manager.close()
-    return tmp_path, states
+    job.states[1] = job.random_state()
+    job.states[2] = after(job.states[1], [3, 5], 2)
+    job.states[3] = after(job.states[2], [5, 60], 3)
+    with job.trainer() as manager:
+        for state in job.states.values():
+            assert manager.save(state)
+    return job
 
 
 # Contents of a save.
@@ -197,44 +267,37 @@ def run(tmp_path, initializer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resume_restores_every_bit_and_every_sharding(tmp_path, optimizer):
-    initializer = make_initializer(optimizer)
-    first = random_state(initializer, 1)
+    job = ModelDir(tmp_path, make_initializer(optimizer))
+    first = job.random_state()
     second = after(first, [7], 2)
-    manager = open_manager(tmp_path, initializer)
-    manager.save(first)
-    manager.save(second)
-    manager.close()
-    resumed = open_manager(tmp_path, initializer)
-    assert_same(resumed.restore(path=newest(tmp_path)), second)
-    resumed.close()
+    with job.trainer() as manager:
+        manager.save(first)
+        manager.save(second)
+    with job.trainer() as resumed:
+        assert_same(resumed.restore(path=job.newest()), second)
 
 
 def test_saves_after_the_first_are_deltas_of_the_rows_that_changed(run):
-    model_dir, _ = run
-    saves = saves_of(model_dir)
+    saves = run.saves()
     assert [save.kind for save in saves.values()] == ["base", "delta", "delta"]
     assert saves[2].rows == 2 and saves[3].rows == 2
-    found = inspect.open(model_dir / "deltackpt").touched(3)
+    found = inspect.open(run.path / "deltackpt").touched(3)
     assert {name: rows.tolist() for name, rows in found.items()} == {TABLE: [5, 60]}
 
 
-def test_a_resumed_run_continues_with_a_delta(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    restored = manager.restore(path=newest(model_dir))
-    manager.save(after(restored, [11], 4))
-    manager.close()
-    assert saves_of(model_dir)[4].kind == "delta" and saves_of(model_dir)[4].rows == 1
-    assert_same(open_reader(model_dir, initializer).restore(step=4), after(states[3], [11], 4))
+def test_a_resumed_run_continues_with_a_delta(run):
+    with run.trainer() as manager:
+        manager.save(after(manager.restore(path=run.newest()), [11], 4))
+    assert run.saves()[4].kind == "delta" and run.saves()[4].rows == 1
+    run.assert_stored(4, after(run.states[3], [11], 4))
 
 
-def test_parameters_are_stored_in_the_dtype_of_the_save_configuration(tmp_path, initializer):
-    state = random_state(initializer, 1)
-    manager = open_manager(tmp_path, initializer, save_dtype="bfloat16", restore_dtype="bfloat16")
-    manager.save(state)
-    restored = flat(manager.restore(path=newest(tmp_path)))
-    manager.close()
-    wide = flat(open_reader(tmp_path, initializer, restore_dtype="float32").restore(step=1))
+def test_parameters_are_stored_in_the_dtype_of_the_save_configuration(job):
+    state = job.random_state()
+    with job.trainer(save_dtype="bfloat16", restore_dtype="bfloat16") as manager:
+        manager.save(state)
+        restored = flat(manager.restore(path=job.newest()))
+    wide = flat(job.reader(restore_dtype="float32").restore(step=1))
     for name, leaf in flat(state).items():
         if name.startswith("target/"):
             assert restored[name].dtype == jnp.bfloat16 and wide[name].dtype == jnp.float32
@@ -243,47 +306,32 @@ def test_parameters_are_stored_in_the_dtype_of_the_save_configuration(tmp_path, 
         assert (restored[name] == leaf).all(), name
 
 
-def test_a_save_configuration_without_a_dtype_opens_a_trainer(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer, save_dtype=None)
-    restored = manager.restore(path=str(model_dir / "checkpoint_2"))
-    with pytest.warns(UserWarning, match="rolled-back"):
-        assert manager.save(after(restored, [9], 3))
-    manager.close()
-    assert_same(open_reader(model_dir, initializer).restore(step=3), after(states[2], [9], 3))
-
-
-def test_save_transformations_see_and_change_what_is_saved(tmp_path, initializer):
+def test_save_transformations_see_and_change_what_is_saved(job):
     def without_logits(state, infos):
         assert infos["target"]["token_embedder"]["embedding"].name == TABLE
         del state["target"]["decoder"]["logits_dense"]
         return state, infos
 
-    manager = open_manager(tmp_path, initializer)
-    manager.save(random_state(initializer, 1), [without_logits])
-    manager.close()
+    with job.trainer() as manager:
+        manager.save(job.random_state(), [without_logits])
     assert not any(
-        "target/decoder/logits" in name for name in inspect.open(tmp_path / "deltackpt").at(1).dense
+        "target/decoder/logits" in name for name in inspect.open(job.path / "deltackpt").at(1).dense
     )
 
 
-def test_a_step_that_is_saved_or_restored_is_not_saved_again(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    assert not manager.save(states[3])
-    assert manager.save(at_step(states[3], 4)) and not manager.save(at_step(states[3], 4))
-    manager.close()
+def test_a_step_that_is_saved_or_restored_is_not_saved_again(run):
+    fourth = at_step(run.states[3], 4)
+    with run.resumed() as manager:
+        assert not manager.save(run.states[3])
+        assert manager.save(fourth) and not manager.save(fourth)
 
 
-def test_a_lossy_codec_is_used_if_requested(tmp_path, initializer):
-    state = random_state(initializer, 1)
-    settings = {"codec": "bf16"}
-    manager = open_manager(tmp_path, initializer, settings=settings)
-    manager.save(state)
-    manager.save(after(state, [3], 2))
-    manager.close()
-    row = flat(open_reader(tmp_path, initializer).restore(step=2))[TABLE][3]
+def test_a_lossy_codec_is_used_if_requested(job):
+    state = job.random_state()
+    with job.trainer(settings={"codec": "bf16"}) as manager:
+        manager.save(state)
+        manager.save(after(state, [3], 2))
+    row = flat(job.reader().restore(step=2))[TABLE][3]
     exact = flat(after(state, [3], 2))[TABLE][3]
     assert (np.asarray(row) == np.asarray(exact.astype(jnp.bfloat16), np.float32)).all()
 
@@ -291,359 +339,254 @@ def test_a_lossy_codec_is_used_if_requested(tmp_path, initializer):
 # Names that T5X finds.
 
 
-def test_t5x_lists_every_committed_step(run, initializer):
-    model_dir, _ = run
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2, 3]
-    assert list(open_reader(model_dir, initializer).all_steps()) == [1, 2, 3]
+def test_t5x_lists_every_committed_step(run):
+    assert run.named_steps() == [1, 2, 3]
+    assert list(run.reader().all_steps()) == [1, 2, 3]
 
 
-def test_a_name_exists_before_its_step_is_committed(run, initializer, monkeypatch):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    seen = []
-    original = deltackpt.CheckpointManager.save
+def test_a_name_exists_before_its_step_is_committed(run, monkeypatch):
+    seen, original = [], deltackpt.CheckpointManager.save
 
     def save(self, step, *args, **kwargs):
-        seen.append(checkpoints.all_steps(str(model_dir)))
+        seen.append(run.named_steps())
         return original(self, step, *args, **kwargs)
 
-    monkeypatch.setattr(deltackpt.CheckpointManager, "save", save)
-    manager.save(after(states[3], [1], 4))
-    manager.close()
+    with run.resumed() as manager:
+        monkeypatch.setattr(deltackpt.CheckpointManager, "save", save)
+        manager.save(after(run.states[3], [1], 4))
     assert seen == [[1, 2, 3, 4]]
 
 
-def test_the_first_step_has_no_name_until_it_is_committed(tmp_path, initializer, monkeypatch):
-    manager = open_manager(tmp_path, initializer)
-
-    def refuse(*args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batch.FileBatch, "force", refuse)
-        with pytest.raises(SaveFailed):
-            manager.save(random_state(initializer, 1))
-    assert checkpoints.all_steps(str(tmp_path)) == []
-    manager.close()
+def test_the_first_step_has_no_name_until_it_is_committed(job):
+    with job.trainer() as manager:
+        with commits(io_error), pytest.raises(SaveFailed):
+            manager.save(job.random_state())
+        assert job.named_steps() == []
 
 
-def test_an_interrupted_save_leaves_a_name_and_the_run_resumes_from_the_previous_step(
-    run, initializer
-):
-    model_dir, states = run
-    (model_dir / "checkpoint_4").symlink_to("deltackpt/4")
-    (model_dir / "deltackpt" / "4.orbax-checkpoint-tmp" / "dense").mkdir(parents=True)
-    assert newest(model_dir).endswith("checkpoint_4")
-    manager = open_manager(model_dir, initializer)
-    with pytest.warns(UserWarning, match="resuming from step 3"):
-        assert_same(manager.restore(path=str(model_dir / "checkpoint_4")), states[3])
-    assert manager.save(after(states[3], [1], 4))
-    manager.close()
-    assert saves_of(model_dir)[4].kind == "delta"
+def test_an_interrupted_save_leaves_a_name_and_the_run_resumes_from_the_previous_step(run):
+    run.link(4)
+    (run.path / "deltackpt" / "4.orbax-checkpoint-tmp" / "dense").mkdir(parents=True)
+    assert run.newest().endswith("checkpoint_4")
+    with run.trainer() as manager:
+        with pytest.warns(UserWarning, match="resuming from step 3"):
+            assert_same(manager.restore(path=str(run.name(4))), run.states[3])
+        assert manager.save(after(run.states[3], [1], 4))
+    assert run.saves()[4].kind == "delta"
 
 
-def test_a_damaged_newest_step_is_skipped_with_a_warning(run, initializer):
-    model_dir, states = run
-    stored_chunks(model_dir / "deltackpt" / "3", "*", segment="dense.*")[0].flip()
-    manager = open_manager(model_dir, initializer)
-    with pytest.warns(UserWarning, match="3"):
-        assert_same(manager.restore(path=newest(model_dir)), states[2])
-    manager.close()
+def test_a_damaged_newest_step_is_skipped_with_a_warning(run):
+    stored_chunks(run.step(3), "*", segment="dense.*")[0].flip()
+    with run.trainer() as manager, pytest.warns(UserWarning, match="3"):
+        assert_same(manager.restore(path=run.newest()), run.states[2])
 
 
-def test_a_save_after_restoring_an_older_step_moves_the_later_ones_aside(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    restored = manager.restore(path=str(model_dir / "checkpoint_1"))
-    assert_same(restored, states[1])
-    with pytest.warns(UserWarning, match="rolled-back"):
-        manager.save(after(restored, [9], 2))
-    manager.close()
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2]
-    assert_same(open_reader(model_dir, initializer).restore(step=2), after(states[1], [9], 2))
+@pytest.mark.parametrize(
+    ("older", "arguments"),
+    [(1, {}), pytest.param(2, {"save_dtype": None}, id="without a dtype for saves")],
+)
+def test_a_save_after_restoring_an_older_step_moves_the_later_ones_aside(run, older, arguments):
+    with run.trainer(**arguments) as manager:
+        restored = manager.restore(path=str(run.name(older)))
+        assert_same(restored, run.states[older])
+        with pytest.warns(UserWarning, match="rolled-back"):
+            assert manager.save(after(restored, [9], older + 1))
+    assert run.named_steps() == [*range(1, older + 2)]
+    run.assert_stored(older + 1, after(run.states[older], [9], older + 1))
 
 
-def test_names_lost_in_a_power_cut_are_recreated_before_anything_is_overwritten(run, initializer):
-    model_dir, states = run
-    for step in states:
-        (model_dir / f"checkpoint_{step}").unlink()
+def test_names_lost_in_a_power_cut_are_recreated_before_anything_is_overwritten(run):
+    for step in run.states:
+        run.name(step).unlink()
     with pytest.raises(OptionError, match="start the job again"):
-        open_manager(model_dir, initializer)
-    manager = open_manager(model_dir, initializer)
-    assert_same(manager.restore(path=newest(model_dir)), states[3])
-    manager.close()
+        run.trainer()
+    with run.trainer() as manager:
+        assert_same(manager.restore(path=run.newest()), run.states[3])
 
 
-def test_an_older_step_restores_its_state_after_further_saves(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.save(after(manager.restore(path=newest(model_dir)), [1], 4))
-    manager.save(after(states[3], [1, 2], 5))
-    assert_same(manager.restore(path=str(model_dir / "checkpoint_3")), states[3])
-    manager.close()
+def test_an_older_step_restores_its_state_after_further_saves(run):
+    with run.resumed() as manager:
+        manager.save(after(run.states[3], [1], 4))
+        manager.save(after(run.states[3], [1, 2], 5))
+        assert_same(manager.restore(path=str(run.name(3))), run.states[3])
 
 
-def test_removing_the_newest_name_rolls_back_to_the_previous_step_as_in_t5x(run, initializer):
-    model_dir, states = run
-    (model_dir / "checkpoint_3").unlink()
-    manager = open_manager(model_dir, initializer)
-    # If killed here, the next start rolls back as well.
-    assert newest(model_dir).endswith("checkpoint_2")
-    with pytest.warns(UserWarning, match=r"rolling back to step 2.*\[3\]"):
-        restored = manager.restore(path=newest(model_dir))
-    assert_same(restored, states[2])
-    with pytest.warns(UserWarning, match="rolled-back"):
-        assert manager.save(after(restored, [9], 4))
-    manager.close()
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2, 4]
-    assert_same(open_reader(model_dir, initializer).restore(step=4), after(states[2], [9], 4))
+def test_removing_the_newest_name_rolls_back_to_the_previous_step_as_in_t5x(run):
+    run.name(3).unlink()
+    with run.trainer() as manager:
+        # If killed here, the next start rolls back as well.
+        assert run.newest().endswith("checkpoint_2")
+        with pytest.warns(UserWarning, match=r"rolling back to step 2.*\[3\]"):
+            restored = manager.restore(path=run.newest())
+        assert_same(restored, run.states[2])
+        with pytest.warns(UserWarning, match="rolled-back"):
+            assert manager.save(after(restored, [9], 4))
+    assert run.named_steps() == [1, 2, 4]
+    run.assert_stored(4, after(run.states[2], [9], 4))
 
 
-def test_a_rollback_holds_if_the_first_save_after_it_was_interrupted(run, initializer):
-    model_dir, states = run
-    (model_dir / "checkpoint_3").unlink()
-    (model_dir / "checkpoint_4").symlink_to("deltackpt/4")
-    manager = open_manager(model_dir, initializer)
-    with pytest.warns(UserWarning, match="rolling back to step 2"):
-        assert_same(manager.restore(path=str(model_dir / "checkpoint_4")), states[2])
-    manager.close()
+def test_a_rollback_holds_if_the_first_save_after_it_was_interrupted(run):
+    run.name(3).unlink()
+    run.link(4)
+    with run.trainer() as manager, pytest.warns(UserWarning, match="rolling back to step 2"):
+        assert_same(manager.restore(path=str(run.name(4))), run.states[2])
     # And if nothing was saved after it.
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2]
+    assert run.named_steps() == [1, 2]
 
 
-def test_a_fenced_trainer_changes_no_names(run, initializer):
-    model_dir, states = run
-    old = open_manager(model_dir, initializer)
-    old.restore(path=newest(model_dir))
-    new = open_manager(model_dir, initializer)
-    new.restore(path=newest(model_dir))
-    with pytest.raises(FencedError):
-        old.save(after(states[3], [1], 7))
-    assert newest(model_dir).endswith("checkpoint_3")
-    with held_back():
-        new.save(after(states[3], [1], 4))
-        old.close()
-        assert checkpoints.all_steps(str(model_dir)) == [1, 2, 3, 4]
-    new.close()
-    assert newest(model_dir).endswith("checkpoint_4")
+def test_a_fenced_trainer_changes_no_names(run):
+    with run.resumed() as old, run.resumed() as new:
+        with pytest.raises(FencedError):
+            old.save(after(run.states[3], [1], 7))
+        assert run.newest().endswith("checkpoint_3")
+        with held_back():
+            new.save(after(run.states[3], [1], 4))
+            old.close()
+            assert run.named_steps() == [1, 2, 3, 4]
+        new.close()
+        assert run.newest().endswith("checkpoint_4")
 
 
-def test_a_trainer_that_cannot_start_closes_its_manager(run, initializer, monkeypatch):
-    model_dir, _ = run
-    (model_dir / "checkpoint_2").unlink()
-
-    def refuse(*args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    closed = []
-    original = deltackpt.CheckpointManager.close
-    monkeypatch.setattr(
-        deltackpt.CheckpointManager, "close", lambda self: closed.append(1) or original(self)
-    )
-    monkeypatch.setattr(os, "symlink", refuse)
+def test_a_trainer_that_cannot_start_closes_its_manager(run, monkeypatch):
+    run.name(2).unlink()
+    closed = record_calls(monkeypatch, "close")
+    monkeypatch.setattr(os, "symlink", io_error)
     with pytest.raises(StorageError, match="checkpoint_2"):
-        open_manager(model_dir, initializer)
+        run.trainer()
     assert closed
-
-
-def test_names_of_removed_steps_are_removed_with_them(tmp_path, initializer):
-    state = random_state(initializer, 1)
-    settings = {
-        "options": deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
-        )
-    }
-    manager = open_manager(tmp_path, initializer, settings=settings, keep=1)
-    for step in range(1, 8):
-        manager.save(after(state, [step], step))
-        manager._writer.wait_until_finished()
-    manager.close()
-    assert checkpoints.all_steps(str(tmp_path)) == inspect.open(tmp_path / "deltackpt").steps
-    assert 1 not in checkpoints.all_steps(str(tmp_path))
 
 
 # Waits.
 
 
-def test_the_wait_after_a_save_is_deferred_unless_an_exception_is_handled(
-    run, initializer, monkeypatch
-):
-    model_dir, states = run
-    waits = []
-    original = deltackpt.CheckpointManager.wait_until_finished
-    monkeypatch.setattr(
-        deltackpt.CheckpointManager,
-        "wait_until_finished",
-        lambda self: waits.append(1) or original(self),
-    )
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    model.commit(manager, after(states[3], [1], 4))
-    assert not waits
-    try:
-        raise RuntimeError("preempted")
-    except RuntimeError:
-        model.commit(manager, after(states[3], [1], 5))
-        assert waits and (model_dir / "checkpoint_5").is_dir()
-    manager.close()
+def test_the_wait_after_a_save_is_deferred_unless_an_exception_is_handled(run, monkeypatch):
+    waits = record_calls(monkeypatch, "wait_until_finished")
+    with run.resumed() as manager:
+        model.commit(manager, after(run.states[3], [1], 4))
+        assert not waits
+        while_preempted(model.commit, manager, after(run.states[3], [1], 5))
+        assert waits and run.name(5).is_dir()
 
 
-def test_each_wait_blocks_if_requested(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer, settings={"wait": "each"})
-    manager.restore(path=newest(model_dir))
-    model.commit(manager, after(states[3], [1], 4))
-    assert (model_dir / "deltackpt" / "4").is_dir()
-    manager.close()
+def test_each_wait_blocks_if_requested(run):
+    with run.resumed(settings={"wait": "each"}) as manager:
+        model.commit(manager, after(run.states[3], [1], 4))
+        assert run.step(4).is_dir()
 
 
-def test_an_emergency_save_is_committed_even_if_the_previous_save_failed(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    save_that_fails(manager, after(states[3], [20], 4))
-    fifth = after(after(states[3], [20], 4), [21], 5)
-    with pytest.raises(RuntimeError, match="preempted"):
-        try:
-            raise RuntimeError("preempted")
-        except RuntimeError:
-            with pytest.warns(UserWarning, match="step 4 failed"):
-                assert manager.save(fifth)
-            assert (model_dir / "checkpoint_5").is_dir()
-            manager.wait_until_finished()
-            raise
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2, 3, 5] and not manager.save(fifth)
-    manager.close()
-    assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
+def test_an_emergency_save_is_committed_even_if_the_previous_save_failed(run):
+    with run.resumed() as manager:
+        fourth = after(run.states[3], [20], 4)
+        fifth = after(fourth, [21], 5)
+        save_that_fails(manager, fourth)
+        with pytest.warns(UserWarning, match="step 4 failed"):
+            assert while_preempted(manager.save, fifth)
+        assert run.name(5).is_dir()
+        while_preempted(manager.wait_until_finished)
+        assert run.named_steps() == [1, 2, 3, 5] and not manager.save(fifth)
+    run.assert_stored(5, fifth)
 
 
-def test_a_save_that_raises_an_earlier_failure_is_committed_and_named(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    save_that_fails(manager, after(states[3], [20], 4))
-    with pytest.raises(SaveFailed, match="step 4 failed"):
-        manager.save(after(states[3], [20], 5))
-    assert checkpoints.all_steps(str(model_dir)) == [1, 2, 3, 5]
-    assert not manager.save(after(states[3], [20], 5))
-    manager.close()
-    assert saves_of(model_dir).keys() == {1, 2, 3, 5}
+def test_a_save_that_raises_an_earlier_failure_is_committed_and_named(run):
+    with run.resumed() as manager:
+        save_that_fails(manager, after(run.states[3], [20], 4))
+        with pytest.raises(SaveFailed, match="step 4 failed"):
+            manager.save(after(run.states[3], [20], 5))
+        assert run.named_steps() == [1, 2, 3, 5]
+        assert not manager.save(after(run.states[3], [20], 5))
+    assert run.saves().keys() == {1, 2, 3, 5}
 
 
-def test_a_step_whose_save_failed_is_saved_again(run, initializer):
-    model_dir, states = run
-    manager = open_manager(model_dir, initializer)
-    manager.restore(path=newest(model_dir))
-    fourth = after(states[3], [20], 4)
-    save_that_fails(manager, fourth)
-    with pytest.warns(UserWarning, match="saved anew"):
-        assert manager.save(fourth)
-    assert not manager.save(fourth)
-    # And if a wait raised the failure.
+def test_a_step_whose_save_failed_is_saved_again(run):
+    fourth = after(run.states[3], [20], 4)
     fifth = after(fourth, [21], 5)
-    save_that_fails(manager, fifth)
-    try:
-        raise RuntimeError("preempted")
-    except RuntimeError:
+    with run.resumed() as manager:
+        save_that_fails(manager, fourth)
+        with pytest.warns(UserWarning, match="saved again"):
+            assert manager.save(fourth)
+        assert not manager.save(fourth)
+        # And if a wait raised the failure.
+        save_that_fails(manager, fifth)
         with pytest.raises(SaveFailed):
-            manager.wait_until_finished()
-    assert manager.save(fifth)
-    manager.close()
-    assert_same(open_reader(model_dir, initializer).restore(step=4), fourth)
-    assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
+            while_preempted(manager.wait_until_finished)
+        assert manager.save(fifth)
+    run.assert_stored(4, fourth)
+    run.assert_stored(5, fifth)
 
 
 # Restores.
 
 
 def test_an_evaluation_job_reads_alongside_the_trainer_and_takes_no_lease(run):
-    model_dir, states = run
-    trainer_initializer = make_initializer()
-    trainer = open_manager(model_dir, trainer_initializer)
-    trainer.restore(path=newest(model_dir))
-    # Without an optimizer, as in T5X's evaluation and inference.
-    initializer = make_initializer(training=False)
-    reader = open_reader(model_dir, initializer)
-    found = flat(reader.restore(path=newest(model_dir)))
-    assert found.keys() == flat(initializer.global_train_state_shape).keys()
-    for name, leaf in found.items():
-        assert (leaf == flat(states[3])[name]).all()
-    reader.close()
-    assert trainer.save(after(states[3], [1], 4))
-    trainer.close()
+    with run.resumed() as trainer:
+        # Without an optimizer, as in T5X's evaluation and inference.
+        evaluation = ModelDir(run.path, make_initializer(training=False))
+        reader = evaluation.reader()
+        found = flat(reader.restore(path=run.newest()))
+        assert found.keys() == flat(evaluation.initializer.global_train_state_shape).keys()
+        for name, leaf in found.items():
+            assert (leaf == flat(run.states[3])[name]).all()
+        reader.close()
+        assert trainer.save(after(run.states[3], [1], 4))
 
 
-def test_an_evaluation_job_reads_the_step_before_one_that_is_being_written(run, initializer):
-    model_dir, states = run
-    (model_dir / "checkpoint_4").symlink_to("deltackpt/4")
+def test_an_evaluation_job_reads_the_step_before_one_that_is_being_written(run):
+    run.link(4)
     with pytest.warns(UserWarning, match="reading step 3"):
-        found = open_reader(model_dir, initializer).restore(path=newest(model_dir))
-    assert_same(found, states[3])
-    (model_dir / "checkpoint_2").unlink()
-    shutil.rmtree(model_dir / "deltackpt" / "2")
+        assert_same(run.reader().restore(path=run.newest()), run.states[3])
+    run.name(2).unlink()
+    shutil.rmtree(run.step(2))
     with pytest.raises(StepNotFound):
-        open_reader(model_dir, initializer).restore(step=2)
+        run.reader().restore(step=2)
 
 
-def test_training_starts_from_a_checkpoint_of_another_model_directory(
-    run, tmp_path_factory, initializer
-):
-    model_dir, states = run
-    own = tmp_path_factory.mktemp("own")
+def test_training_starts_from_a_checkpoint_of_another_model_directory(run, tmp_path_factory):
+    own = ModelDir(tmp_path_factory.mktemp("own"), run.initializer)
     config = utils.RestoreCheckpointConfig(
-        path=str(model_dir),
+        path=str(run.path),
         assignment_map=[(r"target/decoder/logits_dense/.*", None), (r"state.*", None)],
         fallback_to_scratch=True,
     )
-    manager = open_manager(own, initializer)
-    fallback = random_state(initializer, 0, seed=1)
-    found = manager.restore(
-        path=str(model_dir / "checkpoint_3"),
-        state_transformation_fns=config.state_transformation_fns,
-        fallback_state=fallback.state_dict(),
-    )
-    for name, leaf in flat(found).items():
-        source = fallback if "logits_dense" in name or name.startswith("state") else states[3]
-        assert np.asarray(leaf).tobytes() == np.asarray(flat(source)[name]).tobytes(), name
-    assert manager.save(found) and list(manager.all_steps()) == [0]
-    manager.close()
-    assert saves_of(own)[0].kind == "base" and len(saves_of(model_dir)) == 3
+    fallback = own.random_state(0, seed=1)
+    with own.trainer() as manager:
+        found = manager.restore(
+            path=str(run.name(3)),
+            state_transformation_fns=config.state_transformation_fns,
+            fallback_state=fallback.state_dict(),
+        )
+        for name, leaf in flat(found).items():
+            own_leaf = "logits_dense" in name or name.startswith("state")
+            source = fallback if own_leaf else run.states[3]
+            assert np.asarray(leaf).tobytes() == np.asarray(flat(source)[name]).tobytes(), name
+        assert manager.save(found) and list(manager.all_steps()) == [0]
+    assert own.saves()[0].kind == "base" and len(run.saves()) == 3
 
 
-def test_a_leaf_of_the_checkpoint_may_be_renamed(run, initializer):
-    model_dir, states = run
+def test_a_leaf_of_the_checkpoint_may_be_renamed(run):
     names = "target/encoder/encoder_norm/scale", "target/decoder/decoder_norm/scale"
     swapped = [names, names[::-1]]
-    config = utils.RestoreCheckpointConfig(path=str(model_dir), assignment_map=swapped)
-    found = open_reader(model_dir, initializer).restore(
-        step=3, state_transformation_fns=config.state_transformation_fns
-    )
+    config = utils.RestoreCheckpointConfig(path=str(run.path), assignment_map=swapped)
+    found = run.reader().restore(step=3, state_transformation_fns=config.state_transformation_fns)
     for name, other in swapped:
-        assert (flat(found)[name] == flat(states[3])[other]).all()
-    assert (flat(found)[TABLE] == flat(states[3])[TABLE]).all()
+        assert (flat(found)[name] == flat(run.states[3])[other]).all()
+    assert (flat(found)[TABLE] == flat(run.states[3])[TABLE]).all()
 
 
-def test_a_run_resumes_through_transformations_too(run, initializer):
-    model_dir, states = run
-
+def test_a_run_resumes_through_transformations_too(run):
     def renamed(tree, target, *, is_resuming=False):
         scale = tree["target"]["encoder"]["encoder_norm"]["scale"]
         tree["target"]["decoder"]["decoder_norm"]["scale"] = scale
         return tree
 
-    manager = open_manager(model_dir, initializer)
-    found = manager.restore(path=newest(model_dir), state_transformation_fns=[renamed])
-    wanted = flat(states[3])["target/encoder/encoder_norm/scale"]
-    assert (flat(found)["target/decoder/decoder_norm/scale"] == wanted).all()
-    manager.save(at_step(found, 4))
-    manager.close()
-    assert_same(open_reader(model_dir, initializer).restore(step=4), at_step(found, 4))
+    with run.trainer() as manager:
+        found = manager.restore(path=run.newest(), state_transformation_fns=[renamed])
+        wanted = flat(run.states[3])["target/encoder/encoder_norm/scale"]
+        assert (flat(found)["target/decoder/decoder_norm/scale"] == wanted).all()
+        manager.save(at_step(found, 4))
+    run.assert_stored(4, at_step(found, 4))
 
 
-def test_a_leaf_that_the_checkpoint_lacks_or_has_in_another_shape_is_named(run, initializer):
-    model_dir, _ = run
-
+def test_a_leaf_that_the_checkpoint_lacks_or_has_in_another_shape_is_named(run):
     def lacking(tree, target):
         del tree["target"]["decoder"]["logits_dense"]
         return tree
@@ -654,107 +597,92 @@ def test_a_leaf_that_the_checkpoint_lacks_or_has_in_another_shape_is_named(run, 
         ]
         return tree
 
-    reader = open_reader(model_dir, initializer)
+    reader = run.reader()
     for change in (lacking, transposed):
         with pytest.raises(TemplateMismatch, match="logits_dense/kernel"):
             reader.restore(step=3, state_transformation_fns=[change])
 
 
 @pytest.fixture
-def run_with_data(tmp_path, initializer):
+def run_with_data(job):
     """A model directory with steps 1 to 4; step n follows n elements of the data."""
     data = numbers()
-    manager = open_manager(tmp_path, initializer, dataset_iterator=data)
-    state = random_state(initializer, 0)
-    for step in range(1, 5):
+    with job.trainer(dataset_iterator=data) as manager:
+        state = job.random_state(0)
+        for step in range(1, 5):
+            next(data)
+            manager.save(at_step(state, step))
         next(data)
-        manager.save(at_step(state, step))
-    next(data)
-    manager.close()
-    return tmp_path
+    return job
 
 
 @pytest.mark.parametrize("open_job", [open_manager, open_reader])
-def test_the_data_position_is_of_the_same_step(run_with_data, initializer, open_job):
-    resumed = numbers()
-    manager = open_job(run_with_data, initializer, dataset_iterator=resumed)
-    manager.restore(path=newest(run_with_data))
-    assert next(resumed)["number"] == 4
-    manager.close()
-
-
-def test_an_altered_data_position_is_reported_and_not_used(run_with_data, initializer):
-    steps = run_with_data / "deltackpt"
-    for path in (steps / "1" / "dataset").iterdir():
-        shutil.copy(path, steps / "4" / "dataset" / path.name)
+def test_the_data_position_is_of_the_same_step(run_with_data, open_job):
     data = numbers()
-    reader = open_reader(run_with_data, initializer, dataset_iterator=data)
-    with pytest.raises(Damaged, match="4/dataset/"):
-        reader.restore(step=4)
-    assert next(data)["number"] == 0
-
-
-def test_the_data_position_is_unchanged_if_the_step_cannot_be_read(run_with_data, initializer):
-    stored_chunks(run_with_data / "deltackpt" / "4", "*", segment="dense.*")[0].flip()
-    data = numbers()
-    reader = open_reader(run_with_data, initializer, dataset_iterator=data)
-    with pytest.raises(Damaged):
-        reader.restore(step=4)
-    assert next(data)["number"] == 0
-
-
-def test_a_step_without_a_data_position_is_reported(run, initializer):
-    model_dir, _ = run
-    reader = open_reader(model_dir, initializer, dataset_iterator=numbers())
-    with pytest.raises(TemplateMismatch, match="save_dataset"):
-        reader.restore(step=3)
-    manager = open_manager(model_dir, initializer, dataset_iterator=numbers())
-    with pytest.raises(TemplateMismatch, match="save_dataset"):
-        manager.restore(path=newest(model_dir))
+    manager = open_job(run_with_data.path, run_with_data.initializer, dataset_iterator=data)
+    manager.restore(path=run_with_data.newest())
+    assert next(data)["number"] == 4
     manager.close()
 
 
-def test_tables_that_differ_from_those_of_the_run_are_refused_with_a_remedy(run, initializer):
-    model_dir, _ = run
-    manager = open_manager(
-        model_dir, initializer, settings={"tables": "target/decoder/logits_dense/kernel"}
-    )
-    with pytest.raises(TemplateMismatch, match="tables.* as in the run that saved"):
-        manager.restore(path=newest(model_dir))
-    manager.close()
+def test_the_data_position_is_unchanged_if_it_or_the_step_is_damaged(run_with_data):
+    def restore_fails(match=None):
+        data = numbers()
+        with pytest.raises(Damaged, match=match):
+            run_with_data.reader(dataset_iterator=data).restore(step=4)
+        assert next(data)["number"] == 0
+
+    [chunk, *_] = stored_chunks(run_with_data.step(4), "*", segment="dense.*")
+    chunk.flip()
+    restore_fails()
+    chunk.flip()
+    for path in (run_with_data.step(1) / "dataset").iterdir():
+        shutil.copy(path, run_with_data.step(4) / "dataset" / path.name)
+    restore_fails("4/dataset/")
+
+
+def test_a_step_without_a_data_position_is_reported(run):
+    with pytest.raises(TemplateMismatch, match="save_dataset"):
+        run.reader(dataset_iterator=numbers()).restore(step=3)
+    with run.trainer(dataset_iterator=numbers()) as manager:
+        with pytest.raises(TemplateMismatch, match="save_dataset"):
+            manager.restore(path=run.newest())
+
+
+def test_tables_that_differ_from_those_of_the_run_are_refused_with_a_remedy(run):
+    with run.trainer(settings={"tables": "target/decoder/logits_dense/kernel"}) as manager:
+        with pytest.raises(TemplateMismatch, match="tables.* as in the run that saved"):
+            manager.restore(path=run.newest())
 
 
 # T5X's own checkpoints.
 
 
-def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(tmp_path, initializer):
-    state = random_state(initializer, 5)
-    stock = checkpoints.OrbaxCheckpointManagerInterface(
-        str(tmp_path), initializer.global_train_state_shape, initializer._partitioner
-    )
+def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(job):
+    state = job.random_state(5)
+    shape, partitioner = job.initializer.global_train_state_shape, job.initializer._partitioner
+    stock = checkpoints.OrbaxCheckpointManagerInterface(str(job.path), shape, partitioner)
     model.commit(stock, state)
     stock.close()
-    kept = sorted(path for path in (tmp_path / "checkpoint_5").rglob("*"))
+    kept = sorted(job.name(5).rglob("*"))
     # If given a dtype for the parameters, T5X applies it to the step, too.
-    manager = open_manager(tmp_path, initializer, restore_dtype=None)
-    restored = manager.restore(path=newest(tmp_path))
-    assert_same(restored, state)
-    assert list(manager.all_steps()) == [5] and not manager.save(restored)
-    manager.save(after(restored, [3], 6))
-    manager.save(after(restored, [3, 4], 7))
-    # With names of both kinds, one of them a dangling link.
-    (tmp_path / "checkpoint_9").symlink_to("deltackpt/9")
-    reader = open_reader(tmp_path, initializer, restore_dtype=None)
-    assert_same(reader.restore(path=str(tmp_path / "checkpoint_5")), state)
-    manager._writer.wait_until_finished()
-    with pytest.raises(OptionError, match=r"found \[6, 7\]; resume from checkpoint_7, or move"):
-        manager.restore(path=str(tmp_path / "checkpoint_5"))
-    manager.close()
+    with job.trainer(restore_dtype=None) as manager:
+        restored = manager.restore(path=job.newest())
+        assert_same(restored, state)
+        assert list(manager.all_steps()) == [5] and not manager.save(restored)
+        manager.save(after(restored, [3], 6))
+        manager.save(after(restored, [3, 4], 7))
+        # With names of both kinds, one of them a dangling link.
+        job.link(9)
+        assert_same(job.reader().restore(path=str(job.name(5))), state)
+        manager._writer.wait_until_finished()
+        with pytest.raises(OptionError, match=r"found \[6, 7\]; resume from checkpoint_7, or move"):
+            manager.restore(path=str(job.name(5)))
     # The next start removes the dangling link.
-    open_manager(tmp_path, initializer).close()
-    assert saves_of(tmp_path)[6].kind == "base" and saves_of(tmp_path)[7].kind == "delta"
-    assert checkpoints.all_steps(str(tmp_path)) == [5, 6, 7]
-    assert sorted(path for path in (tmp_path / "checkpoint_5").rglob("*")) == kept
+    job.trainer().thing.close()
+    assert job.saves()[6].kind == "base" and job.saves()[7].kind == "delta"
+    assert job.named_steps() == [5, 6, 7]
+    assert sorted(job.name(5).rglob("*")) == kept
 
 
 # Retention.
@@ -774,63 +702,49 @@ def test_a_nan_metric_does_not_make_a_step_the_best(tmp_path):
     assert policy.should_preserve(infos, context=None) == [True, False, False, True]
 
 
-def test_the_best_steps_are_kept_with_their_chains_and_the_newest(tmp_path, initializer):
-    state = random_state(initializer, 1)
-    settings = {
-        "options": deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
-        )
-    }
-    manager = open_manager(
-        tmp_path,
-        initializer,
-        settings=settings,
-        keep=1,
-        metric_name_to_monitor="inference_eval/accuracy",
-    )
-    for step in range(1, 10):
-        manager.save(after(state, [step], step))
-        manager._writer.wait_until_finished()
-        write_metric(tmp_path, step, 1.0 if step == 3 else 0.1)
-    manager.close()
-    steps = checkpoints.all_steps(str(tmp_path))
-    assert {3, 9} <= set(steps) and not {1, 2, 5, 6} & set(steps)
+def saved_with_retention(job, last, **retention):
+    """Saves steps 1 to ``last`` in short chains, keeping one; only step 3 has a good metric."""
+    policy = deltackpt.policies.Consecutive(max_chain=1)
+    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(policy=policy))
+    state = job.random_state()
+    with job.trainer(settings={"options": options}, keep=1, **retention) as manager:
+        for step in range(1, last + 1):
+            manager.save(after(state, [step], step))
+            manager._writer.wait_until_finished()
+            write_metric(job.path, step, 1.0 if step == 3 else 0.1)
+    return set(job.named_steps())
 
 
-def test_steps_of_the_keep_period_are_kept_besides_the_newest(tmp_path, initializer):
-    state = random_state(initializer, 1)
-    settings = {
-        "options": deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
-        )
-    }
-    manager = open_manager(tmp_path, initializer, settings=settings, keep=1, force_keep_period=4)
-    for step in range(1, 11):
-        manager.save(after(state, [step], step))
-        manager._writer.wait_until_finished()
-    manager.close()
-    steps = checkpoints.all_steps(str(tmp_path))
-    assert {4, 8, 10} <= set(steps) and not {1, 2, 5, 6} & set(steps)
+def test_names_of_removed_steps_are_removed_with_them(job):
+    steps = saved_with_retention(job, 7)
+    assert job.named_steps() == inspect.open(job.path / "deltackpt").steps
+    assert 1 not in steps
 
 
-def test_only_one_retention_setting_is_allowed(tmp_path, initializer):
-    settings = {"options": deltackpt.ManagerOptions(max_to_keep=2)}
+def test_the_best_steps_are_kept_with_their_chains_and_the_newest(job):
+    steps = saved_with_retention(job, 9, metric_name_to_monitor="inference_eval/accuracy")
+    assert {3, 9} <= steps and not {1, 2, 5, 6} & steps
+
+
+def test_steps_of_the_keep_period_are_kept_besides_the_newest(job):
+    steps = saved_with_retention(job, 10, force_keep_period=4)
+    assert {4, 8, 10} <= steps and not {1, 2, 5, 6} & steps
+
+
+def test_only_one_retention_setting_is_allowed(job):
     with pytest.raises(OptionError, match="max_to_keep"):
-        open_manager(tmp_path, initializer, settings=settings, keep=3)
+        job.trainer(settings={"options": deltackpt.ManagerOptions(max_to_keep=2)}, keep=3)
 
 
 # T5X's configuration.
 
 
 def test_the_same_settings_give_the_same_object_and_t5x_resumes_with_it():
-    made = deltackpt_t5x.checkpoint_manager(codec="int8")
-    assert deltackpt_t5x.checkpoint_manager(codec="int8") is made
-    assert utils.RestoreCheckpointConfig(path="x").checkpoint_manager_cls is made
-    other = deltackpt_t5x.checkpoint_manager(codec="raw")
-    assert other is not made
-    assert utils.RestoreCheckpointConfig(path="x").checkpoint_manager_cls is other
-    assert deltackpt_t5x.checkpoint_manager(codec="int8") is made
-    assert utils.RestoreCheckpointConfig(path="x").checkpoint_manager_cls is made
+    found = []
+    for codec in ("int8", "int8", "raw", "int8"):
+        found.append(deltackpt_t5x.checkpoint_manager(codec=codec))
+        assert utils.RestoreCheckpointConfig(path="x").checkpoint_manager_cls is found[-1]
+    assert found[0] is found[1] is found[3] is not found[2]
     stock = checkpoints.OrbaxCheckpointManagerInterface
     own = utils.RestoreCheckpointConfig(path="x", checkpoint_manager_cls=stock)
     assert own.checkpoint_manager_cls is stock
@@ -853,14 +767,11 @@ def test_other_decorators_of_the_configuration_are_kept(monkeypatch, copies_attr
             init = functools.wraps(original)(init)
         monkeypatch.setattr(config, "__init__", init)
 
-    with_mode("all")
-    made = deltackpt_t5x.checkpoint_manager()
-    below = config(path="x")
-    assert (below.mode, below.checkpoint_manager_cls) == ("all", made)
-    with_mode("specific")
-    made = deltackpt_t5x.checkpoint_manager(codec="int8")
-    above = config(path="x")
-    assert (above.mode, above.checkpoint_manager_cls) == ("specific", made)
+    for mode, codec in (("all", None), ("specific", "int8")):
+        with_mode(mode)
+        made = deltackpt_t5x.checkpoint_manager(**({"codec": codec} if codec else {}))
+        found = config(path="x")
+        assert (found.mode, found.checkpoint_manager_cls) == (mode, made)
 
 
 @pytest.mark.parametrize(
