@@ -297,7 +297,7 @@ def check(root: StorePath, trainer: Trainer) -> None:
     """Checks that the root has the result of all steps, in one chain of entries."""
     state = JournalView(root).state()
     assert state.claim == trainer.ledger.claimed and state.claim.began
-    assert {*state.standings} == {ObjectKey(2)} and state.steps[2] == trainer.told[2]
+    assert {*state.catalog} == {ObjectKey(2)} and state.steps[2] == trainer.told[2]
     assert [one.standing for one in state.entry.rolled_back] == [trainer.told[3]]
     assert state.entry.promoted == {"r": 3}
     for one in (trainer.told[2], trainer.told[3]):

@@ -146,7 +146,7 @@ def test_unneeded_steps_and_files_are_collected(run, server, bucket):
     at = opened(url, server)
     journal = Journal(at)
     journal.resume()
-    cut = journal.prefix(next(iter(journal.known.standings)))
+    cut = journal.prefix(next(iter(journal.known.catalog)))
     (at / cut / "file").store.put(f"{cut}/file", b"half")
     found = collectable(url, retention=Retention(keep_last=1), endpoint=server.endpoint)
     assert [one.name for one in found.removable] == ["3", "2", "1", "0"]

@@ -282,7 +282,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
         job.all("train", to=4)
         assert job.one("save")["taken"]
         for answer in job.all("save"):
-            assert answer["taken"] and "saved anew" in str(answer["warnings"])
+            assert answer["taken"] and "saved again" in str(answer["warnings"])
         job.close()
     assert kinds(model_dir) == {1: "base", 3: "delta", 4: "delta"}
 

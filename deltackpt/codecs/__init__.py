@@ -6,9 +6,9 @@ Decode arithmetic is normative: see ``docs/reference/format.md``. Lossy codecs a
 """
 
 from deltackpt.codecs.row_codecs import (
-    BESIDE,
-    BESIDE_AT,
     ONES,
+    RAW_POSITIONS,
+    RAW_ROWS,
     SUFFIXES,
     ZEROS,
     Codec,
@@ -28,8 +28,8 @@ from deltackpt.codecs.row_codecs import (
 from deltackpt.format.dtypes import can_store, dtype_of, stored_dtype, without_elements
 
 __all__ = [
-    "BESIDE",
-    "BESIDE_AT",
+    "RAW_ROWS",
+    "RAW_POSITIONS",
     "Codec",
     "ONES",
     "SUFFIXES",

@@ -486,9 +486,9 @@ ZEROS, ONES = "zeros", "ones"
 _CONSTANTS = {ZEROS: Constant(ZEROS, 0x00), ONES: Constant(ONES, 0xFF)}
 
 #: Suffixes of the rows that a lossy codec does not hold, as they are, and of their positions.
-BESIDE, BESIDE_AT = "raw", "raw_at"
+RAW_ROWS, RAW_POSITIONS = "raw", "raw_at"
 #: Every suffix of a stored array.
-SUFFIXES = ("scale", "offset", BESIDE, BESIDE_AT)
+SUFFIXES = ("scale", "offset", RAW_ROWS, RAW_POSITIONS)
 
 #: What holds rows more precisely than a codec of so many bits.
 _WIDER_BITS = {2: "3", 3: "4", 4: "8"}

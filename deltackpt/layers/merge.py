@@ -470,7 +470,7 @@ class SegmentField:
         """The rows that are stored raw, and their positions; may be empty."""
         if self.block_codec is not None or codecs.of_segment(self.spec.codec).lossless:
             return ()
-        names = [self._name(suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)]
+        names = [self._name(suffix) for suffix in (codecs.RAW_ROWS, codecs.RAW_POSITIONS)]
         return tuple(self._entries[name] for name in names if name in self._entries)
 
     @functools.cached_property

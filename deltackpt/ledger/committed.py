@@ -215,7 +215,7 @@ class CommittedStore(ReadOnlyStore):
         hidden = self._hidden()
         return {
             unit: one.prefix
-            for unit, one in state.standings.items()
+            for unit, one in state.catalog.items()
             if (unit, one.save_id) not in hidden
         }
 
@@ -225,7 +225,7 @@ class CommittedStore(ReadOnlyStore):
 
     def _prefix_of(self, unit: ObjectKey) -> str | None:
         """The prefix of a unit; reads the journal again for an unknown step."""
-        found = self._journal.known.standings.get(unit)
+        found = self._journal.known.catalog.get(unit)
         if found is None:
             return self.units().get(unit) if self._refresh and unit.item is None else None
         return None if (unit, found.save_id) in self._hidden() else found.prefix
@@ -261,7 +261,7 @@ class CommittedStore(ReadOnlyStore):
 
     def _read_digests(self, unit: ObjectKey, prefix: str) -> dict[str, Digest]:
         at = self._at(prefix, COMMIT)
-        data, found = at.store.get(at.key), self._journal.known.standings.get(unit)
+        data, found = at.store.get(at.key), self._journal.known.catalog.get(unit)
         crc32c = google_crc32c.value(data)
         if found is not None and found.prefix == prefix and found.crc32c != crc32c:
             raise Damaged(at.shown(), f"crc32c {found.crc32c:08x}", f"crc32c {crc32c:08x}")

@@ -194,14 +194,14 @@ class State:
     entry: Entry
 
     @functools.cached_property
-    def standings(self) -> Mapping[ObjectKey, CatalogEntry]:
+    def catalog(self) -> Mapping[ObjectKey, CatalogEntry]:
         """The committed units."""
         return {one.object_key: one for one in self.entry.standings}
 
     @functools.cached_property
     def uploads(self) -> frozenset[tuple[ObjectKey, SaveId]]:
         """The committed units, each with its save."""
-        return frozenset((unit, one.save_id) for unit, one in self.standings.items())
+        return frozenset((unit, one.save_id) for unit, one in self.catalog.items())
 
     @property
     def claim(self) -> LeaseClaim | None:
@@ -232,24 +232,24 @@ class State:
     @functools.cached_property
     def steps(self) -> dict[int, CatalogEntry]:
         """The committed steps, ascending."""
-        found = ((unit.step, one) for unit, one in self.standings.items() if unit.item is None)
+        found = ((unit.step, one) for unit, one in self.catalog.items() if unit.item is None)
         return dict(sorted(found))
 
     @functools.cached_property
     def bases(self) -> dict[ObjectKey, CatalogEntry]:
         """The compacted bases."""
-        return {unit: one for unit, one in self.standings.items() if unit.item is not None}
+        return {unit: one for unit, one in self.catalog.items() if unit.item is not None}
 
     @functools.cached_property
     def prefixes(self) -> frozenset[str]:
         """Every prefix whose files must remain."""
-        every = [*self.standings.values(), *(one.standing for one in self.entry.rolled_back)]
+        every = [*self.catalog.values(), *(one.standing for one in self.entry.rolled_back)]
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
     def with_committed(self, standing: CatalogEntry) -> Entry:
         """Returns the entry after the commit of a unit, which replaces an earlier upload."""
-        every = {**self.standings, standing.object_key: standing}
+        every = {**self.catalog, standing.object_key: standing}
         promoted = dict(self.entry.promoted)
         if standing.item is None:
             run, attempt = standing.save_id.run, standing.save_id.attempt
@@ -278,7 +278,7 @@ class State:
 
     def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save, or its compacted base, is committed."""
-        return any(one.save_id == save_id for one in self.standings.values())
+        return any(one.save_id == save_id for one in self.catalog.values())
 
 
 def _order(unit: ObjectKey) -> tuple[int, str]:

@@ -264,7 +264,7 @@ class Journal(JournalView):
         unit, save_id = standing.object_key, standing.save_id
 
         def change(state: State) -> Entry | None:
-            there = state.standings.get(unit)
+            there = state.catalog.get(unit)
             if there is None:
                 if unit.item is None and state.was_committed(save_id) and not replace:
                     return None  # It was committed, and has been retired since.
@@ -279,7 +279,7 @@ class Journal(JournalView):
             return state.with_committed(standing)
 
         state = self._change_own(change, standing.prefix)
-        return state.standings.get(unit, standing)
+        return state.catalog.get(unit, standing)
 
     def _require_parent(self, state: State, standing: CatalogEntry, *, alone: bool) -> None:
         parent = standing.parent

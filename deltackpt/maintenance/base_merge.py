@@ -191,13 +191,13 @@ class _PartMerge:
 
     def _segment(self, name: str, group: GroupEntry, span: Span) -> Segment:
         self._row_indices = _RowIndices()
-        place = ZarrSegmentSink(self._attempt, self._number, name, self._batch)
-        fields = [self._field(place, group, spec, span) for spec in group.fields]
+        sink = ZarrSegmentSink(self._attempt, self._number, name, self._batch)
+        fields = [self._field(sink, group, spec, span) for spec in group.fields]
         rows, columns = range(*span), (0, group.width)
-        return parts.stored_segment(place, group.name, columns, rows, StoredArrays((), 0), fields)
+        return parts.stored_segment(sink, group.name, columns, rows, StoredArrays((), 0), fields)
 
     def _field(
-        self, place: ZarrSegmentSink, group: GroupEntry, spec: FieldSpec, span: Span
+        self, sink: ZarrSegmentSink, group: GroupEntry, spec: FieldSpec, span: Span
     ) -> StoredField:
         codec = codecs.get(spec.codec)
         assert codecs.is_lossless(codec)
@@ -215,7 +215,7 @@ class _PartMerge:
         windows = map(codec.stored_view, self._windows(group, spec, span))
         return parts.stored_field(
             spec.name,
-            parts.write_array(place, entry, windows),
+            parts.write_array(sink, entry, windows),
             codec=spec.codec,
             reason=f"{spec.codec}: compacted, not re-encoded",
             bounds=parts.table_bounds(group, self._layout, range(*span)),

@@ -111,7 +111,7 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
         if isinstance(part.arrays, ZarrArrays):
             for chunk in part.arrays.missing(segment, entry):
                 yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
-        if entry.name.endswith(f".{codecs.BESIDE_AT}"):
+        if entry.name.endswith(f".{codecs.RAW_POSITIONS}"):
             at = host_memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
             part.read_into(segment, entry, 0, len(at), at)
             if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):

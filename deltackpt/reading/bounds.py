@@ -280,8 +280,8 @@ def _raw_arrays(
         spec = segment.spec(group, field)
         if codecs.of_segment(spec.codec).lossless:
             continue
-        rows = codecs.array_name(field, codecs.BESIDE)
-        at = codecs.array_name(field, codecs.BESIDE_AT)
+        rows = codecs.array_name(field, codecs.RAW_ROWS)
+        at = codecs.array_name(field, codecs.RAW_POSITIONS)
         require((rows in entries) == (at in entries), f"both {rows} and {at}, or none", "one")
         if at in entries:
             count = entries[at].shape[0]

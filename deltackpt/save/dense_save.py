@@ -600,14 +600,14 @@ def write_plain(
     sink_of: Callable[[str], SegmentSink], held: Sequence[np.ndarray], *, zstd: bool
 ) -> Segment:
     """Writes the bytes of plain values, (n,) uint8 each, not all empty."""
-    place = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
+    sink = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
     data, name = np.concatenate(held), row_blocks.PLAIN_BYTES_OF
     entry = row_blocks.array_entry(name, data.shape, data.dtype, zstd=zstd)
-    stored = parts.write_array(place, entry, [data])
+    stored = parts.write_array(sink, entry, [data])
     bounds = np.array([0, len(data)])
     field = parts.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
     rows, none = range(len(data)), StoredArrays((), 0)
-    return parts.stored_segment(place, PLAIN, (0, 1), rows, none, [field])
+    return parts.stored_segment(sink, PLAIN, (0, 1), rows, none, [field])
 
 
 def _write_blocks(
@@ -619,8 +619,8 @@ def _write_blocks(
     reason: str = "",
 ) -> Segment:
     """Writes blocks of one group and codec, given each array's pieces by suffix."""
-    place, written = sink_of(f"{row_blocks.SEGMENTS}{group}.{codec}"), []
-    row_indices = parts.write_rows(place, rows)
+    sink, written = sink_of(f"{row_blocks.SEGMENTS}{group}.{codec}"), []
+    row_indices = parts.write_rows(sink, rows)
     for suffix, array in block_codecs.get(codec).stored(dtype_of(group)).items():
         pieces = [piece.view(array.dtype) for piece in held[suffix]]
         entry = row_blocks.array_entry(
@@ -630,8 +630,8 @@ def _write_blocks(
             zstd=array.zstd,
             byte_planes=array.byte_planes,
         )
-        written.append(parts.write_array(place, entry, pieces))
+        written.append(parts.write_array(sink, entry, pieces))
     stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
     # ``reason``: why leaves have another codec than requested.
     field = parts.stored_field(row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds)
-    return parts.stored_segment(place, group, (0, BLOCK), rows, row_indices, [field])
+    return parts.stored_segment(sink, group, (0, BLOCK), rows, row_indices, [field])

@@ -180,8 +180,13 @@ class _Attempt:
         field = self._field
         stored = codecs.stored_dtype(field.dtype)
         for suffix, trailing, raw, zstd in (
-            (codecs.BESIDE, field.trailing, [rows.view(stored) for rows in self._raw_rows], False),
-            (codecs.BESIDE_AT, (), self._raw_positions, True),
+            (
+                codecs.RAW_ROWS,
+                field.trailing,
+                [rows.view(stored) for rows in self._raw_rows],
+                False,
+            ),
+            (codecs.RAW_POSITIONS, (), self._raw_positions, True),
         ):
             entry = row_blocks.array_entry(
                 codecs.array_name(field.name, suffix),

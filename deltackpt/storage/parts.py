@@ -96,18 +96,18 @@ class WrittenPart(NamedTuple):
 
 
 def write_array(
-    place: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
     """Writes one array from its pieces, in order; with ``held``, others might change them."""
-    writer = place.writer(entry, held=held)
+    writer = sink.writer(entry, held=held)
     for piece in pieces:
         writer.write(piece)
     return StoredArrays((entry,), writer.finish())
 
 
-def write_rows(place: SegmentSink, rows: row_blocks.Rows) -> StoredArrays:
+def write_rows(sink: SegmentSink, rows: row_blocks.Rows) -> StoredArrays:
     """Writes the row indices of a segment, if ranges do not describe them."""
-    return place.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
+    return sink.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
 
 
 def stored_field(
@@ -141,7 +141,7 @@ def stored_field(
 
 
 def stored_segment(
-    place: SegmentSink,
+    sink: SegmentSink,
     group: str,
     columns: row_blocks.Span,
     rows: row_blocks.Rows,
@@ -151,7 +151,7 @@ def stored_segment(
     """Returns the record of a segment whose arrays were written; ``rows`` are virtual."""
     found = StoredArrays.joined([row_indices, *(field.arrays for field in fields)])
     return Segment(
-        name=place.segment,
+        name=sink.segment,
         group=group,
         columns=columns,
         count=len(rows),

@@ -410,9 +410,7 @@ class JournalModel:
         try:
             ledger.retire(
                 lambda state: (
-                    one.prefix
-                    for unit, one in state.standings.items()
-                    if ObjectKey(unit.step) in old
+                    one.prefix for unit, one in state.catalog.items() if ObjectKey(unit.step) in old
                 )
             )
         except Unanswered:
@@ -448,7 +446,7 @@ class JournalModel:
                 return  # Delayed writes may still be executed, without what they refer to.
             again = rolled_back.intersection(one.prefix for one in state.entry.standings)
             assert not again, f"{again} were rolled back before"
-            for one in state.standings.values():
+            for one in state.catalog.values():
                 if one.parent is not None:
                     assert state.exists(one.parent.save_id) or any(
                         base.save_id == one.save_id for base in state.bases.values()
@@ -463,7 +461,7 @@ class JournalModel:
                         return
                     newer = self.retried(shown.state)
                     assert one.prefix not in {
-                        standing.prefix for standing in newer.standings.values()
+                        standing.prefix for standing in newer.catalog.values()
                     }, f"{one.prefix} is listed but has no files"
 
     # ---- what is stored
@@ -502,7 +500,7 @@ class JournalModel:
         for prefix, stands in self.observed.committed:
             assert stands.prefix in ever, f"{prefix} was reported as committed but is in no entry"
         state = JournalView(self.root).state()
-        for one in state.standings.values():
+        for one in state.catalog.values():
             at = self.root / one.prefix
             assert len(at.keys()) == 2, f"{one.prefix} is committed but incomplete"
         if history:

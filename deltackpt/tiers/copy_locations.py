@@ -321,7 +321,7 @@ class Bucket:
 
     def info(self, unit: ObjectKey) -> SaveInfo | None:
         """See ``Directory``."""
-        standing = self._journal.state().standings.get(unit)
+        standing = self._journal.state().catalog.get(unit)
         return None if standing is None else standing.info
 
     def digests(self, unit: ObjectKey) -> dict[str, Digest]:

@@ -228,7 +228,7 @@ def unfinished_rollback(
         after = by_run.get(save_id.run)
         return newest.lineage.has(save_id) or (after is not None and after.has(newest.save_id))
 
-    steps = [one for one in state.standings.values() if one.item is None]
+    steps = [one for one in state.catalog.values() if one.item is None]
     kept = max((one.step for one in steps if is_in_lineage(one.save_id)), default=-1)
     return tuple(
         one.save_id

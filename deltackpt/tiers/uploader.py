@@ -343,7 +343,7 @@ class Uploader(Cursor):
             journal.retire(
                 lambda state: (
                     one.prefix
-                    for unit, one in state.standings.items()
+                    for unit, one in state.catalog.items()
                     if ready.get(unit) == one.save_id
                 )
             )

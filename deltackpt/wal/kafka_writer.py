@@ -119,7 +119,7 @@ class KafkaWriter(RecordWriter):
             if stop is not None and stop <= start:
                 raise StorageError(
                     f"{self._topic}, partition {self._process}: expected offsets from {start}, "
-                    f"found {stop - 1}: the topic was created anew; open the manager again"
+                    f"found {stop - 1}: the topic was recreated; open the manager again"
                 )
 
     def roll(self) -> None:

@@ -455,7 +455,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if committed:
             self._at = at
         if failure is not None:
-            outcome = "process 0 has committed it" if committed else "it is saved anew"
+            outcome = "process 0 has committed it" if committed else "it is saved again"
             events.warn(f"{failure}; {outcome}")
         return committed
 
