@@ -22,7 +22,7 @@ from deltackpt.ledger import directory
 from deltackpt.ledger import steps as ledger_steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import chains, stored_dense, stored_saves
+from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, read_wal_state
 from deltackpt.storage import posix
@@ -263,7 +263,9 @@ class Checkpoints:
         problem, dense_nbytes = "", None
         try:
             if head.dense_blocks is not None:
-                dense_nbytes = sum(shard.record.nbytes for shard in stored_dense.shards(save))
+                # Not by ``stored_dense``, whose imports a listing does not need.
+                blocks = (record.dense_blocks for record in save.manifests)
+                dense_nbytes = sum(record.nbytes for record in blocks if record is not None)
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
