@@ -34,37 +34,26 @@ from deltackpt.tracking.fingerprints import (
     verify_tracking,
 )
 
-DTYPES = [
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float4_e2m1fn",
-    "int4",
-    "uint4",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "uint32",
-    "bool",
-    "complex64",
-]
+DTYPES = (
+    "float32 float16 bfloat16 float8_e4m3fn float4_e2m1fn int4 uint4 int8 uint8 int16 int32 uint32 "
+    "bool complex64"
+).split()
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 
 
-def dtype_of(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))
+def mesh_of(axis_type: AxisType) -> jax.sharding.Mesh:
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_any_change_of_a_value_changes_the_fingerprint_of_its_row(name):
-    dtype = dtype_of(name)
-    table = np.zeros((6, 3), dtype)
+    table = np.zeros((6, 3), np.dtype(getattr(ml_dtypes, name, name)))
     before = fingerprint(table)
     assert before.shape == (6, 2) and before.dtype == jnp.uint32
     changed = table.copy()
-    changed[1, 2] = 1
-    changed[4, 0] = 1
+    changed[[1, 4], [2, 0]] = 1
     assert changed_rows(before, fingerprint(changed)).tolist() == [1, 4]
     assert changed_rows(before, fingerprint(table)).tolist() == []
 
@@ -110,13 +99,11 @@ def test_64_bit_tables():
     assert changed_rows(before, after).tolist() == [1]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@AXIS_TYPES
 @pytest.mark.parametrize("spec", [P("rows", "columns"), P("rows"), P(None, "columns"), P()])
 @pytest.mark.parametrize("width", [4, 64])
 def test_the_sharding_does_not_matter(axis_type, spec, width):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    devices = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
+    devices = mesh_of(axis_type)
     table = np.random.default_rng(0).normal(size=(8, width)).astype(np.float32)
     with jax.set_mesh(devices):
         placed = jax.device_put(table, NamedSharding(devices, spec))
@@ -124,12 +111,10 @@ def test_the_sharding_does_not_matter(axis_type, spec, width):
     np.testing.assert_array_equal(sharded, fingerprint(table, [table]))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@AXIS_TYPES
 @pytest.mark.parametrize("spec", [P("rows", None, "columns"), P("rows", "columns"), P("rows")])
 def test_rows_of_several_axes_may_be_sharded_along_any(axis_type, spec):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    devices = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
+    devices = mesh_of(axis_type)
     table = np.random.default_rng(0).normal(size=(8, 2, 6)).astype(np.float32)
     with jax.set_mesh(devices):
         sharded = fingerprint(jax.device_put(table, NamedSharding(devices, spec)))
@@ -151,19 +136,19 @@ def test_a_grown_table_is_an_error():
         changed_rows(fingerprint(jnp.zeros((3, 1))), fingerprint(jnp.zeros((4, 1))))
 
 
-def train_state() -> TrainState:
-    params = {"emb": jnp.ones((40, 2)), "tower": {"emb": jnp.ones((5, 2))}}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adagrad(0.1))
-
-
 TABLES = Tables(select=["params/emb", "params/tower/emb"])
 
 
+def train_state() -> tuple[TrainState, touched.TouchState]:
+    params = {"emb": jnp.ones((40, 2)), "tower": {"emb": jnp.ones((5, 2))}}
+    marks = touched.init({"emb": params["emb"], "tower/emb": params["tower"]["emb"]})
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adagrad(0.1)), marks
+
+
 def test_marked_changes_pass_and_unmarked_ones_are_named_by_table_and_row():
-    state = train_state()
-    before_split = split(state, TABLES)
-    before = fingerprints(before_split.fields, before_split.layout)
-    marks = touched.init({"emb": state.params["emb"], "tower/emb": state.params["tower"]["emb"]})
+    state, marks = train_state()
+    parts = split(state, TABLES)
+    before = fingerprints(parts.fields, parts.layout)
     marks = touched.mark(marks, {"emb": jnp.array([1])})
     since = int(marks.clock)
     grads = {
@@ -182,13 +167,12 @@ def test_marked_changes_pass_and_unmarked_ones_are_named_by_table_and_row():
 
 
 def test_a_changed_slot_alone_is_detected():
-    state = train_state()
+    state, marks = train_state()
     parts = split(state, TABLES)
     before = fingerprints(parts.fields, parts.layout)
     (slot,) = [field for field in parts.fields["params/emb"] if field != "values"]
     fields = {name: dict(arrays) for name, arrays in parts.fields.items()}
     fields["params/emb"][slot] = fields["params/emb"][slot].at[7].set(9.0)
-    marks = touched.init({"emb": state.params["emb"], "tower/emb": state.params["tower"]["emb"]})
     with pytest.raises(TrackingError, match="params/emb: rows 7"):
         verify_tracking(before, fields, marks, 0, parts.layout)
 
@@ -199,15 +183,13 @@ def test_always_slots_are_not_part_of_a_fingerprint():
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     parts = split(state, Tables(select="params/emb"))
     (always,) = [spec.name for spec in parts.layout.groups[0].fields if spec.always]
-    before = fingerprints(parts.fields, parts.layout)
-    fields = {"params/emb": dict(parts.fields["params/emb"])}
-    fields["params/emb"][always] = fields["params/emb"][always] + 1
-    assert (
-        changed_rows(
-            before["params/emb"], fingerprints(fields, parts.layout)["params/emb"]
-        ).tolist()
-        == []
+    emb = dict(parts.fields["params/emb"])
+    emb[always] = emb[always] + 1
+    before, after = (
+        fingerprints(fields, parts.layout)["params/emb"]
+        for fields in (parts.fields, {"params/emb": emb})
     )
+    assert changed_rows(before, after).tolist() == []
 
 
 def test_a_poll_does_not_read_always_slots():
@@ -231,12 +213,10 @@ def placed(array: np.ndarray, place, axis_type=AxisType.Auto):
         return array.copy()
     if place == "device":
         return jax.device_put(array, jax.devices()[-1])
-    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
-    spec = P(*place[: array.ndim])
-    return jax.device_put(array, NamedSharding(mesh, spec))
+    return jax.device_put(array, NamedSharding(mesh_of(axis_type), P(*place[: array.ndim])))
 
 
-def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str, list[int]]]:
+def poll(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str, list[int]]]:
     """Runs the tracker; returns its clock and the rows stamped with it."""
     state = {"tables": tables, "slots": slots}
     parts = split(state, Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}}))
@@ -248,21 +228,19 @@ def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str,
     }
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@AXIS_TYPES
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_poll_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, place):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     tracker = RowTracker()
     table, slot = np.zeros((64, 4), np.float32), np.zeros(64, np.float32)
-    clock, rows = look(tracker, {"a": placed(table, place, axis_type)}, {"a": slot})
+    clock, rows = poll(tracker, {"a": placed(table, place, axis_type)}, {"a": slot})
     assert (clock, rows["a"]) == (1, list(range(64)))
     table[[3, 60], 1] = -0.0
     slot[7] = 1
     # Then they move unchanged.
     for clock, where, expected in [(2, place, [3, 7, 60]), (3, "device", []), (4, P("rows"), [])]:
         tables = {"a": placed(table, where, axis_type)}
-        assert look(tracker, tables, {"a": slot}) == (clock, {"a": expected})
+        assert poll(tracker, tables, {"a": slot}) == (clock, {"a": expected})
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64, np.complex128])
@@ -271,48 +249,43 @@ def test_all_bits_of_64_bit_host_values_count(dtype, part):
     tracker = RowTracker()
     state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
     state[part]["a"] = np.ones((3, 2), dtype)
-    look(tracker, **state)
+    poll(tracker, **state)
     # A change that 32 bits would not show.
     more = 1e-12 if np.issubdtype(dtype, np.inexact) else 1 << 32
     before = fingerprint(state[part]["a"])
     state[part]["a"][1, 1] += dtype(more)
-    assert look(tracker, **state)[1] == {"a": [1]}
+    assert poll(tracker, **state)[1] == {"a": [1]}
     assert changed_rows(before, fingerprint(state[part]["a"])).tolist() == [1]
 
 
 def test_a_slot_may_be_sharded_differently_from_its_table():
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     tracker = RowTracker()
     table, slot = np.zeros((64, 4), np.float32), np.zeros(64, np.float32)
     for expected in (list(range(64)), [9]):
         tables = {"a": placed(table, P("rows"), AxisType.Explicit)}
         slots = {"a": placed(slot, P("columns"), AxisType.Explicit)}
-        assert look(tracker, tables, slots)[1] == {"a": expected}
+        assert poll(tracker, tables, slots)[1] == {"a": expected}
         slot = slot + np.eye(64, dtype=np.float32)[9]
 
 
 def test_all_rows_of_new_tables_and_the_further_rows_of_grown_ones_count_as_touched():
     tracker = RowTracker()
     one, two = np.zeros((3, 2), np.float32), np.zeros((2, 2), np.float32)
-    look(tracker, {"a": one}, {"a": one})
-    assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1] == {"a": [], "b": [0, 1]}
+    poll(tracker, {"a": one}, {"a": one})
+    assert poll(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1] == {"a": [], "b": [0, 1]}
     # Also rows of a table that was missing for a while: changes in between are unknown.
-    assert look(tracker, {"b": two}, {"b": two})[1] == {"b": []}
-    assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1]["a"] == [0, 1, 2]
+    assert poll(tracker, {"b": two}, {"b": two})[1] == {"b": []}
+    assert poll(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1]["a"] == [0, 1, 2]
     grown = np.zeros((4, 2), np.float32)
-    assert look(tracker, {"a": grown, "b": two}, {"a": grown, "b": two})[1]["a"] == [3]
+    assert poll(tracker, {"a": grown, "b": two}, {"a": grown, "b": two})[1]["a"] == [3]
 
 
 TRACKED = {"embeddings": Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}})}
 
 
 def tracked(root, **options) -> deltackpt.CheckpointManager:
-    return deltackpt.CheckpointManager(
-        root,
-        handlers=TRACKED,
-        options=manager_options(tracking="fingerprints", **options),
-    )
+    options = manager_options(tracking="fingerprints", **options)
+    return deltackpt.CheckpointManager(root, handlers=TRACKED, options=options)
 
 
 def trained(state: dict, rows: list[int]) -> dict:
@@ -332,48 +305,63 @@ def initial() -> dict:
     }
 
 
+def saved_rows(manager: deltackpt.CheckpointManager) -> list[int]:
+    """Waits for the saves in flight; returns the row count of each."""
+    return [report.rows for report in manager.wait_until_finished()]
+
+
+def assert_newest(manager: deltackpt.CheckpointManager, state: dict) -> None:
+    found = manager.restore_latest(initial())
+    assert found is not None
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+
+
 @pytest.mark.parametrize("with_template", [True, False])
 def test_saves_hold_changed_rows_without_marks_before_and_after_a_restore(tmp_path, with_template):
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
-        assert [report.rows for report in manager.wait_until_finished()] == [1000]
+        assert saved_rows(manager) == [1000]
         state = trained(state, [3, 999])
         assert manager.next_save(state).kind == "delta"
         assert manager.save(1, state).kind == "delta"
-        assert [report.rows for report in manager.wait_until_finished()] == [2]
+        assert saved_rows(manager) == [2]
     with tracked(tmp_path) as manager:
         result = manager.restore_latest(initial() if with_template else None)
         assert result is not None
         state = trained(result.state, [7])
         assert manager.save(2, state).kind == "delta"
-        assert [report.rows for report in manager.wait_until_finished()] == [1]
+        assert saved_rows(manager) == [1]
         # A rollback continues from what that step stored.
         result = manager.restore(1, initial())
         state = trained(result.state, [8, 9])
         with pytest.warns(UserWarning, match="later steps"):
             assert manager.save(2, state).kind == "delta"
-        assert [report.rows for report in manager.wait_until_finished()] == [2]
-        found = manager.restore_latest(initial())
-    assert found is not None
-    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+        assert saved_rows(manager) == [2]
+        assert_newest(manager, state)
 
 
-def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
+@pytest.mark.parametrize("failure", ["write", "poll"])
+def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path, failure):
+    """A failed poll is undone: otherwise no save would include the rows that it found."""
     state = initial()
     with tracked(tmp_path) as manager:
         model.commit(manager, 0, state)
         state = trained(state, [3])
-        with failing_saves(tmp_path):
-            manager.save(1, state)
-            with pytest.raises(SaveFailed):
-                manager.wait_until_finished()
+        if failure == "write":
+            with failing_saves(tmp_path):
+                manager.save(1, state)
+                with pytest.raises(SaveFailed):
+                    manager.wait_until_finished()
+        else:
+            error = MemoryError("injected")
+            with mock.patch.object(touch_state, "mark_rows", side_effect=error):
+                with pytest.raises(MemoryError):
+                    manager.save(1, state)
         state = trained(state, [4])
         manager.save(2, state)
-        assert [report.rows for report in manager.wait_until_finished()] == [2]
-        found = manager.restore_latest(initial())
-    assert found is not None
-    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+        assert saved_rows(manager) == [2]
+        assert_newest(manager, state)
 
 
 def test_a_touch_state_is_refused_with_tracking_by_fingerprints(tmp_path):
@@ -386,26 +374,7 @@ def test_a_touch_state_within_the_state_is_ignored(tmp_path):
     with tracked(tmp_path) as manager:
         manager.save(0, state)
         manager.save(1, {**trained(state, [5]), "touched": state["touched"]})
-        assert [report.rows for report in manager.wait_until_finished()] == [1000, 1]
-
-
-def test_a_failed_poll_is_undone(tmp_path):
-    """Otherwise no save would include the rows that it found."""
-    state = initial()
-    with tracked(tmp_path) as manager:
-        model.commit(manager, 0, state)
-        state = trained(state, [3])
-        with (
-            mock.patch.object(touch_state, "mark_rows", side_effect=MemoryError("injected")),
-            pytest.raises(MemoryError),
-        ):
-            manager.save(1, state)
-        state = trained(state, [4])
-        manager.save(2, state)
-        assert [report.rows for report in manager.wait_until_finished()] == [2]
-        found = manager.restore_latest(initial())
-    assert found is not None
-    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+        assert saved_rows(manager) == [1000, 1]
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
@@ -422,4 +391,4 @@ def test_host_tables_may_change_in_place_as_soon_as_save_returns(tmp_path, track
         if tracking == "fingerprints":
             restored.state["tables"]["a"][-7:] += 1
             manager.save(1, restored.state)
-            assert [report.rows for report in manager.wait_until_finished()][-1] == 7
+            assert saved_rows(manager)[-1] == 7

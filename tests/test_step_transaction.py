@@ -51,6 +51,18 @@ def states(count: int) -> list[tuple[Any, Any]]:
     return found
 
 
+def save(saver: deltackpt.CheckpointManager, step: int, known: Any, **options: Any) -> str | None:
+    """Saves a state with its marks and waits for the save; returns its kind."""
+    state, marks = known
+    kind = saver.save(step, state, touched=marks, **options).kind
+    saver.wait_until_finished()
+    return kind
+
+
+def assert_newest(saver: deltackpt.CheckpointManager, state: Any) -> None:
+    model.assert_same(saver.restore_latest(state).state, state)
+
+
 def names_in(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if not path.name.startswith(("lease", ".lease"))}
 
@@ -86,12 +98,10 @@ def test_a_kill_at_any_moment_leaves_every_committed_step_intact(tmp_path, kind,
     root, image, known = tmp_path / "root", tmp_path / "image", states(3)
     with opened(root) as saver:
         for step in (0, 1):
-            saver.save(step, known[step][0], touched=known[step][1])
-            saver.wait_until_finished()
+            save(saver, step, known[step])
         with Disk(root) as disk:
             disk.copy(image, call, path)
-            saver.save(2, known[2][0], touched=known[2][1], force_base=kind == "base")
-            saver.wait_until_finished()
+            save(saver, 2, known[2], force_base=kind == "base")
     standing = [0, 1, 2] if committed else [0, 1]
     left = names_in(image) - {str(step) for step in standing}
     assert all(name.startswith("2.orbax-checkpoint-tmp") for name in left)
@@ -106,9 +116,8 @@ def test_a_kill_at_any_moment_leaves_every_committed_step_intact(tmp_path, kind,
         assert found.step == standing[-1] and not found.skipped
         model.assert_same(found.state, known[found.step][0])
         after_it = model.train(found.state, found.touched, 7)
-        assert saver.save(found.step + 1, after_it[0], touched=after_it[1]).kind == "delta"
-        saver.wait_until_finished()
-        model.assert_same(saver.restore_latest(known[0][0]).state, after_it[0])
+        assert save(saver, found.step + 1, after_it) == "delta"
+        assert_newest(saver, after_it[0])
 
 
 # I/O errors.
@@ -144,8 +153,7 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
     root, known = tmp_path / "root", states(3)
     with opened(root) as saver:
         for step in (0, 1):
-            saver.save(step, known[step][0], touched=known[step][1])
-            saver.wait_until_finished()
+            save(saver, step, known[step])
         lent = len(saver._run.runtime.memory._lent)
         with contextlib.ExitStack() as stack:
             if call == "close":
@@ -155,36 +163,30 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
                 disk.fail(call, r"^2([.]|$)", errno=number, times=None)
             with pytest.raises(SaveFailed, match="no touched row is lost") as raised:
                 # Only a base truncates files.
-                is_base = call == "truncate"
-                saver.save(2, known[2][0], touched=known[2][1], force_base=is_base)
-                saver.wait_until_finished()
+                save(saver, 2, known[2], force_base=call == "truncate")
         cause = raised.value.__cause__
         assert type(cause) is (StorageError if number == errno.EIO else OutOfSpace), cause
         assert saver.all_steps() == [0, 1]
         assert_only(root, [0, 1])
         assert not descriptors_of(root / "2")
         assert len(saver._run.runtime.memory._lent) == lent
-        assert saver.save(3, known[3][0], touched=known[3][1]).kind == "delta"
-        saver.wait_until_finished()
+        assert save(saver, 3, known[3]) == "delta"
         assert_only(root, [0, 1, 3])
-        model.assert_same(saver.restore_latest(known[0][0]).state, known[3][0])
+        assert_newest(saver, known[3][0])
 
 
 def test_a_step_whose_last_fsync_failed_exists_and_training_continues_from_it(tmp_path):
     known = states(3)
     with opened(tmp_path) as saver:
-        saver.save(1, known[1][0], touched=known[1][1])
-        saver.wait_until_finished()
+        save(saver, 1, known[1])
         with Disk(tmp_path) as disk:
             disk.fail("fsync", "^$")
             with pytest.raises(SaveFailed) as raised:
-                saver.save(2, known[2][0], touched=known[2][1])
-                saver.wait_until_finished()
+                save(saver, 2, known[2])
         assert type(raised.value.__cause__) is StorageError
-        saver.save(3, known[3][0], touched=known[3][1])
-        saver.wait_until_finished()
-        model.assert_same(saver.restore(2, known[0][0]).state, known[2][0])
-        model.assert_same(saver.restore(3, known[0][0]).state, known[3][0])
+        save(saver, 3, known[3])
+        for step in (2, 3):
+            model.assert_same(saver.restore(step, known[0][0]).state, known[step][0])
 
 
 def test_host_rows_are_released_even_if_nothing_can_be_written(tmp_path):
@@ -197,8 +199,7 @@ def test_host_rows_are_released_even_if_nothing_can_be_written(tmp_path):
             saver.save(0, state, touched=marks)
             with pytest.raises(SaveFailed, match="no touched row is lost"):
                 saver.wait_until_finished()
-        saver.save(1, state, touched=marks)
-        saver.wait_until_finished()
+        save(saver, 1, (state, marks))
 
 
 # Several processes.
@@ -229,8 +230,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     temporary = commit.temporary_dir(final, "run-1")
     others_wrote, lock = threading.Event(), threading.Lock()
     forced: dict[str, set[str]] = {}
-    at_word: list[set[str]] = []
-    at_commit: list[set[str]] = []
+    at_word, at_commit = [], []
     real_fsync, real_rename = os.fsync, os.rename
     real_wait, real_report = StepWriters.wait, StepWriters.report
 
@@ -255,10 +255,8 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
             }
 
     def rename(source: str, target: str, **folders: int) -> None:
-        assert (target, os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}")) == (
-            "5",
-            str(tmp_path),
-        )
+        folder = os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}")
+        assert (target, folder) == ("5", str(tmp_path))
         at_commit.append(unforced())
         real_rename(source, target, **folders)
 
@@ -331,13 +329,11 @@ def test_files_that_another_process_removes_need_no_fsync(tmp_path):
             yield folder, folders, ["gone", *inside]
         yield str(tmp_path / "item" / "gone too"), [], []
 
-    forced = []
-    with (
-        mock.patch.object(os, "walk", walk),
-        mock.patch.object(
-            os, "fsync", lambda fd: forced.append(os.readlink(f"/proc/self/fd/{fd}"))
-        ),
-    ):
+    def fsync(descriptor: int) -> None:
+        forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    forced: list[str] = []
+    with mock.patch.object(os, "walk", walk), mock.patch.object(os, "fsync", fsync):
         posix.fsync_tree(tmp_path / "item", while_others_write=True)
         with pytest.raises(StorageError, match="force to disk"):
             posix.fsync_tree(tmp_path / "item")
@@ -364,9 +360,8 @@ def test_a_write_into_a_numpy_leaf_during_a_base_is_detected(tmp_path):
             with pytest.raises(SaveFailed, match="changed while they were written"):
                 saver.wait_until_finished()
         assert saver.all_steps() == []
-        assert saver.save(1, state, touched=marks).kind == "base"
-        saver.wait_until_finished()
-        model.assert_same(saver.restore_latest(state).state, state)
+        assert save(saver, 1, (state, marks)) == "base"
+        assert_newest(saver, state)
 
 
 _FORKING = """
