@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import enum
 import fractions
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,8 @@ REFUSED = {
 
 
 def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
-    return deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": TABLES},
-        options=manager_options(**options),
-    )
+    handlers = {"embeddings": TABLES}
+    return deltackpt.CheckpointManager(root, handlers=handlers, options=manager_options(**options))
 
 
 def with_tables(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -144,12 +142,15 @@ def bits(leaf: Any) -> bytes:
     return np.asarray(leaf).tobytes()
 
 
-def assert_same_leaf(found: Any, expected: Any, name: str) -> None:
+def assert_same_leaf(found: Any, expected: Any, name: str = "") -> None:
+    """Bit for bit, Python scalars included."""
+    assert isinstance(found, jax.Array) == isinstance(expected, jax.Array), name
+    if not isinstance(expected, jax.Array):
+        assert type(found) is type(expected), name
     if not hasattr(expected, "dtype"):
-        assert type(found) is type(expected) and found == expected, name
+        assert found == expected, name
         return
     assert (found.dtype, np.shape(found)) == (expected.dtype, np.shape(expected)), name
-    assert isinstance(found, jax.Array) == isinstance(expected, jax.Array), name
     assert bits(found) == bits(expected), name
 
 
@@ -159,23 +160,6 @@ def stored(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     with manager(tmp_path_factory.mktemp("leaves") / "root") as saver:
         model.commit(saver, 1, with_tables(STORABLE))
         yield saver
-
-
-def test_every_storable_leaf_is_restored_bit_for_bit(stored):
-    found = stored.restore(1, with_tables(STORABLE)).state["leaves"]
-    for name, leaf in STORABLE.items():
-        assert_same_leaf(found[name], leaf, name)
-
-
-def test_without_a_template_every_value_is_restored(stored):
-    found = stored.restore(1).state["leaves"]
-    for name, leaf in STORABLE.items():
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            assert np.shape(found[name])[: np.ndim(leaf)] == np.shape(leaf), name
-            native = leaf.astype(found[name].dtype) if name.startswith("other") else leaf
-            assert bits(found[name]) == bits(native), name
-        else:
-            assert np.all(found[name] == leaf) or (leaf == () and found[name] == []), name
 
 
 def as_abstract(leaf: Any) -> Any:
@@ -201,10 +185,8 @@ def _served(stored: Any, root: Path) -> dict[str, Any]:
     with serving.follow(stored._root.path, poll_secs=None) as live:
         live.advance()
         with live.version() as version:
-            return {
-                path.removeprefix("leaves/"): np.array(version.dense[path])
-                for path in version.dense
-            }
+            dense = version.dense
+            return {path.removeprefix("leaves/"): np.array(dense[path]) for path in dense}
 
 
 def _rows(stored: Any, root: Path) -> dict[str, Any]:
@@ -220,24 +202,22 @@ def _rows(stored: Any, root: Path) -> dict[str, Any]:
     return {name: fields["values"] for name, fields in found.items()}
 
 
-def _restored(stored: Any, template: Any) -> dict[str, Any]:
+def restored(stored: Any, template: Any) -> dict[str, Any]:
     return stored.restore(1, with_tables(template)).state["leaves"]
 
 
-def _read(stored: Any, template: Any) -> dict[str, Any]:
+def read(stored: Any, template: Any) -> dict[str, Any]:
     return stored.read_state(1, {"leaves": template}).state["leaves"]
 
 
+ABSTRACT = {name: as_abstract(leaf) for name, leaf in STORABLE.items()}
 #: Every way to read leaves: with a template like them, an abstract one, or none.
 WAYS = {
-    "restore": lambda stored, root: _restored(stored, STORABLE),
-    "read_state": lambda stored, root: _read(stored, STORABLE),
-    "restore, abstract": lambda stored, root: _restored(
-        stored, {name: as_abstract(leaf) for name, leaf in STORABLE.items()}
-    ),
-    "read_state, abstract": lambda stored, root: _read(
-        stored, {name: as_abstract(leaf) for name, leaf in STORABLE.items()}
-    ),
+    "restore": lambda stored, root: restored(stored, STORABLE),
+    "read_state": lambda stored, root: read(stored, STORABLE),
+    "restore, abstract": lambda stored, root: restored(stored, ABSTRACT),
+    "read_state, abstract": lambda stored, root: read(stored, ABSTRACT),
+    "restore, no template": lambda stored, root: stored.restore(1).state["leaves"],
     "inspect": _inspected,
     "serving": _served,
     "read": _rows,
@@ -255,21 +235,20 @@ def test_every_way_to_read_a_leaf_gives_its_bits_and_its_kind(way, stored, tmp_p
         elif not hasattr(leaf, "dtype"):
             assert np.all(value == leaf) or (leaf == () and value == []), name
         else:
+            assert np.shape(value)[: np.ndim(leaf)] == np.shape(leaf), name
             assert bits(native(value)) == bits(native(leaf)), name
             if "abstract" in way:
                 assert value.dtype == leaf.dtype, name
 
 
-@pytest.mark.parametrize("abstract", [False, True])
-def test_a_key_of_one_implementation_is_never_read_as_another(stored, abstract):
-    names = {"key", "key of another kind", "key of a third kind"}
-    for name in names:
-        for other in names - {name}:
-            leaf = as_abstract(STORABLE[other]) if abstract else STORABLE[other]
-            with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
-                stored.read_state(1, {"leaves": {name: leaf}})
-            with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
-                stored.restore(1, with_tables({**STORABLE, name: leaf}))
+@pytest.mark.parametrize("leaves", [STORABLE, ABSTRACT], ids=["concrete", "abstract"])
+def test_a_key_of_one_implementation_is_never_read_as_another(stored, leaves):
+    names = ("key", "key of another kind", "key of a third kind")
+    for name, other in itertools.permutations(names, 2):
+        with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
+            read(stored, {name: leaves[other]})
+        with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
+            restored(stored, {**STORABLE, name: leaves[other]})
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -290,43 +269,38 @@ def test_all_unsupported_leaves_are_named(tmp_path):
     assert "leaves/date is a date" in str(caught.value)
 
 
-@pytest.mark.parametrize("leaf", ["a text", jnp.zeros((0, 2))])
-def test_a_string_whose_path_orbax_cannot_write_is_refused_before_the_save_starts(leaf, tmp_path):
-    # As in haiku's "linear/~/w"; arrays have such paths.
+ONES = jnp.ones(3)
+TEXT = "leaves/a/~/c is stored as a string, whose"
+#: Leaves of a first save, of a second that is refused, and the message.
+ODD = {
+    # Orbax cannot write a string at such a path, as in haiku's "linear/~/w"; arrays have them.
+    "text": ({"a/~/b": ONES, "a~1/b": "a text"}, {"a/~/b": ONES, "a/~/c": "a text"}, TEXT),
+    "no elements": (
+        {"a/~/b": ONES, "a~1/b": jnp.zeros((0, 2))},
+        {"a/~/b": ONES, "a/~/c": jnp.zeros((0, 2))},
+        TEXT,
+    ),
+    # It would replace another leaf.
+    "slash": ({"a": ONES}, {"a": ONES, "a/": ONES}, "leaves/a/ has a path that ends with '/'"),
+    "not unicode": ({"a": ONES}, {"\ud800": ONES}, r"leaves/\\ud800 has a lone surrogate"),
+    "abstract": (
+        {"a": ONES},
+        {"a": jax.ShapeDtypeStruct(ONES.shape, ONES.dtype, sharding=ONES.sharding)},
+        "leaves/a is a ShapeDtypeStruct",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_odd_path_or_an_abstract_state_is_refused_before_the_save_starts(case, tmp_path):
+    sound, odd, message = ODD[case]
     with manager(tmp_path) as saver:
-        saver.save(1, with_tables({"a/~/b": jnp.ones(3), "a~1/b": leaf}))
-        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/~/c is stored as a string, whose"):
-            saver.save(2, with_tables({"a/~/b": jnp.ones(3), "a/~/c": leaf}))
+        saver.save(1, with_tables(sound))
+        with pytest.raises(UnsupportedLeaf, match=message) as caught:
+            saver.save(2, with_tables(odd))
+        assert str(caught.value).encode()
         saver.wait_until_finished()
         assert saver.all_steps() == [1]
-
-
-def test_a_path_that_ends_with_a_slash_is_refused_before_it_replaces_another(tmp_path):
-    with manager(tmp_path) as saver:
-        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/ has a path that ends with '/'"):
-            saver.save(1, with_tables({"a": jnp.ones(3), "a/": jnp.zeros(3)}))
-        assert saver.all_steps() == []
-
-
-def test_a_path_that_is_not_unicode_is_refused_before_the_save_starts(tmp_path):
-    with manager(tmp_path) as saver:
-        with pytest.raises(UnsupportedLeaf, match=r"leaves/\\ud800 has a lone surrogate") as caught:
-            saver.save(1, with_tables({"\ud800": jnp.ones(3)}))
-        assert str(caught.value).encode()
-        assert saver.all_steps() == []
-
-
-def test_an_abstract_state_is_refused_after_its_concrete_state(tmp_path):
-    state = with_tables({"a": jnp.ones(3)})
-    leaf = state["leaves"]["a"]
-    abstract = {
-        **state,
-        "leaves": {"a": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)},
-    }
-    with manager(tmp_path) as saver:
-        saver.save(1, state)
-        with pytest.raises(UnsupportedLeaf, match="leaves/a is a ShapeDtypeStruct"):
-            saver.save(2, abstract)
 
 
 def test_leaves_are_checked_once_except_those_whose_value_matters():
@@ -348,21 +322,17 @@ def test_leaves_are_checked_once_except_those_whose_value_matters():
         tables.split(state, choice, dense_fault=fault)
 
 
-@pytest.mark.parametrize("dtype", [">f4", ">i8", np.longdouble, jax.dtypes.float0])
-@pytest.mark.parametrize("which", ["table", "sum"])
-def test_a_table_that_would_be_restored_with_other_values_is_refused(dtype, which, tmp_path):
-    state = with_tables({})
-    state[which] = np.zeros(state[which].shape, dtype)
-    with manager(tmp_path) as saver, pytest.raises(TableSelectionError, match="cast it"):
-        saver.save(1, state)
-
-
+@pytest.mark.parametrize("dtype", [">f4", ">i8", np.longdouble, jax.dtypes.float0, "masked"])
 @pytest.mark.parametrize("name", ["table", "sum"])
-def test_a_masked_table_or_slot_is_refused_by_name(name, tmp_path):
-    state = with_tables({})
-    state[name] = np.ma.array(state[name], mask=False)
+def test_a_table_or_slot_that_would_be_restored_with_other_values_is_refused(dtype, name, tmp_path):
+    state, message = with_tables({}), "cast it"
+    if dtype == "masked":
+        state[name] = np.ma.array(state[name], mask=False)
+        message = rf"\b{name} is a masked array, whose mask"
+    else:
+        state[name] = np.zeros(state[name].shape, dtype)
     with manager(tmp_path) as saver:
-        with pytest.raises(TableSelectionError, match=rf"\b{name} is a masked array, whose mask"):
+        with pytest.raises(TableSelectionError, match=message):
             saver.save(1, state)
         assert saver.all_steps() == []
 
@@ -433,16 +403,9 @@ WIDE = {
 }
 
 
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype)
-
-
 def wide_state() -> dict[str, Any]:
-    return {
-        "table": np.full((4, 2), 2**40 + 5),
-        "sum": np.full(4, 2**40 + 5),
-        "leaves": WIDE,
-    }
+    large = 2**40 + 5
+    return {"table": np.full((4, 2), large), "sum": np.full(4, large), "leaves": {**WIDE}}
 
 
 @pytest.fixture(scope="module")
@@ -460,20 +423,17 @@ def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
 )
 @pytest.mark.parametrize("kind", ["abstract", "array", "sharded"])
 def test_a_template_that_jax_would_truncate_to_32_bits_is_refused(wide, name, shown, kind):
-    leaf = wide_state().get(name, WIDE.get(name))
-    asked: Any = abstract(leaf)
+    template = wide_state()
+    inside = template if name in template else template["leaves"]
+    leaf = np.asarray(inside[name])
     if kind == "array":
         with jax.enable_x64(True):
-            asked = jnp.asarray(leaf)
-    elif kind == "sharded":
+            inside[name] = jnp.asarray(inside[name])
+    else:
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        asked = jax.ShapeDtypeStruct(asked.shape, asked.dtype, sharding=sharding)
-    template = wide_state()
-    if name in template:
-        template[name] = asked
-    else:
-        template["leaves"] = {**WIDE, name: asked}
+        placed = sharding if kind == "sharded" else None
+        inside[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
     with pytest.raises(TemplateMismatch, match=f"step 1, {shown}: .*jax_enable_x64.*numpy"):
         wide.restore(1, template)
     with pytest.raises(TemplateMismatch):
@@ -481,14 +441,14 @@ def test_a_template_that_jax_would_truncate_to_32_bits_is_refused(wide, name, sh
 
 
 def test_64_bit_leaves_are_restored_as_numpy_arrays(wide):
-    found = wide.restore(1, wide_state()).state
-    whole = wide.restore(1).state
-    rows = wide.read(1, {"table": (1, 3)}).tables["table"]["values"]
+    expected = wide_state()
+    found, whole = wide.restore(1, expected).state, wide.restore(1).state
     for name in ("table", "sum"):
-        assert_same_leaf(found[name], wide_state()[name], name)
-        assert_same_leaf(whole[name], wide_state()[name], name)
+        assert_same_leaf(found[name], expected[name], name)
+        assert_same_leaf(whole[name], expected[name], name)
     for name, leaf in WIDE.items():
         assert_same_leaf(found["leaves"][name], leaf, name)
+    rows = wide.read(1, {"table": (1, 3)}).tables["table"]["values"]
     assert rows.tolist() == [[2**40 + 5] * 2] * 2
 
 
@@ -500,17 +460,17 @@ def test_the_handlers_also_refuse_to_truncate_64_bits(wide):
 
 
 def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
-    with manager(tmp_path / "root") as saver:
-        model.commit(saver, 1, with_tables({"count": 2**40, "share": 0.1, "flag": True}))
-        template = jax.eval_shape(lambda: with_tables({"count": 1, "share": 0.1, "flag": True}))
+    numbers = {"count": 2**40, "share": 0.1, "flag": True}
+    with manager(tmp_path) as saver:
+        model.commit(saver, 1, with_tables(numbers))
+        model.commit(saver, 2, with_tables({**numbers, "count": 2**20}))
+        template = jax.eval_shape(lambda: with_tables({**numbers, "count": 1}))
         with pytest.raises(TemplateMismatch, match=r"leaves/count: .*int32\[\].*1099511627776"):
             saver.restore(1, template)
-    with manager(tmp_path / "other") as saver:
-        model.commit(saver, 1, with_tables({"count": 2**20, "share": 0.1, "flag": True}))
-        found = saver.restore(1, template).state["leaves"]
-        assert int(found["count"]) == 2**20
-        assert found["share"] == jnp.float32(0.1)
-        assert bool(found["flag"])
+        found = saver.restore(2, template).state["leaves"]
+    assert int(found["count"]) == 2**20
+    assert found["share"] == jnp.float32(0.1)
+    assert bool(found["flag"])
 
 
 @pytest.mark.parametrize(
@@ -549,13 +509,13 @@ def test_a_template_of_another_kind_of_leaf_is_refused(stored_leaf, asked, tmp_p
 def test_leaves_that_the_template_lacks_are_named(stored):
     fewer = {name: leaf for name, leaf in STORABLE.items() if name not in ("none", "keys")}
     with pytest.raises(TemplateMismatch, match=r"would be lost\n.*\n.*keys.*\n.*leaves/none"):
-        stored.restore(1, with_tables(fewer))
+        restored(stored, fewer)
     with pytest.raises(TemplateMismatch, match="leaves/further.*no such"):
-        stored.restore(1, with_tables({**STORABLE, "further": None}))
+        restored(stored, {**STORABLE, "further": None})
 
 
 def test_placeholders_skip_dense_leaves_and_those_of_tables_name_another_call(stored):
-    found = stored.restore(1, with_tables({**STORABLE, "keys": ...})).state["leaves"]
+    found = restored(stored, {**STORABLE, "keys": ...})
     assert found["keys"] is ...
     assert_same_leaf(found["jax"], STORABLE["jax"], "jax")
     for name in ("table", "sum"):
