@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ __all__ = [
     "WIDTH",
     "assert_same",
     "assert_same_or_decoded",
+    "before_first_call",
     "commit",
     "decoded",
     "initial",
@@ -51,6 +54,20 @@ def commit(manager: Any, *what: Any, **how: Any) -> None:
     """Saves a step and waits until it is committed."""
     manager.save(*what, **how)
     manager.wait_until_finished()
+
+
+@contextlib.contextmanager
+def before_first_call(where: Any, name: str, act: Callable[..., object]) -> Iterator[None]:
+    """Calls ``act`` with the arguments of the first call of a function, before the function."""
+    real, first = getattr(where, name), iter([True])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(first, False):
+            act(*args)
+        return real(*args, **kwargs)
+
+    with mock.patch.object(where, name, call):
+        yield
 
 
 def placements(tree: object) -> list[object]:

@@ -21,7 +21,8 @@ import pytest
 import servers
 from command import run as command
 from golden import make_golden
-from test_compact import contents, manager, run_compaction, write_chain
+from model import before_first_call
+from test_compact import chain, contents, manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
@@ -44,7 +45,7 @@ from deltackpt.ledger import lease
 from deltackpt.ledger.journal import Journal
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import Tiers
-from deltackpt.reading import chains, inventory, stored_saves
+from deltackpt.reading import inventory, stored_saves
 from deltackpt.storage import buckets, digests, posix
 from deltackpt.testing import Disk
 from deltackpt.tiers import copy as copies
@@ -61,6 +62,12 @@ def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
     states = write_chain(root, 3, codec="lossless")
     run_compaction(root, 1)
     return root, states
+
+
+@pytest.fixture
+def root(run, tmp_path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run[0], tmp_path / "root"))
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +104,31 @@ def target(request, tmp_path) -> dict:
 
 
 def back(target: dict, place: Path, **kwargs) -> copies.Copied:
-    """Copies back from a target."""
-    return copy(target["target"], place, endpoint=target.get("endpoint"), **kwargs)
+    """Copies back from a target, and verifies the copy."""
+    done = copy(target["target"], place, endpoint=target.get("endpoint"), **kwargs)
+    assert verify_root(place).intact
+    return done
 
 
-def restored(root: Path, step: int, states: dict[int, dict]) -> None:
-    """Checks that a manager restores a step bit for bit."""
+def assert_restores(root: Path, states: dict[int, dict], *steps: int) -> None:
+    """A manager restores steps bit for bit."""
     with manager(root, codec="lossless", access="read") as reader:
-        model.assert_same(reader.restore(step, states[step]).state, states[step])
+        for step in steps:
+            model.assert_same(reader.restore(step, states[step]).state, states[step])
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """The bytes of all files, by their paths below a directory."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def file_spec(place: Path) -> str:
+    """A bucket in a directory."""
+    return json.dumps({"driver": "file", "path": str(place)})
 
 
 # Round trips.
@@ -116,8 +140,7 @@ def test_a_step_restores_bit_for_bit_after_a_round_trip(run, target, tmp_path):
     assert (done.steps, done.copied) == ((2,), ("compacted/1/embeddings", "2"))
     back(target, tmp_path / "again")
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["2", "compacted"]
-    assert verify_root(tmp_path / "again").intact
-    restored(tmp_path / "again", 2, states)
+    assert_restores(tmp_path / "again", states, 2)
 
 
 def test_all_steps_are_copied_with_their_compacted_bases(run, target, tmp_path):
@@ -125,13 +148,9 @@ def test_all_steps_are_copied_with_their_compacted_bases(run, target, tmp_path):
     done = copy(root, **target, all_steps=True)
     assert done.copied == ("0", "compacted/1/embeddings", "1", "2")
     back(target, tmp_path / "again", all_steps=True)
-    assert verify_root(tmp_path / "again").intact
-    for step in states:
-        restored(tmp_path / "again", step, states)
-    for path in sorted(root.glob("[0-9]/**/*")):
-        if path.is_file():
-            there = tmp_path / "again" / path.relative_to(root)
-            assert there.read_bytes() == path.read_bytes()
+    assert_restores(tmp_path / "again", states, *states)
+    for step in "012":
+        assert files(tmp_path / "again" / step) == files(root / step)
 
 
 @pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
@@ -147,24 +166,19 @@ def test_a_trainer_continues_in_a_copy(run, tmp_path):
     copy(root, tmp_path / "target")
     with manager(tmp_path / "target", codec="lossless") as trainer:
         result = trainer.restore_latest(states[2])
-        assert result is not None
         model.assert_same(result.state, states[2])
         model.commit(trainer, 3, result.state, touched=result.touched)
         assert trainer.all_steps() == [2, 3]
 
 
-def test_a_step_without_digests_of_orbax_files_is_copied_too(tmp_path):
-    """The manifest declares no digests of Orbax's files: they are copied as they are."""
+def test_a_step_without_digests_of_orbax_files_is_copied_as_it_is(tmp_path):
     write_chain(tmp_path / "run", 1)
     step = tmp_path / "run" / "0"
     plain = dataclasses.replace(stored_saves.read_save(step).head, digests=("item",))
     (step / "embeddings" / naming.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
     (step / naming.STEP_DIGESTS).unlink()
     copy(tmp_path / "run", tmp_path / "target")
-    for path in step.rglob("*"):
-        if path.is_file():
-            there = tmp_path / "target" / path.relative_to(tmp_path / "run")
-            assert there.read_bytes() == path.read_bytes()
+    assert files(tmp_path / "target" / "0") == files(step)
     report = verify_root(tmp_path / "target")
     assert report.intact and "not checked" in report.saves[0].notes[0]
 
@@ -178,8 +192,7 @@ def test_existing_saves_are_not_copied_again(run, target):
     again = copy(root, **target)
     assert (again.copied, again.file_count, again.bytes_written) == ((), 0, 0)
     assert again.bytes_found == first.bytes_written
-    more = copy(root, **target, steps=[0, 2])
-    assert more.copied == ("0",)
+    assert copy(root, **target, steps=[0, 2]).copied == ("0",)
 
 
 @pytest.mark.processes
@@ -206,15 +219,8 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 6), ("publish", 0)):
         kind = "KvStore" if name == "write" else "copies.Bucket"
         call = "put" if (store, name) == ("Bucket", "write") else name
-        cut = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                program.replace("{name}", call).replace("{kind}", kind),
-                str(after),
-            ],
-            capture_output=True,
-        )
+        code = program.replace("{name}", call).replace("{kind}", kind)
+        cut = subprocess.run([sys.executable, "-c", code, str(after)], capture_output=True)
         assert cut.returncode == -signal.SIGKILL, cut.stderr
         place = copies._place(where, server.endpoint)
         if store == "Bucket" or Path(where, "0").exists():
@@ -222,15 +228,13 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
             for step in place.steps():
                 shutil.rmtree(tmp_path / "seen", ignore_errors=True)
                 back(given, tmp_path / "seen", steps=[step])
-                assert verify_root(tmp_path / "seen").intact
                 whole.add(str(step))
     done = copy(root, **given, all_steps=True)
     assert whole <= set(done.found)
     assert store == "Bucket" or done.bytes_found > 0
     shutil.rmtree(tmp_path / "seen", ignore_errors=True)
     back(given, tmp_path / "seen", all_steps=True)
-    assert verify_root(tmp_path / "seen").intact
-    restored(tmp_path / "seen", 2, states)
+    assert_restores(tmp_path / "seen", states, 2)
     if store == "Directory":
         assert not (tmp_path / "target" / ".copying").exists()
 
@@ -238,27 +242,18 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
 # Damage.
 
 
-def files_of(root: Path) -> list[Path]:
-    return sorted(path for path in (root / "2").rglob("*") if path.is_file())
-
-
-def test_damage_at_the_source_is_named_and_nothing_becomes_visible(run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
-    for number, victim in enumerate(files_of(root)):
-        before = victim.read_bytes()
+def test_damage_at_the_source_is_named_and_nothing_becomes_visible(root, tmp_path):
+    for name, before in files(root / "2").items():
+        victim, target = root / "2" / name, tmp_path / name.replace("/", "-")
         flip(victim, victim)
-        target = tmp_path / f"target{number}"
         with pytest.raises((Damaged, BrokenChain)) as caught:
             copy(root, target)
-        assert victim.relative_to(root).as_posix() in str(caught.value), victim
+        assert f"2/{name}" in str(caught.value)
         assert not (target / "2").exists()
         victim.write_bytes(before)
 
 
-def test_a_damaged_compacted_manifest_is_skipped_if_the_chain_is_valid(run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
+def test_a_damaged_compacted_manifest_is_skipped_if_the_chain_is_valid(root, tmp_path):
     flip(root / "compacted" / "1" / "embeddings" / naming.manifest_name(0), root)
     with pytest.warns(UserWarning, match="a compacted base in its chain is skipped"):
         assert copy(root, tmp_path / "target").copied == ("0", "1", "2")
@@ -275,7 +270,7 @@ def test_damage_at_the_target_is_repaired_if_it_is_rechecked(run, tmp_path):
     chunk(target / "1").unlink()
     assert copy(root, target, all_steps=True).copied == ("1",)
     assert verify_root(target).intact
-    restored(target, 2, states)
+    assert_restores(target, states, 2)
 
 
 def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, tmp_path):
@@ -293,7 +288,6 @@ def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, 
     assert copy(root, **target).copied == ()
     assert copy(root, **target, recheck=True).copied == ("2",)
     back(target, tmp_path / "again")
-    assert verify_root(tmp_path / "again").intact
     # The damaged save is gone.
     assert len({key.split("/")[1] for key in at.keys() if key.startswith("saves/")}) == 1
     at.store.delete(key for key in at.keys() if key.endswith("/commit.msgpack"))
@@ -313,11 +307,9 @@ def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
         trainer.check_lease()
     assert copy(root, **given, steps=[2], offline=True).copied[-1] == "2"
     assert back(given, tmp_path / "again", all_steps=True).steps == (2, 7)
-    assert verify_root(tmp_path / "again").intact
 
 
-def test_wrongly_stored_bytes_are_detected(run, tmp_path):
-    """Simulates a disk that stores wrong bytes."""
+def test_bytes_that_a_disk_stores_wrongly_are_detected(run, tmp_path):
     real = copy_locations.Directory.write
 
     def garbled(self, unit, name, pieces):
@@ -326,9 +318,7 @@ def test_wrongly_stored_bytes_are_detected(run, tmp_path):
 
     with (
         mock.patch.object(copy_locations.Directory, "write", garbled),
-        pytest.raises(
-            StorageError, match="expected to read back the written bytes, found different"
-        ),
+        pytest.raises(StorageError, match="to read back the written bytes, found different"),
     ):
         copy(run[0], tmp_path / "target")
     assert not (tmp_path / "target" / "2").exists()
@@ -360,12 +350,10 @@ def test_an_entry_that_may_be_another_save_is_never_touched(make, run, tmp_path)
     target = tmp_path / "target"
     copy(run[0], target)
     make(target / "2")
-    before = sorted((path, path.is_file() and path.read_bytes()) for path in target.rglob("*"))
+    before = sorted(target.rglob("*")), files(target)
     with pytest.raises(TargetDiffers, match="move this entry away"):
         copy(run[0], target, recheck=True)
-    assert before == sorted(
-        (path, path.is_file() and path.read_bytes()) for path in target.rglob("*")
-    )
+    assert (sorted(target.rglob("*")), files(target)) == before
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -381,18 +369,15 @@ def test_a_damaged_step_is_put_back_if_its_replacement_fails(killed, run, tmp_pa
     assert verify_root(target).intact and not (target / naming.COPYING).exists()
 
 
-def rolled_back(root: Path, step: int, new: int) -> None:
-    """Restores a step, and commits another one after it."""
+def replace_step_2(root: Path) -> None:
+    """Restores step 1, and commits another step 2."""
     with pytest.warns(UserWarning, match="moved"), manager(root, codec="lossless") as trainer:
-        result = trainer.restore(step, model.initial())
-        assert result.touched is not None
+        result = trainer.restore(1, model.initial())
         state, touched = model.train(result.state, result.touched, 77)
-        trainer.save(new, state, touched=touched)
+        trainer.save(2, state, touched=touched)
 
 
-def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
+def test_rolled_back_steps_are_never_left_newest_at_the_target(root, target):
     copy(root, **target, all_steps=True)
     shutil.rmtree(root / "2")
     with pytest.raises(TargetDiffers, match=r"no step after 1, .* found \[2\]"):
@@ -400,27 +385,25 @@ def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_
     assert copy(root, **target, steps=[1]).copied == ()
 
 
-@pytest.mark.parametrize("at", ["_units", "pieces_of"])
-def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(at, run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
-    where = copies if at == "_units" else copy_locations
-    real, first = getattr(where, at), iter([True])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(listed, root, tmp_path):
+    if listed:
+        real = copies._units
 
-    def then(*args):
-        found = real(*args) if at == "_units" else None
-        if next(first, False):
-            rolled_back(root, 1, 2)
-        return found if at == "_units" else real(*args)
+        def then(*args):
+            found = real(*args)
+            replace_step_2(root)
+            return found
 
-    with mock.patch.object(where, at, then), pytest.raises(StepGone, match="replaced"):
+        replacing = mock.patch.object(copies, "_units", then)
+    else:
+        replacing = before_first_call(copy_locations, "pieces_of", lambda *_: replace_step_2(root))
+    with replacing, pytest.raises(StepGone, match="replaced"):
         copy(root, tmp_path / "target", steps=[2])
     assert not (tmp_path / "target" / "2").exists()
 
 
-def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
+def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(root, tmp_path):
     flip(chunk(root / "compacted" / "1"), root)
     with pytest.warns(UserWarning, match="compacted/1/embeddings: expected an intact comp"):
         done = copy(root, tmp_path / "target")
@@ -433,7 +416,7 @@ def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a//b", "./a", ".."])
 def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
-    spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
+    spec = file_spec(tmp_path / "kv")
     copy(run[0], spec, steps=[0])
     [record] = (tmp_path / "kv" / "saves").glob("0.*/commit.msgpack")
     found = digests.digests_from(record.read_bytes(), name="record")
@@ -443,7 +426,7 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     at.store.put(f"saves/{record.parent.name}/commit.msgpack", digest)
     ledger = Journal(at)
     ledger.resume()
-    [standing] = ledger.known.standings.values()
+    [standing] = ledger.known.catalog.values()
     altered = dataclasses.replace(standing, crc32c=google_crc32c.value(digest))
     ledger._change_own(lambda state: state.with_committed(altered))
     with pytest.raises(Damaged, match="paths of files below it"):
@@ -454,12 +437,9 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"), [("../1", "the name of a directory"), ("one", "parent one .* is missing")]
 )
-def test_a_parent_that_is_not_a_step_is_refused(name, expected, run, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
+def test_a_parent_that_is_not_a_step_is_refused(name, expected, root, tmp_path):
     path = root / "2" / "embeddings" / naming.manifest_name(0)
     record = manifest.from_bytes(path.read_bytes(), name="m")
-    assert record.parent is not None
     wrong = dataclasses.replace(record.parent, step_dir=name)
     path.write_bytes(manifest.to_bytes(dataclasses.replace(record, parent=wrong)))
     with pytest.raises((Damaged, BrokenChain), match=expected):
@@ -471,21 +451,18 @@ def test_a_parent_that_is_not_a_step_is_refused(name, expected, run, tmp_path):
 
 @pytest.mark.parametrize("store", ["file", "s3"])
 def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, request):
-    given: dict = {"target": json.dumps({"driver": "file", "path": str(tmp_path / "kv")})}
+    given: dict = {"target": file_spec(tmp_path / "kv")}
     if store == "s3":
         given["target"] = request.getfixturevalue("bucket")
         given["endpoint"] = request.getfixturevalue("server").endpoint
     write_chain(tmp_path / "other", 1)
-    real, first = copy_locations.Bucket.publish, iter([True])
-
-    def publish(self, standing):
-        if next(first, False):
-            copy(tmp_path / "other", **given)
-        real(self, standing)
-
-    with mock.patch.object(copy_locations.Bucket, "publish", publish):
-        with pytest.raises(FencedError):
-            copy(run[0], **given, steps=[0])
+    with (
+        before_first_call(
+            copy_locations.Bucket, "publish", lambda *_: copy(tmp_path / "other", **given)
+        ),
+        pytest.raises(FencedError),
+    ):
+        copy(run[0], **given, steps=[0])
     back(given, tmp_path / "again")
     assert contents(tmp_path / "again", 0) == contents(tmp_path / "other", 0)
     with pytest.raises(TargetDiffers, match="another save"):
@@ -526,15 +503,8 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
     """The first holder releases after the second opens the file and before it locks it."""
     first = copies._place(tmp_path, None)
     first.__enter__()
-    real, once = lease.fcntl.flock, iter([True])
-
-    def flock(file, operation):
-        if next(once, False):
-            first.__exit__(None, None, None)
-        real(file, operation)
-
     with (
-        mock.patch.object(lease.fcntl, "flock", flock),
+        before_first_call(lease.fcntl, "flock", lambda *_: first.__exit__(None, None, None)),
         copies._place(tmp_path, None),
         pytest.raises(InUse),
         copies._place(tmp_path, None),
@@ -543,14 +513,11 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
 
 
 def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
-    real = copy_locations.Directory.publish
-
-    def publish(self, unit, expected):
-        next(self._staged(unit).rglob("manifest.0.msgpack")).unlink()
-        real(self, unit, expected)
+    def lose(place, unit, _):
+        next(place._staged(unit).rglob("manifest.0.msgpack")).unlink()
 
     with (
-        mock.patch.object(copy_locations.Directory, "publish", publish),
+        before_first_call(copy_locations.Directory, "publish", lose),
         pytest.raises(StorageError, match="manifest.0.msgpack removed"),
     ):
         copy(run[0], tmp_path / "target", steps=[0])
@@ -558,18 +525,12 @@ def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
 
 
 @pytest.mark.parametrize("removed", ["2", "compacted/1/embeddings"])
-def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(run[0], root)
-    real, first = copy_locations.pieces_of, iter([True])
-
-    def pieces_of(at, expected):
-        if next(first, False):
-            os.rename(root / removed, tmp_path / "removed")
-        return real(at, expected)
+def test_a_step_removed_during_a_copy_is_gone_and_not_partial(root, removed, tmp_path):
+    def remove(*_):
+        os.rename(root / removed, tmp_path / "removed")
 
     with (
-        mock.patch.object(copy_locations, "pieces_of", pieces_of),
+        before_first_call(copy_locations, "pieces_of", remove),
         pytest.raises(StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")
@@ -599,19 +560,17 @@ def test_two_copies_to_one_directory_exclude_each_other(run, tmp_path):
 
 
 def test_wrong_sources_and_targets_are_named(run, server, bucket, tmp_path):
-    root, _ = run
-    with pytest.raises(UnsupportedRoot, match="'ftp'"):
-        copy(root, "ftp://host/run")
-    with pytest.raises(OptionError, match="the host 'relative'"):
-        copy(root, "file://relative/path")
-    with pytest.raises(OptionError, match="JSON"):
-        copy(root, "{not json")
-    with pytest.raises(StepNotFound, match=r"\[7\]"):
-        copy(root, tmp_path / "target", steps=[7])
-    with pytest.raises(StepNotFound, match="found none"):
-        copy(bucket, tmp_path / "target", endpoint=server.endpoint)
-    with pytest.raises(StorageError, match="some/run"):
-        copy(root, "s3://no-such-bucket-here/some/run", endpoint=server.endpoint)
+    root, target = run[0], tmp_path / "target"
+    for error, match, where, to, options in (
+        (UnsupportedRoot, "'ftp'", root, "ftp://host/run", {}),
+        (OptionError, "the host 'relative'", root, "file://relative/path", {}),
+        (OptionError, "JSON", root, "{not json", {}),
+        (StepNotFound, r"\[7\]", root, target, {"steps": [7]}),
+        (StepNotFound, "found none", bucket, target, {"endpoint": server.endpoint}),
+        (StorageError, "some/run", root, "s3://none/some/run", {"endpoint": server.endpoint}),
+    ):
+        with pytest.raises(error, match=match):
+            copy(where, to, **options)
     with (
         mock.patch.object(posix, "free_bytes", return_value=10),
         pytest.raises(OutOfSpace, match="found 10 free"),
@@ -621,17 +580,15 @@ def test_wrong_sources_and_targets_are_named(run, server, bucket, tmp_path):
 
 def test_a_kvstore_spec_and_a_file_url_are_accepted(run, tmp_path):
     root, states = run
-    spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
+    spec = file_spec(tmp_path / "kv")
     copy(root, spec)
     copy(spec, f"FILE://localhost{tmp_path}/a%20target#1")
-    restored(tmp_path / "a target#1", 2, states)
+    assert_restores(tmp_path / "a target#1", states, 2)
 
 
 def test_a_compacted_step_restores_from_its_compacted_base(run, tmp_path):
     copy(run[0], tmp_path / "target", steps=[1])
-    assert [save.name for save in chains.read_chain(tmp_path / "target" / "1")] == [
-        "compacted/1/embeddings"
-    ]
+    assert chain(tmp_path / "target", 1) == ["compacted/1/embeddings"]
     assert inventory.verify_step(tmp_path / "target" / "1") == []
 
 
