@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,18 @@ ROWS = 16
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 
 
-def stamped(state: TouchState, name: str = "emb", since: int = 0) -> list[int]:
+def new() -> TouchState:
+    return touched.init({"emb": jnp.zeros((ROWS, 2))})
+
+
+def stamped(state: TouchState | None, name: str = "emb", since: int = 0) -> list[int]:
     return np.flatnonzero(np.asarray(state.stamps[name]) > since).tolist()
+
+
+def rows_of_update(optimizer, params, grads) -> list[int]:
+    """The rows that the first update stamps."""
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    return stamped(state.touched)
 
 
 def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
@@ -56,11 +68,8 @@ def test_mark_stamps_exactly_the_rows_that_any_mode_could_change(dtype, host, ro
     ids = np.array([i for i in ids if limits.min <= i <= limits.max], dtype)
     with jax.enable_x64(not host):  # otherwise JAX has no 64-bit integers
         state = touched.init({"emb": jax.ShapeDtypeStruct((rows, 1), jnp.float32)})
-        marked = (
-            jax.jit(touched.mark)(state, {"emb": jnp.asarray(ids)})
-            if not host
-            else (touched.mark(state, {"emb": ids}))
-        )
+        mark = touched.mark if host else jax.jit(touched.mark)
+        marked = mark(state, {"emb": ids if host else jnp.asarray(ids)})
         expected = movable(ids, rows) | movable(cut(ids), rows)
     assert stamped(marked) == sorted(expected)
     assert marked.stamps["emb"].dtype == marked.clock.dtype == jnp.int32
@@ -104,18 +113,15 @@ UPDATES = {
 @pytest.mark.parametrize("way", [*LOOKUPS, *UPDATES])
 def test_mark_stamps_every_row_that_changes(way, dtype):
     rng = np.random.default_rng(0)
-    limits = np.iinfo(dtype)
+    limits, promised = np.iinfo(dtype), "promise" in way
     w = jnp.asarray(rng.normal(size=(7, 2)), jnp.float32)
     for _ in range(3):
         low, high = (max(limits.min, -20), min(limits.max, 20))
         ids = rng.integers(low, high, 4, endpoint=True).astype(dtype)
-        if "promise" in way:
-            ids = np.abs(ids) % 7  # Anything else is undefined.
-            ids = ids.astype(dtype)
+        if promised:
+            ids = (np.abs(ids) % 7).astype(dtype)  # Anything else is undefined.
         if dtype in ("int64", "uint64"):
-            ids[0] = 2**32 + 5
-            if "promise" in way:
-                ids[0] = 5
+            ids[0] = 5 if promised else 2**32 + 5
         if way in LOOKUPS:
             moved = jax.grad(lambda w, ids=ids: LOOKUPS[way](w, ids).sum())(w) != 0
         else:
@@ -125,14 +131,15 @@ def test_mark_stamps_every_row_that_changes(way, dtype):
 
 
 def test_masked_ids_and_ids_equal_to_the_row_count_are_padding():
-    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
-    ids, mask = np.array([3, -1, 500]), np.array([True, False, False])
+    state, ids, mask = new(), np.array([3, -1, 500]), np.array([True, False, False])
+
+    def mark(state, ids, mask):
+        return touched.mark(state, {"emb": ids}, mask={"emb": mask})
+
     for given_ids in (ids, jnp.asarray(ids), ids.astype(np.int64)):
         for given_mask in (mask, jnp.asarray(mask)):
-            marked = touched.mark(state, {"emb": given_ids}, mask={"emb": given_mask})
-            assert stamped(marked) == [3]
-    jitted = jax.jit(lambda state, ids, mask: touched.mark(state, {"emb": ids}, mask={"emb": mask}))
-    assert stamped(jitted(state, ids, mask)) == [3]
+            assert stamped(mark(state, given_ids, given_mask)) == [3]
+    assert stamped(jax.jit(mark)(state, ids, mask)) == [3]
     with pytest.raises(TrackingError, match="masks of.*\n  other"):
         touched.mark(state, {"emb": ids}, mask={"other": mask})
     # Clipped it is the last row, wrapped the first; one extra row costs little.
@@ -140,9 +147,8 @@ def test_masked_ids_and_ids_equal_to_the_row_count_are_padding():
 
 
 def test_each_init_draws_an_identity_and_a_traced_one_has_none():
-    tables = {"emb": jnp.zeros((ROWS, 2))}
-    one, other = touched.init(tables), touched.init(tables)
-    assert int(one.identity) != int(other.identity) != touched.UNKNOWN
+    one, tables = new(), {"emb": jnp.zeros((ROWS, 2))}
+    assert int(one.identity) != int(new().identity) != touched.UNKNOWN
     marked = jax.jit(touched.mark)(one, {"emb": jnp.array([1])})
     assert int(marked.identity) == int(one.identity)
     assert int(jax.jit(touched.init)(tables).identity) == touched.UNKNOWN
@@ -150,16 +156,15 @@ def test_each_init_draws_an_identity_and_a_traced_one_has_none():
 
 
 def test_an_empty_mark_advances_the_clock_and_touches_no_row():
-    state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": np.array([])})
+    state = touched.mark(new(), {"emb": np.array([])})
     assert int(state.clock) == 1 and stamped(state) == []
 
 
 def test_unknown_table_and_float_ids_are_named():
-    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
     with pytest.raises(TrackingError, match=r"no table 'emd'.*\n  emb"):
-        touched.mark(state, {"emd": jnp.array([1])})
+        touched.mark(new(), {"emd": jnp.array([1])})
     with pytest.raises(TrackingError, match="'emb' have dtype float32"):
-        touched.mark(state, {"emb": jnp.array([1.0])})
+        touched.mark(new(), {"emb": jnp.array([1.0])})
     with pytest.raises(TrackingError, match="table emb: is a scalar"):
         touched.init({"emb": jnp.zeros(())})
 
@@ -174,21 +179,13 @@ def test_mark_keeps_the_sharding_of_stamps(axis_type, table_spec, ids_spec, in_m
     ids = np.array([[0, 3], [9, 15], [-1, 16], [3, 3], [4, 4], [5, 5], [-16, 6], [7, 8]], np.int32)
     # -1 and 16 touch the last or the first row; the ids include both anyway.
     placed = jax.device_put(ids, NamedSharding(devices, ids_spec))
-
-    def run():
+    with jax.set_mesh(devices) if in_mesh else contextlib.nullcontext():
         state = touched.init({"emb": table})
         before = state.stamps["emb"].sharding
         assert before.spec[:1] == table_spec[:1] or before.is_fully_replicated
         marked = jax.jit(touched.mark)(state, {"emb": placed})
         marked = touched.mark(marked, {"emb": placed})
         assert marked.stamps["emb"].sharding.is_equivalent_to(before, 1)
-        return marked
-
-    if in_mesh:
-        with jax.set_mesh(devices):
-            marked = run()
-    else:
-        marked = run()
     assert stamped(marked, since=1) == [0, 3, 4, 5, 6, 7, 8, 9, 15]
 
 
@@ -206,20 +203,14 @@ def test_init_inside_jit_takes_the_row_sharding_from_the_types(axis_type):
 def test_mark_replicates_only_the_ids():
     devices = mesh(AxisType.Auto)
     table = jax.device_put(jnp.zeros((4096, 4)), NamedSharding(devices, P("rows")))
-    state = touched.init({"emb": table})
     ids = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(devices, P("columns")))
-    text = jax.jit(touched.mark).lower(state, {"emb": ids}).compile().as_text()
-    assert "s32[4096]" not in text
+    lowered = jax.jit(touched.mark).lower(touched.init({"emb": table}), {"emb": ids})
+    assert "s32[4096]" not in lowered.compile().as_text()
 
 
 def test_evaluation_marks_nothing():
-    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
-
-    @jax.jit
-    def evaluate(state, table):
-        return state, table[jnp.array([1, 2])].sum()
-
-    after, _ = evaluate(state, jnp.ones((ROWS, 2)))
+    evaluate = jax.jit(lambda state, table: (state, table[jnp.array([1, 2])].sum()))
+    after, _ = evaluate(new(), jnp.ones((ROWS, 2)))
     assert stamped(after) == [] and int(after.clock) == 0
 
 
@@ -227,19 +218,18 @@ def test_evaluation_marks_nothing():
 
 
 def test_the_clock_stops_instead_of_wrapping_and_loses_no_mark():
-    state = touched.init({"emb": jnp.zeros((ROWS, 2))})._replace(clock=jnp.int32(CLOCK_MAX - 1))
+    state = new()._replace(clock=jnp.int32(CLOCK_MAX - 1))
     assert not touched.clock_exhausted(state.clock)
     state = touched.mark(state, {"emb": jnp.array([1])})
     assert int(state.clock) == CLOCK_MAX and touched.clock_exhausted(state.clock)
     state = touched.mark(state, {"emb": jnp.array([2])})
-    assert int(state.clock) == CLOCK_MAX
-    assert stamped(state, since=CLOCK_MAX - 1) == [1, 2]
+    assert int(state.clock) == CLOCK_MAX and stamped(state, since=CLOCK_MAX - 1) == [1, 2]
     state = touched.mark_rows(state, {"emb": jnp.arange(ROWS) == 3})
     assert int(state.clock) == CLOCK_MAX and stamped(state, since=CLOCK_MAX - 1) == [1, 2, 3]
 
 
 def test_fresh_has_the_same_tables_and_no_touched_row():
-    state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": jnp.array([1])})
+    state = touched.mark(new(), {"emb": jnp.array([1])})
     for like in (state, jax.eval_shape(lambda: state)):
         again = touched.fresh(like)
         assert int(again.clock) == 0 and again.stamps["emb"].tolist() == [0] * ROWS
@@ -279,24 +269,29 @@ def table_arrays(state, params) -> list[np.ndarray]:
     arrays = [params["emb"]]
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner)[0]:
         names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
-        factored = {"v_row", "v_col"} & set(names)
-        if (
-            names[-1] == "emb"
-            and "tower" not in names
-            and not factored
-            and leaf.shape[:1] == (ROWS,)
-        ):
+        other = {"tower", "v_row", "v_col"} & set(names)
+        if names[-1] == "emb" and not other and leaf.shape[:1] == (ROWS,):
             arrays.append(leaf)
     return [np.asarray(array).reshape(ROWS, -1) for array in arrays]
 
 
-def changed_in_bits(old: list[np.ndarray], new: list[np.ndarray]) -> list[int]:
-    assert len(old) == len(new)
+def changed_in_bits(old: list[np.ndarray], new: list[np.ndarray]) -> set[int]:
     changed = np.zeros(ROWS, bool)
     for before, after in zip(old, new, strict=True):
-        pairs = (before.view(np.uint8), after.view(np.uint8))
-        changed |= (pairs[0] != pairs[1]).reshape(ROWS, -1).any(axis=1)
-    return np.flatnonzero(changed).tolist()
+        differs = before.view(np.uint8) != after.view(np.uint8)
+        changed |= differs.reshape(ROWS, -1).any(axis=1)
+    return set(np.flatnonzero(changed).tolist())
+
+
+def step_of(optimizer, barrier=lambda found: found):
+    """A jitted step; the barrier is applied to the updates and the state."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = barrier(optimizer.update(grads, state, params))
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -307,19 +302,13 @@ def test_track_is_exact(name, dtype):
         "emb": jnp.asarray(rng.normal(size=(ROWS, 4)), dtype),
         "tower": {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), dtype)},
     }
-    optimizer = touched.track(OPTIMIZERS[name](), "emb")
-    plain = OPTIMIZERS[name]()
-
-    def step(optimizer, params, state, grads):
-        # Without the barrier, if only the sum reads the update, XLA may fuse both into one
-        # multiply-add, which rounds once.
-        updates, state = jax.lax.optimization_barrier(optimizer.update(grads, state, params))
-        return optax.apply_updates(params, updates), state
-
-    tracked = jax.jit(lambda *args: step(optimizer, *args))
-    reference = jax.jit(lambda *args: step(plain, *args))
+    optimizer, plain = touched.track(OPTIMIZERS[name](), "emb"), OPTIMIZERS[name]()
+    # Without the barrier, if only the sum reads the update, XLA may fuse both into one
+    # multiply-add, which rounds once.
+    tracked, reference = (step_of(one, jax.lax.optimization_barrier) for one in (optimizer, plain))
     state, other_state, other = optimizer.init(params), plain.init(params), params
-    assert find_names(state) == ["emb"]
+    found = touched.find(state)
+    assert [*found.stamps] == ["emb"]
     for number in range(7):
         grads = {
             "emb": jnp.zeros((ROWS, 4), dtype).at[np.array([number, 3])].set(0.25),
@@ -329,19 +318,12 @@ def test_track_is_exact(name, dtype):
         expected = changed_in_bits(table_arrays(state, params), table_arrays(new_state, new))
         # NaN rows may get other bits: float16 has too few bits for adafactor.
         invalid = np.flatnonzero(np.isnan(np.asarray(new["emb"], np.float32)).any(axis=1))
-        stamps = stamped(new_state.touched, since=number)
-        assert set(stamps) - set(invalid.tolist()) == set(expected) - set(invalid.tolist())
-        assert set(expected) <= set(stamps)
+        stamps = set(stamped(new_state.touched, since=number))
+        assert expected <= stamps and stamps - expected <= set(invalid.tolist())
         assert int(new_state.touched.clock) == number + 1
         other, other_state = reference(other, other_state, grads)
         np.testing.assert_array_equal(*(np.asarray(p["emb"], np.float32) for p in (new, other)))
         params, state = new, new_state
-
-
-def find_names(state) -> list[str]:
-    found = touched.find(state)
-    assert found is not None
-    return sorted(found.stamps)
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-12, 1.0))
@@ -351,65 +333,53 @@ def test_track_never_misses_a_changed_row(seed, scale):
     rng = np.random.default_rng(seed)
     params = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), jnp.float32)}
     grads = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)) * scale, jnp.float32)}
-    new, state = _sgd_step(params, _SGD.init(params), grads)
+    new, state = _SGD_STEP(params, _SGD.init(params), grads)
     changed = changed_in_bits([np.asarray(params["emb"])], [np.asarray(new["emb"])])
-    assert set(changed) <= set(stamped(state.touched))
+    assert changed <= set(stamped(state.touched))
 
 
 _SGD = touched.track(optax.sgd(1e-4), "emb")
-
-
-@jax.jit
-def _sgd_step(params, state, grads):
-    updates, state = _SGD.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+_SGD_STEP = step_of(_SGD)
 
 
 def test_track_compares_bits_not_values():
-    given_updates = jnp.zeros((4, 2)).at[1, 0].set(jnp.nan)
-    passing = optax.stateless(lambda updates, params: updates)
-    optimizer = touched.track(passing, "emb")
+    optimizer = touched.track(optax.stateless(lambda updates, params: updates), "emb")
     params = {"emb": jnp.zeros((4, 2)).at[2].set(-0.0).at[3].set(jnp.nan)}
-    _, state = optimizer.update({"emb": given_updates}, optimizer.init(params), params)
     # -0.0 + 0.0 is 0.0; NaN + 0.0 is the same NaN.
-    assert stamped(state.touched) == [1, 2]
+    updates = {"emb": jnp.zeros((4, 2)).at[1, 0].set(jnp.nan)}
+    assert rows_of_update(optimizer, params, updates) == [1, 2]
+
+
+def slot_alone(slot, always=()):
+    """Tracks an optimizer that changes only its slot: to ``slot`` of the updates and the slot."""
+
+    def update(updates, state, params):
+        trace = jax.tree.map(slot, updates, state.trace)
+        return jax.tree.map(jnp.zeros_like, updates), optax.TraceState(trace)
+
+    inner = optax.GradientTransformation(optax.TraceState, update)
+    return touched.track(inner, "emb", always=always)
 
 
 def test_track_compares_the_bits_of_slots():
-    def update(updates, state, params):
-        return jax.tree.map(jnp.zeros_like, updates), optax.TraceState(updates)
-
-    optimizer = touched.track(
-        optax.GradientTransformation(lambda params: optax.TraceState(params), update), "emb"
-    )
     params = {"emb": jnp.zeros((4, 2)).at[3].set(jnp.nan)}
-    state = optimizer.init(params)
-    slot = params["emb"].at[1, 1].set(-0.0)
-    _, state = optimizer.update({"emb": slot}, state, params)
-    assert stamped(state.touched) == [1]
+    updates = {"emb": params["emb"].at[1, 1].set(-0.0)}
+    assert rows_of_update(slot_alone(lambda update, _: update), params, updates) == [1]
 
 
 def test_declared_always_slots_touch_no_row():
-    def update(updates, state, params):
-        return jax.tree.map(jnp.zeros_like, updates), optax.TraceState(
-            jax.tree.map(lambda trace: trace + 1, state.trace)
-        )
-
-    inner = optax.GradientTransformation(optax.TraceState, update)
     params = {"emb": jnp.zeros((4, 2))}
     for always, rows in (((), [0, 1, 2, 3]), (("trace",), [])):
-        optimizer = touched.track(inner, "emb", always=always)
-        _, state = optimizer.update(params, optimizer.init(params), params)
-        assert stamped(state.touched) == rows
+        optimizer = slot_alone(lambda _, slot: slot + 1, always)
+        assert rows_of_update(optimizer, params, params) == rows
 
 
 def test_factored_statistics_touch_no_row():
     params = {"emb": jnp.ones((ROWS, 4))}
     optimizer = touched.track(optax.scale_by_factored_rms(min_dim_size_to_factor=2), "emb")
-    grads = {"emb": jnp.zeros((ROWS, 4)).at[5].set(1.0)}
     state = optimizer.init(params)
     assert state.inner.v_col["emb"].shape == (ROWS,)
-    _, new = optimizer.update(grads, state, params)
+    _, new = optimizer.update({"emb": jnp.zeros((ROWS, 4)).at[5].set(1.0)}, state, params)
     assert (np.asarray(new.inner.v_col["emb"]) != np.asarray(state.inner.v_col["emb"])).all()
     assert stamped(new.touched) == [5]
 
@@ -436,14 +406,8 @@ def test_track_keeps_shardings(axis_type, spec, width, of_grads):
 
 def test_track_needs_little_memory_beyond_the_old_tables():
     table = jax.ShapeDtypeStruct((1 << 12, 64), jnp.float32)
-    optimizer = touched.track(optax.sgd(0.1), "*")
-
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = {"table": table}
-    state = jax.eval_shape(optimizer.init, params)
+    optimizer, params = touched.track(optax.sgd(0.1), "*"), {"table": table}
+    state, step = jax.eval_shape(optimizer.init, params), step_of(optimizer)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
     # One copy of the table, plus the update since jax 0.12, whose XLA keeps the barrier on the CPU.
     # If long rows were not folded, XLA would also materialize the flags: a quarter of a table.
@@ -481,7 +445,7 @@ def test_find_rejects_states_that_disagree_and_joins_others():
     one = touched.init({"emb": jnp.zeros((4, 2))})
     other = touched.init({"tower": jnp.zeros((3, 2))})
     joined = touched.find({"a": one, "b": other, "again": one})
-    assert joined is not None and sorted(joined.stamps) == ["emb", "tower"]
+    assert sorted(joined.stamps) == ["emb", "tower"]
     with pytest.raises(TrackingError, match="clocks 0 and 1"):
         touched.find([one, touched.mark(other, {})])
     with pytest.raises(TrackingError, match="different stamps of table 'emb'"):
@@ -494,21 +458,25 @@ class Linen(nn.Module):
         return nn.Dense(1)(nn.Embed(ROWS, 4, name="emb")(ids)).sum()
 
 
-def test_linen_train_state():
-    model = Linen()
-    ids = jnp.array([2, 5])
-    optimizer = touched.track(optax.adagrad(0.1), "emb/embedding")
-    state = TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), ids)["params"], tx=optimizer
-    )
+def linen_trained(state_type, optimizer, mark, **fields):
+    """The found TouchState after a Linen model's step with the ids 2 and 5."""
+    model, ids = Linen(), jnp.array([2, 5])
+    params = model.init(jax.random.key(0), ids)["params"]
+    fields = {name: made(params) for name, made in fields.items()}
+    state = state_type.create(apply_fn=model.apply, params=params, tx=optimizer, **fields)
 
     @jax.jit
     def step(state, ids):
         grads = jax.grad(lambda params: state.apply_fn({"params": params}, ids))(state.params)
-        return state.apply_gradients(grads=grads)
+        return state.apply_gradients(grads=grads, **mark(state, ids))
 
-    found = touched.find(step(state, ids))
-    assert found is not None and stamped(found, "emb/embedding") == [2, 5]
+    return touched.find(step(state, ids))
+
+
+def test_linen_train_state():
+    optimizer = touched.track(optax.adagrad(0.1), "emb/embedding")
+    found = linen_trained(TrainState, optimizer, lambda state, ids: {})
+    assert stamped(found, "emb/embedding") == [2, 5]
 
 
 class Nnx(nnx.Module):
@@ -536,7 +504,7 @@ def test_nnx_optimizer():
     graph, state = nnx.split(optimizer)
     for where in (optimizer, nnx.state(optimizer), (graph, state), nnx.to_pure_dict(state)):
         found = touched.find(where)
-        assert found is not None and stamped(found, "emb/embedding") == [1, 7]
+        assert stamped(found, "emb/embedding") == [1, 7]
         assert int(found.clock) == 1
 
 
@@ -552,8 +520,7 @@ def test_nnx_mark_beside_the_model():
         rows.set_value(touched.mark(rows.get_value(), {"emb": ids}))
 
     step(rows, jnp.array([4, 4]))
-    found = touched.find({"model": nnx.state(model), "touched": rows})
-    assert found is not None and stamped(found) == [4]
+    assert stamped(touched.find({"model": nnx.state(model), "touched": rows})) == [4]
 
 
 class MarkedState(TrainState):
@@ -561,20 +528,10 @@ class MarkedState(TrainState):
 
 
 def test_linen_mark_as_a_field_of_the_train_state():
-    model = Linen()
-    variables = model.init(jax.random.key(0), jnp.array([0]))["params"]
-    state = MarkedState.create(
-        apply_fn=model.apply,
-        params=variables,
-        tx=optax.sgd(0.1),
-        touched=touched.init({"emb/embedding": variables["emb"]["embedding"]}),
+    found = linen_trained(
+        MarkedState,
+        optax.sgd(0.1),
+        lambda state, ids: {"touched": touched.mark(state.touched, {"emb/embedding": ids})},
+        touched=lambda params: touched.init({"emb/embedding": params["emb"]["embedding"]}),
     )
-
-    @jax.jit
-    def step(state, ids):
-        grads = jax.grad(lambda params: state.apply_fn({"params": params}, ids))(state.params)
-        marked = touched.mark(state.touched, {"emb/embedding": ids})
-        return state.apply_gradients(grads=grads, touched=marked)
-
-    found = touched.find(step(state, jnp.array([2, 5])))
-    assert found is not None and stamped(found, "emb/embedding") == [2, 5]
+    assert stamped(found, "emb/embedding") == [2, 5]
