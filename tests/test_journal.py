@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 from damages import DAMAGES
@@ -88,22 +88,34 @@ def commit(ledger: Journal, step: int, **how) -> CatalogEntry:
     return ledger.commit(upload(ledger, step, **how))
 
 
-@pytest.mark.parametrize("first", range(0, 120, 20))
-def test_random_orders_lose_no_commit(first):
+def steps_of(root: StorePath) -> list[int]:
+    """The committed steps, according to a new reader."""
+    return sorted(JournalView(root).state().steps)
+
+
+def starting_in(root: StorePath) -> Journal:
+    """A trainer that has claimed the root and is still starting."""
+    ledger = Journal(root)
+    ledger.claim(pending=True)
+    return ledger
+
+
+def assert_fenced(match: str, *calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(FencedError, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [({}, first) for first in range(0, 120, 20)]
+    + [({"empties": True}, first) for first in range(0, 80, 20)]
+    + [({"starts": 0.6}, first) for first in range(0, 80, 20)],
+)
+def test_random_orders_lose_no_commit(options, first):
+    """Also if the root is emptied, in which case nothing is committed, and if starts fail."""
     for seed in range(first, first + 20):
-        JournalModel(seed).run()
-
-
-@pytest.mark.parametrize("first", range(0, 80, 20))
-def test_random_orders_commit_nothing_in_an_emptied_root(first):
-    for seed in range(first, first + 20):
-        JournalModel(seed, empties=True).run()
-
-
-@pytest.mark.parametrize("first", range(0, 80, 20))
-def test_random_orders_with_failing_starts_lose_no_commit(first):
-    for seed in range(first, first + 20):
-        JournalModel(seed, starts=0.6).run()
+        JournalModel(seed, **options).run()
 
 
 # Claims.
@@ -114,18 +126,13 @@ def test_the_newest_claim_writes_and_errors_of_older_ones_name_its_holder(root):
     first = commit(older, 1)
     newer = claimed(root)
     assert [older.claimed.lease.epoch, newer.claimed.lease.epoch] == [1, 2]
-    with pytest.raises(FencedError, match=r"found epoch 2 held by process \d+ on .* since 20"):
-        commit(older, 2)
-    for ask in (
-        older.check,
-        lambda: retire(older, [ObjectKey(1)]),
-        lambda: older.roll_back(0, "q"),
-    ):
-        with pytest.raises(FencedError, match="epoch 2"):
-            ask()
+    held = r"found epoch 2 held by process \d+ on .* since 20"
+    assert_fenced(held, lambda: commit(older, 2))
+    remove, roll_back = lambda: retire(older, [ObjectKey(1)]), lambda: older.roll_back(0, "q")
+    assert_fenced("epoch 2", older.check, remove, roll_back)
     assert newer.state().steps == {1: first}
     commit(newer, 2, run="s", parent=first)
-    assert sorted(JournalView(root).state().steps) == [1, 2]
+    assert steps_of(root) == [1, 2]
 
 
 def test_a_claim_after_an_epoch_fails_if_the_epoch_has_advanced(root):
@@ -136,19 +143,16 @@ def test_a_claim_after_an_epoch_fails_if_the_epoch_has_advanced(root):
 
 
 def test_a_resumed_claim_can_write_until_another_claim_is_made(root):
-    with pytest.raises(FencedError, match="expected a claim, found none"):
-        Journal(root).resume()
+    assert_fenced("expected a claim, found none", Journal(root).resume)
     trainer, other = claimed(root), Journal(root)
     other.resume(trainer.claimed.lease.holder)
     first = commit(trainer, 1)
     commit(other, 1, item="embeddings", attempt=2)
     commit(trainer, 2, parent=first)
     newest = claimed(root)
-    with pytest.raises(FencedError, match="epoch 2"):
-        other.resume(trainer.claimed.lease.holder)
-    with pytest.raises(FencedError, match="epoch 2"):
-        commit(other, 3)
-    assert {*newest.state().standings} == {ObjectKey(1), ObjectKey(1, "embeddings"), ObjectKey(2)}
+    holder = trainer.claimed.lease.holder
+    assert_fenced("epoch 2", lambda: other.resume(holder), lambda: commit(other, 3))
+    assert {*newest.state().catalog} == {ObjectKey(1), ObjectKey(1, "embeddings"), ObjectKey(2)}
 
 
 def test_a_claim_records_the_step_that_training_resumed_from(root):
@@ -260,7 +264,7 @@ def test_rolled_back_saves_stay_until_they_are_forgotten(root):
     commit(ledger, 3, item="embeddings", attempt=4)
     assert ledger.roll_back(1, "s") == [2, 3] and ledger.roll_back(1, "s") == []
     state = JournalView(root).state()
-    assert sorted(state.standings) == [ObjectKey(0), ObjectKey(1)]
+    assert sorted(state.catalog) == [ObjectKey(0), ObjectKey(1)]
     assert {(one.run, one.standing.object_key.name) for one in state.entry.rolled_back} == {
         ("s", "2"),
         ("s", "3"),
@@ -293,8 +297,7 @@ def test_an_entry_names_all_of_many_steps_and_few_entries_are_kept(in_memory):
     assert state.steps == expected == ledger.state().steps
     length = root.store.length((root / entry_name(state.entry.number)).key)
     assert length < 350 * (len(expected) + 1)
-    numbers = [key for key in (root / "journal").keys()]
-    assert KEPT_ENTRIES <= len(numbers) < KEPT_ENTRIES + 40
+    assert KEPT_ENTRIES <= len((root / "journal").keys()) < KEPT_ENTRIES + 40
 
 
 def test_a_journal_that_missed_a_hundred_entries_finds_the_newest(in_memory):
@@ -305,8 +308,7 @@ def test_a_journal_that_missed_a_hundred_entries_finds_the_newest(in_memory):
     for step in range(KEPT_ENTRIES + 60):
         commit(newer, step)
     assert not root.store.keys("run", after="") == []
-    with pytest.raises(FencedError, match="epoch 2"):
-        commit(sleeper, 500)
+    assert_fenced("epoch 2", lambda: commit(sleeper, 500))
     assert len(reader.state().steps) == KEPT_ENTRIES + 60
     assert max(newer.state().steps) == KEPT_ENTRIES + 59
     assert max(JournalView(root).state().steps) == KEPT_ENTRIES + 59
@@ -457,14 +459,13 @@ def test_without_a_copy_the_previous_entry_is_read_and_the_step_reported(root, h
     assert str(view.lost_saves[2]) == str(view.problems[0]) and "are unknown" in str(view.problems)
     assert ledger.state().steps == {1: first, 2: second}  # It has already read the entry.
     # A journal that resumes the claim cannot tell whether its entry is the newest.
-    with pytest.raises(FencedError, match="an entry that may be another trainer"):
-        Journal(root).resume(ledger.claimed.lease.holder)
+    holder = ledger.claimed.lease.holder
+    assert_fenced("an entry that may be another trainer", lambda: Journal(root).resume(holder))
     newest = claimed(root)
     assert newest.claimed.lease.epoch == 2 and newest.known.steps == {1: first}
     third = commit(newest, 2, run="s", parent=first)
     assert JournalView(root).state().steps == view.state().steps == {1: first, 2: third}
-    with pytest.raises(FencedError, match="found epoch 2"):
-        commit(ledger, 3, parent=first)
+    assert_fenced("found epoch 2", lambda: commit(ledger, 3, parent=first))
 
 
 # Journals that are removed while a trainer holds their claim.
@@ -475,10 +476,15 @@ def empty(root: StorePath) -> None:
 
 
 @pytest.mark.parametrize(
-    "others",
-    ["nobody", "another trainer", "one with as many saves", "one that was there before"],
+    ("others", "found"),
+    [
+        ("nobody", "found none: the journal was removed"),
+        ("another trainer", "found epoch 1 held by"),
+        ("one with as many saves", "found epoch 1 held by"),
+        ("one that was there before", "another journal in its place"),
+    ],
 )
-def test_nothing_is_committed_or_confirmed_in_an_emptied_root(root, others):
+def test_nothing_is_committed_or_confirmed_in_an_emptied_root(root, others, found):
     ledger = claimed(root)
     first = commit(ledger, 1)
     older = {key: root.store.get(key) for key in root.store.keys(root.key)}
@@ -494,16 +500,8 @@ def test_nothing_is_committed_or_confirmed_in_an_emptied_root(root, others):
         for key, data in older.items():
             root.store.put(key, data)
     keys = root.store.keys(root.key)
-    found = {
-        "nobody": "found none: the journal was removed",
-        "another trainer": "found epoch 1 held by",
-        "one with as many saves": "found epoch 1 held by",
-        "one that was there before": "another journal in its place",
-    }[others]
     late = upload(ledger, 4, parent=first)
-    for ask in (lambda: ledger.commit(late), ledger.confirm, ledger.check):
-        with pytest.raises(FencedError, match=found):
-            ask()
+    assert_fenced(found, lambda: ledger.commit(late), ledger.confirm, ledger.check)
     assert {*root.store.keys(root.key)} - {*keys} == {f"{root.key}/{late.prefix}/x"}
 
 
@@ -522,9 +520,8 @@ def test_a_commit_without_an_answer_is_not_acknowledged_in_an_emptied_root(in_me
         patch.setattr(in_memory.store, "put", unanswered)
         with pytest.raises(StorageError, match="no answer"):
             ledger.commit(late)
-    for ask in (lambda: ledger.commit(late), ledger.confirm, ledger.check):
-        with pytest.raises(FencedError, match="another journal in its place"):
-            ask()
+    replaced = "another journal in its place"
+    assert_fenced(replaced, lambda: ledger.commit(late), ledger.confirm, ledger.check)
 
 
 def test_a_reader_follows_the_new_journal_of_an_emptied_root(root):
@@ -570,7 +567,7 @@ def test_foreign_objects_in_the_journal_are_ignored(root):
     commit(ledger, 1)
     for name in ("x", "1.msgpack", "99999999999999999999.txt", "a" * 20 + ".msgpack"):
         root.store.put(f"run/journal/{name}", b"?")
-    assert sorted(JournalView(root).state().steps) == [1]
+    assert steps_of(root) == [1]
     commit(ledger, 2)
 
 
@@ -591,15 +588,13 @@ def test_a_claim_that_was_withdrawn_fences_nobody(in_memory):
     first, uploader = claimed(in_memory), Journal(in_memory)
     held = first.claimed.lease.holder
     for step in range(3):
-        second = Journal(in_memory)
-        second.claim(pending=True)
+        second = starting_in(in_memory)
         waiting = beside(lambda step=step: commit(first, step))
         resumed = beside(lambda: uploader.resume(held))
         second.withdraw()
         waiting.result(60)
         assert resumed.result(60).lease.holder == held
-        with pytest.raises(FencedError):
-            second.check()
+        assert_fenced("epoch", second.check)
     assert sorted(first.check().steps) == [0, 1, 2]
 
 
@@ -607,40 +602,31 @@ def test_a_claim_that_was_withdrawn_fences_nobody(in_memory):
     "ends", [Journal.start, lambda other: other.begin_run(None)], ids=["start", "begin"]
 )
 def test_the_previous_holder_is_fenced_once_a_trainer_has_started(in_memory, ends):
-    first, second = claimed(in_memory), Journal(in_memory)
-    second.claim(pending=True)
+    first, second = claimed(in_memory), starting_in(in_memory)
     waiting = beside(first.check)
     ends(second)
-    with pytest.raises(FencedError, match="epoch 2"):
-        waiting.result(60)
+    assert_fenced("epoch 2", lambda: waiting.result(60))
     commit(second, 1)
     assert not second.check().claim.lease.pending
 
 
 def test_a_claim_after_a_pending_one_fences_at_once(in_memory):
-    first, second = claimed(in_memory), Journal(in_memory)
-    second.claim(pending=True)
+    first, second = claimed(in_memory), starting_in(in_memory)
     claimed(in_memory)
-    for ledger in (first, second):
-        with pytest.raises(FencedError, match="epoch 3"):
-            ledger.check()
+    assert_fenced("epoch 3", first.check, second.check)
 
 
 def test_a_start_that_takes_too_long_fences(in_memory, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     first = claimed(in_memory)
-    Journal(in_memory).claim(pending=True)
-    for _ in range(2):
-        with pytest.raises(FencedError, match="epoch 2"):
-            commit(first, 1)
+    starting_in(in_memory)
+    assert_fenced("epoch 2", *[lambda: commit(first, 1)] * 2)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
 def test_claims_withdrawn_in_any_order_fence_nobody(in_memory, order):
     """A trainer that fails while another one starts leaves no claim behind."""
-    first, others = claimed(in_memory), [Journal(in_memory) for _ in range(2)]
-    for other in others:
-        other.claim(pending=True)
+    first, others = claimed(in_memory), [starting_in(in_memory) for _ in range(2)]
     waiting = beside(lambda: commit(first, 1))
     for number in order:
         others[number].withdraw()
@@ -649,15 +635,11 @@ def test_claims_withdrawn_in_any_order_fence_nobody(in_memory, order):
 
 
 def test_withdrawing_a_claim_keeps_the_newer_one_that_is_starting(in_memory):
-    first, second, third = claimed(in_memory), Journal(in_memory), Journal(in_memory)
-    second.claim(pending=True)
-    third.claim(pending=True)
+    first, second, third = claimed(in_memory), starting_in(in_memory), starting_in(in_memory)
     second.withdraw()
     third.start()
     commit(third, 1)
-    for ledger in (first, second):
-        with pytest.raises(FencedError, match="epoch 3"):
-            ledger.check()
+    assert_fenced("epoch 3", first.check, second.check)
 
 
 def test_uploads_of_a_withdrawn_claim_are_deleted_by_the_holder(in_memory):
@@ -688,16 +670,13 @@ def test_the_caller_can_interrupt_a_wait_for_a_starting_trainer(in_memory):
 
     first = Journal(in_memory, while_waiting=stop)
     first.claim()
-    Journal(in_memory).claim(pending=True)
+    starting_in(in_memory)
     with pytest.raises(Other):
         first.check()
 
 
-def test_a_compactor_waits_for_a_starting_trainer_and_resumes_for_the_claim_holder(
-    in_memory,
-):
-    first, second = claimed(in_memory), Journal(in_memory)
-    second.claim(pending=True)
+def test_a_compactor_waits_for_a_starting_trainer_and_resumes_for_the_claim_holder(in_memory):
+    first, second = claimed(in_memory), starting_in(in_memory)
     compactor = Journal(in_memory)
     resumed = beside(lambda: compactor.resume(wait=True))
     second.withdraw()
@@ -708,27 +687,14 @@ def test_a_compactor_waits_for_a_starting_trainer_and_resumes_for_the_claim_hold
 def test_a_compactor_resumes_under_a_claim_whose_trainer_never_starts(in_memory, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     claimed(in_memory)
-    second = Journal(in_memory)
-    second.claim(pending=True)
+    second = starting_in(in_memory)
     assert Journal(in_memory).resume(wait=True).lease.holder == second.claimed.lease.holder
 
 
 @pytest.mark.parametrize(
     ("claims", "expected"),
-    [
-        ("", None),
-        ("p", 1),
-        ("s", None),
-        ("b", 1),
-        ("bp", 1),
-        ("bpp", 1),
-        ("bs", None),
-        ("bsp", 3),
-        ("bb", 2),
-        ("d", None),
-        ("bd", 1),
-        ("sdp", 3),
-    ],
+    [("", None), ("p", 1), ("s", None), ("b", 1), ("bp", 1), ("bpp", 1)]
+    + [("bs", None), ("bsp", 3), ("bb", 2), ("d", None), ("bd", 1), ("sdp", 3)],
 )
 def test_a_starting_trainer_does_not_hide_one_that_may_be_running(
     in_memory, monkeypatch, claims, expected
@@ -766,8 +732,13 @@ def starting(epoch: int, holder: str) -> dict[int, lease.Lease]:
     return {epoch: lease.Lease(epoch=epoch, holder=holder, **own)}
 
 
-def test_each_starting_trainer_has_a_grace_period_of_its_own(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(lease, "time", clock := Clock())
+    return clock
+
+
+def test_each_starting_trainer_has_a_grace_period_of_its_own(clock):
     grace = lease.Grace(1.0)
     for epoch, holder in ((2, "a"), (2, "b")):  # The second claims as the first withdraws.
         began = clock.now
@@ -778,16 +749,14 @@ def test_each_starting_trainer_has_a_grace_period_of_its_own(monkeypatch):
     assert clock.now == 3 * lease.GRACE_SECS - 2
 
 
-def test_the_wait_for_one_of_several_starting_trainers_is_not_extended_by_the_others(monkeypatch):
-    monkeypatch.setattr(lease, "time", clock := Clock())
+def test_the_wait_for_one_of_several_starting_trainers_is_not_extended_by_the_others(clock):
     grace, slow = lease.Grace(1.0), starting(2, "slow")
     while grace.wait(slow | starting(3, f"{clock.now // 10}")):
         pass
     assert clock.now == lease.GRACE_SECS
 
 
-def test_a_stream_of_starts_stalls_a_trainer_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(lease, "time", clock := Clock())
+def test_a_stream_of_starts_stalls_a_trainer_for_a_bounded_time(clock):
     grace = lease.Grace(1.0)
     for _ in range(2):
         began = clock.now
