@@ -38,19 +38,18 @@ GONE = (StepGone, StepNotFound)
 STRIDE = 9
 
 
-def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
+def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int, **append: Any) -> None:
     """Trains and appends each step, and waits until the records are durable."""
     for step in steps:
         loop.train()
         loop.states[step] = loop.state
-        saver.append(step, loop.state, touched=loop.touched)
+        saver.append(step, loop.state, touched=loop.touched, **append)
     saver.wait_appended()
 
 
 def trimmed(saver: deltackpt.CheckpointManager) -> None:
     """Waits for the trim that the last committed step started."""
     saver.wait_until_finished()
-    assert saver._recorder is not None
     # The next ``append()`` or ``save()`` would notice the commit, but here there is neither.
     saver._recorder.recovery(fresh=True)
     if saver._recorder._trimming is not None:
@@ -63,6 +62,24 @@ class Moments(NamedTuple):
     before: Path
     after: Path
     states: dict[int, Any]
+
+    def check(self, found: deltackpt.Restored) -> None:
+        model.assert_same(found.state, self.states[found.step])
+
+
+@contextlib.contextmanager
+def warnings_are(action: Any) -> Iterator[None]:
+    """Ignores warnings, or raises them if ``action`` is ``"error"``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        yield
+
+
+def restore_newest(reader: deltackpt.CheckpointManager) -> deltackpt.Restored:
+    """Restores the newest state; nothing is skipped."""
+    result = reader.restore_latest(dense_states.initial())
+    assert result.skipped == ()
+    return result
 
 
 def moments_of(
@@ -114,19 +131,6 @@ def nobody_at_work(monkeypatch) -> None:
     monkeypatch.setattr(stored_saves, "_GONE_INTERVAL_SECS", 0.0)
 
 
-@contextlib.contextmanager
-def turning(moments: Moments, root: Path, at: int) -> Iterator[Accesses]:
-    """Within the context, an access switches the directory to its later state."""
-    shutil.copytree(moments.before, root)
-
-    accesses = Accesses([root], at, lambda: become(root, moments.after))
-    try:
-        with watched(accesses):
-            yield accesses
-    finally:
-        shutil.rmtree(root)
-
-
 def reading(root: Path) -> deltackpt.CheckpointManager:
     options = deltackpt.ManagerOptions(access="read", wal=deltackpt.WalOptions())
     return deltackpt.CheckpointManager(root, handlers=dense_states.HANDLERS, options=options)
@@ -139,18 +143,20 @@ def every_turn(
     stride: int = STRIDE,
 ) -> None:
     """Calls ``call`` once for each tested access at which the directory switches."""
-    at = 1
+    root, at = path / "turning", 1
     while True:
-        root = path / "turning"
         shutil.copytree(moments.before, root)
-        reader = reading(root)
-        shutil.rmtree(root)
-        with turning(moments, root, at) as accesses:
+        with reading(root) as reader:
+            shutil.rmtree(root)
+            shutil.copytree(moments.before, root)
+            accesses = Accesses([root], at, lambda: become(root, moments.after))
             try:
-                call(reader)
+                with watched(accesses):
+                    call(reader)
             except Exception as error:
                 raise AssertionError(f"at access {at}: {type(error).__name__}: {error}") from error
-        reader.close()
+            finally:
+                shutil.rmtree(root)
         if not accesses.came:
             return
         at += stride
@@ -182,11 +188,9 @@ def test_if_the_newest_point_is_trimmed_the_newer_step_is_restored(trimming, tmp
     seen = set()
 
     def newest(reader: deltackpt.CheckpointManager) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            result = reader.restore_latest(dense_states.initial())
-        assert result is not None and result.skipped == ()
-        model.assert_same(result.state, trimming.states[result.step])
+        with warnings_are("error"):
+            result = restore_newest(reader)
+        trimming.check(result)
         seen.add(result.step)
 
     every_turn(trimming, tmp_path, newest)
@@ -197,23 +201,19 @@ def test_if_the_newest_point_is_trimmed_the_newer_step_is_restored(trimming, tmp
 def test_a_trimmed_point_is_restored_or_the_error_names_the_nearest(trimming, tmp_path, by):
     with reading(trimming.before) as reader:
         [asked] = [point for point in reader.recovery_points() if point.step == 4]
-    told: list[str] = []
+    errors: list[str] = []
 
     def one(reader: deltackpt.CheckpointManager) -> None:
         try:
-            result = reader.restore(asked if by == "point" else 4, dense_states.initial())
+            trimming.check(reader.restore(asked if by == "point" else 4, dense_states.initial()))
         except GONE as error:
-            told.append(str(error))
-        else:
-            model.assert_same(result.state, trimming.states[4])
+            errors.append(str(error))
 
     every_turn(trimming, tmp_path, one)
-    assert any("found it removed" in text for text in told)
-    for text in told:
-        assert (
-            "nearest that can be restored: recovery point 7 of WAL epoch" in text
-            or "step 2" in text
-        ), text
+    assert any("found it removed" in text for text in errors)
+    near = "nearest that can be restored: recovery point 7 of WAL epoch"
+    for text in errors:
+        assert near in text or "step 2" in text, text
 
 
 # Rollbacks.
@@ -222,8 +222,7 @@ def test_a_trimmed_point_is_restored_or_the_error_names_the_nearest(trimming, tm
 def went_back(saver: Any, loop: Loop) -> None:
     """Training resumes from step 1, which abandons step 2 and the points above it."""
     loop.states = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         found = saver.restore(1, loop.state)
         assert found.step == 1
         loop.state, loop.touched = found.state, found.touched
@@ -233,8 +232,7 @@ def went_back(saver: Any, loop: Loop) -> None:
 def went_back_and_on(saver: Any, loop: Loop) -> None:
     """Also saves one more step, so that the abandoned WAL epoch is trimmed."""
     went_back(saver, loop)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         loop.steps(saver, 4)
         trimmed(saver)
 
@@ -248,10 +246,8 @@ def test_a_newest_point_abandoned_by_a_rollback_is_not_reported_damaged(going_ba
     seen = set()
 
     def newest(reader: deltackpt.CheckpointManager) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            result = reader.restore_latest(dense_states.initial())
-        assert result is not None and result.skipped == ()
+        with warnings_are("error"):
+            result = restore_newest(reader)
         seen.add((result.step, result.point is not None))
 
     every_turn(going_back, tmp_path, newest, stride=20)
@@ -291,11 +287,13 @@ def test_errors_for_trimmed_and_unknown_points_name_the_nearest_steps(tmp_path):
         logged(saver, loop)
         asked = saver.recovery_points()[0]
         saved_twice(saver, loop)
-        for wanted in (asked, 5, 5000):
-            with pytest.raises(StepNotFound, match="nearest that can be restored") as caught:
+        for wanted, near in (
+            (asked, "step 2 and step 6"),
+            (5, "step 2 and step 6"),
+            (5000, "step 8"),
+        ):
+            with pytest.raises(StepNotFound, match=f"nearest that can be restored.*{near}"):
                 saver.restore(wanted, loop.state)
-            near = "step 8" if wanted == 5000 else "step 2 and step 6"
-            assert near in str(caught.value)
         # The failed restores do not affect training.
         loop.train()
         assert "rolled back" not in loop.save(saver, 9).reason
@@ -321,7 +319,7 @@ def test_records_lost_without_a_later_step_are_damage(tmp_path):
             pytest.warns(UserWarning, match="point 5 is skipped"),
         ):
             result = reader.restore_latest(loop.state)
-    assert result is not None and result.step == 2
+    assert result.step == 2
     assert [step for step, _ in result.skipped] == [5]
 
 
@@ -345,19 +343,12 @@ def test_a_chain_compacted_during_a_restore_is_read_through_its_base(compaction,
     assert not (compaction.after / "1").exists() and (compaction.after / "compacted/4").exists()
 
     def restore(reader: deltackpt.CheckpointManager) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The read goes through another base.
+        with warnings_are("ignore"):  # The read goes through another base.
             if asked is None:
-                result = reader.restore_latest(dense_states.initial())
-                assert result is not None and result.skipped == ()
-            else:
-                try:
-                    result = reader.restore(asked, dense_states.initial())
-                except GONE as error:
-                    # Retention keeps two steps; earlier ones are removed with their base.
-                    assert asked == 3, error
-                    return
-        model.assert_same(result.state, compaction.states[result.step])
+                return compaction.check(restore_newest(reader))
+            # Retention keeps two steps; earlier ones are removed with their base.
+            with contextlib.suppress(*GONE * (asked == 3)):
+                compaction.check(reader.restore(asked, dense_states.initial()))
 
     every_turn(compaction, tmp_path, restore, stride=19)
 
@@ -367,8 +358,7 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
     loop.states[0] = loop.state
 
     def newest(reader: deltackpt.CheckpointManager) -> None:
-        result = reader.restore_latest(loop.state)
-        assert result is not None and result.skipped == (), result.skipped
+        result = restore_newest(reader)
         model.assert_same(result.state, loop.states[result.step])
 
     def any_of_them(reader: deltackpt.CheckpointManager) -> None:
@@ -397,10 +387,7 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
         busy = [pool.submit(read, newest), pool.submit(read, any_of_them)]
         try:
             for step in range(1, 40):
-                if step % 3:
-                    log(saver, loop, step)
-                else:
-                    loop.steps(saver, step)
+                log(saver, loop, step) if step % 3 else loop.steps(saver, step)
                 if step % 9 == 0:
                     compact(root)
         finally:
@@ -410,14 +397,13 @@ def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
 
 def save(saver: deltackpt.CheckpointManager, loop: Loop, step: int) -> None:
     loop.train()
-    loop.states[step] = loop.state
-    model.commit(saver, step, loop.state, touched=loop.touched, force_base=True)
+    loop.save(saver, step, force_base=True)
 
 
 def assert_read(root: Path, loop: Loop, step: int) -> None:
     with reading(root) as reader:
         found = reader.restore_latest(loop.state)
-    assert found is not None and (found.step, found.skipped) == (step, ())
+    assert (found.step, found.skipped) == (step, ())
     assert np.array_equal(found.state["emb"], loop.states[step]["emb"])
 
 
@@ -444,9 +430,7 @@ def test_records_trimmed_below_deleted_steps_are_not_reported_damaged(tmp_path):
         save(saver, loop, 0)
         log(saver, loop, 1, 2)
         save(saver, loop, 10)
-        loop.train()
-        saver.append(11, loop.state, touched=loop.touched, full=False)
-        saver.wait_appended()
+        log(saver, loop, 11, full=False)
         save(saver, loop, 20)
         trimmed(saver)
         saver.delete(20)
@@ -463,7 +447,6 @@ def test_after_the_newest_step_is_deleted_the_wal_continues_from_a_saved_step(tm
         save(saver, loop, 0)
     with opened(tmp_path, wal=LOG) as saver:
         found = saver.restore_latest(loop.state)
-        assert found is not None
         loop.touched = found.touched
         save(saver, loop, 5)
         saver.delete(5)
