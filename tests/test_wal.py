@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +38,48 @@ def options(policy=POLICIES["consecutive"], **log):
     )
 
 
+class WalRun(TrainingRun):
+    """A run whose appends and restarts are one call each."""
+
+    def append_durably(self, count: int) -> Any:
+        """Trains and appends steps; returns the newest durable point."""
+        for _ in range(count):
+            self.append()
+        return self.manager.wait_appended()
+
+    @contextlib.contextmanager
+    def started(self, options: Any = None, appends: int = 0) -> Iterator[Any]:
+        """Opens a manager, saves step 0, and appends steps that become durable."""
+        with self.open(options) as manager:
+            self.save_initial()
+            if appends:
+                self.append_durably(appends)
+            yield manager
+
+    def begin(self, count: int) -> None:
+        """Saves step 0 and appends steps in a manager of its own."""
+        with self.started(appends=count):
+            pass
+
+    def restarted(self, options: Any = None) -> deltackpt.Restored:
+        """Returns what a new manager restores, once checked bit for bit."""
+        with self.open(options):
+            return self.resume()
+
+    def points(self) -> list[int]:
+        return [point.step for point in self.manager.recovery_points()]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @pytest.fixture
 def run(tmp_path):
-    return TrainingRun(tmp_path, options=options())
+    return WalRun(tmp_path, options=options())
 
 
 def assert_found_again(run):
@@ -51,13 +93,10 @@ def assert_found_again(run):
 def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatch):
     """A chain and the records above it are then merged in several parts, oldest first."""
     chosen = options(POLICIES[policy])
-    with run.open(chosen) as manager:
-        run.save_initial()
+    with run.started(chosen):
         for _ in range(6):
             run.save()
-        for _ in range(12):
-            run.append()
-        manager.wait_appended()
+        run.append_durably(12)
     counts, real = [], merge.plan
 
     def counted(layers, targets, *args, **options):
@@ -66,14 +105,12 @@ def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatc
         return real(layers, targets, *args, **options)
 
     monkeypatch.setattr(merge, "plan", counted)
-    with run.open(chosen):
-        assert run.resume().point is not None
+    assert run.restarted(chosen).point is not None
     [(layers, count)] = counts
     counts.clear()
     monkeypatch.setattr(reader, "_ROW_INDICES_BYTES", 0)
     monkeypatch.setattr(reader, "_ROW_INDEX_BYTES", 1 << 40)
-    with run.open(chosen):
-        assert run.resume().point is not None
+    assert run.restarted(chosen).point is not None
     # The base is merged with the first layer above it.
     first, *others = (number for number, _ in counts)
     assert first <= 2
@@ -82,26 +119,19 @@ def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatc
 
 
 def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(run):
-    with run.open():
-        run.save_initial()
-        for _ in range(3):
-            run.append()
-    devices = np.array(jax.devices()[:1])
-    mesh = jax.sharding.Mesh(devices, ("x",))
+    run.begin(3)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    template = {
-        **run.state,
-        "tables": {
-            name: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=rows)
-            for name, table in run.state["tables"].items()
-        },
+    tables = {
+        name: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=rows)
+        for name, table in run.state["tables"].items()
     }
     with run.open() as manager:
-        result = manager.restore_latest(template)
-        assert result is not None and result.state["tables"]["users"].sharding == rows
-        model.assert_same(result.state, run.state)
+        result = manager.restore_latest({**run.state, "tables": tables})
+        assert result.state["tables"]["users"].sharding == rows
+        run.check(result)
         plain = manager.restore_latest()
-        assert plain is not None and plain.step == 3
+        assert plain.step == 3
         np.testing.assert_array_equal(plain.state["tables"]["users"], run.state["tables"]["users"])
 
 
@@ -113,123 +143,91 @@ def at_a_point_with_two_steps_above(run):
     run.save(wait=False)
 
 
-def logged_to_point_2(run):
-    with run.open():
-        run.save_initial()
-        run.append()
-        run.append()
-
-
 def test_records_of_a_point_that_training_has_returned_to_are_not_trimmed(run):
-    logged_to_point_2(run)
+    run.begin(2)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
         run.continue_from(manager.restore(2, run.state))
         # Commits of the abandoned run do not decide which records this one needs.
         manager.wait_appended()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             assert run.append().kind == "full"
-        run.append()
-        assert manager.wait_appended().step == run.step
+        assert run.append_durably(1).step == run.step
     assert_found_again(run)
 
 
 def test_a_step_is_saved_if_the_records_of_a_point_were_trimmed(tmp_path, run):
-    logged_to_point_2(run)
+    run.begin(2)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
-        looked_at = manager.restore(2, run.state)
+        restored = manager.restore(2, run.state)
         # Training continues with its own state, and records below two steps are trimmed.
         for _ in range(3):
             run.save()
         run.append()
         manager.restore(run.step - 1, run.state)
         assert not list(tmp_path.glob("log/0/*/*.seg"))
-        run.state, run.touched = looked_at.state, looked_at.touched
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            logged = run.append()
-        assert logged.saved is not None and logged.saved.kind == "delta"
-        run.append()
-        assert manager.wait_appended().step == run.step
+        run.state, run.touched = restored.state, restored.touched
+        with quiet():
+            assert run.append().saved.kind == "delta"
+        assert run.append_durably(1).step == run.step
     assert_found_again(run)
 
 
 def test_points_above_a_step_that_training_resumes_from_are_invalid(run):
-    with run.open():
-        run.save_initial()
+    with run.started():
         run.save()
-        for _ in range(4):
-            run.append()
-    left = dict(run.states)
+        run.append_durably(4)
     with run.open() as manager:
         result = manager.restore_latest(run.state, wal=False)
-        assert result is not None and (result.step, result.point) == (1, None)
+        assert (result.step, result.point) == (1, None)
         # A restore alone invalidates nothing.
-        assert [point.step for point in manager.recovery_points()] == [5, 4, 3, 2]
+        assert run.points() == [5, 4, 3, 2]
         run.continue_from(result)
-        run.append()
-        manager.wait_appended()
-        assert [point.step for point in manager.recovery_points()] == [2]
-    with run.open():
-        assert run.resume().step == 2
-    assert left[5] is not run.state
+        run.append_durably(1)
+        assert run.points() == [2]
+    assert run.restarted().step == 2
 
 
 def test_a_run_without_a_wal_invalidates_points_that_it_does_not_resume_from(run):
-    with run.open():
-        run.save_initial()
-        for _ in range(5):
-            run.append()
-    plain = deltackpt.ManagerOptions()
-    with run.open(plain) as manager:
-        result = manager.restore(0, run.state)
-        run.continue_from(result)
+    run.begin(5)
+    with run.open(deltackpt.ManagerOptions()) as manager:
+        run.continue_from(manager.restore(0, run.state))
         run.save()
-        assert manager.recovery_points() == []
-    with run.open():
-        assert run.resume().step == 1
+        assert run.points() == []
+    assert run.restarted().step == 1
 
 
 def test_a_run_without_a_wal_resumes_from_a_point(run):
-    with run.open():
-        run.save_initial()
-        for _ in range(5):
-            run.append()
+    run.begin(5)
     with run.open(deltackpt.ManagerOptions()) as manager:
         assert run.resume().step == 5
         with pytest.raises(OptionError, match="above 5"):
             manager.save(4, run.state, touched=run.touched)
         run.save()
         run.save()
-    with run.open():
-        result = run.resume()
-        assert (result.step, result.point) == (7, None)
+    result = run.restarted()
+    assert (result.step, result.point) == (7, None)
 
 
 def test_many_lossy_records_err_no_more_than_one(run):
     chosen = options(codec="int8")
-    with run.open(chosen) as manager:
-        run.save_initial()
+    with run.started(chosen) as manager:
         ids = {f"tables/{name}": jnp.arange(5) for name in model.ROWS}
         for step in range(1, 121):
             run.touched = touched.mark(run.touched, ids)
             manager.append(step, run.state, touched=run.touched, full=step == 120)
     with run.open(chosen) as manager:
         result = manager.restore_latest(run.state)
-        assert result is not None and result.step == 120
-        for name, table in run.state["tables"].items():
-            rows = np.asarray(table)
-            found = np.asarray(result.state["tables"][name])
-            coded = model.decoded("int8", rows[:5])
-            np.testing.assert_array_equal(found[:5], coded)
-            np.testing.assert_array_equal(found[5:], rows[5:])
+    assert result.step == 120
+    for name, table in run.state["tables"].items():
+        rows, found = np.asarray(table), np.asarray(result.state["tables"][name])
+        np.testing.assert_array_equal(found[:5], model.decoded("int8", rows[:5]))
+        np.testing.assert_array_equal(found[5:], rows[5:])
 
 
 def test_ids_given_to_append_are_used_as_touched_rows(run):
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         for _ in range(3):
             run.step += 1
             run.state, ids = model.move(run.state, run.step)
@@ -240,13 +238,11 @@ def test_ids_given_to_append_are_used_as_touched_rows(run):
             manager.append(run.step, run.state, touched=run.touched, ids=given)
         run.save()
         run.append()
-    with run.open():
-        assert run.resume().step == 5
+    assert run.restarted().step == 5
 
 
 def test_the_next_save_detects_ids_that_left_out_a_touched_row(run):
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         run.state, ids = model.move(run.state, 1)
         run.touched = touched.mark(run.touched, ids)
         given = {name: np.asarray(rows) for name, rows in ids.items()}
@@ -254,32 +250,28 @@ def test_the_next_save_detects_ids_that_left_out_a_touched_row(run):
         given["tables/users"] = given["tables/users"][given["tables/users"] != left_out]
         manager.append(1, run.state, touched=run.touched, ids=given)
         manager.wait_appended()
-        assert [point.step for point in manager.recovery_points()] == [1]
+        assert run.points() == [1]
         with pytest.raises(TrackingError, match=f"tables/users, the first of them {left_out}"):
             manager.save(2, run.state, touched=run.touched)
         # Its recovery point would be wrong.
-        assert manager.recovery_points() == []
-        manager.save(2, run.state, touched=run.touched)
-        manager.wait_until_finished()
+        assert run.points() == []
+        model.commit(manager, 2, run.state, touched=run.touched)
         model.assert_same(manager.restore(2, run.state).state, run.state)
 
 
 def test_unmarked_rows_found_by_verify_tracking_invalidate_the_points_of_the_run(run):
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         manager.verify_tracking(run.state, touched=run.touched)
-        run.append()
-        manager.wait_appended()
-        assert [point.step for point in manager.recovery_points()] == [1]
+        run.append_durably(1)
+        assert run.points() == [1]
         run.state, _ = model.move(run.state, 2)
         with pytest.raises(TrackingError):
             manager.verify_tracking(run.state, touched=run.touched)
-        assert manager.recovery_points() == []
+        assert run.points() == []
         assert manager.wait_appended() == 0
         # A base, from which the records continue.
         assert run.save().kind == "base"
-        run.append()
-        manager.wait_appended()
+        run.append_durably(1)
     assert_found_again(run)
 
 
@@ -293,9 +285,8 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_append(run)
             run.append()
         manager.wait_until_finished()
         assert manager.all_steps() == [run.step]
-        run.append()
-        manager.wait_appended()
-        assert [point.step for point in manager.recovery_points()][0] == run.step
+        run.append_durably(1)
+        assert run.points()[0] == run.step
     assert_found_again(run)
 
 
@@ -308,7 +299,7 @@ def test_wait_appended_waits_for_the_first_step_below_the_records(run):
                 manager.wait_appended(0.2)
             held.release()
             assert manager.wait_appended().step == run.step
-        assert manager.recovery_points()[0].step == run.step
+        assert run.points()[0] == run.step
 
 
 def test_wait_appended_raises_if_the_first_step_fails_and_the_next_append_saves_one(run):
@@ -321,113 +312,85 @@ def test_wait_appended_raises_if_the_first_step_fails_and_the_next_append_saves_
             with pytest.raises(SaveFailed):
                 manager.wait_appended()
         assert run.append().saved is not None
-        run.append()
-        assert manager.wait_appended().step == run.step
+        assert run.append_durably(1).step == run.step
 
 
 def test_append_saves_the_step_if_there_is_nothing_to_continue_from(run):
     with run.open() as manager:
         logged = run.append(items={"position": b"\x00\x01", "epoch": 3})
-        assert logged.kind is None and logged.saved is not None
-        assert logged.saved.kind == "base" and "saved the step instead" in logged.reason
+        assert logged.kind is None and "saved the step instead" in logged.reason
+        assert logged.saved.kind == "base"
         manager.wait_until_finished()
         result = manager.restore(1, run.state, items={"epoch": None, "position": None})
         assert result.items == {"epoch": 3, "position": {"base64": "AAE="}}
 
 
-def test_append_saves_a_step_if_the_wal_has_outgrown_the_tables(run):
-    with run.open(options(max_wal_ratio=1e-9)) as manager:
-        run.save_initial()
+def test_append_saves_a_step_if_the_wal_has_outgrown_the_tables_and_save_does_not_again(run):
+    with run.started(options(max_wal_ratio=1e-9)) as manager:
         assert run.append().kind == "full"
         manager.wait_appended()
         logged = run.append()
         assert logged.saved is not None and "max_wal_ratio" in logged.reason
-        assert run.append().kind == "full"
-
-
-def test_a_step_that_append_has_saved_is_not_saved_again(run):
-    with run.open(options(max_wal_ratio=1e-9)) as manager:
-        run.save_initial()
-        run.append()
-        manager.wait_appended()
-        logged = run.append()
-        assert logged.saved is not None
         saved = manager.save(run.step, run.state, touched=run.touched)
         assert (saved.step, saved.kind) == (2, logged.saved.kind) and "by append()" in saved.reason
         with pytest.warns(UserWarning, match="without the metrics"):
             manager.save(run.step, run.state, metrics={"loss": 1.0})
+        assert run.append().kind == "full"
         run.save()
-        assert manager.all_steps() == [0, 2, 3]
+        assert manager.all_steps() == [0, 2, 4]
 
 
 def test_records_below_the_last_two_steps_are_removed(tmp_path, run):
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         for _ in range(6):
-            for _ in range(3):
-                run.append()
+            run.append_durably(3)
             run.save()
             manager.wait_appended()
         run.save()
-        assert len(list((tmp_path / "log" / "0" / "0").glob("*.seg"))) <= 4
-        assert all(point.step > 4 for point in manager.recovery_points())
+        assert len(list((tmp_path / "log/0/0").glob("*.seg"))) <= 4
+        assert min(run.points(), default=5) > 4
 
 
 def test_a_damaged_step_costs_nothing_if_the_wal_reaches_below_it(tmp_path, run):
-    with run.open():
-        run.save_initial()
+    with run.started():
         run.append()
         run.save()
-        for _ in range(3):
-            run.append()
-    manifest = tmp_path / "2" / "embeddings" / "manifest.0.msgpack"
+        run.append_durably(3)
+    manifest = tmp_path / "2/embeddings/manifest.0.msgpack"
     manifest.write_bytes(manifest.read_bytes()[:-5])
-    with run.open(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = run.resume()
-        assert (result.step, result.chain) == (5, (0,))
+    with quiet():
+        result = run.restarted()
+    assert (result.step, result.chain) == (5, (0,))
 
 
 @pytest.mark.parametrize("how", ["append", "save"])
-def test_a_loop_without_work_may_append_or_save_the_point_that_it_restored(run, how):
+def test_only_an_unchanged_state_is_accepted_at_the_restored_point(run, how):
+    run.begin(1)
     with run.open() as manager:
-        run.save_initial()
-        run.append()
-        manager.wait_appended()
-    with run.open() as manager:
-        found = run.resume()
-        told = getattr(manager, how)(run.step, run.state, touched=run.touched)
+        found, call = run.resume(), getattr(manager, how)
+        told = call(run.step, run.state, touched=run.touched)
         assert (told.kind, found.step) == (None, 1) and "it was restored" in told.reason
         moved = deltackpt.touched.mark(run.touched, {"users": np.array([1])})
         with pytest.raises(OptionError, match="expected a step above"):
-            getattr(manager, how)(run.step, run.state, touched=moved)
+            call(run.step, run.state, touched=moved)
         assert run.append().kind == "full"
-
-
-@pytest.mark.parametrize("how", ["append", "save"])
-def test_dense_leaves_that_changed_at_the_restored_point_are_not_skipped(run, how):
-    with run.open() as manager:
-        run.save_initial()
-        run.append()
-        manager.wait_appended()
     with run.open() as manager:
         run.resume()
-        run.state = {**run.state, "step": run.state["step"] + 1}
+        dense = {**run.state, "step": run.state["step"] + 1}
         with pytest.raises(OptionError, match="expected a step above"):
-            getattr(manager, how)(run.step, run.state, touched=run.touched)
+            getattr(manager, how)(run.step, dense, touched=run.touched)
 
 
 @pytest.mark.parametrize("why", ["ids", "distrust"])
 def test_a_step_saved_instead_of_a_record_is_not_mistaken_for_the_restored_one(
     run, why, monkeypatch
 ):
-    with run.open():
-        run.save_initial()
+    run.begin(0)
     with run.open() as manager:
         run.resume()
         monkeypatch.setattr(Recorder, "append", lambda *_, **__: "a test says so")
         told = manager.append(run.step, run.state, touched=run.touched)
-        assert told.saved is not None and "it was restored" in told.saved.reason
+        assert "it was restored" in told.saved.reason
         ids = {"users": np.array([1])} if why == "ids" else None
         if why == "distrust":
             manager._run.lineage.distrust("a test says so")
@@ -439,10 +402,8 @@ def test_bad_arguments_are_named(run):
     with run.open(deltackpt.ManagerOptions()):
         with pytest.raises(OptionError, match=r"ManagerOptions\(wal=WalOptions"):
             run.append()
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         run.append()
-        step, state = run.step, run.state
         for bad, found in (
             ({"ids": {"nothing": [1]}}, "no such table"),
             ({"ids": {"tables/users": [0.5]}}, "integers"),
@@ -453,13 +414,12 @@ def test_bad_arguments_are_named(run):
             ({"items": {"\ud800": 2}}, "valid strings as names"),
         ):
             with pytest.raises(OptionError, match=found):
-                manager.append(step + 1, state, touched=run.touched, **bad)
-        with pytest.raises(OptionError, match=f"above {step}"):
-            manager.append(step, state, touched=run.touched)
+                manager.append(run.step + 1, run.state, touched=run.touched, **bad)
+        with pytest.raises(OptionError, match=f"above {run.step}"):
+            manager.append(run.step, run.state, touched=run.touched)
         with pytest.raises(OptionError, match="WalOptions.buffer_bytes"):
             deltackpt.WalOptions(buffer_bytes=0)
         assert isinstance(manager.wait_appended(), RecoveryPoint)
         # Refused calls count, but cost nothing.
         run.append()
-    with run.open():
-        run.resume()
+    run.restarted()

@@ -12,7 +12,6 @@ import re
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ import model
 import numpy as np
 import pytest
 from made_up_layers import layers_in
+from test_events import Kept
 from test_root import mounted_tmpfs
+from test_wal import WalRun, quiet
 
 import deltackpt
 from deltackpt import RecoveryPoint, events, inspect
@@ -30,8 +31,8 @@ from deltackpt.layers.read import StoredBytes
 from deltackpt.ledger import lease
 from deltackpt.reading.wal_locations import newest_durable
 from deltackpt.storage.store import store_path
-from deltackpt.testing import Disk, DiskCall, TrainingRun
-from deltackpt.wal import batch_capture, segment_files
+from deltackpt.testing import Disk, DiskCall
+from deltackpt.wal import batch_capture
 from deltackpt.wal.segment_files import SegmentWriter
 
 #: Calls that write a segment, fsync its data, and fsync its name.
@@ -51,8 +52,8 @@ def assert_nothing_is_tried_again(disk: Disk) -> None:
 
 
 @pytest.fixture
-def run(tmp_path) -> TrainingRun:
-    return TrainingRun(tmp_path, options=options())
+def run(tmp_path) -> WalRun:
+    return WalRun(tmp_path, options=options())
 
 
 def options(durability: Any = "power", **log: Any) -> deltackpt.ManagerOptions:
@@ -61,21 +62,10 @@ def options(durability: Any = "power", **log: Any) -> deltackpt.ManagerOptions:
     )
 
 
-@contextlib.contextmanager
-def told() -> Iterator[list[str]]:
-    """Collects warnings, if there are any."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found: list[str] = []
-        yield found
-    found += [str(one.message) for one in caught]
-
-
-def settle(manager: deltackpt.CheckpointManager) -> None:
-    """Waits until all records are durable or have failed, without raising."""
+def writer_of(manager: deltackpt.CheckpointManager) -> Any:
     recorder = manager._recorder
-    assert recorder is not None and recorder._writer is not None
-    recorder._writer.wait(60)
+    assert recorder._writer is not None
+    return recorder._writer
 
 
 def assert_no_seq_twice(root: Path) -> None:
@@ -83,8 +73,8 @@ def assert_no_seq_twice(root: Path) -> None:
     for folder in (root / "log").glob("*/*"):
         found: list[tuple[int, int]] = []
         for path in sorted(folder.glob("*.seg")):
-            part, data = int(path.name.partition("-")[0]), path.read_bytes()
-            layers = layers_in(StoredBytes(store_path(path)), data)
+            part = int(path.name.partition("-")[0])
+            layers = layers_in(StoredBytes(store_path(path)), path.read_bytes())
             found += ((part, layer.manifest.sequence) for layer in layers)
         assert len({*found}) == len(found)
 
@@ -99,38 +89,29 @@ def records_in_wal(root: Path) -> list[int]:
 @pytest.mark.parametrize("kind", CALLS[:2])
 @pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_repeated_failures_end_in_a_saved_step(kind, dense, tmp_path, run, disk):
-    with run.open(options(dense=dense)) as manager:
-        run.save_initial()
-        for _ in range(2):
-            run.append()
-        manager.wait_appended()
+    with run.started(options(dense=dense), appends=2) as manager:
         disk.fail(kind, LOG, times=None)
-        found = []
-        with told():
+        with quiet():
             for _ in range(4):
-                found.append(run.append())
+                last = run.append()
                 with contextlib.suppress(AppendFailed):
                     manager.wait_appended()
-                if found[-1].saved is not None:
+                if last.saved is not None:
                     break
-        assert found[-1].kind is None and "failed again" in found[-1].reason
+        assert last.kind is None and "failed again" in last.reason
         manager.wait_until_finished()
         disk.clear()
         # Records continue, from the step or from the durable ones.
-        for _ in range(2):
-            run.append()
-        manager.wait_appended()
+        run.append_durably(2)
     assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
-    with run.open():
-        result = run.resume()
-        assert result.step == max(run.states) and result.point is not None
+    result = run.restarted()
+    assert result.step == max(run.states) and result.point is not None
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_wal_error_message_states_each_fact_once(error, run, disk):
-    with run.open(options(on_failure="raise")) as manager:
-        run.save_initial()
+    with run.started(options(on_failure="raise")) as manager:
         disk.fail("fdatasync", LOG, errno=error)
         run.append()
         with pytest.raises(AppendFailed) as raised:
@@ -141,34 +122,27 @@ def test_a_wal_error_message_states_each_fact_once(error, run, disk):
 
 
 def test_a_failure_raises_an_error_if_requested(tmp_path, run, disk):
-    with run.open(options(on_failure="raise")) as manager:
-        run.save_initial()
+    with run.started(options(on_failure="raise")) as manager:
         disk.fail("fdatasync", LOG)
         run.append()
-        settle(manager)
-        with pytest.raises(
-            AppendFailed, match="step 1: .*Input/output error.*no touched row is lost"
-        ):
+        writer_of(manager).wait(60)
+        message = "step 1: .*Input/output error.*no touched row is lost"
+        with pytest.raises(AppendFailed, match=message):
             run.append()
         # The error is raised once; the next call also appends these rows.
-        run.append()
-        manager.wait_appended()
+        run.append_durably(1)
     assert records_in_wal(tmp_path) == [3]
-    with run.open():
-        assert run.resume().step == 3
+    assert run.restarted().step == 3
 
 
 def test_by_default_a_failure_is_a_warning_and_training_continues(run, disk):
-    seen = []
-    with run.open() as manager:
-        run.save_initial()
+    with run.started() as manager:
         disk.fail("write", LOG, errno=errno.ENOSPC, after=0)
         run.append()
-        settle(manager)
+        writer_of(manager).wait(60)
         with pytest.warns(UserWarning, match="append of step 1: .*file system full"):
-            seen.append(run.append())
+            assert run.append().kind == "full"
         assert isinstance(manager.wait_appended(), RecoveryPoint)
-    assert seen[0].kind == "full"
 
 
 def test_records_that_fail_at_program_exit_are_reported(run, disk):
@@ -180,11 +154,7 @@ def test_records_that_fail_at_program_exit_are_reported(run, disk):
         manager._end("the program has ended", "leave")
     manager._leaving = False  # Suppresses the warning of a manager that was not closed.
     disk.clear()
-    assert manager._recorder is not None
     manager._recorder.close()
-
-
-# Full disks.
 
 
 @pytest.mark.processes
@@ -192,35 +162,33 @@ def test_a_full_file_system_loses_no_row(tmp_path, run):
     with mounted_tmpfs(tmp_path / "small", "256k") as small:
         given = options(backend=deltackpt.wal.LocalWal(directory=str(small / "log")))
         run.root = tmp_path / "root"
-        with run.open(given) as manager:
-            run.save_initial()
-            run.append()
-            manager.wait_appended()
+        with run.started(given, appends=1) as manager:
             filler = small / "filler"
             with contextlib.suppress(OSError):
                 filler.write_bytes(bytes(1 << 20))
-            with told(), pytest.raises(AppendFailed, match="file system full; free space"):
+            with quiet(), pytest.raises(AppendFailed, match="file system full; free space"):
                 for _ in range(500):
-                    run.append()
-                    manager.wait_appended()
+                    run.append_durably(1)
             filler.unlink()
-            with told():
+            with quiet():
                 run.append()
             point = manager.wait_appended()
             assert isinstance(point, RecoveryPoint) and point.step == run.step
-        with run.open(given):
-            assert run.resume().step == point.step
+        assert run.restarted(given).step == point.step
 
 
-# Slow disks.
+@contextlib.contextmanager
+def stalled(run: WalRun, disk: Disk, given: Any, **append: Any) -> Iterator[tuple[Any, Any]]:
+    """A manager whose first record is being fsynced, and the gate that holds the fsync."""
+    gate = disk.pause("fdatasync", LOG)
+    with run.started(given) as manager:
+        run.append(**append)
+        assert gate.reached.wait(60)
+        yield manager, gate
 
 
 def test_a_full_buffer_is_waited_for_until_the_deadline_only(tmp_path, run, disk):
-    gate = disk.pause("fdatasync", LOG)
-    with run.open(options(buffer_bytes=1, deadline_secs=0.05)) as manager:
-        run.save_initial()
-        run.append()
-        assert gate.reached.wait(60)
+    with stalled(run, disk, options(buffer_bytes=1, deadline_secs=0.05)) as (manager, gate):
         with pytest.raises(WaitTimeout, match="No touched row is lost"):
             run.append()
         with pytest.raises(WaitTimeout):
@@ -230,8 +198,7 @@ def test_a_full_buffer_is_waited_for_until_the_deadline_only(tmp_path, run, disk
         run.append()
         manager.wait_appended(60)
     assert records_in_wal(tmp_path) == [1, 3]
-    with run.open():
-        assert run.resume().step == 3
+    assert run.restarted().step == 3
 
 
 @pytest.mark.parametrize("passed_by_ids", [False, True])
@@ -241,62 +208,47 @@ def test_if_the_buffer_is_full_the_next_record_has_the_rows_of_skipped_calls(
 ):
     gate = disk.pause("fdatasync", LOG)
 
-    def log(by_ids: bool) -> deltackpt.Appended:
+    def append(by_ids: bool) -> deltackpt.Appended:
         before = run.state
         run.train()
         ids = model.moved(before, run.state) if by_ids else None
         return manager.append(run.step, run.state, touched=run.touched, ids=ids)
 
-    with run.open(options(buffer_bytes=1, when_full="coalesce")) as manager:
-        run.save_initial()
-        log(next_by_ids)
+    with run.started(options(buffer_bytes=1, when_full="coalesce")) as manager:
+        append(next_by_ids)
         assert gate.reached.wait(60)
         for _ in range(3):
-            passed = log(passed_by_ids)
+            passed = append(passed_by_ids)
             assert passed.kind is None and "the next call also appends these rows" in passed.reason
         gate.release()
         manager.wait_appended()
-        assert log(next_by_ids).kind == "full"
+        assert append(next_by_ids).kind == "full"
         manager.wait_appended()
         # The save compares the given IDs with the stamps.
         assert run.save().kind == "delta"
-        manager.wait_until_finished()
         manager.delete(run.step)
     assert records_in_wal(tmp_path) == [1, 5]
-    with run.open():
-        assert run.resume().step == 5
+    assert run.restarted().step == 5
 
 
 @pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_dense_leaves_count_toward_the_buffer_limit(run, disk, dense):
     most = 2_000_000
-    gate = disk.pause("fdatasync", LOG)
     run.state = {**run.state, "large": np.zeros(150_000)}
     given = options(buffer_bytes=most, when_full="coalesce", dense=dense)
-    with run.open(given) as manager:
-        run.save_initial()
-        run.append(full=False)
-        assert gate.reached.wait(60)
-        recorder = manager._recorder
-        assert recorder is not None
+    with stalled(run, disk, given, full=False) as (manager, gate):
         assert [run.append().kind for _ in range(3)] == ["full", None, None]
-        assert 0 < recorder._runtime.memory.reserved_bytes <= most
+        assert 0 < manager._recorder._runtime.memory.reserved_bytes <= most
         gate.release()
         manager.wait_appended()
         assert run.append().kind == "full"
 
 
 def test_a_writer_that_misses_the_deadline_is_reported_and_ends_later(run, disk):
-    gate = disk.pause("fdatasync", LOG)
-    with run.open(options(deadline_secs=0.05)) as manager, told():
-        run.save_initial()
-        for _ in range(3):
+    with quiet(), stalled(run, disk, options(deadline_secs=0.05)) as (manager, gate):
+        for _ in range(2):
             run.append()
-        assert gate.reached.wait(60)
-        recorder = manager._recorder
-        assert recorder is not None and recorder._writer is not None
-        thread = recorder._writer._thread
-        assert thread is not None
+        recorder, thread = manager._recorder, writer_of(manager)._thread
         with pytest.warns(UserWarning, match="given up; check the disk"):
             recorder.close()
         with pytest.raises(AppendFailed, match="steps 1 to 3"):
@@ -308,62 +260,42 @@ def test_a_writer_that_misses_the_deadline_is_reported_and_ends_later(run, disk)
 
 def test_a_writer_without_pending_records_may_end_late(run, monkeypatch):
     may_end, ended = threading.Event(), threading.Event()
-    close = segment_files.SegmentWriter.close
+    close = SegmentWriter.close
 
-    def late(self: segment_files.SegmentWriter) -> None:
+    def late(self: SegmentWriter) -> None:
         assert may_end.wait(60)
         close(self)
         ended.set()
 
-    monkeypatch.setattr(segment_files.SegmentWriter, "close", late)
-    with run.open(options(deadline_secs=0.05)) as manager:
-        run.save_initial()
+    monkeypatch.setattr(SegmentWriter, "close", late)
+    with run.started(options(deadline_secs=0.05)) as manager:
         run.append()
         manager.wait_appended(60)
     may_end.set()
     assert ended.wait(60)
 
 
-class Seen:
-    """An event handler."""
-
-    def __init__(self) -> None:
-        self.together: list[int] = []
-
-    def receive(self, event: events.Event) -> None:
-        if isinstance(event, events.AppendEvent):
-            self.together.append(event.batches_in_sync)
-
-
 def test_waiting_records_share_one_fsync(tmp_path, disk):
-    seen = Seen()
-    run = TrainingRun(tmp_path, options=options(), event_handlers=(seen,))
-    gate = disk.pause("fdatasync", LOG)
-    with run.open() as manager:
-        run.save_initial()
-        run.append()
-        assert gate.reached.wait(60)
+    kept = Kept()
+    run = WalRun(tmp_path, options=options(), event_handlers=(kept,))
+    with stalled(run, disk, None) as (manager, gate):
         for _ in range(10):
             run.append()
         gate.release()
         manager.wait_appended()
     assert len(disk.paths("fdatasync")) == 2
-    assert seen.together == [1] + 10 * [10]
+    appends = [one for one in kept.received if isinstance(one, events.AppendEvent)]
+    assert [one.batches_in_sync for one in appends] == [1] + 10 * [10]
     # Progress is noted once per fsync; the first note creates the file.
     written = [path for path in disk.paths("write") if not path.endswith((".seg", ".tmp"))]
     assert sum("/log/" in path for path in written) == 1
-    assert newest_durable(store_path(tmp_path / "log" / "0" / "0")).step == 11
-
-
-# Power cuts.
+    assert newest_durable(store_path(tmp_path / "log/0/0")).step == 11
 
 
 def test_without_power_durability_no_segment_is_fsynced(tmp_path, run, disk):
-    with run.open(options(durability="process")) as manager:
-        run.save_initial()
+    with run.started(options(durability="process")):
         for _ in range(3):
-            run.append()
-            manager.wait_appended()
+            run.append_durably(1)
     assert not disk.paths("fdatasync")
     assert not [path for path in disk.paths("fsync") if ".seg" in path]
     assert records_in_wal(tmp_path) == [1, 2, 3]
@@ -415,31 +347,21 @@ class Power:
 def test_records_that_were_waited_for_survive_a_power_cut(torn, tmp_path, run, disk):
     root = run.root = tmp_path / "root"
     root.mkdir()
-    power, drawn = Power(root, disk), random.Random(7)
-    images: list[tuple[Path, int]] = []
-
-    def cut(promised: int) -> None:
-        images.append((tmp_path / f"image{len(images)}", promised))
-        power.cut(images[-1][0], drawn if torn else None)
-
-    with run.open() as manager:
-        run.save_initial()
+    power, drawn, promised = Power(root, disk), random.Random(7) if torn else None, {}
+    with run.started() as manager:
+        newest = 0
         for number in range(8):
             run.append()
             if number == 4:
                 run.save()
             if number % 3 != 2:
-                promised = manager.wait_appended()
-                cut(promised if isinstance(promised, int) else promised.step)
-            else:
-                cut(images[-1][1])
-    for image, promised in images:
+                durable = manager.wait_appended()
+                newest = durable if isinstance(durable, int) else durable.step
+            promised[tmp_path / f"image{number}"] = newest
+            power.cut(tmp_path / f"image{number}", drawn)
+    for image, step in promised.items():
         run.root = image
-        with run.open():
-            assert run.resume().step >= promised
-
-
-# Replaced trainers.
+        assert run.restarted().step >= step
 
 
 def test_records_of_a_replaced_trainer_are_ignored(tmp_path, run, monkeypatch):
@@ -447,80 +369,67 @@ def test_records_of_a_replaced_trainer_are_ignored(tmp_path, run, monkeypatch):
     with contextlib.ExitStack() as held:
         first = held.enter_context(run.open())
         run.save_initial()
-        for _ in range(3):
-            run.append()
-        first.wait_appended()
+        run.append_durably(3)
         own = max(tmp_path.glob("lease.*.msgpack"))
         epoch = int(own.name.split(".")[1])
         (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
         # Records in flight are written, but not acknowledged.
         with pytest.raises(FencedError):
-            run.append()
-            first.wait_appended()
+            run.append_durably(1)
         with pytest.raises(FencedError):
             run.append()
         held.pop_all()
     with pytest.raises(FencedError):
         first.close()
-    with run.open() as second:
+    with run.open():
         found = run.resume()
         assert found.point is not None
         # It continues from the restored point; later records are ignored from now on.
-        run.append()
-        second.wait_appended()
+        run.append_durably(1)
         newest, _ = inspect.open(tmp_path).wal.epochs
-        assert newest.newest is not None and newest.newest.epoch == 1
+        assert newest.newest.epoch == 1
         assert newest.forked_from == (0, found.point.save_id)
 
 
 def test_a_save_and_a_record_of_one_step_do_not_form_a_cycle(tmp_path, run):
-    with run.open():
-        run.save_initial()
+    run.begin(0)
     with run.open() as manager:
         run.resume()
         run.save()
         manager.append(run.step, run.state, touched=run.touched)
-        run.append()
-        manager.wait_appended()
+        run.append_durably(1)
     # The record has the rows since the step, which is lost.
     shutil.rmtree(tmp_path / "1")
-    with run.open():
-        result = run.resume()
-        assert result.step == 0 and result.point is None
+    result = run.restarted()
+    assert result.step == 0 and result.point is None
 
 
 def test_a_failure_during_a_capture_discards_the_captured_record_too(
     tmp_path, run, disk, monkeypatch
 ):
     """Its rows start after the failed record, so it lacks the rows of that one."""
-    take = batch_capture.capture
-    failed: list[bool] = []
-
-    with run.open() as manager:
-        run.save_initial()
+    capture, failed = batch_capture.capture, threading.Event()
+    with run.started() as manager:
         held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
         run.append()
         recorder = manager._recorder
-        assert recorder is not None
 
-        def take_late(*given: Any, **more: Any) -> Any:
+        def capture_late(*given: Any, **more: Any) -> Any:
             held.release()
             while recorder._writer is not None and recorder._writer.failure is None:
-                threading.Event().wait(0.001)
-            failed.append(True)
-            return take(*given, **more)
+                time.sleep(0.001)
+            failed.set()
+            return capture(*given, **more)
 
-        monkeypatch.setattr(batch_capture, "capture", take_late)
+        monkeypatch.setattr(batch_capture, "capture", capture_late)
         run.append()
-        monkeypatch.setattr(batch_capture, "capture", take)
-        assert failed
+        monkeypatch.setattr(batch_capture, "capture", capture)
+        assert failed.is_set()
         with pytest.raises(AppendFailed, match="steps 1 to 2"):
             manager.wait_appended()
-        run.append()
-        manager.wait_appended()
+        run.append_durably(1)
     assert records_in_wal(tmp_path) == [3]
-    with run.open():
-        assert run.resume().step == 3
+    assert run.restarted().step == 3
 
 
 def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run, monkeypatch):
@@ -535,15 +444,13 @@ def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run
 
     died = functools.partial(pytest.raises, StorageError, match="ended with RuntimeError: broken")
     manager = run.open()
-    with told():
+    with quiet():
         run.save_initial()
-        run.append()
-        manager.wait_appended()
+        run.append_durably(1)
         monkeypatch.setattr(SegmentWriter, "sync", broken)
         monkeypatch.setattr(SegmentWriter, "begin_part", later)
-        run.append()
         with pytest.raises(AppendFailed, match="step 2: broken") as failed:
-            manager.wait_appended()
+            run.append_durably(1)
         assert isinstance(failed.value.__cause__, RuntimeError)
         for call in (manager.wait_appended, run.append):
             with died() as found:
@@ -551,9 +458,7 @@ def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run
             assert isinstance(found.value.__cause__, RuntimeError)
         step = run.train()
         manager.save(step, run.state, touched=run.touched)
-        run.states[step] = run.state
         for call in (manager.wait_until_finished, manager.close):
             with died():
                 call()
-    with run.open():
-        assert run.resume().step == step
+    assert run.restarted().step == step
