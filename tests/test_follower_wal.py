@@ -22,12 +22,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
 from made_up_wals import records_in
-from test_follower import held_regions, in_state
+from test_follower import assert_rows, held_regions, in_state
 from test_wal_invariants import COLLECTOR, LogMachine
 
 import deltackpt
-from deltackpt import touched
 from deltackpt.errors import (
+    AppendFailed,
     DamagedWal,
     RestoreError,
     ServiceUnavailable,
@@ -36,16 +36,17 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers.targets import Targets, empty_buffers, targets_of
-from deltackpt.reading import chains, dense_state, point_files, reader, stored_saves, wal_rows
+from deltackpt.policies import CodecChoice, Consecutive, OneShot
+from deltackpt.reading import chains, dense_state, reader, stored_saves, wal_rows
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, newest_plan
 from deltackpt.reading.wal_rows import SeenRows
-from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import wal as followed
 from deltackpt.standby.follower import Follower
 from deltackpt.storage.store import store_path
-from deltackpt.testing import Disk, DiskCall
+from deltackpt.testing import Disk, DiskCall, states
+from deltackpt.testing.training_run import TrainingRun
 
 
 def logs_of(root: Path) -> WalReader:
@@ -74,36 +75,29 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     """Asserts that its rows are those of the step and point that it names."""
     holding = one.loaded
     assert holding is not None
-    expected = from_storage(root, holding.save.save_id, holding.point).fields
-    for table, field, first, rows in held_regions(one):
-        same = expected[table][field][first : first + len(rows)]
-        assert rows.tobytes() == same.tobytes(), (table, field, holding.point)
+    assert_rows(one, from_storage(root, holding.save.save_id, holding.point).fields)
     if holding.point is None or holding.files is None or holding.files_of != holding.point:
         return
     plan = logs_of(root).read().plan(holding.point, holding.save.save_id)
     assert plan is not None
     files = {file.name: holding.files.array(file) for file in holding.files.index}
-    found = point_files.state_of(files, holding.layout)
+    found = dense_state.state_of(files, holding.layout)
     assert found.items == plan.items()
     dense = dense_state.at_point(plan)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
-    targets = targets_of({}, holding.layout)
-    rows = replay(plan, targets, holding.layout)
-    assert {name: held.tolist() for name, held in found.rows.items()} == {
-        name: held.tolist() for name, held in rows.items()
+    rows = replay(plan, targets_of({}, holding.layout), holding.layout)
+    np.testing.assert_equal(found.rows, rows)
+
+
+def newest(root: Path, *, soft: bool) -> tuple[SaveId, RecoveryPoint | None]:
+    """The newest step or point that a restore would choose."""
+    steps = {
+        int(path.name): stored_saves.read_info(path, "embeddings").save_id
+        for path in root.iterdir()
+        if path.name.isdecimal()
     }
-
-
-def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
-    """Asserts that it holds the newest step or point that a restore would choose."""
-    steps = {}
-    for path in root.iterdir():
-        if path.name.isdecimal():
-            steps[int(path.name)] = stored_saves.read_info(path, "embeddings").save_id
     plan = newest_plan(logs_of(root).read(), steps, soft=soft)
-    assert one.loaded is not None
-    held = one.loaded.save.save_id, one.loaded.point
-    assert held == ((steps[max(steps)], None) if plan is None else (plan.step, plan.point))
+    return (steps[max(steps)], None) if plan is None else (plan.step, plan.point)
 
 
 class FollowedMachine(LogMachine):
@@ -120,8 +114,7 @@ class FollowedMachine(LogMachine):
             for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
                 self.patches.enter_context(mock.patch.object(follower_module, name, value))
         # Retry torn records at once.
-        for module in (followed, candidates):
-            self.patches.enter_context(mock.patch.object(module, "_REFUSED_SECS", 0.0))
+        self.patches.enter_context(mock.patch.object(followed, "_REFUSED_SECS", 0.0))
 
     def teardown(self):
         super().teardown()
@@ -154,8 +147,14 @@ class FollowedMachine(LogMachine):
         self.quietly(self.manager.wait_appended)
         for shard in ((0, 1), (1, 2), (5, 7)):
             one = self.opened(shard, soft)
-            if one is not None and self.advance(one) and one.health == "follows":
-                assert_newest(one, self.root, soft=soft)
+            if one is not None and self.advance(one) and self.is_healthy(one):
+                assert self.held(one) == newest(self.root, soft=soft)
+
+    def is_healthy(self, one):
+        return one.health == "follows"
+
+    def held(self, one):
+        return one.loaded.save.save_id, one.loaded.point
 
     def advance(self, one) -> bool:
         """Advances while the trainer saves nothing; returns whether it holds something."""
@@ -206,25 +205,21 @@ TestFollowed.settings = settings(
 # Fixed sequences.
 
 
-class Trainer:
-    """A manager with a WAL, and the states that were given to it."""
+class Trainer(TrainingRun):
+    """A run with a WAL, which waits for each save and record."""
 
     def __init__(self, root: Path, codec="raw", policy=None, durability="process", **log):
-        self.root = root
-        how = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=codec)
-        self.manager = deltackpt.CheckpointManager(
-            root,
-            handlers={"embeddings": how},
-            options=deltackpt.ManagerOptions(
-                deltas=deltackpt.DeltaOptions(policy=policy or deltackpt.policies.Consecutive()),
-                writes=deltackpt.WriteOptions(durability=durability),
-                wal=deltackpt.WalOptions(**log),
-            ),
+        options = deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=policy or Consecutive()),
+            writes=deltackpt.WriteOptions(durability=durability),
+            wal=deltackpt.WalOptions(**log),
         )
-        self.state = model.initial()
-        self.touched = model.new_touched(self.state)
-        self.step = 0
-        self.states: dict[int, dict] = {}
+        super().__init__(root, options=options, tables=states.tables(codec), move=self._moved)
+        self.open()
+
+    def _moved(self, state, touched, step):
+        """Differs from the state that training abandoned at this step."""
+        return states.train(state, touched, 1000 * len(self.states) + step)
 
     def __enter__(self) -> Trainer:
         return self
@@ -232,31 +227,18 @@ class Trainer:
     def __exit__(self, *_) -> None:
         self.manager.close()
 
-    def train(self) -> dict[str, np.ndarray]:
-        self.step += 1
-        self.state, ids = model.move(self.state, 1000 * len(self.states) + self.step)
-        self.touched = touched.mark(self.touched, ids)
-        self.states[self.step] = self.state
-        return {name: np.unique(rows) for name, rows in ids.items()}
-
-    def log(self, **options) -> None:
-        self.train()
-        self.mark(**options)
+    def log(self, records: int = 1) -> None:
+        for _ in range(records):
+            self.train()
+            self.mark()
 
     def mark(self, **options) -> None:
-        self.manager.append(
-            self.step, self.state, touched=self.touched, items={"at": self.step}, **options
-        )
+        items = {"at": self.step}
+        self.manager.append(self.step, self.state, touched=self.touched, items=items, **options)
         self.manager.wait_appended()
 
-    def save(self) -> None:
-        self.train()
-        self.manager.save(self.step, self.state, touched=self.touched)
-        self.manager.wait_until_finished()
-
-    def go_on_from(self, step: int, **options) -> None:
-        found = self.manager.restore(step, self.state, **options)
-        self.state, self.touched, self.step = found.state, found.touched, found.step
+    def resume_from(self, step: int) -> None:
+        self.continue_from(self.manager.restore(step, self.state))
 
     @property
     def segment(self) -> Path:
@@ -264,27 +246,39 @@ class Trainer:
             self.root.glob("log/*/0/*.seg"), key=lambda path: (int(path.parts[-3]), path.name)
         )
 
+    def assert_at(self, one: Follower, step: int, above: int | None) -> None:
+        """Asserts that a follower holds a step: as a point above another one, or the step."""
+        loaded = one.loaded
+        assert loaded is not None
+        found = None if loaded.point is None else loaded.point.step
+        expected = (step, None) if above is None else (above, step)
+        assert (loaded.save.save_id.step, found) == expected
+        assert_rows(one, in_state(self.states[step]))
+        assert_holds_storage(one, self.root)
+
+    def assert_applied(self, one: Follower, above: int | None) -> None:
+        """Asserts that a follower applies the newest step or point."""
+        assert one.advance()
+        self.assert_at(one, self.step, above)
+
+
+def saved(root: Path, records: int = 0, **options) -> Trainer:
+    """A trainer that has saved step 1, and appended records above it."""
+    trainer = Trainer(root, **options)
+    trainer.save()
+    trainer.log(records)
+    return trainer
+
 
 def opened(root: Path, **options) -> Follower:
     return Follower(root, item="embeddings", **options)
 
 
-def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> None:
-    """Asserts that it holds a step: as a point above another step, or the step itself."""
-    holding = one.loaded
-    assert holding is not None
-    found = None if holding.point is None else holding.point.step
-    assert (holding.save.save_id.step, found) == ((step, None) if above is None else (above, step))
-    assert_rows(one, trainer.states[step])
-    assert_holds_storage(one, trainer.root)
-
-
-def assert_rows(one: Follower, state: dict) -> None:
-    """Asserts that its rows are those of a state."""
-    expected = in_state(state)
-    for table, field, first, rows in held_regions(one):
-        same = expected[table][field][first : first + len(rows)]
-        assert rows.tobytes() == same.tobytes(), (table, field)
+def holding(trainer: Trainer, **options) -> Follower:
+    """A follower that holds the newest step or point of a trainer."""
+    one = opened(trainer.root, **options)
+    trainer.assert_applied(one, None if trainer.step == 1 else 1)
+    return one
 
 
 def flipped(trainer: Trainer, where: str) -> bytes:
@@ -299,29 +293,25 @@ def flipped(trainer: Trainer, where: str) -> bytes:
 
 
 def test_records_are_applied_as_they_are_written(tmp_path):
-    with Trainer(tmp_path, dense_every=3) as trainer:
-        trainer.save()
+    with saved(tmp_path, dense_every=3) as trainer:
         one, full = opened(tmp_path), opened(tmp_path, soft=False)
         for _ in range(7):
             trainer.log()
-            assert one.advance()
-            assert_at(one, trainer, trainer.step, above=1)
+            trainer.assert_applied(one, above=1)
             assert one.health == "follows" and one.loaded.lag_secs < 60
             is_full = full.advance() and full.loaded.point is not None
             assert is_full == (trainer.step in (4, 7))
             assert not one.advance() and not full.advance()
         assert one.loaded.files_of == full.loaded.point
-        assert_at(full, trainer, full.loaded.point.step, above=1)
+        trainer.assert_at(full, full.loaded.point.step, above=1)
         # The next step supersedes all of them.
         trainer.save()
         for each in (one, full):
-            assert each.advance()
-            assert_at(each, trainer, trainer.step, above=None)
+            trainer.assert_applied(each, above=None)
 
 
 def test_a_step_committed_below_the_held_point_does_not_move_the_follower_back(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
+    with saved(tmp_path) as trainer:
         one = opened(tmp_path)
         trainer.log()
         trainer.train()
@@ -332,41 +322,33 @@ def test_a_step_committed_below_the_held_point_does_not_move_the_follower_back(t
         seen = []
         real = follower_module.LoadedState
 
-        def holding(**fields):
+        def loaded(**fields):
             seen.append(real(**fields))
             return seen[-1]
 
-        with mock.patch.object(follower_module, "LoadedState", holding):
+        with mock.patch.object(follower_module, "LoadedState", loaded):
             one.advance()
         assert all(found.point is not None and found.point.step == 4 for found in seen)
-        assert_at(one, trainer, 4, above=3)
+        trainer.assert_at(one, 4, above=3)
 
 
 @pytest.mark.parametrize("to", [3, 1], ids=["point", "step"])
 def test_records_that_training_abandoned_are_dropped(tmp_path, to):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        for _ in range(4):
-            trainer.log()
-    one = opened(tmp_path)
-    one.advance()
-    assert_at(one, trainer, 5, above=1)
+    with saved(tmp_path, 4) as trainer:
+        pass
+    one = holding(trainer)
     with Trainer(tmp_path) as last:
         last.states, last.state = trainer.states, trainer.state
-        last.go_on_from(to)
+        last.resume_from(to)
         for _ in range(2):
             last.log()
-            assert one.advance()
-            assert_at(one, last, last.step, above=1)
+            last.assert_applied(one, above=1)
 
 
 def test_a_record_that_becomes_void_after_it_was_applied_is_undone(tmp_path):
     """The record was written and read, but could not be fsynced, so it does not count."""
-    with Trainer(tmp_path, durability="power") as trainer:
-        trainer.save()
-        trainer.log()
-        one = opened(tmp_path)
-        one.advance()
+    with saved(tmp_path, 1, durability="power") as trainer:
+        one = holding(trainer)
         applied = []
 
         def refuse(_: DiskCall) -> None:
@@ -374,87 +356,71 @@ def test_a_record_that_becomes_void_after_it_was_applied_is_undone(tmp_path):
             applied.append(one.loaded.point.step)
             raise OSError(5, "injected")
 
-        trainer.train()
         with Disk(tmp_path) as disk, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             disk.on("fdatasync", refuse, times=1)
-            trainer.manager.append(3, trainer.state, touched=trainer.touched)
-            with contextlib.suppress(deltackpt.errors.AppendFailed):
-                trainer.manager.wait_appended()
+            with contextlib.suppress(AppendFailed):
+                trainer.log()
             assert applied == [3]
             trainer.log()
         one.advance()
-        assert_at(one, trainer, 4, above=1)
+        trainer.assert_at(one, 4, above=1)
 
 
 @pytest.mark.parametrize("where", ["header", "rows"])
 def test_a_damaged_record_is_not_applied_and_is_reported_until_a_newer_step(tmp_path, where):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        one = opened(tmp_path)
-        one.advance()
+    with saved(tmp_path, 1) as trainer:
+        one = holding(trainer)
         trainer.log()
         trainer.segment.write_bytes(flipped(trainer, where))
         trainer.log()
-        assert not one.advance()
-        assert_at(one, trainer, 2, above=1)
-        assert ".seg, record" in one.health
-        assert not one.advance() and ".seg, record" in one.health
+        for _ in range(2):
+            assert not one.advance() and ".seg, record" in one.health
+            trainer.assert_at(one, 2, above=1)
         trainer.save()
-        assert one.advance() and one.health == "follows"
-        assert_at(one, trainer, 5, above=None)
+        trainer.assert_applied(one, above=None)
+        assert one.health == "follows"
         trainer.log()
-        assert one.advance() and one.health == "follows"
-        assert_at(one, trainer, 6, above=5)
+        trainer.assert_applied(one, above=5)
+        assert one.health == "follows"
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_record_damaged_after_it_was_applied_stays_held(tmp_path, copied):
     """Memory has what was written; a restore from storage reports the damage."""
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        trainer.log()
-        trainer.log()
-        one = opened(tmp_path / "root")
-        one.advance()
+    with saved(tmp_path, 2) as trainer:
+        one = holding(trainer)
         segment, data = trainer.segment, flipped(trainer, "rows")
         if copied:
             segment.unlink()
         segment.write_bytes(data)
         assert not one.advance() and one.health == "follows"
         assert one.loaded.point.step == 3
-        assert_rows(one, trainer.states[3])
+        assert_rows(one, in_state(trainer.states[3]))
         with pytest.raises(DamagedWal, match="seg, record"):
-            assert_holds_storage(one, tmp_path / "root")
+            assert_holds_storage(one, tmp_path)
         trainer.save()
-        assert one.advance() and one.health == "follows"
-        assert_at(one, trainer, 4, above=None)
+        trainer.assert_applied(one, above=None)
+        assert one.health == "follows"
 
 
 def test_a_copy_that_replaces_the_directory_is_read_from_scratch(tmp_path):
     root, copy = tmp_path / "root", tmp_path / "copy"
-    with Trainer(root) as trainer:
-        trainer.save()
-        trainer.log()
-        trainer.log()
-    one = opened(root)
-    one.advance()
-    assert_at(one, trainer, 3, above=1)
+    with saved(root, 2) as trainer:
+        pass
+    one = holding(trainer)
     shutil.copytree(root, copy)
     (copy / trainer.segment.relative_to(root)).write_bytes(flipped(trainer, "header"))
     root.rename(tmp_path / "old")
     copy.rename(root)
     assert one.advance() and ".seg, record" in one.health
-    assert_at(one, trainer, 2, above=1)
+    trainer.assert_at(one, 2, above=1)
 
 
 def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-    one = opened(tmp_path)
-    one.advance()
+    with saved(tmp_path, 1) as trainer:
+        pass
+    one = holding(trainer)
     [head] = tmp_path.glob("log/*.msgpack")
     [copy] = tmp_path.glob("log/*/head.msgpack")
     copy.unlink()
@@ -463,20 +429,17 @@ def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
     assert one.advance()
     assert one.loaded.point is None and "0.msgpack" in one.health
     head.write_bytes(whole)
-    assert one.advance() and one.health == "follows"
-    assert_at(one, trainer, 2, above=1)
+    trainer.assert_applied(one, above=1)
+    assert one.health == "follows"
 
 
 def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_path):
     """The caller names untouched rows: the record encodes them, but no delta has them."""
-    with Trainer(
-        tmp_path, codec=deltackpt.policies.CodecChoice(delta="int8", base="raw")
-    ) as trainer:
-        trainer.save()
-        one = opened(tmp_path)
-        one.advance()
-        ids = trainer.train()
-        more = {name: np.union1d(rows, np.arange(5)) for name, rows in ids.items()}
+    with saved(tmp_path, codec=CodecChoice(delta="int8", base="raw")) as trainer:
+        one = holding(trainer)
+        trainer.train()
+        ids = model.moved(trainer.states[1], trainer.state)
+        more = {f"tables/{name}": np.union1d(rows, np.arange(5)) for name, rows in ids.items()}
         trainer.mark(ids=more)
         assert one.advance() and one.loaded.point is not None
         assert_holds_storage(one, tmp_path)
@@ -506,9 +469,8 @@ class Source:
                     rows = self.follower.read(pin, target.group, target.field, start, stop)
                     target.buffer[start - target.rows[0] : stop - target.rows[0]] = rows
         whole = point is not None and holding.point == point
-        files = None
-        if holding.files is not None and (point is None or whole):
-            held = holding.files
+        files, held = None, holding.files
+        if held is not None and (point is None or whole):
             files = {file.name: held.array(file).copy() for file in held.index}
         yield RestoredTables(
             buffers=buffers,
@@ -524,59 +486,48 @@ class Source:
 
 
 @pytest.mark.parametrize("dense", ["whole", "delta"])
-@pytest.mark.parametrize("policy", [deltackpt.policies.Consecutive(), deltackpt.policies.OneShot()])
+@pytest.mark.parametrize("policy", [Consecutive(), OneShot()])
 def test_a_held_point_is_restored_without_replay(tmp_path, policy, dense):
-    with Trainer(tmp_path, policy=policy, dense=dense) as trainer:
-        trainer.save()
-        for _ in range(3):
-            trainer.log()
-    one = opened(tmp_path)
-    one.advance()
+    with saved(tmp_path, 3, policy=policy, dense=dense) as trainer:
+        pass
+    source = Source(holding(trainer))
     with Trainer(tmp_path, policy=policy) as last:
-        found = last.manager.restore_latest(trainer.state, service=Source(one))
+        last.states = trainer.states
+        found = last.manager.restore_latest(trainer.state, service=source)
         assert found.service_error is None
         assert (found.step, found.source, found.items) == (4, ("service",), {"at": 4})
-        model.assert_same(found.state, trainer.states[4])
         # The rows of the records are in the deltas that follow.
-        last.state, last.touched, last.step = found.state, found.touched, found.step
+        last.continue_from(found)
         last.save()
         last.save()
-        model.assert_same(last.manager.restore(6, found.state, service=None).state, last.states[6])
+        last.check(last.manager.restore(6, found.state, service=None))
 
 
 @pytest.mark.parametrize("marks", [0, 1])
 def test_a_point_is_replayed_onto_the_held_state_below_it(tmp_path, marks):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        one = opened(tmp_path)
-        for _ in range(marks):
-            trainer.log()
-        one.advance()
+    with saved(tmp_path, marks) as trainer:
+        source = Source(holding(trainer))
         trainer.log()
     with Trainer(tmp_path) as last:
-        found = last.manager.restore_latest(trainer.state, service=Source(one))
+        found = last.manager.restore_latest(trainer.state, service=source)
         assert found.service_error is None and found.source == ("service", "wal")
         assert found.items == {"at": trainer.step}
         model.assert_same(found.state, trainer.state)
 
 
 def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        one = opened(tmp_path)
-        one.advance()
-        save_id = one.loaded.save.save_id
+    with saved(tmp_path, 1) as trainer:
+        one = holding(trainer)
+        save_id, point = one.loaded.save.save_id, one.loaded.point
         with pytest.raises(ServiceUnavailable, match="found recovery point 2 of WAL epoch 0 above"):
             one.pin(save_id, 0)
-        point = one.loaded.point
         dead = point._replace(save_id=SaveId(save_id.run, 2, point.save_id.attempt - 1))
         with pytest.raises(ServiceUnavailable):
             one.pin(save_id, 0, dead)
         found = trainer.manager.restore(1, trainer.state, service=Source(one))
         assert isinstance(found.service_error, ServiceUnavailable)
         assert found.source == ("directory",)
-        model.assert_same(found.state, trainer.states[1])
+        trainer.check(found)
 
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 2), (5, 7)])
@@ -585,16 +536,13 @@ def test_records_of_some_columns_and_of_all_are_applied_in_order(tmp_path, codec
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("y",))
     columns = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "y"))
     whole = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())
-    with Trainer(
-        tmp_path, codec=deltackpt.policies.CodecChoice(delta=codec, base="raw")
-    ) as trainer:
-        trainer.save()
+    with saved(tmp_path, codec=CodecChoice(delta=codec, base="raw")) as trainer:
         one = opened(tmp_path, shard=shard[0], shards=shard[1])
         for number, sharding in enumerate((columns, columns, whole, columns, whole, columns)):
             trainer.train()
+            tables = trainer.state["tables"]
             tables = {
-                name: jax.device_put(np.asarray(table), sharding)
-                for name, table in trainer.state["tables"].items()
+                name: jax.device_put(np.asarray(rows), sharding) for name, rows in tables.items()
             }
             trainer.state = {**trainer.state, "tables": tables}
             trainer.mark()

@@ -10,10 +10,8 @@ import logging
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
-import time
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damages import flip
+from test_follower import wait_until
 
 import deltackpt
 from deltackpt import serving, touched
@@ -34,11 +34,12 @@ from deltackpt.errors import (
 from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
-from deltackpt.testing import Disk, StoredChunk, stored_chunks
+from deltackpt.testing import Disk, stored_chunks
+from deltackpt.testing.training_run import TrainingRun
 
 #: Guards against hangs only.
 HANG_SECS = 60.0
-HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
+TABLES = deltackpt.Tables(select="table", slots={})
 #: Elements of the larger leaf: 1 MiB of bf16.
 COUNT = 1 << 19
 
@@ -62,19 +63,24 @@ def initial(seed: int = 0) -> dict[str, Any]:
     }
 
 
-class Trainer:
-    """A manager, and the states that it saved or appended."""
+class Trainer(TrainingRun):
+    """A run that waits for each save and record."""
+
+    #: Part of the weights that a step changes.
+    share = 0.01
 
     def __init__(self, root: Path, codec: Any = "lossless", **options: Any):
-        self.root = root
         options = {"dense": deltackpt.Dense(deltas="blocks", codec=codec), **options}
-        self.manager = deltackpt.CheckpointManager(
-            root, handlers=HANDLERS, options=deltackpt.ManagerOptions(**options)
+        state = initial()
+        super().__init__(
+            root,
+            options=deltackpt.ManagerOptions(**options),
+            tables=TABLES,
+            state=state,
+            touched=touched.init({"table": state["table"]}),
+            move=self._moved,
         )
-        self.state = initial()
-        self.marks = touched.init({"table": self.state["table"]})
-        self.step = 0
-        self.states: dict[int, dict[str, Any]] = {}
+        self.open()
 
     def __enter__(self) -> Trainer:
         return self
@@ -82,37 +88,65 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.manager.close()
 
-    def train(self, share: float = 0.01) -> None:
+    def _moved(self, state: Any, marks: Any, step: int) -> tuple[Any, Any]:
         """Changes some elements of the weights, and all of the moments."""
-        self.step += 1
-        rng = np.random.default_rng(self.step)
-        params = dict(self.state["params"])
+        rng = np.random.default_rng(step)
+        params = dict(state["params"])
         for name in ("w", "odd"):
             array = np.array(params[name])
             flat = array.reshape(-1).view(np.uint16)
-            flat[rng.choice(flat.size, int(share * flat.size), replace=False)] ^= 1
+            flat[rng.choice(flat.size, int(self.share * flat.size), replace=False)] ^= 1
             params[name] = jax.device_put(array, params[name].sharding)
-        params["layers"] = [jnp.float32(self.step), params["layers"][1]]
-        self.state = {**self.state, "params": params, "nu": self.state["nu"] * 0.9}
+        params["layers"] = [jnp.float32(step), params["layers"][1]]
+        return {**state, "params": params, "nu": state["nu"] * 0.9}, marks
 
-    def save(self, **options: Any) -> int:
-        self.train()
-        self.manager.save(self.step, self.state, touched=self.marks, **options)
-        self.manager.wait_until_finished()
-        self.states[self.step] = self.state
-        return self.step
-
-    def log(self) -> int:
-        self.train()
-        self.manager.append(self.step, self.state, touched=self.marks)
+    def log(self) -> None:
+        self.append()
         self.manager.wait_appended()
         self.manager.wait_until_finished()
-        self.states[self.step] = self.state
-        return self.step
+
+    def assert_shown(self, live: Live, step: int | None = None) -> None:
+        """Asserts that a step (default: the last one) is shown, bit for bit."""
+        step = self.step if step is None else step
+        assert_shows(live, self.states[step], step)
+
+    def assert_applied(self, live: Live) -> None:
+        assert live.advance()
+        self.assert_shown(live)
+
+
+@pytest.fixture
+def trainer(tmp_path) -> Iterator[Trainer]:
+    """A trainer that has saved step 1."""
+    with Trainer(tmp_path / "root") as found:
+        found.save()
+        yield found
+
+
+@pytest.fixture
+def live(trainer) -> Live:
+    """A follower that shows step 1 of the trainer."""
+    found = opened(trainer.root)
+    trainer.assert_applied(found)
+    return found
 
 
 def opened(root: Path, leaves: Any = "params/**", **options: Any) -> Live:
     return serving.follow(root, leaves, poll_secs=None, **options)
+
+
+def shown(live: Live) -> ServedLeaves:
+    """The leaves of the newest version."""
+    with live.version() as version:
+        return version.dense
+
+
+def bits(live: Live) -> dict[str, bytes]:
+    return {path: array.tobytes() for path, array in shown(live).items()}
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
 
 
 def assert_shows(live: Live, state: dict[str, Any], step: int) -> None:
@@ -137,13 +171,6 @@ def assert_is(dense: ServedLeaves, params: dict[str, Any]) -> None:
         assert not found.flags.writeable
 
 
-def chunks_of(step_dir: Path) -> list[StoredChunk]:
-    """The blocks of a delta that hold bf16 weights."""
-    found = stored_chunks(step_dir, "*", segment="dense.bfloat16*")
-    assert found
-    return found
-
-
 # Versions.
 
 
@@ -155,12 +182,14 @@ def test_each_version_equals_a_restore(tmp_path, codec):
         for number in range(8):
             assert live.advance() and not live.advance()
             with deltackpt.CheckpointManager(
-                tmp_path, handlers=HANDLERS, options=deltackpt.ManagerOptions(access="read")
+                tmp_path,
+                handlers={"embeddings": TABLES},
+                options=deltackpt.ManagerOptions(access="read"),
             ) as manager:
                 restored = manager.restore(trainer.step, trainer.state).state
             assert_shows(live, restored, trainer.step)
             if codec == "lossless":
-                assert_shows(live, trainer.state, trainer.step)
+                trainer.assert_shown(live)
             if number % 3 == 2:  # It catches up on several at once.
                 late.advance()
                 assert_shows(late, restored, trainer.step)
@@ -168,31 +197,21 @@ def test_each_version_equals_a_restore(tmp_path, codec):
         assert live.problem is None
 
 
-def test_a_tree_is_nested_like_the_state(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-    live = opened(tmp_path, ["params/layers/*", "params/b", "step"])
+def test_a_tree_is_nested_like_the_state(trainer):
+    live = opened(trainer.root, ["params/layers/*", "params/b", "step"])
     live.advance()
-    with live.version() as version:
-        tree = version.dense.tree()
+    tree = shown(live).tree()
     assert {*tree} == {"params", "step"} and {*tree["params"]} == {"b", "layers"}
     assert tree["params"]["layers"][0] == 1.0 and tree["step"].shape == ()
 
 
-def test_only_blocks_that_changed_are_read(tmp_path):
-    with Trainer(tmp_path) as trainer:
+def test_only_blocks_that_changed_are_read(trainer, live):
+    # The whole base, in Orbax's layout.
+    assert shown(live).bytes_read >= shown(live).nbytes
+    for _ in range(3):
         trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        with live.version() as version:
-            # The whole base, in Orbax's layout.
-            assert version.dense.bytes_read >= version.dense.nbytes
-        for _ in range(3):
-            trainer.save()
-            live.advance()
-            with live.version() as version:
-                assert 0 < version.dense.bytes_read < version.dense.nbytes / 40
-                assert_is(version.dense, trainer.state["params"])
+        trainer.assert_applied(live)
+        assert 0 < shown(live).bytes_read < shown(live).nbytes / 40
 
 
 @pytest.mark.parametrize(("deltas", "dense"), [("whole", "whole"), ("blocks", "delta")])
@@ -209,17 +228,15 @@ def test_following_a_short_leaf_does_not_read_a_long_one(tmp_path, monkeypatch, 
         noise = np.random.default_rng(0).normal(size=1 << 20)
         long, short = jnp.asarray(noise, jnp.float32), jnp.zeros(1024)
         live = opened(tmp_path, "short")
-        for take in (trainer.save, trainer.save, trainer.log, trainer.log, trainer.save):
+        for write in (trainer.save, trainer.save, trainer.log, trainer.log, trainer.save):
             long, short = long * 1.001, short + 1
             trainer.state = {**trainer.state, "long": long, "short": short}
-            take()
+            write()
             read.clear()
             assert live.advance()
-            with live.version() as version:
-                assert [*version.dense] == ["short"] and np.array_equal(
-                    version.dense["short"], short
-                )
-                assert version.dense.bytes_read < long.nbytes / 16
+            found = shown(live)
+            assert [*found] == ["short"] and np.array_equal(found["short"], short)
+            assert found.bytes_read < long.nbytes / 16
             # Includes headers and manifests.
             assert sum(read) < long.nbytes / 8
 
@@ -229,111 +246,83 @@ def test_a_flipped_bit_is_detected_only_in_leaves_that_are_followed(tmp_path):
         marked = np.arange(1024, dtype=np.int32) + 123_456_789
         trainer.state |= {"long": jnp.ones(1 << 20), "short": jnp.asarray(marked)}
         trainer.save()
-        [file] = [path for path in Path(tmp_path, "1/dense/d").iterdir() if path.is_file()]
-        whole = file.read_bytes()
-        at = whole.index(marked.tobytes())
-        for place, is_found in ((at + 5, True), (len(whole) // 2 + (1 << 19), False)):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            live = opened(tmp_path, "short")
-            if is_found:
-                with pytest.raises(Damaged, match=f"1/dense/d/{file.name}"):
-                    live.advance()
-            else:  # This reader does not read it; a reader of ``long`` detects it.
-                assert live.advance()
-                with pytest.raises(Damaged):
-                    opened(tmp_path, "long").advance()
+    [file] = [path for path in Path(tmp_path, "1/dense/d").iterdir() if path.is_file()]
+    of_short = file.read_bytes().index(marked.tobytes()) + 5
+    flip(file, of_short)
+    with pytest.raises(Damaged, match=f"1/dense/d/{file.name}"):
+        opened(tmp_path, "short").advance()
+    flip(file, of_short)
+    flip(file, file.stat().st_size // 2 + (1 << 19))
+    assert opened(tmp_path, "short").advance()
+    with pytest.raises(Damaged):
+        opened(tmp_path, "long").advance()
 
 
-def test_versions_share_the_memory_of_unchanged_leaves(tmp_path):
-    with Trainer(tmp_path) as trainer:
+def test_versions_share_the_memory_of_unchanged_leaves(trainer):
+    live = opened(trainer.root, "**")
+    live.advance()
+    with live.version() as before:
         trainer.save()
-        live = opened(tmp_path, "**")
         live.advance()
-        with live.version() as before:
-            trainer.save()
-            live.advance()
-            with live.version() as after:
-                assert (
-                    after.dense["params/layers/1"].ctypes.data
-                    == before.dense["params/layers/1"].ctypes.data
-                )
-                assert after.dense["params/w"].ctypes.data != before.dense["params/w"].ctypes.data
-                changed = [
-                    path
-                    for path in after.dense
-                    if after.dense.content(path) != before.dense.content(path)
-                ]
-        assert sorted(changed) == ["nu", "params/layers/0", "params/odd", "params/w"]
+        with live.version() as after:
+            old, new = before.dense, after.dense
+            assert address(new["params/layers/1"]) == address(old["params/layers/1"])
+            assert address(new["params/w"]) != address(old["params/w"])
+            changed = [path for path in new if new.content(path) != old.content(path)]
+    assert sorted(changed) == ["nu", "params/layers/0", "params/odd", "params/w"]
 
 
-def test_memory_without_readers_is_reused(tmp_path):
-    with Trainer(tmp_path) as trainer:
+def test_memory_without_readers_is_reused(trainer, live):
+    places = []
+    for _ in range(5):
         trainer.save()
-        live = opened(tmp_path)
-        places = []
-        for _ in range(6):
-            live.advance()
-            with live.version() as version:
-                places.append(version.dense["params/w"].ctypes.data)
-            del version
-            gc.collect()
-            trainer.save()
-        # The first version has the memory of the base's values.
-        assert len({*places[1:]}) == 2
-
-
-def test_an_array_that_is_kept_does_not_change(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
         live.advance()
-        with live.version() as version:
-            kept = version.dense["params/w"][3:5]
-        del version
-        expected = np.asarray(trainer.state["params"]["w"])[3:5].tobytes()
-        for _ in range(4):
-            trainer.save()
-            live.advance()
-            gc.collect()
-        assert kept.tobytes() == expected
+        places.append(address(shown(live)["params/w"]))
+        gc.collect()
+    assert len({*places}) == 2
 
 
-def test_a_concurrent_reader_sees_only_complete_versions(tmp_path):
-    with Trainer(tmp_path) as trainer:
+def test_an_array_that_is_kept_does_not_change(trainer, live):
+    kept = shown(live)["params/w"][3:5]
+    for _ in range(4):
         trainer.save()
-        with serving.follow(tmp_path, "params/**", poll_secs=0.001) as live:
-            live.wait_ready(HANG_SECS)
-            seen: dict[int, int] = {}
-            wrong: list[int] = []
-            stop = threading.Event()
+        live.advance()
+        gc.collect()
+    assert kept.tobytes() == np.asarray(trainer.states[1]["params"]["w"])[3:5].tobytes()
 
-            def read() -> None:
-                while not stop.is_set():
-                    with live.version() as version:
-                        step = version.step
-                        # From the same step, even during an update.
-                        number = float(version.dense["params/layers/0"])
-                        seen[step] = hash(version.dense["params/w"].tobytes())
-                        if number != step:
-                            wrong.append(step)
 
-            readers = [threading.Thread(target=read) for _ in range(2)]
-            for one in readers:
-                one.start()
-            for number in range(12):
-                trainer.save(force_base=number == 6)
-                # On a busy machine, a version may be replaced before a reader sees it.
-                end = time.monotonic() + HANG_SECS
-                while len(seen) <= min(number, 2):
-                    assert time.monotonic() < end, "no reader sees a new version"
-                    time.sleep(0.001)
-            live.wait_ready(HANG_SECS, trainer.step)
-            stop.set()
-            for one in readers:
-                one.join()
-        assert not wrong and len(seen) > 2
-        for step, found in seen.items():
-            assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
+def test_a_concurrent_reader_sees_only_complete_versions(trainer):
+    with serving.follow(trainer.root, "params/**", poll_secs=0.001) as live:
+        live.wait_ready(HANG_SECS)
+        seen: dict[int, int] = {}
+        wrong: list[int] = []
+        stop = threading.Event()
+
+        def read() -> None:
+            while not stop.is_set():
+                with live.version() as version:
+                    step = version.step
+                    # From the same step, even during an update.
+                    number = float(version.dense["params/layers/0"])
+                    seen[step] = hash(version.dense["params/w"].tobytes())
+                    if number != step:
+                        wrong.append(step)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for one in readers:
+            one.start()
+        for number in range(12):
+            trainer.save(force_base=number == 6)
+            # On a busy machine, a version may be replaced before a reader sees it.
+            least = min(number, 2)
+            wait_until(lambda least=least: len(seen) > least)
+        live.wait_ready(HANG_SECS, trainer.step)
+        stop.set()
+        for one in readers:
+            one.join()
+    assert not wrong and len(seen) > 2
+    for step, found in seen.items():
+        assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
 
 
 def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
@@ -344,35 +333,28 @@ def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
         for _ in range(2):
             trainer.save()
             live.advance()
-            with live.version() as version:
-                assert (
-                    version.dense["params/w"].tobytes()
-                    == np.asarray(trainer.state["params"]["w"]).tobytes()
-                )
-                assert version.dense["number"] == 3
+            expected = np.asarray(trainer.state["params"]["w"])
+            assert shown(live)["params/w"].tobytes() == expected.tobytes()
+            assert shown(live)["number"] == 3
 
 
 def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
-        further = {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1)}
-        trainer.state = {**trainer.state, **further}
+        trainer.state |= {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1)}
         live = opened(tmp_path, ["complex", "a/b", "c/d"])
         for _ in range(2):
             trainer.save()
             live.advance()
-            with live.version() as version:
-                assert version.dense.keys() == {"complex", "c/d"}
-                assert version.dense["complex"].shape == version.dense["c/d"].shape == ()
-                assert version.dense["complex"] == 1j and version.dense["c/d"] == 1
+            found = shown(live)
+            assert {path: leaf.shape for path, leaf in found.items()} == {"complex": (), "c/d": ()}
+            assert found["complex"] == 1j and found["c/d"] == 1
 
 
 def test_two_leaves_with_the_same_path_are_not_confused(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
-        trainer.state = {**trainer.state, "a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
+        trainer.state |= {"a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
         trainer.save()
-    live = opened(tmp_path, ["params/**"])
-    live.advance()
-    assert_shows(live, trainer.state, trainer.step)
+    trainer.assert_applied(opened(tmp_path, ["params/**"]))
     with pytest.raises(OptionError, match=r"several with\n  a/b\n"):
         opened(tmp_path, "**").advance()
 
@@ -388,11 +370,9 @@ def test_leaves_that_appear_or_become_arrays_between_two_deltas_are_shown(tmp_pa
                 trainer.state = {**trainer.state, "late": jnp.arange(700)}
             trainer.save()
             live.advance()
-            with live.version() as version:
-                assert version.step == step and ("late" in version.dense) == (step >= 3)
-        with live.version() as version:
-            assert np.array_equal(version.dense["late"], np.arange(700))
-            assert np.array_equal(version.dense.tree()["late"], np.arange(700))
+            assert live.status().step == step and ("late" in shown(live)) == (step >= 3)
+        for found in (shown(live), shown(live).tree()):
+            assert np.array_equal(found["late"], np.arange(700))
 
 
 @pytest.mark.parametrize("deltas", ["blocks", "whole"])
@@ -402,8 +382,7 @@ def test_leaves_without_elements_are_left_out(tmp_path, deltas):
         live = opened(tmp_path, ["params/**", "empty"])
         for _ in range(3):
             trainer.save()
-            live.advance()
-            assert_shows(live, trainer.state, trainer.step)
+            trainer.assert_applied(live)
 
 
 def test_sharded_leaves_are_assembled(tmp_path):
@@ -411,13 +390,11 @@ def test_sharded_leaves_are_assembled(tmp_path):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     with Trainer(tmp_path) as trainer:
         params = trainer.state["params"]
-        params = {**params, "w": jax.device_put(params["w"], sharding)}
-        trainer.state = {**trainer.state, "params": params}
+        params["w"] = jax.device_put(params["w"], sharding)
         live = opened(tmp_path)
         for _ in range(3):
             trainer.save()
-            live.advance()
-            assert_shows(live, trainer.state, trainer.step)
+            trainer.assert_applied(live)
 
 
 # Failures.
@@ -431,21 +408,18 @@ def test_sharded_leaves_are_assembled(tmp_path):
         ("params/none", "found only other leaves that match\n  params/none"),
     ],
 )
-def test_missing_leaves_are_an_error(tmp_path, leaves, found):
-    with Trainer(tmp_path) as trainer:
+def test_missing_leaves_are_an_error(trainer, leaves, found):
+    with pytest.raises(OptionError, match=found):
+        opened(trainer.root, leaves).advance()
+    with serving.follow(trainer.root, leaves) as live, pytest.raises(OptionError, match=found):
+        live.wait_ready(HANG_SECS)
+
+
+def test_one_of_several_patterns_without_a_match_warns_once(trainer, caplog):
+    live = opened(trainer.root, ["params/**", "heads/*"])
+    for _ in range(2):
         trainer.save()
-        with pytest.raises(OptionError, match=found):
-            opened(tmp_path, leaves).advance()
-        with serving.follow(tmp_path, leaves) as live, pytest.raises(OptionError, match=found):
-            live.wait_ready(HANG_SECS)
-
-
-def test_one_of_several_patterns_without_a_match_warns_once(tmp_path, caplog):
-    with Trainer(tmp_path) as trainer:
-        live = opened(tmp_path, ["params/**", "heads/*"])
-        for _ in range(2):
-            trainer.save()
-            assert live.advance()
+        assert live.advance()
     assert [one.message for one in caplog.records if "heads" in one.message] == [
         "leaves: 'heads/*' does not match any dense leaf yet"
     ]
@@ -465,88 +439,68 @@ def test_nothing_is_shown_before_the_first_step(tmp_path):
         live.wait_ready(0.0)
 
 
-def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        trainer.save()
-        live.advance()
-        step, state = trainer.step, trainer.state
-        trainer.save()
-        damaged = chunks_of(tmp_path / str(trainer.step))
-        for chunk in damaged:
-            chunk.flip()
-            with caplog.at_level(logging.WARNING):
-                assert not live.advance()
-            assert live.problem is not None
-            assert_shows(live, state, step)
-            assert live.staleness().steps == 1
-            chunk.flip()
-            live._candidates._refused.clear()
-        assert "a newer version cannot be read" in caplog.text
-        damaged[0].flip()
-        assert not live.advance()
-        trainer.save(force_base=True)
-        assert live.advance()
-        assert live.problem is None
-        assert_shows(live, trainer.state, trainer.step)
+def test_a_damaged_version_is_never_shown_and_the_next_one_is(trainer, caplog):
+    trainer.save()
+    live = opened(trainer.root)
+    live.advance()
+    trainer.save()
+    # The blocks that hold bf16 weights.
+    damaged = stored_chunks(trainer.root / "3", "*", segment="dense.bfloat16*")
+    assert damaged
+    for chunk in damaged:
+        chunk.flip()
+        with caplog.at_level(logging.WARNING):
+            assert not live.advance()
+        assert live.problem is not None
+        trainer.assert_shown(live, 2)
+        assert live.staleness().steps == 1
+        chunk.flip()
+        live._candidates._refused.clear()
+    assert "a newer version cannot be read" in caplog.text
+    damaged[0].flip()
+    assert not live.advance()
+    trainer.save(force_base=True)
+    trainer.assert_applied(live)
+    assert live.problem is None
 
 
-def test_a_failure_midway_does_not_change_a_version_in_use(tmp_path):
+def test_a_failure_midway_does_not_change_a_version_in_use(trainer, live):
     """Two saves are applied at once; the second fails after the first is applied."""
-    with Trainer(tmp_path) as trainer:
+    with live.version() as version:
         trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        with live.version() as version:
-            shown = trainer.state["params"]
-            trainer.save()
-            middle, state = trainer.step, trainer.state
-            trainer.save()
-            with Disk(tmp_path) as disk:
-                disk.fail("read", rf"^{trainer.step}/.*/layer", times=None)
-                assert live.advance() and live.problem is not None
-                assert disk.failures
-            assert_is(version.dense, shown)
-        assert_shows(live, state, middle)
         trainer.save()
-        assert live.advance()
-        assert_shows(live, trainer.state, trainer.step)
+        with Disk(trainer.root) as disk:
+            disk.fail("read", "^3/.*/layer", times=None)
+            assert live.advance() and live.problem is not None
+            assert disk.failures
+        assert_is(version.dense, trainer.states[1]["params"])
+    trainer.assert_shown(live, 2)
+    trainer.save()
+    trainer.assert_applied(live)
 
 
+@pytest.mark.filterwarnings("ignore:.*rolled-back")
 def test_a_rollback_is_followed(tmp_path):
     with Trainer(tmp_path) as trainer:
         for _ in range(4):
             trainer.save()
         live = opened(tmp_path)
         live.advance()
-        found = trainer.manager.restore(2, trainer.states[2])
-        trainer.state, trainer.marks = found.state, found.touched
-        trainer.step = 2
-        trainer.train(share=0.5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        trainer.continue_from(trainer.manager.restore(2, trainer.states[2]))
+        trainer.share = 0.5
+        trainer.train()
+        for _ in range(2):
             trainer.save()
-        live.advance()
-        with live.version() as version:
-            assert_is(version.dense, trainer.state["params"])
-        trainer.save()
-        assert live.advance()
-        assert_shows(live, trainer.state, trainer.step)
+            trainer.assert_applied(live)
 
 
-def test_a_step_that_is_removed_while_it_is_read_is_not_shown(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        step, state = trainer.step, trainer.state
-        trainer.save()
-        with Disk(tmp_path) as disk:
-            disk.on("read", lambda _: shutil.rmtree(tmp_path / "2"), "^2/.*/layer", times=1)
-            assert not live.advance()
-        assert_shows(live, state, step)
-        assert live.problem is not None
+def test_a_step_that_is_removed_while_it_is_read_is_not_shown(trainer, live):
+    trainer.save()
+    with Disk(trainer.root) as disk:
+        disk.on("read", lambda _: shutil.rmtree(trainer.root / "2"), "^2/.*/layer", times=1)
+        assert not live.advance()
+    trainer.assert_shown(live, 1)
+    assert live.problem is not None
 
 
 def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
@@ -558,44 +512,34 @@ def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
         for number in range(10):
             trainer.save()
             if number % 3 != 1:
-                live.advance()
-                assert_shows(live, trainer.state, trainer.step)
+                trainer.assert_applied(live)
 
 
 def test_a_compacted_chain_is_read_through_its_new_base(tmp_path):
     with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
         for _ in range(4):
             trainer.save()
-        live = opened(tmp_path)
+        live, late = opened(tmp_path), opened(tmp_path)
         live.advance()
-        with live.version() as version:
-            expected = {path: array.tobytes() for path, array in version.dense.items()}
         compact(tmp_path)
-        late = opened(tmp_path)
         late.advance()
-        with late.version() as version:
-            assert {path: array.tobytes() for path, array in version.dense.items()} == expected
+        assert bits(late) == bits(live)
         for _ in range(2):
             trainer.save()
             assert live.advance() and late.advance()
-            with live.version() as one, late.version() as other:
-                assert one.step == other.step == trainer.step
-                assert {path: array.tobytes() for path, array in one.dense.items()} == {
-                    path: array.tobytes() for path, array in other.dense.items()
-                }
+            assert live.status().step == late.status().step == trainer.step
+            assert bits(late) == bits(live)
 
 
-def test_after_closing_nothing_is_followed_and_versions_stay(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = serving.follow(tmp_path, "params/**", poll_secs=0.01)
-        live.wait_ready(HANG_SECS)
-        live.close()
-        live.close()
-        assert not any(one.name == "deltackpt-serving" for one in threading.enumerate())
-        with pytest.raises(ClosedError):
-            live.advance()
-        assert_shows(live, trainer.state, trainer.step)
+def test_after_closing_nothing_is_followed_and_versions_stay(trainer):
+    live = serving.follow(trainer.root, "params/**", poll_secs=0.01)
+    live.wait_ready(HANG_SECS)
+    live.close()
+    live.close()
+    assert not any(one.name == "deltackpt-serving" for one in threading.enumerate())
+    with pytest.raises(ClosedError):
+        live.advance()
+    trainer.assert_shown(live)
 
 
 # The WAL.
@@ -608,39 +552,31 @@ def test_wal_records_are_followed(tmp_path, dense):
         live, steps_alone = opened(tmp_path), opened(tmp_path, wal=False)
         for number in range(7):
             trainer.save() if number == 3 else trainer.log()
-            live.advance()
-            assert_shows(live, trainer.state, trainer.step)
+            trainer.assert_applied(live)
             with live.version() as version:
                 assert (version.point is None) == (number == 3)
             steps_alone.advance()
-            with steps_alone.version() as version:
-                assert version.step == (1 if number < 3 else 5)
-                assert_is(version.dense, trainer.states[version.step]["params"])
+            trainer.assert_shown(steps_alone, 1 if number < 3 else 5)
 
 
 # On devices.
 
 
-def test_only_changed_leaves_are_placed_again(tmp_path):
-    with Trainer(tmp_path) as trainer:
+def test_only_changed_leaves_are_placed_again(trainer, live):
+    first = live.dense_on_device().tree["params"]
+    assert live.dense_on_device().tree["params"]["w"] is first["w"]
+    kept = np.asarray(first["w"]).tobytes()
+    for _ in range(3):
         trainer.save()
-        live = opened(tmp_path)
         live.advance()
-        first = live.dense_on_device()
-        again = live.dense_on_device()
-        assert again.tree["params"]["w"] is first.tree["params"]["w"]
-        kept = np.asarray(first.tree["params"]["w"]).tobytes()
-        for _ in range(3):
-            trainer.save()
-            live.advance()
-        device = jax.devices()[1]
-        last = live.dense_on_device({"params/w": device})
-        assert last.step == trainer.step
-        assert last.tree["params"]["layers"][1] is first.tree["params"]["layers"][1]
-        assert last.tree["params"]["w"].devices() == {device}
-        np.testing.assert_array_equal(last.tree["params"]["w"], trainer.state["params"]["w"])
-        # jax may have aliased the memory, so it is not reused.
-        assert np.asarray(first.tree["params"]["w"]).tobytes() == kept
+    device = jax.devices()[1]
+    last = live.dense_on_device({"params/w": device})
+    assert last.step == trainer.step
+    assert last.tree["params"]["layers"][1] is first["layers"][1]
+    assert last.tree["params"]["w"].devices() == {device}
+    np.testing.assert_array_equal(last.tree["params"]["w"], trainer.state["params"]["w"])
+    # jax may have aliased the memory, so it is not reused.
+    assert np.asarray(first["w"]).tobytes() == kept
 
 
 @pytest.mark.parametrize("dense", ["whole", "blocks"])
@@ -656,14 +592,11 @@ def test_a_typed_key_is_shown_with_its_implementation(tmp_path, dense):
             trainer.state = {**trainer.state, "rng": keys}
             save()
             live.advance()
-            with live.version() as version:
-                assert version.dense.prng_impls == {"rng/one": "threefry2x32", "rng/more": impl}
-                for name, key in keys.items():
-                    data = np.asarray(jax.random.key_data(key))
-                    np.testing.assert_array_equal(version.dense[f"rng/{name}"], data)
-            found = live.dense_on_device().tree
+            served, found = shown(live), live.dense_on_device().tree
+            assert served.prng_impls == {"rng/one": "threefry2x32", "rng/more": impl}
             assert found["params"]["b"].dtype == jnp.bfloat16
             for name, key in keys.items():
+                np.testing.assert_array_equal(served[f"rng/{name}"], jax.random.key_data(key))
                 assert found["rng"][name].dtype == key.dtype
                 assert (found["rng"][name] == key).all()
             assert live.dense_on_device().tree["rng"]["more"] is found["rng"]["more"]
@@ -672,41 +605,35 @@ def test_a_typed_key_is_shown_with_its_implementation(tmp_path, dense):
 # Processes.
 
 READER = """
-    import json, sys
-    from deltackpt import serving
+import hashlib, json, sys
+from deltackpt import serving
 
-    root, last = sys.argv[1], int(sys.argv[2])
-    found = []
-    with serving.follow(root, "params/**", poll_secs=0.01) as live:
-        live.wait_ready(60)
-        while True:
-            with live.version() as version:
-                import hashlib
-                digest = hashlib.sha256(version.dense["params/w"].tobytes()).hexdigest()
-                found.append((version.step, digest))
-                if version.step >= last:
-                    break
-            live.wait_ready(60, version.step + 1)
-    assert not {"jax", "ray", "orbax"} & {*sys.modules}, "nothing of it is needed"
-    print(json.dumps(found))
+root, last = sys.argv[1], int(sys.argv[2])
+found = []
+with serving.follow(root, "params/**", poll_secs=0.01) as live:
+    live.wait_ready(60)
+    while True:
+        with live.version() as version:
+            digest = hashlib.sha256(version.dense["params/w"].tobytes()).hexdigest()
+            found.append((version.step, digest))
+            if version.step >= last:
+                break
+        live.wait_ready(60, version.step + 1)
+assert not {"jax", "ray", "orbax"} & {*sys.modules}, "nothing of it is needed"
+print(json.dumps(found))
 """
 
 
-def test_another_process_follows_the_trainer_without_jax(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        last = 8
-        reader = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(READER), tmp_path, str(last)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        while trainer.step < last:
-            trainer.save(force_base=trainer.step == 4)
-        told, _ = reader.communicate(timeout=2 * HANG_SECS)
-        assert reader.returncode == 0
-        found = json.loads(told)
-        assert found[-1][0] == last
-        for step, digest in found:
-            array = np.asarray(trainer.states[step]["params"]["w"])
-            assert digest == hashlib.sha256(array.tobytes()).hexdigest()
+def test_another_process_follows_the_trainer_without_jax(trainer):
+    last = 8
+    command = [sys.executable, "-c", READER, trainer.root, str(last)]
+    reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while trainer.step < last:
+        trainer.save(force_base=trainer.step == 4)
+    out, _ = reader.communicate(timeout=2 * HANG_SECS)
+    assert reader.returncode == 0
+    found = json.loads(out)
+    assert found[-1][0] == last
+    for step, digest in found:
+        array = np.asarray(trainer.states[step]["params"]["w"])
+        assert digest == hashlib.sha256(array.tobytes()).hexdigest()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Served rows: each version is exactly one step or recovery point, for every reader.
 
-The state machine is that of the WAL (``test_wal_invariants``), with followers that look in between
+The state machine is that of the WAL (``test_wal_invariants``), with followers that poll in between
 and copies that apply their changes.
 """
 
@@ -14,15 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -31,7 +30,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
-from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of
+from test_follower import grown, wait_until
+from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of, saved
 from test_ids import Vocabulary
 from test_ids import manager as ids_manager
 from test_wal_invariants import COLLECTOR
@@ -48,8 +48,6 @@ from deltackpt.errors import (
     StorageError,
     VersionExpired,
 )
-from deltackpt.reading import stored_saves
-from deltackpt.reading.wal_index import newest_plan
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import row_changes as changes_module
 from deltackpt.serving.rows import Rows
@@ -81,16 +79,25 @@ def assert_shows(live: Live, trainer: Trainer) -> None:
         for name, table in trainer.state["tables"].items():
             held = version.tables[f"tables/{name}"]
             expected = np.asarray(table)[held.start : held.stop]
-            assert rows_of(version, f"tables/{name}").tobytes() == expected.tobytes(), name
+            assert_holds_rows(version, f"tables/{name}", expected)
         kernel = trainer.states[version.dense.step]["dense"]["kernel"]
         assert np.array_equal(version.dense["dense/kernel"], kernel)
+
+
+def assert_holds_rows(version: Version, table: str, expected: Any, slot: str | None = None) -> None:
+    assert rows_of(version, table, slot).tobytes() == np.asarray(expected).tobytes(), (table, slot)
+
+
+def shown_rows(live: Live | serving.Attached, table: str = USERS) -> np.ndarray:
+    with live.version() as version:
+        return rows_of(version, table)
 
 
 class Copy:
     """A consumer's copy of the tables, from changes alone."""
 
-    def __init__(self, live: Live, after: Any = None, **options: Any):
-        self.tables: dict[str, dict[int, bytes]] = {}
+    def __init__(self, live: Live, after: Any = None, tables_held: Any = None, **options: Any):
+        self.tables: dict[str, dict[int, bytes]] = tables_held or {}
         self.resets = 0
         self._changes: Changes = live.changes(wait_secs=0, after=after, **options)
 
@@ -104,14 +111,45 @@ class Copy:
             self.resets += batch.reset
             assert len({*batch.rows.tolist()}) == len(batch.rows)
             table = self.tables.setdefault(batch.table, {})
-            table.update(zip(batch.rows.tolist(), map(np.ndarray.tobytes, batch.values)))
+            table.update(rows_by_index(batch.rows.tolist(), batch.values))
         return found
 
-    def assert_equals(self, version: Version) -> None:
-        assert self.position == version.position
-        for table, held in version.tables.items():
-            rows = rows_of(version, table)
-            assert self.tables.get(table, {}) == dict(zip(held, map(np.ndarray.tobytes, rows)))
+    def catch_up_with(self, live: Live) -> list[ChangeBatch]:
+        """Applies the changes up to the newest version, and asserts that the rows are equal."""
+        found = self.catch_up()
+        with live.version() as version:
+            assert self.position == version.position
+            for table, held in version.tables.items():
+                rows = rows_by_index(held, rows_of(version, table))
+                assert self.tables.get(table, {}) == rows
+        return found
+
+
+def caught_up(live: Live, **options: Any) -> Copy:
+    """A copy of the newest version."""
+    copy = Copy(live, **options)
+    copy.catch_up()
+    copy.resets = 0
+    return copy
+
+
+def rows_by_index(indices: Iterable[int], rows: Any) -> dict[int, bytes]:
+    return dict(zip(indices, map(np.ndarray.tobytes, np.asarray(rows)), strict=True))
+
+
+@pytest.fixture
+def trainer(tmp_path) -> Iterator[Trainer]:
+    """A trainer that has saved step 1."""
+    with saved(tmp_path / "root") as found:
+        yield found
+
+
+@pytest.fixture
+def live(trainer) -> Live:
+    """A follower that shows step 1 of the trainer."""
+    found = opened(trainer.root)
+    assert found.advance()
+    return found
 
 
 class ServedMachine(FollowedMachine):
@@ -133,36 +171,19 @@ class ServedMachine(FollowedMachine):
         key = shard, soft
         if key not in self.followers:
             with contextlib.suppress(StorageError):
-                live = serving.follow(
-                    self.root,
-                    tables="**",
-                    slots="*",
-                    shard=shard[0],
-                    shards=shard[1],
-                    soft=soft,
-                    poll_secs=None,
-                )
+                number, shards = shard
+                live = opened(self.root, slots="*", shard=number, shards=shards, soft=soft)
                 after, tables = self.stored.pop(key, (None, {}))
-                copy = Copy(live, batch_rows=97, after=after)
-                copy.tables = tables
+                copy = Copy(live, after, tables, batch_rows=97)
                 self.followers[key] = live, copy
         return self.followers.get(key)
 
-    @rule(soft=st.booleans())
-    def poll_when_all_is_written(self, soft):
-        self.quietly(self.manager.wait_until_finished)
-        self.quietly(self.manager.wait_appended)
-        for shard in ((0, 1), (1, 2), (5, 7)):
-            one = self.opened(shard, soft)
-            if one is not None and self.advance(one) and one[0].problem is None:
-                steps = {}
-                for path in self.root.iterdir():
-                    if path.name.isdecimal():
-                        steps[int(path.name)] = stored_saves.read_info(path, "embeddings").save_id
-                plan = newest_plan(logs_of(self.root).read(), steps, soft=soft)
-                newest = (steps[max(steps)], None) if plan is None else (plan.step, plan.point)
-                with one[0].version() as version:
-                    assert (version._shown.save_id, version.point) == newest
+    def is_healthy(self, one):
+        return one[0].problem is None
+
+    def held(self, one):
+        with one[0].version() as version:
+            return version._shown.save_id, version.point
 
     def advance(self, one) -> bool:
         live, copy = one
@@ -178,35 +199,26 @@ class ServedMachine(FollowedMachine):
                 # See ``FollowedMachine.advance``.
                 with contextlib.suppress(FileNotFoundError, StepNotFound, DamagedWal):
                     if known:
-                        expected = from_storage(self.root, step, version.point).fields
-                        self.assert_equal(version, expected)
+                        self.assert_equal(version, from_storage(self.root, step, version.point))
                 self.assert_dense_given(version)
         except ServiceUnavailable:
             return False
-        copy.catch_up()
-        with live.version() as version:
-            copy.assert_equals(version)
+        copy.catch_up_with(live)
         return True
 
     def assert_equal(self, version, expected):
         for table, held in version.tables.items():
-            for field, rows in expected[table].items():
+            for field, rows in expected.fields[table].items():
                 slot = None if field == "values" else field.removeprefix("slot.")
-                same = rows[held.start : held.stop]
-                assert rows_of(version, table, slot).tobytes() == same.tobytes(), (table, field)
+                assert_holds_rows(version, table, rows[held.start : held.stop], slot)
 
     def assert_dense_given(self, version):
         """Asserts that the dense leaves are those of one state that was given at their step."""
-        states = [
-            *self.given.get(version.dense.step, ()),
-            *getattr(self, "left", {}).get(version.dense.step, ()),
-        ]
-        found = {path: version.dense[path] for path in ("weights/whole", "weights/half")}
+        step = version.dense.step
+        states = [*self.given.get(step, ()), *getattr(self, "left", {}).get(step, ())]
         assert not states or any(
-            all(
-                np.array_equal(found[f"weights/{name}"], np.asarray(leaf))
-                for name, leaf in state["weights"].items()
-            )
+            np.array_equal(version.dense["weights/whole"], state["weights"]["whole"])
+            and np.array_equal(version.dense["weights/half"], state["weights"]["half"])
             for state in states
         )
 
@@ -220,8 +232,7 @@ TestServed.settings = settings(FollowedMachine.TestCase.settings, max_examples=8
 
 
 def test_without_soft_records_rows_and_dense_leaves_are_of_the_same_step(tmp_path):
-    with Trainer(tmp_path, dense_every=3) as trainer, opened(tmp_path, soft=False) as live:
-        trainer.save()
+    with saved(tmp_path, dense_every=3) as trainer, opened(tmp_path, soft=False) as live:
         for _ in range(7):
             trainer.log()
             live.advance()
@@ -229,49 +240,37 @@ def test_without_soft_records_rows_and_dense_leaves_are_of_the_same_step(tmp_pat
                 assert version.dense.step == version.step
 
 
-def test_shards_hold_each_row_once(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        lives = [opened(tmp_path, shard=shard, shards=3) for shard in range(3)]
+def test_shards_hold_each_row_once(trainer):
+    trainer.log()
+    lives = [opened(trainer.root, shard=shard, shards=3) for shard in range(3)]
+    for live in lives:
+        assert_shows(live, trainer)
+    for name, table in trainer.state["tables"].items():
+        asked = np.arange(-2, len(table) + 2)
+        held = np.zeros(len(asked), int)
         for live in lives:
-            assert_shows(live, trainer)
-        for name, table in trainer.state["tables"].items():
-            asked = np.arange(-2, len(table) + 2)
-            held = np.zeros(len(asked), int)
-            for live in lives:
-                with live.version() as version:
-                    values, found = version.lookup(name, asked)
-                held += found
-                assert np.array_equal(values[found], np.asarray(table)[asked[found]])
-                assert not values[~found].any()
-            assert held.tolist() == [0, 0] + [1] * len(table) + [0, 0]
+            with live.version() as version:
+                values, found = version.lookup(name, asked)
+            held += found
+            assert np.array_equal(values[found], np.asarray(table)[asked[found]])
+            assert not values[~found].any()
+        assert held.tolist() == [0, 0] + [1] * len(table) + [0, 0]
 
 
-def test_slots_are_held_only_if_they_are_asked_for(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        slots, values = (
-            opened(tmp_path, tables="users", slots="*"),
-            opened(tmp_path, tables="users"),
-        )
-        for live in (slots, values):
-            live.advance()
-        with slots.version() as version:
-            rows = rows_of(version, USERS, "accumulator")
-            assert np.array_equal(rows, trainer.state["slots"]["users"])
-        with values.version() as version:
-            with pytest.raises(OptionError, match="slots"):
-                version.lookup("users", [0], slot="accumulator")
-        assert slots.status().tables[USERS].nbytes > (values.status().tables[USERS].nbytes)
+def test_slots_are_held_only_if_they_are_asked_for(trainer):
+    trainer.log()
+    slots = opened(trainer.root, tables="users", slots="*")
+    values = opened(trainer.root, tables="users")
+    slots.advance()
+    values.advance()
+    with slots.version() as version:
+        assert_holds_rows(version, USERS, trainer.state["slots"]["users"], "accumulator")
+    with values.version() as version, pytest.raises(OptionError, match="slots"):
+        version.lookup("users", [0], slot="accumulator")
+    assert slots.status().tables[USERS].nbytes > values.status().tables[USERS].nbytes
 
 
-def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-    live = opened(tmp_path)
-    live.advance()
+def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(trainer, live):
     table = np.asarray(trainer.state["tables"]["users"])
     with live.version() as version:
         for dtype in (np.int8, np.uint8, np.int32, np.uint64):
@@ -299,12 +298,10 @@ def test_rows_are_looked_up_by_id_in_each_version(tmp_path, shards):
             if number == 6:
                 run.grow(2 * run.keys["users"].capacity)
             run.step(number, spare=40)
-            if number in (3, 4, 7):
-                saving.append(number, run.state, touched=run.touched)
-                saving.wait_appended()
-            else:
-                saving.save(number, run.state, touched=run.touched)
-                saving.wait_until_finished()
+            write = saving.append if number in (3, 4, 7) else saving.save
+            write(number, run.state, touched=run.touched)
+            saving.wait_appended()
+            saving.wait_until_finished()
             for shard in range(shards) if not lives else ():
                 live = opened(tmp_path, leaves=(), slots="key", shard=shard, shards=shards)
                 lives.append(stack.enter_context(live))
@@ -333,19 +330,12 @@ def test_ids_need_a_followed_key_column(tmp_path):
             version.rows_of("users", [1])
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"tables": "nothing"}, "'nothing' to match a table"),
-        ({"slots": "nothing"}, "'nothing' to match a slot"),
-    ],
-)
-def test_missing_tables_and_slots_are_an_error(tmp_path, options, match):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
+@pytest.mark.parametrize("option", ["table", "slot"])
+def test_missing_tables_and_slots_are_an_error(trainer, option):
+    options, match = {f"{option}s": "nothing"}, f"'nothing' to match a {option}"
     with pytest.raises(OptionError, match=match):
-        opened(tmp_path, **options).advance()
-    with opened(tmp_path, poll_secs=0.01, **options) as live:
+        opened(trainer.root, **options).advance()
+    with opened(trainer.root, poll_secs=0.01, **options) as live:
         with pytest.raises(OptionError, match=match):
             live.wait_ready(HANG_SECS)
 
@@ -359,100 +349,87 @@ def test_options_without_meaning_are_refused(tmp_path, options):
         opened(tmp_path, **options)
 
 
-def test_tables_are_followed_without_dense_leaves(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        live = opened(tmp_path, leaves=())
-        live.advance()
-        with live.version() as version:
-            assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
-            with pytest.raises(OptionError, match="dense"):
-                _ = version.dense
+def test_tables_are_followed_without_dense_leaves(trainer):
+    trainer.log()
+    live = opened(trainer.root, leaves=())
+    live.advance()
+    with live.version() as version:
+        assert_holds_rows(version, USERS, trainer.state["tables"]["users"])
+        with pytest.raises(OptionError, match="dense"):
+            _ = version.dense
 
 
-def test_a_table_that_grows_is_followed(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        copy = Copy(live)
-        assert_shows(live, trainer)
-        copy.catch_up()
-        for kind in ("tables", "slots"):
-            leaf = np.asarray(trainer.state[kind]["items"])
-            more = np.full((37, *leaf.shape[1:]), 5, leaf.dtype)
-            leaves = {
-                **trainer.state[kind],
-                "items": jax.numpy.asarray(np.concatenate([leaf, more])),
-            }
-            trainer.state = {**trainer.state, kind: leaves}
-        trainer.touched = model.new_touched(trainer.state)
-        with live.version() as before:
-            old = rows_of(before, "tables/items")
-        trainer.save()
-        assert_shows(live, trainer)
-        copy.catch_up()
-        with live.version() as version:
-            assert len(rows_of(version, "tables/items")) == len(old) + 37
-            copy.assert_equals(version)
+def test_a_table_that_grows_is_followed(trainer):
+    live = opened(trainer.root)
+    copy = Copy(live)
+    assert_shows(live, trainer)
+    copy.catch_up()
+    trainer.state = grown(trainer.state, 5)
+    trainer.touched = model.new_touched(trainer.state)
+    old = shown_rows(live, "tables/items")
+    trainer.save()
+    assert_shows(live, trainer)
+    assert len(shown_rows(live, "tables/items")) == len(old) + 37
+    copy.catch_up_with(live)
 
 
 # Concurrent readers.
 
 
-def test_an_open_version_delays_the_next_one(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path, hold_secs=HANG_SECS)
-        live.advance()
+def test_an_open_version_delays_the_next_one(trainer):
+    live = opened(trainer.root, hold_secs=HANG_SECS)
+    live.advance()
+    trainer.log()
+    advancing = threading.Thread(target=live.advance)
+    with live.version() as version:
+        before = rows_of(version, USERS)
+        advancing.start()
+        for _ in range(20):
+            time.sleep(0.005)
+            assert_holds_rows(version, USERS, before)
+        assert advancing.is_alive()
+    advancing.join()
+    assert_shows(live, trainer)
+
+
+def test_a_version_that_is_open_for_too_long_expires(trainer):
+    live = opened(trainer.root, hold_secs=0.01)
+    live.advance()
+    with live.version() as version:
+        version.lookup("users", [1])
+        dense = version.dense
         trainer.log()
-        advancing = threading.Thread(target=live.advance)
-        with live.version() as version:
-            before = rows_of(version, USERS)
-            advancing.start()
-            for _ in range(20):
-                time.sleep(0.005)
-                assert rows_of(version, USERS).tobytes() == before.tobytes()
-            assert advancing.is_alive()
-        advancing.join()
-        assert_shows(live, trainer)
-
-
-def test_a_version_that_is_open_for_too_long_expires(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path, hold_secs=0.01)
-        live.advance()
-        with live.version() as version:
+        assert live.advance()
+        with pytest.raises(VersionExpired):
             version.lookup("users", [1])
-            dense = version.dense
-            trainer.log()
-            assert live.advance()
-            with pytest.raises(VersionExpired):
-                version.lookup("users", [1])
-            assert version.dense is dense
-        assert_shows(live, trainer)
+        assert version.dense is dense
+    assert_shows(live, trainer)
+
+
+def process(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 READER = """
-    import json, sys, time
-    import numpy as np
-    from deltackpt import serving
+import json, sys, time
+import numpy as np
+from deltackpt import serving
 
-    path, rows, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    assert not {"jax", "ray", "orbax"} & {*sys.modules}
-    reader, steps, mixed, lookups = serving.attach(path), set(), 0, 0
-    rng = np.random.default_rng(rows)
-    while not steps or max(steps) < last:
-        with reader.version() as version:
-            seen = set()
-            for table in ("users", "items", "users"):
-                values, found = version.lookup(table, rng.integers(0, rows, 256))
-                seen |= set(values[:, 0].tolist())
-                lookups += 1
-            mixed += seen != {float(version.step)}
-            steps.add(version.step)
-    print(json.dumps([mixed, lookups, len(steps)]))
+path, rows, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+assert not {"jax", "ray", "orbax"} & {*sys.modules}
+reader, steps, mixed, lookups = serving.attach(path), set(), 0, 0
+rng = np.random.default_rng(rows)
+while not steps or max(steps) < last:
+    with reader.version() as version:
+        seen = set()
+        for table in ("users", "items", "users"):
+            values, found = version.lookup(table, rng.integers(0, rows, 256))
+            seen |= set(values[:, 0].tolist())
+            lookups += 1
+        mixed += seen != {float(version.step)}
+        steps.add(version.step)
+print(json.dumps([mixed, lookups, len(steps)]))
 """
 
 
@@ -474,203 +451,145 @@ def test_other_processes_never_see_a_mixed_version(tmp_path):
     root, rows, last = tmp_path / "run", 200, 40
     with Trainer(root) as trainer:
         fill(trainer, rows)
-        trainer.manager.save(trainer.step, trainer.state, touched=trainer.touched)
-        trainer.manager.wait_until_finished()
+        model.commit(trainer.manager, trainer.step, trainer.state, touched=trainer.touched)
         with opened(root, poll_secs=0.001) as live:
             live.wait_ready(HANG_SECS)
             live.share(tmp_path / "address")
-            readers = [
-                subprocess.Popen(
-                    [
-                        *(sys.executable, "-c", textwrap.dedent(READER)),
-                        *(tmp_path / "address", str(rows), str(last)),
-                    ],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for _ in range(2)
-            ]
+            readers = [process(READER, tmp_path / "address", rows, last) for _ in range(2)]
             while trainer.step < last:
                 fill(trainer, rows)
                 trainer.mark()
             for reader in readers:
-                told, _ = reader.communicate(timeout=2 * HANG_SECS)
+                out, _ = reader.communicate(timeout=2 * HANG_SECS)
                 assert reader.returncode == 0
-                mixed, lookups, steps = json.loads(told)
+                mixed, lookups, steps = json.loads(out)
                 assert mixed == 0 and lookups and steps
 
 
-def test_a_killed_reader_does_not_stop_the_follower(tmp_path):
-    root = tmp_path / "run"
-    code = """
-        import sys
-        from deltackpt import serving
-        with serving.attach(sys.argv[1]).version() as version:
-            version.lookup("users", [0])
-            print("open", flush=True)
-            sys.stdin.read()
-    """
-    with Trainer(root) as trainer:
-        trainer.save()
-        live = opened(root, hold_secs=10 * HANG_SECS)
-        live.advance()
-        live.share(tmp_path / "address")
-        reader = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code), tmp_path / "address"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert reader.stdout is not None and reader.stdout.readline() == "open\n"
-        trainer.log()
-        advancing = threading.Thread(target=live.advance, daemon=True)
-        advancing.start()
-        time.sleep(0.05)
-        assert advancing.is_alive()
-        os.kill(reader.pid, signal.SIGKILL)
-        advancing.join(HANG_SECS)
-        assert not advancing.is_alive()
-        reader.communicate()
-        assert_shows(live, trainer)
-
-
-FOLLOWER = """
-    import sys, time
-    from deltackpt import serving
-    live = serving.follow(sys.argv[1], tables="**", poll_secs=0.01)
-    live.wait_ready(60)
-    live.share(sys.argv[2])
-    print("ready", flush=True)
-    time.sleep(600)
+OPEN_READER = """
+import sys
+from deltackpt import serving
+with serving.attach(sys.argv[1]).version() as version:
+    version.lookup("users", [0])
+    print("open", flush=True)
+    sys.stdin.read()
 """
 
 
-def test_readers_outlive_a_killed_follower_and_find_the_next_one(tmp_path):
-    root, address = tmp_path / "run", tmp_path / "address"
+def test_a_killed_reader_does_not_stop_the_follower(trainer, tmp_path):
+    live = opened(trainer.root, hold_secs=10 * HANG_SECS)
+    live.advance()
+    live.share(tmp_path / "address")
+    reader = process(OPEN_READER, tmp_path / "address")
+    assert reader.stdout is not None and reader.stdout.readline() == "open\n"
+    trainer.log()
+    advancing = threading.Thread(target=live.advance, daemon=True)
+    advancing.start()
+    time.sleep(0.05)
+    assert advancing.is_alive()
+    os.kill(reader.pid, signal.SIGKILL)
+    advancing.join(HANG_SECS)
+    assert not advancing.is_alive()
+    reader.communicate()
+    assert_shows(live, trainer)
 
-    def started() -> subprocess.Popen[str]:
-        found = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(FOLLOWER), root, address],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert found.stdout is not None and found.stdout.readline() == "ready\n"
-        return found
 
+FOLLOWER = """
+import sys, time
+from deltackpt import serving
+live = serving.follow(sys.argv[1], tables="**", poll_secs=0.01)
+live.wait_ready(60)
+live.share(sys.argv[2])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_readers_outlive_a_killed_follower_and_find_the_next_one(trainer, tmp_path):
+    address = tmp_path / "address"
     reader = serving.attach(address)
     with pytest.raises(ServiceUnavailable, match="running follower"), reader.version():
         pass
-    with Trainer(root) as trainer:
-        trainer.save()
-        for _ in range(2):
-            follower = started()
-            try:
-                with reader.version() as version:
-                    assert version.step == trainer.step
-                    expected = np.asarray(trainer.state["tables"]["users"])
-                    assert np.array_equal(rows_of(version, USERS), expected)
-            finally:
-                follower.kill()
-                follower.communicate()
-            with reader.version() as version:  # Its memory is still mapped.
-                assert np.array_equal(rows_of(version, USERS), expected)
-            trainer.log()
+    for _ in range(2):
+        follower = process(FOLLOWER, trainer.root, address)
+        try:
+            assert follower.stdout is not None and follower.stdout.readline() == "ready\n"
+            with reader.version() as version:
+                assert version.step == trainer.step
+            assert np.array_equal(shown_rows(reader), trainer.state["tables"]["users"])
+        finally:
+            follower.kill()
+            follower.communicate()
+        # Its memory is still mapped.
+        assert np.array_equal(shown_rows(reader), trainer.state["tables"]["users"])
+        trainer.log()
 
 
 # Changes.
 
 
-def test_changes_are_those_rows_that_changed(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        copy = Copy(live, tables=["users"])
+def test_changes_are_those_rows_that_changed(trainer, live):
+    copy = Copy(live, tables=["users"])
+    found = copy.catch_up()
+    assert {batch.table for batch in found} == {USERS} and copy.resets
+    assert [batch.complete for batch in found] == [False] * (len(found) - 1) + [True]
+    copy.resets = 0
+    for number in range(6):
+        before = trainer.state
+        trainer.save() if number == 2 else trainer.log()
         live.advance()
-        found = copy.catch_up()
-        assert {batch.table for batch in found} == {USERS} and copy.resets
-        assert [batch.complete for batch in found] == [False] * (len(found) - 1) + [True]
-        copy.resets = 0
-        for number in range(6):
-            before = trainer.state
-            trainer.save() if number == 2 else trainer.log()
-            live.advance()
-            rows = [batch.rows for batch in copy.catch_up()]
-            found = {*np.concatenate(rows).tolist()} if rows else set()
-            assert found >= {*model.moved(before, trainer.state)["users"].tolist()}
-            assert len(found) < 100
+        found = {row for batch in copy.catch_up() for row in batch.rows.tolist()}
+        assert found >= {*model.moved(before, trainer.state)["users"].tolist()}
+        assert len(found) < 100
+    assert not copy.resets
+
+
+def test_consumers_have_positions_of_their_own_and_continue_after_them(trainer, live):
+    fast, slow = (caught_up(live, consumer=name) for name in ("fast", "slow"))
+    for _ in range(3):
+        trainer.log()
+        live.advance()
+        fast.catch_up()
+    continued = Copy(live, after=slow.position, tables_held=slow.tables)
+    for copy in (fast, continued):
+        copy.catch_up_with(live)
         assert not copy.resets
-
-
-def test_consumers_have_positions_of_their_own_and_continue_after_them(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        fast = Copy(live, consumer="fast")
-        slow = Copy(live, consumer="slow")
-        for copy in (fast, slow):
-            copy.catch_up()
-            copy.resets = 0
-        for _ in range(3):
-            trainer.log()
-            live.advance()
-            fast.catch_up()
-        continued = Copy(live, after=slow.position)
-        continued.tables = slow.tables
-        continued.catch_up()
-        with live.version() as version:
-            for copy in (fast, continued):
-                copy.assert_equals(version)
-        assert not fast.resets and not continued.resets
-        assert live.status().consumers == {"fast": 0, "slow": 3, "changes": 0}
+    assert live.status().consumers == {"fast": 0, "slow": 3, "changes": 0}
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_a_consumer_continues_after_its_position_when_the_follower_was_restarted(tmp_path, codec):
-    with Trainer(tmp_path, codec) as trainer:
-        trainer.save()
+    with saved(tmp_path, codec=codec) as trainer:
         stored: list[tuple[str, dict]] = []
         for number in range(9):
             live = opened(tmp_path)
             live.advance()
             for position, tables in stored[-4:]:
-                copy = Copy(live, after=serving.Position.parse(position))
-                copy.tables = {name: dict(rows) for name, rows in tables.items()}
-                found = copy.catch_up()
+                held = {name: dict(rows) for name, rows in tables.items()}
+                copy = Copy(live, after=serving.Position.parse(position), tables_held=held)
+                found = copy.catch_up_with(live)
                 assert not copy.resets and sum(len(batch.rows) for batch in found) < 700
-                with live.version() as version:
-                    copy.assert_equals(version)
-            whole = Copy(live)
-            whole.catch_up()
+            whole = caught_up(live)
             stored.append((str(whole.position), whole.tables))
             trainer.save() if number in (3, 5) else trainer.log()
 
 
-def test_a_position_from_which_training_did_not_continue_sends_the_tables_whole(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        trainer.log()
-        trainer.log()
-        live = opened(tmp_path)
-        live.advance()
-        copy = Copy(live)
-        copy.catch_up()
-        trainer.go_on_from(2)
-        trainer.log()
-        trainer.log()
-        restarted = opened(tmp_path)
-        restarted.advance()
-        again = Copy(restarted, after=copy.position)
-        again.tables = copy.tables
-        again.catch_up()
-        assert again.resets
-        with restarted.version() as version:
-            again.assert_equals(version)
-        # The follower that has seen the abandoned records sends what differs.
-        live.advance()
-        copy.catch_up()
-        with live.version() as version:
-            copy.assert_equals(version)
+def test_a_position_from_which_training_did_not_continue_sends_the_tables_whole(trainer):
+    trainer.log(2)
+    live = opened(trainer.root)
+    live.advance()
+    copy = caught_up(live)
+    trainer.resume_from(2)
+    trainer.log(2)
+    restarted = opened(trainer.root)
+    restarted.advance()
+    held = {name: dict(rows) for name, rows in copy.tables.items()}
+    again = Copy(restarted, after=copy.position, tables_held=held)
+    again.catch_up_with(restarted)
+    assert again.resets
+    # The follower that has seen the abandoned records sends what differs.
+    live.advance()
+    copy.catch_up_with(live)
 
 
 @pytest.mark.parametrize("text", ["", "run/1", "run/1/2+", "run/1/2+3", "a/1/2+3/b/4/5+6/c/7/8"])
@@ -679,92 +598,71 @@ def test_a_text_that_is_not_a_position_is_refused(text):
         serving.Position.parse(text)
 
 
-def test_a_consumer_that_is_too_far_behind_gets_the_whole_table_and_is_told(tmp_path):
-    with mock.patch.object(changes_module, "_MOST_INDEX_BYTES", 2000), Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        copy = Copy(live)
-        live.advance()
-        copy.catch_up()
-        copy.resets = 0
+def test_a_consumer_that_is_too_far_behind_gets_whole_tables_marked_as_resets(
+    trainer, live, monkeypatch
+):
+    monkeypatch.setattr(changes_module, "_MOST_INDEX_BYTES", 2000)
+    copy = caught_up(live)
+    trainer.log()
+    live.advance()
+    copy.catch_up()
+    assert not copy.resets
+    for _ in range(30):
         trainer.log()
         live.advance()
-        copy.catch_up()
-        assert not copy.resets
-        for _ in range(30):
+    found = copy.catch_up_with(live)
+    assert all(batch.reset for batch in found)
+    assert sum(len(batch.rows) for batch in found) == sum(
+        map(len, trainer.state["tables"].values())
+    )
+
+
+def test_batches_are_bounded_and_complete_although_versions_change_in_between(
+    trainer, live, monkeypatch
+):
+    monkeypatch.setattr(changes_module, "_PIECE_BYTES", 1000)
+    tables, completed = {}, []
+    for number, batch in enumerate(live.changes(wait_secs=0, batch_rows=50)):
+        assert len(batch.rows) <= 50 and batch.values.nbytes <= 1000
+        table = tables.setdefault(batch.table, {})
+        table.update(rows_by_index(batch.rows.tolist(), batch.values))
+        if number % 20 == 0 and trainer.step < 8:
             trainer.log()
             live.advance()
-        found = copy.catch_up()
-        assert all(batch.reset for batch in found)
-        assert sum(len(batch.rows) for batch in found) == sum(
-            len(table) for table in trainer.state["tables"].values()
-        )
-        with live.version() as version:
-            copy.assert_equals(version)
+        if batch.complete:
+            completed.append(batch.position.step)
+            for name, rows in trainer.states[batch.position.step]["tables"].items():
+                assert tables[f"tables/{name}"] == rows_by_index(range(len(rows)), rows)
+    assert completed and completed[-1] == trainer.step
 
 
-def test_batches_are_bounded_and_complete_although_versions_change_in_between(tmp_path):
-    with mock.patch.object(changes_module, "_PIECE_BYTES", 1000), Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        live.advance()
-        changes, tables = live.changes(wait_secs=0, batch_rows=50), {}
-        completed = []
-        for number, batch in enumerate(changes):
-            assert len(batch.rows) <= 50 and batch.values.nbytes <= 1000
-            table = tables.setdefault(batch.table, {})
-            table.update(zip(batch.rows.tolist(), map(np.ndarray.tobytes, batch.values)))
-            if number % 20 == 0 and trainer.step < 8:
-                trainer.log()
-                live.advance()
-            if batch.complete:
-                completed.append(batch.position)
-                state = trainer.states[batch.position.step]
-                for name, rows in state["tables"].items():
-                    expected = dict(enumerate(map(np.ndarray.tobytes, np.asarray(rows))))
-                    assert tables[f"tables/{name}"] == expected
-        assert completed and completed[-1].step == trainer.step
+def test_values_that_changed_while_they_were_copied_are_copied_again(trainer, monkeypatch):
+    live = opened(trainer.root, hold_secs=0.01)
+    live.advance()
+    real, updates = Rows.gather, [None, None]
 
+    def gather(self: Rows, *how: Any) -> Any:
+        found = real(self, *how)
+        if updates:
+            updates.pop()
+            trainer.log()
+            assert live.advance()
+        return found
 
-def test_values_that_changed_while_they_were_copied_are_copied_again(tmp_path, monkeypatch):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path, hold_secs=0.01)
-        live.advance()
-        real, updates = Rows.gather, [None, None]
-
-        def gather(self: Rows, *how: Any) -> Any:
-            found = real(self, *how)
-            if updates:
-                updates.pop()
-                trainer.log()
-                assert live.advance()
-            return found
-
-        monkeypatch.setattr(Rows, "gather", gather)
-        copy = Copy(live, batch_rows=100)
-        copy.catch_up()
-        with live.version() as version:
-            assert version.step == trainer.step and not updates
-            copy.assert_equals(version)
+    monkeypatch.setattr(Rows, "gather", gather)
+    Copy(live, batch_rows=100).catch_up_with(live)
+    assert live.status().step == trainer.step and not updates
 
 
 def test_changes_wait_for_a_version_and_end_when_the_follower_is_closed(tmp_path):
     with Trainer(tmp_path) as trainer:
         live = opened(tmp_path, poll_secs=0.01)
         found: list[ChangeBatch] = []
-
-        def consume() -> None:
-            found.extend(live.changes())
-
-        consumer = threading.Thread(target=consume)
+        consumer = threading.Thread(target=lambda: found.extend(live.changes()))
         consumer.start()
         trainer.save()
         live.wait_ready(HANG_SECS)
-        end = time.monotonic() + HANG_SECS
-        while not (found and found[-1].complete):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: found and found[-1].complete)
         live.close()
         consumer.join(HANG_SECS)
         assert not consumer.is_alive()
@@ -774,74 +672,63 @@ def test_changes_wait_for_a_version_and_end_when_the_follower_is_closed(tmp_path
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_table_on_devices_equals_each_version(tmp_path, sharded):
+def test_a_table_on_devices_equals_each_version(trainer, live, sharded):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        live = opened(tmp_path)
-        name = next(n for n in model.WIDTH if model.WIDTH[n] % 2 == 0)
-        array = None
-        for number in range(6):
-            live.advance()
-            before = array
-            found = live.on_device(name, sharding if sharded else None)
-            array = found.array
-            assert found.step == trainer.step
-            assert (
-                np.asarray(array).tobytes() == np.asarray(trainer.state["tables"][name]).tobytes()
-            )
-            if sharded:
-                assert array.sharding == sharding
-            assert before is None or before.is_deleted()
-            trainer.save() if number == 3 else trainer.log()
+    name = next(n for n in model.WIDTH if model.WIDTH[n] % 2 == 0)
+    array = None
+    for number in range(6):
+        live.advance()
+        before = array
+        found = live.on_device(name, sharding if sharded else None)
+        array = found.array
+        assert found.step == trainer.step
+        assert np.asarray(array).tobytes() == np.asarray(trainer.state["tables"][name]).tobytes()
+        assert not sharded or array.sharding == sharding
+        assert before is None or before.is_deleted()
+        trainer.save() if number == 3 else trainer.log()
 
 
 # Status.
 
 
-def test_the_status_is_served_as_a_page_as_json_and_as_metrics(tmp_path):
-    with Trainer(tmp_path) as trainer:
-        trainer.save()
-        with opened(tmp_path) as live:
-            url = live.serve_status()
-            assert url.startswith("http://127.0.0.1:")
-
-            def get(path: str) -> str:
-                with urllib.request.urlopen(url + path, timeout=HANG_SECS) as answer:
-                    return answer.read().decode()
-
-            assert json.loads(get("status.json"))["step"] is None
-            live.advance()
-            trainer.log()
-            live.advance()
-            copy = Copy(live, consumer='a "cache"')
-            with live.version() as version:
-                version.lookup("users", [1, 2, 3])
-            found = json.loads(get("status.json"))
-            assert found["step"] == trainer.step and found["problem"] is None
-            assert found["tables"][USERS]["looked_up"] == 3
-            assert found["tables"][USERS]["rows"] == model.ROWS["users"]
-            metrics = get("metrics")
-            assert f"deltackpt_serving_step {float(trainer.step)}\n" in metrics
-            assert f'deltackpt_serving_looked_up_rows_total{{table="{USERS}"}} 3.0\n' in metrics
-            assert 'deltackpt_serving_consumer_behind{consumer="a \\"cache\\""}' in metrics
-            assert "<!doctype html>" in get("")
-            with pytest.raises(urllib.error.HTTPError):
-                get("nothing")
-            del copy
-        with pytest.raises(urllib.error.URLError):
-            get("")
+def test_the_status_is_served_as_a_page_as_json_and_as_metrics(trainer):
+    with opened(trainer.root) as live:
+        url = live.serve_status()
+        assert url.startswith("http://127.0.0.1:")
+        assert json.loads(page(url + "status.json"))["step"] is None
+        live.advance()
+        trainer.log()
+        live.advance()
+        copy = Copy(live, consumer='a "cache"')
+        with live.version() as version:
+            version.lookup("users", [1, 2, 3])
+        found = json.loads(page(url + "status.json"))
+        assert found["step"] == trainer.step and found["problem"] is None
+        assert found["tables"][USERS]["looked_up"] == 3
+        assert found["tables"][USERS]["rows"] == model.ROWS["users"]
+        metrics = page(url + "metrics")
+        assert f"deltackpt_serving_step {float(trainer.step)}\n" in metrics
+        assert f'deltackpt_serving_looked_up_rows_total{{table="{USERS}"}} 3.0\n' in metrics
+        assert 'deltackpt_serving_consumer_behind{consumer="a \\"cache\\""}' in metrics
+        assert "<!doctype html>" in page(url)
+        with pytest.raises(urllib.error.HTTPError):
+            page(url + "nothing")
+        del copy
+    with pytest.raises(urllib.error.URLError):
+        page(url)
 
 
-def test_a_browser_shows_the_page_without_complaint(tmp_path):
+def page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=HANG_SECS) as answer:
+        return answer.read().decode()
+
+
+def test_a_browser_shows_the_page_without_complaint(trainer, live, tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
-    with Trainer(tmp_path / "run") as trainer:
-        trainer.save()
-    with opened(tmp_path / "run") as live:
-        live.advance()
+    with live:
         shown = subprocess.run(
             [
                 *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
@@ -858,22 +745,19 @@ def test_a_browser_shows_the_page_without_complaint(tmp_path):
         assert text in shown.stdout
 
 
-def test_the_command_line_follows_and_shares_until_it_is_told_to_end(tmp_path):
-    with Trainer(tmp_path / "run") as trainer:
-        trainer.save()
-        command = [sys.executable, "-m", "deltackpt.cli", "follow", tmp_path / "run", "--json"]
-        follower = subprocess.Popen(
-            [*command, "--tables", "**", "--share", tmp_path / "address", "--poll-secs", "0.01"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert follower.stdout is not None
-        url = json.loads("".join(iter(follower.stdout.readline, "}\n")) + "}")["url"]
-        reader = serving.attach(tmp_path / "address")
-        with reader.version() as version:
-            assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
-        with urllib.request.urlopen(f"{url}status.json", timeout=HANG_SECS) as answer:
-            assert json.loads(answer.read())["step"] == trainer.step
-        follower.send_signal(signal.SIGTERM)
-        follower.communicate(timeout=HANG_SECS)
-        assert follower.returncode == 0
+def test_the_command_line_follows_and_shares_until_it_is_terminated(trainer, tmp_path):
+    trainer.manager.close()
+    command = [sys.executable, "-m", "deltackpt.cli", "follow", trainer.root, "--json"]
+    follower = subprocess.Popen(
+        [*command, "--tables", "**", "--share", tmp_path / "address", "--poll-secs", "0.01"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    url = json.loads("".join(iter(follower.stdout.readline, "}\n")) + "}")["url"]
+    reader = serving.attach(tmp_path / "address")
+    assert np.array_equal(shown_rows(reader), trainer.state["tables"]["users"])
+    assert json.loads(page(f"{url}status.json"))["step"] == trainer.step
+    follower.send_signal(signal.SIGTERM)
+    follower.communicate(timeout=HANG_SECS)
+    assert follower.returncode == 0
