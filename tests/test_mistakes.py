@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,7 @@ from deltackpt.errors import (
     TrackingError,
 )
 
-STATE = {
-    "a": {"table": jnp.ones((4, 2))},
-    "b": {"table": jnp.ones((4, 2))},
-    "dense": jnp.ones(3),
-}
+STATE = {name: {"table": jnp.ones((4, 2))} for name in "ab"} | {"dense": jnp.ones(3)}
 TABLES = deltackpt.Tables(select="*/table")
 
 
@@ -52,35 +50,43 @@ def saved(root: Path, handlers: Any = None, **arguments: Any) -> Path:
     return root
 
 
+def stock_saved(root: Path) -> Path:
+    with ocp.CheckpointManager(root) as stock:
+        stock.save(3, args=ocp.args.StandardSave(STATE))
+    return root
+
+
+@contextlib.contextmanager
+def refused_unchanged(folder: Path, match: str) -> Iterator[None]:
+    """A directory is refused, without advice about backups, and nothing in it changes."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ForeignDirectory, match=match) as caught:
+        yield
+    assert "backup" not in str(caught.value)
+    assert sorted(folder.rglob("*")) == before
+
+
 # Directories.
 
 
 def test_an_error_for_another_item_name_names_the_one_in_the_step(tmp_path):
     root = saved(tmp_path / "root", {"words": TABLES})
-    before = sorted(root.rglob("*"))
     match = r"found deltackpt's under the name 'words'; pass the manager handlers=\{'words': Tables"
-    with pytest.raises(ForeignDirectory, match=match):
+    with refused_unchanged(root, match):
         manager(root)
     with manager(root, access="read") as reader:
-        for call in (lambda: reader.restore_latest(STATE), lambda: reader.restore(1)):
-            with pytest.raises(ForeignDirectory, match=match) as caught:
-                call()
-            assert "backup" not in str(caught.value)
-    assert sorted(root.rglob("*")) == before
+        with refused_unchanged(root, match):
+            reader.restore_latest(STATE)
+        with refused_unchanged(root, match):
+            reader.restore(1)
 
 
 @pytest.mark.parametrize("access", ["write", "read"])
 def test_an_error_for_steps_of_stock_orbax_suggests_import(tmp_path, access):
-    root = tmp_path / "stock"
-    with ocp.CheckpointManager(root) as stock:
-        stock.save(3, args=ocp.args.StandardSave(STATE))
-    before = sorted(root.rglob("*"))
+    root = stock_saved(tmp_path / "stock")
     match = rf"3: .* stock Orbax with the items \['default'\]; .*'deltackpt import {root} NEW_DIR"
-    with pytest.raises(ForeignDirectory, match=match) as caught:
-        with manager(root, access=access) as reader:
-            reader.restore_latest(STATE)
-    assert "backup" not in str(caught.value)
-    assert sorted(root.rglob("*")) == before
+    with refused_unchanged(root, match), manager(root, access=access) as reader:
+        reader.restore_latest(STATE)
     interchange.import_orbax(root, tmp_path / "new", tables=TABLES)
     with manager(tmp_path / "new") as saver:
         assert saver.restore_latest(STATE).step == 3
@@ -89,17 +95,13 @@ def test_an_error_for_steps_of_stock_orbax_suggests_import(tmp_path, access):
 def test_a_checkpoint_of_stock_orbax_is_not_a_directory_of_steps(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "old", STATE)
     v1.save(tmp_path / "new", STATE)
-    before = sorted(tmp_path.rglob("*"))
     for name in ("old", "new"):
-        with pytest.raises(ForeignDirectory, match=f"stock Orbax.*deltackpt import .*{name}"):
+        with refused_unchanged(tmp_path, f"stock Orbax.*deltackpt import .*{name}"):
             manager(tmp_path / name)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_step_of_stock_orbax_among_ours_is_skipped_with_a_warning(tmp_path):
-    root = saved(tmp_path / "root")
-    with ocp.CheckpointManager(root) as stock:
-        stock.save(3, args=ocp.args.StandardSave(STATE))
+    root = stock_saved(saved(tmp_path / "root"))
     with manager(root, access="read") as reader:
         with pytest.warns(UserWarning, match=r"step 3 is skipped: .*stock Orbax"):
             found = reader.restore_latest(STATE)
@@ -226,8 +228,7 @@ def test_items_that_no_handler_restores_are_refused(tmp_path):
         for items, match in refused:
             with pytest.raises(OptionError, match=match):
                 saver.restore_latest(STATE, items=items)
-        taken: Any = (ocp.args.JsonRestore(), None)
-        for args in taken:
+        for args in (ocp.args.JsonRestore(), None):
             assert saver.restore(1, STATE, items={"json": args}).items == {"json": {"a": 1}}
 
 
@@ -272,30 +273,24 @@ def test_values_changed_in_place_after_save_are_saved_as_they_were(tmp_path, row
     everything = (state, standard, tree, array)
     with manager(tmp_path, handlers) as saver:
         for step in (1, 2):  # A base and a delta of all rows.
-            saver.save(
-                step,
-                state,
-                touched=marks,
-                items={
-                    "standard": ocp.args.StandardSave(standard),
-                    "tree": ocp.args.PyTreeSave(tree),
-                    "array": ocp.args.ArraySave(array),
-                },
-            )
+            items = {
+                "standard": ocp.args.StandardSave(standard),
+                "tree": ocp.args.PyTreeSave(tree),
+                "array": ocp.args.ArraySave(array),
+            }
+            saver.save(step, state, touched=marks, items=items)
             for leaf in jax.tree.leaves(everything):
                 leaf[...] = 7
             for changed in (state, standard, tree):
                 changed["list"].append(np.ones(1))
                 changed["more"] = np.ones(1)
             saver.wait_until_finished()
-            found = saver.restore(
-                step,
-                items={
-                    "standard": ocp.args.StandardRestore(),
-                    "tree": ocp.args.PyTreeRestore(),
-                    "array": ocp.args.ArrayRestore(),
-                },
-            )
+            items = {
+                "standard": ocp.args.StandardRestore(),
+                "tree": ocp.args.PyTreeRestore(),
+                "array": ocp.args.ArrayRestore(),
+            }
+            found = saver.restore(step, items=items)
             leaves = jax.tree.leaves((found.state, found.items))
             assert len(leaves) == 2 + 3 * 3 + 1
             assert all((np.asarray(leaf) == 1).all() for leaf in leaves)
@@ -379,10 +374,8 @@ def test_slots_that_are_saved_by_rows_or_small_cause_no_warning(tmp_path, slots,
 @pytest.mark.parametrize("handlers", [None, {"embeddings": deltackpt.Tables(select=())}])
 def test_a_state_without_tables_is_saved_and_restored(tmp_path, handlers, deltas):
     state = {"w": jnp.arange(1000.0), "b": jnp.zeros(3), "none": None}
-    options = deltackpt.ManagerOptions(
-        dense=deltackpt.Dense(deltas=deltas),
-        wal=deltackpt.WalOptions(),
-    )
+    dense = deltackpt.Dense(deltas=deltas)
+    options = deltackpt.ManagerOptions(dense=dense, wal=deltackpt.WalOptions())
     kinds = []
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as saver:
         for step in range(3):

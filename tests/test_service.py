@@ -137,6 +137,41 @@ def assert_from_storage(found: Any, state: dict, problem: type[Exception] | None
     assert_same(found.state, state)
 
 
+def saved_run(directory: Path, **arguments: Any) -> Trainer:
+    """A closed trainer that saved one step."""
+    with Trainer(directory / "root", **arguments) as trainer:
+        trainer.save()
+    return trainer
+
+
+@contextlib.contextmanager
+def served(directory: Path, **options: Any) -> Iterator[tuple[Trainer, RestoreService]]:
+    """An open trainer that saved one step, and a service of its directory."""
+    with Trainer(directory / "root") as trainer:
+        trainer.save()
+        yield trainer, started(trainer.root, **options)
+
+
+def served_from_memory(directory: Path, **options: Any) -> tuple[Trainer, RestoreService]:
+    """A closed trainer, and the service that alone has its arrays; ``whole`` is a copy."""
+    trainer = saved_run(directory)
+    shutil.copytree(trainer.root, directory / "whole")
+    found = started(trainer.root, **options)
+    remove_arrays(trainer.root)
+    return trainer, found
+
+
+def assert_served(trainer: Trainer, **options: Any) -> None:
+    """The service restores what its trainer saved last."""
+    assert_from_service(restored(trainer.root, trainer.state, **options), trainer.state)
+
+
+def remove_all_but_manifests(step: Path) -> None:
+    for path in step.rglob("*"):
+        if path.is_file() and not path.name.startswith("manifest."):
+            path.unlink()
+
+
 @contextlib.contextmanager
 def on_another_machine(every: int = 1) -> Iterator[list]:
     """Makes every n-th replica appear to be on another machine."""
@@ -250,9 +285,7 @@ def held_points(standing: RestoreService) -> set[int | None]:
 
 def test_arrays_in_one_replica_are_mapped_and_not_copied(cluster, tmp_path):
     # Eight device shards on four service shards: every box is in one replica.
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        started(trainer.root, shards=4)
+    with served(tmp_path, shards=4) as (trainer, _):
         wanted = template(trainer.state, (8, 1), P("x"), P("x"))
         with mock.patch.object(replica_reads, "_put") as copied:
             found = restored(trainer.root, wanted)
@@ -293,9 +326,7 @@ def test_real_processes_are_filled_from_memory(cluster, tmp_path):
 
 def test_a_restored_state_stays_when_the_service_advances(cluster, tmp_path):
     """And changes to it do not affect the service."""
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        found = started(trainer.root, shards=1)
+    with served(tmp_path, shards=1) as (trainer, found):
         first = trainer.states[1]
         placed = template(first, (1, 1), P(), P())
         kept = [restored(trainer.root, wanted) for wanted in (first, placed, None)]
@@ -332,10 +363,8 @@ def test_grown_tables_keep_the_rows_of_the_template(standing):
 
 
 def test_an_explicit_service_is_used_and_one_of_another_directory_rejected(standing, tmp_path):
-    assert_from_service(
-        restored(standing.root, standing.state, service=service.connect(standing.root)),
-        standing.state,
-    )
+    found = restored(standing.root, standing.state, service=service.connect(standing.root))
+    assert_from_service(found, standing.state)
     found = restored(standing.whole, standing.state, service=standing.service)
     assert_from_storage(found, standing.state, ServiceMismatch)
     assert "another directory" in str(found.service_error)
@@ -379,8 +408,7 @@ def test_a_replica_of_another_version_is_rejected(standing):
 
 
 def test_a_version_mismatch_falls_back_to_storage(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
+    trainer = saved_run(tmp_path)
     started(trainer.root, shards=1)
     with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
         found = restored(trainer.root, trainer.state)
@@ -389,8 +417,7 @@ def test_a_version_mismatch_falls_back_to_storage(cluster, tmp_path):
 
 
 def test_too_little_memory_is_reported_and_storage_still_works(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
+    trainer = saved_run(tmp_path)
     found = service.start(trainer.root, options=ServiceOptions(memory_bytes=1 << 20, shards=2))
     with pytest.raises(TooLittleMemory, match="found 1,048,576; start the service with more"):
         found.wait_ready(timeout_secs=HANG_SECS)
@@ -426,33 +453,33 @@ except {error} as error:
 
 def run_alone(tmp_path: Path, before: str, error: str) -> str:
     code = _STATE.format(before=before, root=str(tmp_path / "root"), error=error)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECS,
-    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_without_ray_the_extra_is_named_and_storage_works(tmp_path):
-    said = run_alone(tmp_path, 'sys.modules["ray"] = None', "MissingExtra")
-    assert said.startswith("True") and "pip install 'deltackpt[ray]'" in said
+_QUIET = 'with warnings.catch_warnings():\n    warnings.simplefilter("ignore")\n    import ray'
 
 
-def test_a_process_that_is_not_connected_restores_from_storage(tmp_path):
-    before = 'with warnings.catch_warnings():\n    warnings.simplefilter("ignore")\n    import ray'
-    said = run_alone(tmp_path, before, "ServiceUnavailable")
-    assert said.startswith("False") and "ray.init() was not called" in said
+@pytest.mark.parametrize(
+    ("before", "error", "named"),
+    [
+        ('sys.modules["ray"] = None', "MissingExtra", "pip install 'deltackpt[ray]'"),
+        (_QUIET, "ServiceUnavailable", "ray.init() was not called"),
+    ],
+    ids=["without ray", "not connected"],
+)
+def test_a_process_without_a_cluster_restores_from_storage(tmp_path, before, error, named):
+    printed = run_alone(tmp_path, before, error)
+    assert printed.startswith(str(error == "MissingExtra")) and named in printed
 
 
 # Starting and stopping.
 
 
 def test_start_is_idempotent_and_rejects_invalid_options(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
+    trainer = saved_run(tmp_path)
     found = started(trainer.root, shards=2)
     before = sorted(pids(found.status()))
     for options in (ServiceOptions(shards=2), ServiceOptions(), None):
@@ -470,7 +497,7 @@ def test_start_is_idempotent_and_rejects_invalid_options(cluster, tmp_path):
     assert service.stop(trainer.root) == 0
     assert_from_storage(restored(trainer.root, trainer.state), trainer.state, None)
     started(trainer.root, shards=3)
-    assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+    assert_served(trainer)
 
 
 def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_path):
@@ -484,17 +511,14 @@ def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_p
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         found.wait_ready(1, HANG_SECS)
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
 
 
 def test_status_describes_each_replica(standing):
     status = standing.service.status(HANG_SECS)
     assert (status.step, status.newest_step, status.compactor) == (3, 3, None)
-    assert [(one.replica.shard, one.replica.shards) for one in status.replicas] == [
-        (0, 3),
-        (1, 3),
-        (2, 3),
-    ]
+    shards = [(one.replica.shard, one.replica.shards) for one in status.replicas]
+    assert shards == [(0, 3), (1, 3), (2, 3)]
     assert len({one.found.node for one in status.replicas}) == 3
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(standing.state))
     held = sum(one.found.nbytes for one in status.replicas)
@@ -540,7 +564,7 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
         for _ in range(3):
             trainer.save()
             found.wait_ready(trainer.step, HANG_SECS)
-            assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+            assert_served(trainer)
             stored_ = restored(trainer.root, trainer.state, service=None)
             assert {*stored_.source} == {"directory"}
             assert_same(stored_.state, trainer.state)
@@ -551,9 +575,7 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
 
 
 def test_killed_actors_restart_and_are_the_source_again(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        found = started(trainer.root, shards=2)
+    with served(tmp_path, shards=2) as (trainer, found):
         for _ in range(3):
             before = pids(found.status())
             for pid in before:
@@ -563,23 +585,18 @@ def test_killed_actors_restart_and_are_the_source_again(cluster, tmp_path):
             assert_same(restored(trainer.root, trainer.state, secs=2).state, trainer.state)
             found.wait_ready(trainer.step, HANG_SECS)
             assert not {*pids(found.status())} & {*before}
-            assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+            assert_served(trainer)
 
 
 def test_another_replica_replaces_a_killed_actor(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-    shutil.copytree(trainer.root, tmp_path / "whole")
-    found = started(trainer.root, shards=2, replicas=2)
+    trainer, found = served_from_memory(tmp_path, shards=2, replicas=2)
     status = found.status()
     assert len({(one.replica.shard, one.found.node) for one in status.replicas}) == 4
-    # Only the replicas have the rows.
-    remove_arrays(trainer.root)
     for replica in (0, 1):
         for one in status.replicas:
             if one.replica.index == replica:
                 os.kill(one.found.pid, signal.SIGKILL)
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
         shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
         found.wait_ready(timeout_secs=HANG_SECS)
         status = found.status()
@@ -587,29 +604,24 @@ def test_another_replica_replaces_a_killed_actor(cluster, tmp_path):
 
 
 def test_replicas_of_a_killed_node_restart_elsewhere(cluster, standing, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-    shutil.copytree(trainer.root, tmp_path / "whole")
-    found = started(trainer.root, replicas=2)
-    remove_arrays(trainer.root)
+    trainer, found = served_from_memory(tmp_path, replicas=2)
     [victim, *_] = cluster.worker_nodes
     gone = [one for one in found.status().replicas if one.found.node == victim.node_id]
     assert len(gone) == 2
     cluster.remove_node(victim, allow_graceful=False)
     try:
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
         shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
         wait_until(lambda: elsewhere(found, victim.node_id), "its replicas come back on others")
         found.wait_ready(timeout_secs=HANG_SECS)
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
     finally:
         ray_nodes.add_node(cluster)
         standing.renew(victim.node_id)
 
 
 def test_the_service_outlives_the_driver_that_started_it(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
+    trainer = saved_run(tmp_path)
     code = (
         "import ray, deltackpt.service as service\n"
         f"ray.init(address={cluster.address!r}, log_to_driver=False)\n"
@@ -620,13 +632,11 @@ def test_the_service_outlives_the_driver_that_started_it(cluster, tmp_path):
     assert driver.returncode == 1, driver.stderr.decode()
     service.connect(trainer.root).wait_ready(timeout_secs=HANG_SECS)
     remove_arrays(trainer.root)
-    assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+    assert_served(trainer)
 
 
 def test_replicas_that_do_not_answer_are_waited_for_until_the_timeout(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        found = started(trainer.root, shards=2)
+    with served(tmp_path, shards=2) as (trainer, found):
         stopped = pids(found.status())
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
@@ -643,18 +653,15 @@ def test_replicas_that_do_not_answer_are_waited_for_until_the_timeout(cluster, t
                 os.kill(pid, signal.SIGCONT)
         found.wait_ready(2, HANG_SECS)
         assert sorted(pids(found.status())) == sorted(stopped)
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
 
 
 def test_one_of_two_replicas_that_does_not_answer_is_replaced_in_time(cluster, tmp_path):
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-    found = started(trainer.root, shards=1, replicas=2)
-    remove_arrays(trainer.root)
+    trainer, found = served_from_memory(tmp_path, shards=1, replicas=2)
     for one in found.status().replicas:
         os.kill(one.found.pid, signal.SIGSTOP)
         try:
-            assert_from_service(restored(trainer.root, trainer.state, secs=6), trainer.state)
+            assert_served(trainer, secs=6)
         finally:
             os.kill(one.found.pid, signal.SIGCONT)
         wait_until(lambda: len(pids(found.status())) == 2, "both answer again")
@@ -662,10 +669,7 @@ def test_one_of_two_replicas_that_does_not_answer_is_replaced_in_time(cluster, t
 
 def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(cluster, tmp_path):
     """Nothing remains of the first replica's data."""
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-    replicas = started(trainer.root, shards=1, replicas=2)
-    remove_arrays(trainer.root)
+    trainer, replicas = served_from_memory(tmp_path, shards=1, replicas=2)
     check, lost = replica_reads._Pin.check, []
 
     def lose_first(pin):
@@ -715,9 +719,7 @@ def test_a_reader_may_write_to_its_mapping(standing):
 
 def test_training_donates_the_mapping_while_the_service_advances(cluster, tmp_path):
     """Pages that training writes become private; the replica copies its state, and only once."""
-    with Trainer(tmp_path / "root") as trainer:
-        trainer.save()
-        replicas = started(trainer.root, shards=1)
+    with served(tmp_path, shards=1) as (trainer, replicas):
         [pid] = pids(replicas.status())
         first = trainer.states[1]
         found = restored(trainer.root, template(first, (1, 1), P(), P()))
@@ -749,9 +751,7 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save(items={"progress": ocp.args.JsonSave({"epoch": 3})})
         started(trainer.root)
-        for path in (trainer.root / "1").rglob("*"):
-            if path.is_file() and not path.name.startswith("manifest."):
-                path.unlink()
+        remove_all_but_manifests(trainer.root / "1")
         items = {"progress": ocp.args.JsonRestore()}
         place = tmp_path / "memory"  # Only this test uses it.
         place.mkdir()
@@ -779,9 +779,7 @@ def test_dense_leaves_in_blocks_come_from_memory(cluster, tmp_path):
             save()
             wait_until(lambda: replicas.status().step == trainer.step, "it follows")
         expected = restored(trainer.root, trainer.state, service=None).state
-        for path in (trainer.root / "3").rglob("*"):
-            if path.is_file() and not path.name.startswith("manifest."):
-                path.unlink()
+        remove_all_but_manifests(trainer.root / "3")
         for machine in (contextlib.nullcontext(), on_another_machine()):
             with machine:
                 found = restored(trainer.root, trainer.state)
@@ -825,16 +823,11 @@ class Filler:
 
 
 def test_restores_work_with_a_full_object_store(cluster, tmp_path):
-    with Trainer(tmp_path / "root", {"a": 80_000}) as trainer:
-        trainer.save()
+    trainer = saved_run(tmp_path, rows={"a": 80_000})
     started(trainer.root)
-    fillers = [
-        Filler.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    fillers = [Filler.options(scheduling_strategy=one).remote() for one in strategies]
     try:
         full = ray.get([filler.fill.remote() for filler in fillers], timeout=HANG_SECS)
         assert all(count * (4 << 20) > ray_nodes.STORE_BYTES / 2 for count in full), full
@@ -844,7 +837,7 @@ def test_restores_work_with_a_full_object_store(cluster, tmp_path):
         assert fetched
         assert_same(found.state, trainer.state)
         # Reads from local memory need no object store.
-        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        assert_served(trainer)
     finally:
         for filler in fillers:
             ray.kill(filler)
@@ -915,8 +908,7 @@ def test_bytes_through_the_driver_do_not_grow_with_the_tables(cluster, tmp_path)
     real_serialize, real_deserialize = context.serialize, context.deserialize_objects
     through = []
     for rows in (2_000, 20_000, 200_000):
-        with Trainer(tmp_path / str(rows), {"a": rows}) as trainer:
-            trainer.save()
+        trainer = saved_run(tmp_path / str(rows), rows={"a": rows})
         sizes.clear()
         with (
             mock.patch.object(context, "serialize", serialize),
