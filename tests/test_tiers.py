@@ -7,10 +7,10 @@ import contextlib
 import itertools
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import servers
+from damages import damage
 from machine import free_port
 
 import deltackpt
@@ -100,6 +101,45 @@ class Node:
     def save(self, manager: deltackpt.CheckpointManager, step: int, **more: Any):
         self.train(step)
         return manager.save(step, self.state, touched=self.touched, **more)
+
+    def saves(
+        self, manager: deltackpt.CheckpointManager, *steps: int, bases: Any = (), **more: Any
+    ) -> None:
+        """Saves steps and waits for them."""
+        for step in steps:
+            self.save(manager, step, force_base=step in bases, **more)
+        manager.wait_until_finished()
+
+    def run(self, *steps: int, bases: Any = (), start: int | None = None, **options: Any) -> None:
+        """A run of its own: resumes from ``start`` or the newest step, then saves steps."""
+        with self.manager(**options) as manager:
+            if manager.all_steps():
+                self.restore(manager, start)
+            self.saves(manager, *steps, bases=bases)
+
+    def staged_run(self, *steps: int, **options: Any) -> None:
+        """A run whose saves are staged and not uploaded."""
+        with pytest.MonkeyPatch.context() as patch:
+            without_promoter(patch)
+            self.run(*steps, wait_for="staging", **options)
+
+    def resumed(
+        self,
+        step: int,
+        steps: list[int] | None = None,
+        *,
+        like: Node | None = None,
+        **options: Any,
+    ) -> Any:
+        """A new manager restores ``step``, the newest of ``steps``, bit for bit."""
+        expected = (like or self).held()
+        self.begin(99)
+        with self.manager(**options) as manager:
+            found = self.restore(manager)
+            assert found.step == step
+            assert same(self.held(), expected)
+            assert steps is None or sorted(manager.all_steps()) == steps
+        return found
 
     def restore(self, manager: deltackpt.CheckpointManager, step: int | None = None):
         template = jax.eval_shape(lambda: self.state)
@@ -193,9 +233,8 @@ def breakable(tmp_path) -> Iterator[Breakable]:
 # ---- uploads
 
 
-def test_an_empty_node_resumes_bit_for_bit(server, tmp_path):
-    made = nodes(server, tmp_path)
-    first, second = next(made), next(made)
+def resume_on_empty_nodes(first: Node, second: Node, third: Node) -> dict[int, dict]:
+    """Trains on two nodes and restores all steps on a third; returns the states of the steps."""
     expected = {}
     with first.manager() as manager:
         for step in range(4):
@@ -211,29 +250,28 @@ def test_an_empty_node_resumes_bit_for_bit(server, tmp_path):
         assert second.save(manager, 4).kind == "delta"
         expected[4] = second.held()
     assert second.root() == [0, 1, 2, 3, 4]
-    with next(made).manager() as manager:
+    with third.manager() as manager:
         for step, held in expected.items():
-            third = Node(first.url, first.endpoint, tmp_path)
             third.restore(manager, step)
             assert same(third.held(), held), step
-    assert verify_root(first.url, endpoint=server.endpoint).intact
+    assert verify_root(first.url, endpoint=first.endpoint).intact
+    return expected
+
+
+def test_an_empty_node_resumes_bit_for_bit(server, tmp_path):
+    resume_on_empty_nodes(*itertools.islice(nodes(server, tmp_path), 3))
 
 
 def test_each_save_is_uploaded_and_reported_once(node):
     one = node()
     with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1, 2)
         number = Journal(open_at(one)).state().entry.number
-        told = one.events.of(UploadEvent)
-        assert [event.step for event in told] == [0, 1, 2]
-        assert all(event.bytes_sent > 0 and event.objects > 2 for event in told)
-        assert told[-1].waiting == 0
-    with one.manager() as manager:
-        assert manager.all_steps() == [0, 1, 2]
-        one.restore(manager)
-        manager.wait_until_finished()
+        reported = one.events.of(UploadEvent)
+        assert [event.step for event in reported] == [0, 1, 2]
+        assert all(event.bytes_sent > 0 and event.objects > 2 for event in reported)
+        assert reported[-1].waiting == 0
+    one.resumed(2, [0, 1, 2])
     # A claim, the record that it has started, and nothing else.
     assert Journal(open_at(one)).state().entry.number == number + 2
 
@@ -242,8 +280,7 @@ def test_each_save_is_uploaded_and_reported_once(node):
 def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first):
     one = node()
     with contextlib.suppress(FencedError), one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         store = open_at(one).store
         eventually(lambda: any("copy" in key for key in store.keys("journal")), "no copy is put")
         store.delete(store.keys(""))
@@ -257,15 +294,12 @@ def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first
 def test_wait_rewrites_a_lost_entry(node):
     one = node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
-        journal = Journal(open_at(one))
-        at = open_at(one) / entry_name(journal.state().entry.number)
+        one.saves(manager, 0)
+        at = open_at(one) / entry_name(Journal(open_at(one)).state().entry.number)
         at.store.put(at.key, b"lost")
         manager.wait_until_finished()
         assert sorted(JournalView(open_at(one)).state().steps) == [0]
-        one.save(manager, 1)
-        manager.wait_until_finished()
+        one.saves(manager, 1)
     assert one.root() == [0, 1]
 
 
@@ -309,17 +343,14 @@ def test_a_reader_follows_the_root(node):
     with pytest.raises(StorageError, match="expected a journal in journal/, found none"):
         reader.manager(access="read")
     with one.manager() as manager, contextlib.ExitStack() as readers:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         reading = readers.enter_context(reader.manager(access="read"))
         assert reading.latest_step() == 0
-        one.save(manager, 1)
-        manager.wait_until_finished()
+        one.saves(manager, 1)
         assert reading.latest_step() == 1
         assert reader.restore(reading).step == 1
         assert same(reader.held(), one.held())
-        one.save(manager, 2)
-        manager.wait_until_finished()
+        one.saves(manager, 2)
         # The reader has not listed it.
         assert reader.restore(reading, 2).step == 2
         with pytest.raises(OptionError, match="can write"):
@@ -341,37 +372,30 @@ def test_the_default_staging_directory_is_in_the_users_cache(node, tmp_path, mon
 
 
 def test_an_outage_delays_uploads_and_fails_no_save(breakable, tmp_path):
-    one = next(nodes(breakable.server, tmp_path))
+    one, other = itertools.islice(nodes(breakable.server, tmp_path), 2)
     with one.manager(timeouts=Timeouts(store_secs=2.0), wait_for="staging") as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         eventually(lambda: one.root() == [0], "the first save came to the root")
         breakable.end()
-        for step in range(1, 4):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 1, 2, 3)
 
-        def told() -> bool:
+        def reported() -> bool:
             manager.check_for_errors()
             manager.wait_until_finished()
-            return bool([event for event in one.events.of(FailureEvent)])
+            return bool(one.events.of(FailureEvent))
 
-        eventually(told, "the outage is told")
+        eventually(reported, "the outage is reported")
         [failure] = one.events.of(FailureEvent)
         assert (failure.operation, failure.step) == ("upload", None)
         assert manager.all_steps() == [0, 1, 2, 3]
         breakable.start()
         eventually(lambda: one.root() == [0, 1, 2, 3], "all saves came to the root")
-    other = Node(one.url, one.endpoint, tmp_path / "other")
-    with other.manager() as manager:
-        assert other.restore(manager).step == 3
-        assert same(other.held(), one.held())
+    other.resumed(3, like=one)
 
 
 def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
-    with one.manager() as manager:
-        one.save(manager, 0)
+    one.run(0)
     manager = one.manager(timeouts=Timeouts(close_secs=1.0, store_secs=1.0))
     one.restore(manager)
     breakable.end()
@@ -401,37 +425,31 @@ def test_a_full_staging_directory_makes_the_next_save_wait(breakable, tmp_path):
         assert manager.all_steps() == [0]
         breakable.start()
         eventually(lambda: not manager.is_saving_in_progress(), "there is room")
-        one.save(manager, 2)
-        manager.wait_until_finished()
+        one.saves(manager, 2)
         assert manager.all_steps() == [0, 1, 2]
-        told = {event.step: event.room_secs for event in one.events.of(events.SaveEvent)}
-        assert told[1] > limits.save_secs
+        waited = {event.step: event.room_secs for event in one.events.of(events.SaveEvent)}
+        assert waited[1] > limits.save_secs
     eventually(lambda: one.root() == [0, 1, 2], "all saves came to the root")
 
 
 def test_a_save_larger_than_the_staging_limit_is_staged_alone(node):
     one = node()
-    with one.manager(max_staging_bytes=100) as manager:
-        with pytest.warns(UserWarning, match="exceeds Tiers.max_staging_bytes"):
-            one.save(manager, 0)
-            one.save(manager, 1)
-            manager.wait_until_finished()
-        assert one.root() == [0, 1]
+    with pytest.warns(UserWarning, match="exceeds Tiers.max_staging_bytes"):
+        one.run(0, 1, max_staging_bytes=100)
+    assert one.root() == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_closing_ends_the_wait_for_space(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     limits = Timeouts(close_secs=1.0, store_secs=1.0)
     manager = one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        breakable.end()
-        one.save(manager, 0)
-        with contextlib.suppress(WaitTimeout):
-            manager.wait_until_finished()
-        one.save(manager, 1)
-        with pytest.raises(WaitTimeout):
-            manager.close()
+    breakable.end()
+    with contextlib.suppress(WaitTimeout):
+        one.saves(manager, 0)
+    one.save(manager, 1)
+    with pytest.raises(WaitTimeout):
+        manager.close()
     with pytest.raises(ClosedError):
         one.save(manager, 2)
     assert one.local() == [0]
@@ -458,47 +476,30 @@ def staged(manager: deltackpt.CheckpointManager) -> StagedRoot:
     return found
 
 
-def test_the_next_start_uploads_what_a_killed_node_left(node, monkeypatch):
+def test_the_next_start_uploads_what_a_killed_node_left(node):
     one = node()
-    with monkeypatch.context() as patch:
-        without_promoter(patch)
-        manager = one.manager(wait_for="staging")
-        for step in range(3):
-            one.save(manager, step)
-        manager.close()
+    one.staged_run(0, 1, 2)
     assert one.local() == [0, 1, 2]
-    expected = one.held()
-    with one.manager() as manager:
-        assert manager.latest_step() == 2
-        one.restore(manager)
-        assert same(one.held(), expected)
-        manager.wait_until_finished()
-        assert one.root() == [0, 1, 2]
+    one.resumed(2)
+    assert one.root() == [0, 1, 2]
 
 
-def test_staged_steps_that_another_run_superseded_are_moved_aside(node, monkeypatch):
+def test_staged_steps_that_another_run_superseded_are_moved_aside(node):
     one, other = node(), node()
-    with one.manager() as manager:
-        one.save(manager, 0)
-    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
-        without_promoter(patch)
-        one.restore(manager)
-        one.save(manager, 1)
-        one.save(manager, 2)
+    one.run(0)
+    one.staged_run(1, 2)
     assert (one.local(), one.root()) == ([0, 1, 2], [0])
     with other.manager() as manager:
         assert other.restore(manager).step == 0
         other.begin(5)
         other.restore(manager, 0)
-        other.save(manager, 1)
-        other.save(manager, 3)
-    expected = other.held()
+        other.saves(manager, 1, 3)
     with pytest.warns(UserWarning, match=r"steps \[1, 2\], which are not at .* were moved to"):
         manager = one.manager()
     with manager:
         assert manager.all_steps() == [0, 1, 3]
         one.restore(manager)
-        assert same(one.held(), expected)
+        assert same(one.held(), other.held())
         assert one.save(manager, 4).kind == "delta"
         manager.wait_until_finished()
     assert one.root() == [0, 1, 3, 4]
@@ -506,13 +507,9 @@ def test_staged_steps_that_another_run_superseded_are_moved_aside(node, monkeypa
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
 
 
-def test_a_claim_that_never_trained_makes_no_save_stale(node, monkeypatch):
+def test_a_claim_that_never_trained_makes_no_save_stale(node):
     one, other = node(), node()
-    with monkeypatch.context() as patch:
-        without_promoter(patch)
-        with one.manager(wait_for="staging") as manager:
-            one.save(manager, 0)
-            one.save(manager, 1)
+    one.staged_run(0, 1)
     with other.manager() as manager:
         assert manager.all_steps() == []
     with one.manager() as manager:
@@ -523,8 +520,7 @@ def test_a_claim_that_never_trained_makes_no_save_stale(node, monkeypatch):
 def test_a_trainer_that_lost_the_root_is_fenced(node):
     one, other = node(), node()
     first = one.manager()
-    one.save(first, 0)
-    first.wait_until_finished()
+    one.saves(first, 0)
     with other.manager() as second:
         other.restore(second)
         with pytest.raises(FencedError):
@@ -537,14 +533,9 @@ def test_a_trainer_that_lost_the_root_is_fenced(node):
         with pytest.raises(FencedError):
             first.close()
         assert other.root() == [0]
-        other.save(second, 1)
-        second.wait_until_finished()
+        other.saves(second, 1)
         assert other.root() == [0, 1]
-        expected = other.held()
-    third = node()
-    with third.manager() as manager:
-        third.restore(manager)
-        assert same(third.held(), expected)
+    node().resumed(1, like=other)
 
 
 def test_the_later_of_two_managers_in_a_process_holds_the_root(node):
@@ -565,32 +556,22 @@ def test_the_later_of_two_managers_in_a_process_holds_the_root(node):
 
 def test_rolled_back_steps_are_not_at_the_root(node):
     one, other = node(), node()
-    held = {}
     with one.manager() as manager:
-        for step in range(4):
-            one.save(manager, step)
-            held[step] = one.held()
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1, 2, 3)
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match=r"later steps \[2, 3\]"):
             one.save(manager, 2)
         assert manager.all_steps()[:2] == [0, 1]
-        held[2] = one.held()
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 1, 2] == one.root()
     with other.manager() as manager:
         # Nothing is staged here.
         other.restore(manager, 0)
         with pytest.warns(UserWarning, match=r"later steps \[1, 2\] are rolled back"):
-            other.save(manager, 1)
-        manager.wait_until_finished()
+            other.saves(manager, 1)
         assert manager.all_steps() == [0, 1]
-        held[1] = other.held()
     assert other.root() == [0, 1]
-    with node().manager() as manager:
-        assert manager.all_steps() == [0, 1]
-        one.restore(manager)
-        assert same(one.held(), held[1])
+    node().resumed(1, [0, 1], like=other)
 
 
 def test_rolling_back_steps_that_are_not_uploaded_yet(node, monkeypatch):
@@ -601,37 +582,21 @@ def test_rolling_back_steps_that_are_not_uploaded_yet(node, monkeypatch):
             one.save(manager, step)
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match="later steps"):
-            one.save(manager, 3)
-        manager.wait_until_finished()
+            one.saves(manager, 3)
         assert manager.all_steps() == [0, 1, 3]
     with one.manager() as manager:
         assert manager.all_steps() == [0, 1, 3]
-        manager.wait_until_finished()
-        expected = one.held()
     assert one.root() == [0, 1, 3]
-    with other.manager() as manager:
-        other.restore(manager)
-        assert same(other.held(), expected)
+    other.resumed(3, like=one)
 
 
-def test_a_rollback_survives_a_restart(node, monkeypatch):
+def test_a_rollback_survives_a_restart(node):
     one = node()
-    with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step)
-    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
-        without_promoter(patch)
-        one.restore(manager, 0)
-        with pytest.warns(UserWarning, match="later steps"):
-            one.save(manager, 1)
-        manager.wait_until_finished()
+    one.run(0, 1, 2)
+    with pytest.warns(UserWarning, match="later steps"):
+        one.staged_run(1, start=0)
     assert one.root() == [0, 1, 2]
-    expected = one.held()
-    with one.manager() as manager:
-        assert manager.all_steps() == [0, 1]
-        one.restore(manager)
-        assert same(one.held(), expected)
-        manager.wait_until_finished()
+    one.resumed(1, [0, 1])
     assert one.root() == [0, 1]
 
 
@@ -639,75 +604,56 @@ def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(node)
     one, other = node(), node()
     policy = deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
     with one.manager(max_to_keep=5, keep_local=1, deltas=policy) as manager:
-        for step in range(12):
-            one.save(manager, step)
-            manager.wait_until_finished()
-        one.save(manager, 12)
-        manager.wait_until_finished()
+        for step in range(13):
+            one.saves(manager, step)
         assert manager.all_steps() == one.root()
         assert one.root()[-5:] == [8, 9, 10, 11, 12]
         assert len(one.root()) <= 7
         eventually(lambda: len(one.local()) <= 4 or bool(staged(manager).collect()), "evicted")
         assert manager.restore(8, one.state).step == 8
-    with other.manager() as manager:
-        other.restore(manager)
-        assert same(other.held(), one.held())
+    other.resumed(12, like=one)
     assert verify_root(one.url, endpoint=one.endpoint).intact
 
 
 def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch):
     one = node()
-    with one.manager(max_to_keep=1) as manager:
-        one.save(manager, 0)
+    one.run(0, max_to_keep=1)
     with monkeypatch.context() as patch, one.manager(max_to_keep=1, wait_for="staging") as manager:
         without_promoter(patch)
         one.restore(manager)
         for step in range(1, 4):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
+            one.saves(manager, step, bases=[step])
         assert manager.all_steps() == [3]
     orders = one.stage.orders()
     assert orders is not None and 0 in {retired.step for retired in orders.retired}
     work = uploader.Uploader(one.stage)
-    with monkeypatch.context() as patch:
-        patch.setattr(uploader, "send", unreachable)
-        with pytest.raises(StorageError):
-            work.step()
+    unreachable = mock.Mock(side_effect=StorageError("the network is gone"))
+    with mock.patch.object(uploader, "send", unreachable), pytest.raises(StorageError):
+        work.step()
     assert one.root() == [0]
     assert work.step() and not work.step()
     assert one.root() == [3]
 
 
-def unreachable(*arguments: Any, **options: Any) -> None:
-    raise StorageError("the network is gone")
-
-
 def test_a_delta_whose_parent_was_evicted_from_staging(node):
     one, other = node(), node()
     with one.manager(keep_local=1) as manager:
-        one.save(manager, 0)
-        one.save(manager, 1)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1)
         staged(manager)._local.remove_steps([0, 1])
         assert manager.all_steps() == [0, 1]
         assert one.save(manager, 2).kind == "delta"
         manager.wait_until_finished()
         assert one.root() == [0, 1, 2]
         assert manager.restore(2, one.state).chain == (0, 1, 2)
-    with other.manager() as manager:
-        other.restore(manager)
-        assert same(other.held(), one.held())
+    other.resumed(2, like=one)
 
 
 def test_the_best_steps_are_kept_after_eviction_from_staging(node):
     one = node()
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda found: found["loss"], n=2)
     with one.manager(preservation_policy=best, keep_local=1) as manager:
-        for step in range(6):
-            one.save(manager, step, metrics={"loss": -abs(step - 1)}, force_base=True)
-            manager.wait_until_finished()
-        one.save(manager, 6, metrics={"loss": -9}, force_base=True)
-        manager.wait_until_finished()
+        for step, loss in enumerate((-1, 0, -1, -2, -3, -4, -9)):
+            one.saves(manager, step, bases=[step], metrics={"loss": loss})
     assert {1} < {*one.root()}
     with one.manager(preservation_policy=best) as manager:
         assert manager.best_step() == 1
@@ -716,9 +662,7 @@ def test_the_best_steps_are_kept_after_eviction_from_staging(node):
 def test_a_step_is_deleted_at_the_root(node):
     one = node()
     with one.manager() as manager:
-        for step in range(3):
-            one.save(manager, step, force_base=True)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1, 2, bases=[0, 1, 2])
         manager.delete(1)
         assert manager.all_steps() == [0, 2]
         with pytest.raises(deltackpt.errors.StepNotFound):
@@ -729,23 +673,17 @@ def test_a_step_is_deleted_at_the_root(node):
 # ---- damage
 
 
-def damage(step: Path) -> None:
-    """Alters a byte in the largest file of a step."""
-    found = (one for one in step.rglob("*") if one.is_file())
-    path = max(found, key=lambda one: one.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
+def damage_largest_file(step: Path) -> None:
+    files = (path for path in step.rglob("*") if path.is_file())
+    damage(max(files, key=lambda path: path.stat().st_size), "flipped")
 
 
 def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(node):
     one = node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        one.save(manager, 1)
-        manager.wait_until_finished()
+        one.saves(manager, 0, 1)
         expected = one.held()
-        damage(one.stage.steps / "0")
+        damage_largest_file(one.stage.steps / "0")
         with pytest.warns(UserWarning, match="step 0 is damaged in the staging directory"):
             assert one.restore(manager).step == 1
         assert same(one.held(), expected)
@@ -757,26 +695,23 @@ def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(node):
 def test_a_save_that_is_damaged_before_it_is_uploaded(node, monkeypatch):
     one, other = node(), node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         with monkeypatch.context() as patch:
             without_promoter(patch, manager)
             one.save(manager, 1)
             eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
-            damage(one.stage.steps / "1")
+            damage_largest_file(one.stage.steps / "1")
         with (
             pytest.raises(SaveFailed, match="cannot reach"),
             pytest.warns(UserWarning, match="the uploader of .* exited with code -9"),
         ):
             manager.wait_until_finished()
-        [told] = one.events.of(FailureEvent)
-        assert (told.operation, told.step, told.code) == ("upload", 1, "damaged")
+        [failure] = one.events.of(FailureEvent)
+        assert (failure.operation, failure.step, failure.code) == ("upload", 1, "damaged")
         assert one.save(manager, 2).kind == "base"
         manager.wait_until_finished()
         assert one.root() == [0, 2]
-    with other.manager() as manager:
-        other.restore(manager)
-        assert same(other.held(), one.held())
+    other.resumed(2, like=one)
 
 
 # ---- invalid configurations
@@ -784,8 +719,7 @@ def test_a_save_that_is_damaged_before_it_is_uploaded(node, monkeypatch):
 
 def test_a_staging_directory_belongs_to_one_root(node, s3, tmp_path):
     one = node()
-    with one.manager() as manager:
-        one.save(manager, 0)
+    one.run(0)
     other = Node(s3.bucket("another") + "/run", s3.endpoint, one.stage.path)
     with pytest.raises(OptionError, match="expected the staging directory of s3://another/run"):
         other.manager()
@@ -802,22 +736,22 @@ def test_invalid_tiers_are_refused(tmp_path):
         deltackpt.CheckpointManager(tmp_path / "run", options=ManagerOptions(tiers=Tiers()))
     with pytest.raises(UnsupportedRoot, match="hdfs"):
         deltackpt.CheckpointManager("hdfs://name/run")
-    with pytest.raises(OptionError, match="Tiers.max_staging_bytes"):
-        Tiers(max_staging_bytes=0)
-    with pytest.raises(OptionError, match="Tiers.keep_local"):
-        Tiers(keep_local=0)
-    with pytest.raises(OptionError, match="Tiers.bytes_per_sec"):
-        Tiers(bytes_per_sec=-1.0)
-    with pytest.raises(OptionError, match="Tiers.wait_for"):
-        Tiers(wait_for="memory")  # type: ignore[arg-type]
+    invalid: dict[str, Any] = {
+        "max_staging_bytes": 0,
+        "keep_local": 0,
+        "bytes_per_sec": -1.0,
+        "wait_for": "memory",
+    }
+    for name, value in invalid.items():
+        with pytest.raises(OptionError, match=f"Tiers.{name}"):
+            Tiers(**{name: value})
     with pytest.raises(OptionError, match="ManagerOptions.tiers"):
         ManagerOptions(tiers={"staging_dir": "/dev/shm"})  # type: ignore[arg-type]
 
 
 def test_a_bucket_with_foreign_objects_is_refused(node):
     one = node()
-    at = open_at(one)
-    at.store.put("somebody/else", b"data")
+    open_at(one).store.put("somebody/else", b"data")
     with pytest.raises(ForeignDirectory, match="somebody"):
         one.manager()
 
@@ -825,8 +759,7 @@ def test_a_bucket_with_foreign_objects_is_refused(node):
 def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(node):
     one, other = node(), node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         with pytest.raises(OptionError, match="expected one item"):
             other.manager(handlers={"others": deltackpt.Tables(select="tables/*")})
         one.save(manager, 1)
@@ -836,9 +769,7 @@ def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(node):
 def test_credentials_are_never_written_or_reported(node, monkeypatch):
     one = node()
     secret = "sEcReT-of-the-test-0123456789"
-    with one.manager(timeouts=Timeouts(close_secs=60, store_secs=2)) as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+    one.run(0, timeouts=Timeouts(close_secs=60, store_secs=2))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     with pytest.raises(StorageError) as refused:
         one.manager()
@@ -855,7 +786,7 @@ def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
     problems: list[Exception] = []
     stop = threading.Event()
 
-    def look() -> None:
+    def read() -> None:
         while not stop.is_set():
             try:
                 found = inspect.open(one.url, endpoint=one.endpoint)
@@ -865,19 +796,14 @@ def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
                     assert report.intact, (report.problems, report.steps)
             except deltackpt.errors.StepGone:
                 pass
-            except StorageError as error:
-                if "expected a journal" not in str(error):
-                    problems.append(error)
             except Exception as error:
-                problems.append(error)
+                if not (isinstance(error, StorageError) and "expected a journal" in str(error)):
+                    problems.append(error)
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read)
     reader.start()
     try:
-        with one.manager(max_to_keep=2) as manager:
-            for step in range(8):
-                one.save(manager, step, force_base=step % 3 == 0)
-            manager.wait_until_finished()
+        one.run(*range(8), bases=[0, 3, 6], max_to_keep=2)
     finally:
         stop.set()
         reader.join()

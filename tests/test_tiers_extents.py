@@ -16,14 +16,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-import servers
-from test_tiers import Node, eventually, same, staged, without_promoter
+from damages import flip
+from test_tiers import Node, eventually, s3, same, staged, without_promoter
 
 import deltackpt
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.options import Tiers, Timeouts
 from deltackpt.tiers import Extents
 from deltackpt.tiers.extent_store import ExtentFile
+
+__all__ = ["s3"]
 
 EXTENT = 64 << 10
 _numbers = itertools.count()
@@ -54,30 +56,6 @@ class ExtentNode(Node):
         """Discards everything in memory."""
         shutil.rmtree(self.stage.path)
 
-    def saves(self, manager: deltackpt.CheckpointManager, *steps: int, bases: Any = ()) -> None:
-        """Saves steps and waits for them."""
-        for step in steps:
-            self.save(manager, step, force_base=step in bases)
-        manager.wait_until_finished()
-
-    def run(self, *steps: int, bases: Any = (), start: int | None = None, **options: Any) -> None:
-        """A run of its own: resumes from ``start`` or the newest step, then saves steps."""
-        with self.manager(**options) as manager:
-            if manager.all_steps():
-                self.restore(manager, start)
-            self.saves(manager, *steps, bases=bases)
-
-    def resumed(self, step: int, steps: list[int] | None = None, **options: Any) -> Any:
-        """A new manager restores ``step``, the newest of ``steps``, bit for bit."""
-        expected = self.held()
-        self.begin(99)
-        with self.manager(**options) as manager:
-            found = self.restore(manager)
-            assert found.step == step
-            assert same(self.held(), expected)
-            assert steps is None or sorted(manager.all_steps()) == steps
-        return found
-
     def after_power_cut(self, step: int, steps: list[int] | None = None, **options: Any) -> Any:
         self.cut_power()
         return self.resumed(step, steps, **options)
@@ -95,24 +73,11 @@ def failing(method: str) -> Iterator[None]:
         yield
 
 
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 def damage_staged(one: ExtentNode, step: int) -> None:
     """Flips a bit in the large files of a staged step."""
     for path in (one.stage.steps / str(step)).rglob("*"):
         if path.is_file() and path.stat().st_size > 4000:
             flip(path, 100)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory) -> Iterator[servers.Server]:
-    with servers.s3(tmp_path_factory.mktemp("server")) as found:
-        with servers.environment_of(found):
-            yield found
 
 
 @pytest.fixture

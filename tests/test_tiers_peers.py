@@ -7,18 +7,16 @@ The nodes are real servers; the test discovers them in place of Ray.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
-from test_tiers import Kept, Node, eventually, same, staged, without_promoter
+from damages import flip
+from test_tiers import Node, eventually, s3, same, staged, without_promoter
 
 import deltackpt
 from deltackpt.errors import OptionError, ServiceUnavailable, WaitTimeout
@@ -27,11 +25,14 @@ from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Timeouts
 from deltackpt.service import discovery
-from deltackpt.tiers import Copies, Erasure
+from deltackpt.tiers import Copies, Erasure, Extents
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
+from deltackpt.tiers.replicator import ReplicatorProcess
 from deltackpt.tiers.staging import StagingDir
+
+__all__ = ["s3"]
 
 _numbers = itertools.count()
 
@@ -40,15 +41,22 @@ class Cluster:
     """Nodes with one peer agent each, discovered like those of Ray."""
 
     def __init__(self, count: int):
-        self.shelves = {f"node{i}": MemoryBlobs(1 << 30) for i in range(count)}
-        self.tokens = {name: Tokens() for name in self.shelves}
-        self.servers = {name: self._serve(name) for name in self.shelves}
+        self.shelves: dict[str, MemoryBlobs] = {}
+        self.tokens: dict[str, Tokens] = {}
+        self.servers: dict[str, NodeServer] = {}
+        for number in range(count):
+            self.add(f"node{number}")
         self.own = "node0"
         self.holder = ""
         self.gone: set[str] = set()
 
     def _serve(self, name: str) -> NodeServer:
         return NodeServer(self.shelves[name], bind="127.0.0.1", tokens=self.tokens[name])
+
+    def add(self, name: str, nbytes: int = 1 << 30) -> None:
+        """Adds an empty node."""
+        self.shelves[name], self.tokens[name] = MemoryBlobs(nbytes), Tokens()
+        self.servers[name] = self._serve(name)
 
     def keepers(
         self,
@@ -85,17 +93,19 @@ class Cluster:
         self.servers[name].close()
         self.shelves[name].close()
 
-    def restart_keeper(self, name: str) -> None:
+    def restart_keeper(self, name: str, nbytes: int = 1 << 30) -> None:
         """Restarts a peer agent: empty, at another address, without admitted tokens."""
         self.servers[name].close()
         self.shelves[name].close()
-        self.shelves[name], self.tokens[name] = MemoryBlobs(1 << 30), Tokens()
-        self.servers[name] = self._serve(name)
+        self.add(name, nbytes)
 
     def holding(self) -> dict[str, int]:
         """Number of fragments on each living node."""
         living = self.shelves.keys() - self.gone
         return {name: len(self.shelves[name].keys("", after="", most=1 << 20)) for name in living}
+
+    def filled(self) -> list[str]:
+        return [name for name, count in self.holding().items() if count]
 
     def close(self) -> None:
         for name in self.shelves.keys() - self.gone:
@@ -115,12 +125,18 @@ class NeighbourNode(Node):
         """Removes the machine for good; its replacement starts empty."""
         shutil.rmtree(self.stage.path)
 
+    def peers_run(self, *steps: int, **more: Any) -> None:
+        """A run whose saves reach peers, but not the remote directory."""
+        with root_out_of_reach(self):
+            self.run(*steps, **more)
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory) -> Iterator[servers.Server]:
-    with servers.s3(tmp_path_factory.mktemp("server")) as found:
-        with servers.environment_of(found):
-            yield found
+    def peers_resumed(self, step: int, steps: list[int] | None = None, **more: Any) -> Any:
+        """Like ``resumed``, and the remote directory is out of reach."""
+        with root_out_of_reach(self):
+            return self.resumed(step, steps, **more)
+
+    def group(self) -> PeerGroup:
+        return PeerGroup.from_bytes(self.stage.peers())
 
 
 @pytest.fixture
@@ -159,7 +175,7 @@ class _Pushing:
 
 
 @contextlib.contextmanager
-def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
+def root_out_of_reach(one: Node) -> Iterator[None]:
     """Saves reach peers, but not the remote directory."""
     pushing: list[_Pushing] = []
 
@@ -167,12 +183,9 @@ def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
         if not pushing:
             pushing.append(_Pushing(one.stage))
 
-    with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", start)
-        patch.setattr(
-            "deltackpt.tiers.replicator.ReplicatorProcess.wake",
-            lambda *_: [each.trainer.wake() for each in pushing],
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplicatorProcess, "start", start)
+        patch.setattr(ReplicatorProcess, "wake", lambda *_: [p.trainer.wake() for p in pushing])
         try:
             yield
         finally:
@@ -180,70 +193,65 @@ def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
                 each.end()
 
 
+def push(one: Node) -> Pusher:
+    """Pushes all staged saves to the peers."""
+    pusher = Pusher(one.stage)
+    while pusher.step():
+        pass
+    return pusher
+
+
 HOWS = [(Copies(1), 2, ["node1"]), (Copies(2), 3, ["node2"]), (Erasure(k=2, m=1), 4, ["node1"])]
 
 
 @pytest.mark.parametrize(("how", "count", "lost"), HOWS, ids=str)
-def test_no_save_is_lost_with_a_node(node, cluster, monkeypatch, how, count, lost):
+def test_no_save_is_lost_with_a_node(node, cluster, how, count, lost):
     cluster = cluster(count)
     one, other = node(), node()
     one.how = other.how = how
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        for step in range(4):
-            one.save(manager, step, metrics={"loss": float(step)})
-        manager.wait_until_finished()
+    with root_out_of_reach(one), one.manager() as manager:
+        one.saves(manager, 0, 1, 2, 3, metrics={"loss": 1.0})
         assert one.root() == []
     one.lose()
     if not isinstance(how, Copies) or how.copies > 1:
         for name in lost:
             cluster.lose(name)
         cluster.restart_keeper("node0")
-        cluster.servers["spare"] = NodeServer(
-            cluster.shelves.setdefault("spare", MemoryBlobs(1 << 30)),
-            bind="127.0.0.1",
-            tokens=cluster.tokens.setdefault("spare", Tokens()),
-        )
+        cluster.add("spare")
     with other.manager(wait_for="remote") as manager:
         found = other.restore(manager)
         assert (found.step, found.source) == (3, ("peers",) * 4)
         assert same(other.held(), one.held())
-        other.save(manager, 4)
-        manager.wait_until_finished()
+        other.saves(manager, 4)
         assert other.root() == [0, 1, 2, 3, 4]
 
 
-def test_the_loss_of_one_node_too_many_is_reported(node, cluster, monkeypatch):
+def test_the_loss_of_one_node_too_many_is_reported(node, cluster):
     cluster = cluster(5)
     one, other = node(), node()
     one.how = other.how = Erasure(2, 1)
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+    one.peers_run(0)
     one.lose()
-    holding = [name for name, count in cluster.holding().items() if count]
-    for name in holding[:2]:
+    for name in cluster.filled()[:2]:
         cluster.lose(name)
-    with root_out_of_reach(other, monkeypatch):
+    with root_out_of_reach(other):
         with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 2"):
             other.manager()
         other.how = Copies()
-        match = r"step 0 cannot be recovered.*needs 2 of 3"
-        with pytest.warns(UserWarning, match=match):
+        with pytest.warns(UserWarning, match=r"step 0 cannot be recovered.*needs 2 of 3"):
             manager = other.manager()
         with manager:
             assert manager.latest_step() is None
 
 
-def test_a_trainer_that_moves_to_its_peer_finds_the_saves_there(node, cluster, monkeypatch):
+def test_a_trainer_that_moves_to_its_peer_finds_the_saves_there(node, cluster):
     cluster = cluster(2)
     one, other = node(), node()
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+    one.peers_run(0)
     one.lose()
     cluster.restart_keeper("node0")
     cluster.own = "node1"
-    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+    with root_out_of_reach(other), other.manager() as manager:
         assert other.restore(manager).source == ("peers",)
         assert same(other.held(), one.held())
         manager.wait_until_finished()
@@ -255,9 +263,7 @@ def test_peers_have_the_saves_of_the_staging_directory(node, cluster):
     cluster = cluster(2)
     one = node()
     with one.manager(wait_for="remote", keep_local=1) as manager:
-        for step in range(6):
-            one.save(manager, step, force_base=True)
-        manager.wait_until_finished()
+        one.saves(manager, *range(6), bases=range(6))
         eventually(
             lambda: len(one.local()) <= 2 or bool(staged(manager).collect()), "they are evicted"
         )
@@ -265,48 +271,36 @@ def test_peers_have_the_saves_of_the_staging_directory(node, cluster):
     assert cluster.holding()["node0"] == 0
 
 
-def test_rolled_back_saves_are_dropped_and_do_not_reappear(node, cluster, monkeypatch):
+def test_rolled_back_saves_are_dropped_and_do_not_reappear(node, cluster):
     cluster = cluster(2)
     one, other = node(), node()
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        for step in range(4):
-            one.save(manager, step)
-        manager.wait_until_finished()
+    with root_out_of_reach(one), one.manager() as manager:
+        one.saves(manager, 0, 1, 2, 3)
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match="rolled-back"):
-            one.save(manager, 2)
-        manager.wait_until_finished()
-        expected = one.held()
+            one.saves(manager, 2)
         eventually(lambda: cluster.holding()["node1"] == 3, "what was left is dropped")
     one.lose()
-    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
-        assert manager.all_steps() == [0, 1, 2]
-        other.restore(manager)
-        assert same(other.held(), expected)
+    other.peers_resumed(2, [0, 1, 2], like=one)
 
 
-def test_a_restarted_peer_agent_is_refilled(node, cluster, monkeypatch):
+def test_a_restarted_peer_agent_is_refilled(node, cluster):
     cluster = cluster(2)
     one = node()
-    one.events = Kept()
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+    with root_out_of_reach(one), one.manager() as manager:
+        one.saves(manager, 0)
         cluster.restart_keeper("node1")
-        one.save(manager, 1)
-        manager.wait_until_finished()
+        one.saves(manager, 1)
         eventually(lambda: cluster.holding()["node1"] == 2, "both saves are there again")
-        told = [event for event in one.events.of(FailureEvent) if event.operation == "push"]
-        assert len(told) <= 1
+        assert sum(event.operation == "push" for event in one.events.of(FailureEvent)) <= 1
 
 
 def test_if_no_peer_answers_the_wait_raises_and_loses_nothing(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
-    limits = Timeouts(close_secs=3.0)
-    manager = one.manager(timeouts=limits)
+    manager = one.manager(timeouts=Timeouts(close_secs=3.0))
     without_promoter(monkeypatch, manager)
-    with root_out_of_reach(one, monkeypatch):
+    with root_out_of_reach(one):
         cluster.lose("node1")
         one.save(manager, 0)
         eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
@@ -324,23 +318,20 @@ def test_too_few_nodes_are_refused_at_startup(node, cluster):
     with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
         one.manager()
     one.how = Copies()
-    with one.manager() as manager:
-        one.save(manager, 0)
+    one.run(0)
 
 
 def test_a_trainer_with_too_few_nodes_locks_out_nobody(node, cluster):
     cluster = cluster(2)
     one, other = node(), node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         other.how = Erasure(k=2, m=1)
         with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
             other.manager()
         # A save that is uploaded first may not be sent to the peer.
         for step in range(1, 5):
-            one.save(manager, step)
-            manager.wait_until_finished()
+            one.saves(manager, step)
         eventually(lambda: cluster.holding()["node1"] > 1, "its neighbour takes what is saved")
 
 
@@ -353,47 +344,34 @@ def test_the_peer_token_is_readable_only_by_the_trainers_user(node, cluster):
     cluster(2)
     one = node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         path = one.stage.path / "neighbours.msgpack"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         token = PeerGroup.from_bytes(path.read_bytes()).token
         for other in one.stage.path.rglob("*"):
             if other.is_file() and other != path:
                 assert token.encode() not in other.read_bytes()
-        assert token not in repr(PeerGroup.from_bytes(path.read_bytes()))
+        assert token not in repr(one.group())
 
 
-def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
+def test_the_previous_trainer_is_locked_out(node, cluster):
     cluster(2)
     one, other = node(), node()
-    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
-        before = PeerGroup.from_bytes((one.stage.path / "neighbours.msgpack").read_bytes())
-    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+    one.peers_run(0)
+    with root_out_of_reach(other), other.manager() as manager:
         other.restore(manager)
-        with contextlib.closing(PeerTier(dataclasses.replace(before))) as late:
+        with contextlib.closing(PeerTier(one.group())) as late:
             assert late.refs() == []
         assert staged(manager)._client.recoverable()
 
 
-def test_extents_are_read_before_peers(node, cluster, tmp_path, monkeypatch):
+def test_extents_are_read_before_peers(node, cluster, tmp_path):
     cluster(2)
     one = node()
-    extents = deltackpt.tiers.Extents(
-        directory=str(tmp_path / "extents"), nbytes=40 << 16, extent_bytes=1 << 16
-    )
-    with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
-        for step in range(2):
-            one.save(manager, step)
-        manager.wait_until_finished()
-    expected = one.held()
+    where = tmp_path / "extents"
+    extents = Extents(directory=str(where), nbytes=40 << 16, extent_bytes=1 << 16)
+    one.peers_run(0, 1, extents=extents)
     one.lose()
-    data = bytearray(Path(tmp_path / "extents" / "extents").read_bytes())
-    place = data.index(b"dckpack1", data.index(b"dckpack1") + 8)
-    data[place + 40] ^= 1  # In the delta.
-    Path(tmp_path / "extents" / "extents").write_bytes(data)
-    with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
-        assert one.restore(manager).source == ("extents", "peers")
-        assert same(one.held(), expected)
+    data = (where / "extents").read_bytes()
+    flip(where / "extents", data.index(b"dckpack1", data.index(b"dckpack1") + 8) + 40)  # The delta.
+    assert one.peers_resumed(1, extents=extents).source == ("extents", "peers")

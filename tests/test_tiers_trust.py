@@ -7,12 +7,15 @@ import itertools
 import os
 import signal
 import threading
+from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_tiers import ROWS, Node, eventually, node, s3, same
+from test_tiers import ROWS, Node, eventually, node, open_at, s3, same, without_promoter
 
+import deltackpt
 from deltackpt import inspect, touched
 from deltackpt.errors import ForeignDirectory, OptionError, OutOfSpace
 from deltackpt.ledger.journal import Journal
@@ -21,7 +24,7 @@ from deltackpt.options import DeltaOptions
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import Refused, StorePath, Unanswered
+from deltackpt.storage.store import Refused, Unanswered
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.staging import default_stage
@@ -36,11 +39,13 @@ _LIMIT_SECS = 60
 @pytest.fixture
 def alone(monkeypatch) -> None:
     """Starts no uploader: the test runs it."""
-    monkeypatch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
+    without_promoter(monkeypatch)
 
 
-def place(one: Node) -> StorePath:
-    return buckets.locate(one.url, endpoint=one.endpoint).open()
+def saves_each(one: Node, manager: deltackpt.CheckpointManager, *steps: int, **more: Any) -> None:
+    """Saves steps and waits for each."""
+    for step in steps:
+        one.saves(manager, step, **more)
 
 
 def promote(one: Node) -> None:
@@ -57,20 +62,16 @@ def promote(one: Node) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_LIMIT_SECS)
-    assert not thread.is_alive(), "the promoter does not end"
+    assert not thread.is_alive(), "the uploader does not end"
     assert not found, found
 
 
 def test_a_compacted_and_retired_step_is_still_the_parent_of_later_ones(node):
     one = node()
     with one.manager(max_to_keep=2, deltas=DeltaOptions(bases="compacted")) as manager:
-        for step in range(4):
-            one.save(manager, step)
-            manager.wait_until_finished()
+        saves_each(one, manager, 0, 1, 2, 3)
         compact(one.url, step=3, endpoint=one.endpoint)
-        for step in range(4, 9):
-            one.save(manager, step)
-            manager.wait_until_finished()
+        saves_each(one, manager, 4, 5, 6, 7, 8)
         eventually(lambda: 3 not in one.root(), "the compacted step is retired")
         held = one.held()
         found = one.restore(manager)
@@ -81,117 +82,85 @@ def test_a_compacted_and_retired_step_is_still_the_parent_of_later_ones(node):
 def test_an_unneeded_base_is_retired_by_the_trainer_that_saw_it_appear(node):
     one = node()
     with one.manager(max_to_keep=1, deltas=DeltaOptions(bases="compacted")) as manager:
-        for step in range(3):
-            one.save(manager, step)
-            manager.wait_until_finished()
+        saves_each(one, manager, 0, 1, 2)
         compact(one.url, step=2, endpoint=one.endpoint)
-        for step in range(3, 5):
-            one.save(manager, step)
-            manager.wait_until_finished()
-        for step in range(5, 8):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
-        eventually(lambda: not Journal(place(one)).state().bases, "the base is retired")
+        saves_each(one, manager, *range(3, 8), bases=(5, 6, 7))
+        eventually(lambda: not Journal(open_at(one)).state().bases, "the base is retired")
         assert one.restore(manager).step == 7
 
 
 def test_retention_continues_if_a_save_that_it_waited_for_was_rolled_back(node):
     one = node()
+    bases = range(1000)
     with one.manager(max_to_keep=2, wait_for="staging") as manager:
-        for step in (1, 2, 3):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
+        saves_each(one, manager, 1, 2, 3, bases=bases)
         eventually(lambda: one.root() == [2, 3], "the first ones come")
         process = manager._root._client.process._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
         os.waitpid(process.pid, os.WUNTRACED)
         try:
-            one.save(manager, 4, force_base=True)
-            manager.wait_until_finished()
+            one.saves(manager, 4, bases=bases)
             with pytest.warns(UserWarning, match="resuming from step 3"):
                 one.restore(manager, 3)
-                one.save(manager, 5, force_base=True)
-            manager.wait_until_finished()
+                one.saves(manager, 5, bases=bases)
         finally:
             os.kill(process.pid, signal.SIGCONT)
-        for step in range(6, 9):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
+        saves_each(one, manager, 6, 7, 8, bases=bases)
         eventually(lambda: one.root() == [7, 8] == manager.all_steps(), "retention goes on")
         steps = itertools.count(9)
 
         def shrunk() -> bool:
             # Later orders leave out finished ones.
-            one.save(manager, next(steps), force_base=True)
-            manager.wait_until_finished()
+            one.saves(manager, next(steps), bases=bases)
             return len(one.stage.orders().retired) < 4
 
         eventually(shrunk, "orders do not pile up")
 
 
-def test_retention_continues_after_restarts_in_an_outage(node, monkeypatch):
+def test_retention_continues_after_restarts_in_an_outage(node):
     one = node()
     with one.manager(max_to_keep=1) as manager:
-        for step in (1, 2):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
-    with monkeypatch.context() as patched:
-        patched.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
-        for step in (3, 4):
-            with one.manager(max_to_keep=1, wait_for="staging") as manager:
-                one.restore(manager)
-                one.save(manager, step, force_base=True)
+        saves_each(one, manager, 1, 2, bases=(1, 2))
+    for step in (3, 4):
+        one.staged_run(step, bases=[step], max_to_keep=1)
     with one.manager(max_to_keep=1) as manager:
         one.restore(manager)
-        for step in (5, 6):
-            one.save(manager, step, force_base=True)
-            manager.wait_until_finished()
+        saves_each(one, manager, 5, 6, bases=(5, 6))
         eventually(lambda: one.root() == [6] == manager.all_steps(), "retention goes on")
 
 
 def test_staging_of_another_remote_directory_at_the_same_url_is_moved_aside(node):
     one, other = node(), node()
-    with one.manager() as manager:
-        for step in (100, 101):
-            one.save(manager, step)
+    one.run(100, 101)
     # Somebody empties the bucket to start over.
-    at = place(one)
-    at.store.delete(at.store.keys(""))
+    store = open_at(one).store
+    store.delete(store.keys(""))
     with pytest.warns(UserWarning, match=r"found another one; steps \[100, 101\]"):
         with one.manager() as manager:
             assert manager.latest_step() is None
     assert len([*one.stage.path.glob("aside/*/*")]) == 2
     one.begin(1)
-    with one.manager() as manager:
-        one.save(manager, 100)
-    at.store.delete(at.store.keys(""))
+    one.run(100)
+    store.delete(store.keys(""))
     other.begin(7)
-    with other.manager() as manager:
-        for step in (1, 2):
-            other.save(manager, step)
+    other.run(1, 2)
     with pytest.warns(UserWarning, match=r"found another one; steps \[100\]"):
-        with one.manager() as manager:
-            assert one.restore(manager).step == 2
-            assert same(one.held(), other.held())
+        one.resumed(2, like=other)
     assert one.root() == [1, 2]
 
 
 def test_an_uploader_without_delete_permission_ends_and_reports_it(node, alone, monkeypatch):
     one = node()
-    at = place(one)
-    manager = one.manager(wait_for="staging")
-    manager.close()
-    at.store.put("saves/2.1.0123456789ab/x", b"of an upload that was cut")
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 1)
+    one.manager(wait_for="staging").close()
+    open_at(one).store.put("saves/2.1.0123456789ab/x", b"of an upload that was cut")
+    one.run(1, wait_for="staging")
     listed: list[str] = []
-    keys = KvStore.keys
 
     def refuse(self, wanted) -> None:
         if [*wanted]:
             raise Refused("expected to delete, found: PERMISSION_DENIED")
 
-    def count(self, folder: str, *, after: str = "") -> list[str]:
+    def count(self, folder: str, *, after: str = "", keys=KvStore.keys) -> list[str]:
         listed.append(folder)
         return keys(self, folder, after=after)
 
@@ -207,9 +176,7 @@ def test_an_uploader_without_delete_permission_ends_and_reports_it(node, alone, 
 
 def test_an_uploader_survives_a_full_staging_directory(node, alone, monkeypatch):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 1)
-        one.save(manager, 2)
+    one.run(1, 2, wait_for="staging")
     real, refused = DurableDir.write, 0
 
     def full(self, path, *given, **more) -> None:
@@ -226,8 +193,7 @@ def test_an_uploader_survives_a_full_staging_directory(node, alone, monkeypatch)
 
 def test_an_upload_that_fails_repeatedly_sends_each_file_once(node, alone, monkeypatch):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 1)
+    one.run(1, wait_for="staging")
     put, sent, broken = KvStore.put, list[str](), 0
 
     def breaking(self, key: str, data, *, absent: bool = False) -> None:
@@ -244,104 +210,93 @@ def test_an_upload_that_fails_repeatedly_sends_each_file_once(node, alone, monke
     assert broken == 3 and one.root() == [1]
     files_sent = [key for key in sent if key.startswith("saves/")]
     assert len(files_sent) == len({*files_sent})
-    assert len({key.split("/")[1] for key in place(one).keys() if key.startswith("saves/")}) == 1
+    assert len({key.split("/")[1] for key in open_at(one).keys() if key.startswith("saves/")}) == 1
 
 
 def test_uploaded_files_of_a_rolled_back_save_are_swept(node, alone, monkeypatch):
     one = node()
+
+    def breaking(self, key: str, data, *, absent: bool = False, put=KvStore.put) -> None:
+        if key.endswith("commit.msgpack") and "/2." in key:
+            raise Unanswered("the network broke")
+        put(self, key, data, absent=absent)
+
     with one.manager(wait_for="staging") as manager:
-        one.save(manager, 1, force_base=True)
-        one.save(manager, 2, force_base=True)
-        manager.wait_until_finished()
+        one.saves(manager, 1, 2, bases=(1, 2))
         work = Uploader(one.stage)
-        put = KvStore.put
-
-        def breaking(self, key: str, data, *, absent: bool = False) -> None:
-            if key.endswith("commit.msgpack") and "/2." in key:
-                raise Unanswered("the network broke")
-            put(self, key, data, absent=absent)
-
         with monkeypatch.context() as patched:
             patched.setattr(KvStore, "put", breaking)
             assert work.step()
             with pytest.raises(Unanswered):
                 work.step()
-        assert any(key.startswith("saves/2.") for key in place(one).keys())
+        assert any(key.startswith("saves/2.") for key in open_at(one).keys())
         with pytest.warns(UserWarning, match="resuming from step 1"):
             one.restore(manager, 1)
-            one.save(manager, 3, force_base=True)
-        manager.wait_until_finished()
+            one.saves(manager, 3, bases=[3])
     promote(one)
     work.run(Trainer(is_gone=True))
     assert one.root() == [1, 3]
-    assert not any(key.startswith("saves/2.") for key in place(one).keys())
+    assert not any(key.startswith("saves/2.") for key in open_at(one).keys())
 
 
 def test_a_reader_does_not_restore_a_step_that_was_replaced_since_its_last_read(node):
     one, reading = node(), node()
     with one.manager() as manager:
-        for step in (1, 2, 3):
-            one.save(manager, step)
-        manager.wait_until_finished()
+        one.saves(manager, 1, 2, 3)
         with reading.manager(access="read") as reader:
-            reading.restore(reader, 3)
             looking = inspect.open(one.url, endpoint=one.endpoint)
-            assert np.array_equal(looking.at(3)["words"][[0, 9]], reading.held()["words"][[0, 9]])
+
+            def reads_newest() -> bool:
+                reading.restore(reader, 3)
+                inspected = looking.at(3)["words"][[0, 9]]
+                return same(reading.held(), one.held()) and np.array_equal(
+                    inspected, one.held()["words"][[0, 9]]
+                )
+
+            assert reads_newest()
             one.restore(manager, 2)
             words = one.state["tables"]["words"] + 100
             one.state = {"tables": {"words": words}, "bias": one.state["bias"]}
             one.touched = touched.mark(one.touched, {"words": jnp.arange(ROWS)})
             with pytest.warns(UserWarning, match="resuming from step 2"):
-                one.save(manager, 3)
-            manager.wait_until_finished()
-            reading.restore(reader, 3)
-            assert same(reading.held(), one.held())
-            assert np.array_equal(looking.at(3)["words"][[0, 9]], one.held()["words"][[0, 9]])
+                one.saves(manager, 3)
+            assert reads_newest()
 
 
 def test_a_step_that_is_being_read_is_not_evicted_from_staging(node):
     one = node()
     with one.manager(keep_local=1) as manager:
-        one.save(manager, 1, force_base=True)
-        manager.wait_until_finished()
+        one.saves(manager, 1, bases=[1])
         with manager._root.local(1, "dense") as folder:
-            for step in (2, 3):
-                one.save(manager, step, force_base=True)
-                manager.wait_until_finished()
+            saves_each(one, manager, 2, 3, bases=(2, 3))
             assert folder.is_relative_to(one.stage.steps) and [*folder.iterdir()]
             assert 1 in one.local() and 2 not in one.local()
     # Steps uploaded after the last save are evicted as well.
     assert one.local() == [3]
 
 
-def test_a_first_start_killed_in_its_probe_can_be_repeated(node, monkeypatch):
+def test_a_first_start_killed_in_its_probe_can_be_repeated(node):
     one = node()
 
     class Killed(BaseException):
         pass
 
-    def kill(self, wanted) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(KvStore, "delete", kill)
-        with pytest.raises(Killed):
-            one.manager()
-    assert [key.startswith("journal/probe.") for key in place(one).keys()] == [True]
-    with one.manager() as manager:
-        one.save(manager, 1)
+    with mock.patch.object(KvStore, "delete", side_effect=Killed), pytest.raises(Killed):
+        one.manager()
+    assert [key.startswith("journal/probe.") for key in open_at(one).keys()] == [True]
+    one.run(1)
     assert one.root() == [1]
     other = Node(one.url + "/beside", one.endpoint, one.stage.path.with_name("beside"))
-    place(other).store.put("journal/notes", b"")
+    open_at(other).store.put("journal/notes", b"")
     with pytest.raises(ForeignDirectory):
         other.manager()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-@pytest.mark.parametrize("told", ["http://who:hush@localhost:1", "http://localhost:1/?sig=hush"])
-def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, told):
+@pytest.mark.parametrize("given", ["http://who:hush@localhost:1", "http://localhost:1/?sig=hush"])
+def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, given):
     with pytest.raises(OptionError, match="credentials or a query") as caught:
-        buckets.locate(f"{scheme}://bucket/run", endpoint=told)
+        buckets.locate(f"{scheme}://bucket/run", endpoint=given)
     assert "hush" not in str(caught.value)
 
 
@@ -351,17 +306,13 @@ def test_an_uploader_imports_nothing_from_its_trainers_working_directory(
     (tmp_path / "random.py").write_text("raise ImportError('of the trainer')")
     monkeypatch.chdir(tmp_path)
     one = node()
-    with one.manager() as manager:
-        one.save(manager, 1)
-        manager.wait_until_finished()
+    one.run(1)
     assert one.root() == [1]
 
 
 def test_without_a_home_directory_the_staging_directory_is_required(monkeypatch):
-    def homeless() -> None:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.setenv("XDG_CACHE_HOME", "")
+    homeless = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
     monkeypatch.setattr("pathlib.Path.home", homeless)
     with pytest.raises(OptionError, match=r"Tiers.staging_dir: expected a home directory"):
         default_stage("s3://bucket/run", None)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,7 @@ import pytest
 import servers
 from damages import DAMAGES, HOWS, flip
 from made_up_wals import bounds_of, records_in
-from test_tiers import (
-    Node,
-    breakable,
-    eventually,
-    nodes,
-    s3,
-    same,
-    server,
-)
+from test_tiers import Node, breakable, eventually, nodes, open_at, s3, same, server
 from test_tiers_trust import alone, promote
 
 import deltackpt
@@ -37,7 +29,6 @@ from deltackpt.errors import DeltackptError, FencedError
 from deltackpt.format import naming
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import pieces_at
-from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import StorePath
 from deltackpt.tiers import wal_upload
@@ -61,8 +52,22 @@ class Logging(Node):
             assert found.kind == "full", found
         manager.wait_appended()
 
+    def wal_run(
+        self, *steps: int, saved: Any = (), bases: Any = (), start: int | None = None, **more: Any
+    ) -> None:
+        """A run in staging: resumes, saves the steps in ``saved`` and appends the others."""
+        with self.manager(**{"wait_for": "staging", **more}) as manager:
+            if manager.all_steps():
+                self.restore(manager, start)
+            for is_saved, group in itertools.groupby(steps, lambda step: step in saved):
+                if not is_saved:
+                    self.log(manager, *group)
+                    continue
+                for step in group:
+                    self.save(manager, step, force_base=step in bases)
+
     def place(self) -> StorePath:
-        return buckets.locate(self.url, endpoint=self.endpoint).open()
+        return open_at(self)
 
     def journal(self) -> Journal:
         found = Journal(self.place())
@@ -75,6 +80,9 @@ class Logging(Node):
 
     def newest(self) -> int:
         return max((point.step for point in self.points()), default=-1)
+
+    def uploads(self, step: int) -> None:
+        eventually(lambda: self.newest() == step, "the WAL reached the root")
 
     @property
     def logged(self) -> Path:
@@ -96,14 +104,9 @@ def node(s3, tmp_path):
 
 
 def test_an_empty_node_continues_from_the_newest_record(server, tmp_path):
-    found = made(server, tmp_path)
-    first, second, third = next(found), next(found), next(found)
-    with first.manager() as manager:
-        first.save(manager, 0)
-        first.log(manager, 1, 2, 3)
-        first.save(manager, 4)
-        first.log(manager, 5, 6, 7)
-    eventually(lambda: first.newest() == 7, "the log at the root")
+    first, second, third = itertools.islice(made(server, tmp_path), 3)
+    first.wal_run(*range(8), saved=[0, 4], wait_for="remote")
+    first.uploads(7)
     shutil.rmtree(first.stage.path)
     with second.manager() as manager:
         restored = second.restore(manager)
@@ -112,7 +115,7 @@ def test_an_empty_node_continues_from_the_newest_record(server, tmp_path):
         second.log(manager, 8, 9)
         assert second.restore(manager).step == 9
         second.log(manager, 10)
-    eventually(lambda: second.newest() == 10, "the log at the root")
+    second.uploads(10)
     with third.manager() as manager:
         assert third.restore(manager).step == 10
         assert same(third.held(), second.held())
@@ -120,18 +123,16 @@ def test_an_empty_node_continues_from_the_newest_record(server, tmp_path):
 
 
 def test_a_reader_of_the_remote_directory_restores_its_points(node):
-    one = node()
-    with one.manager() as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2)
-    eventually(lambda: one.newest() == 2, "the log at the root")
-    reader = node()
+    one, reader = node(), node()
+    one.wal_run(0, 1, 2, saved=[0], wait_for="remote")
+    one.uploads(2)
     with reader.manager(access="read", wal=None) as manager:
         assert reader.restore(manager).step == 2
         assert same(reader.held(), one.held())
         assert reader.restore(manager, 1).step == 1
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(node, alone):
     one = node()
     elsewhere = one.stage.path.with_name("elsewhere")
@@ -143,37 +144,25 @@ def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(
                 manager.append(step, one.state, touched=one.touched)
                 manager.wait_appended()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with one.manager(wait_for="staging") as manager:
-            one.save(manager, 0)
-            one.log(manager, 1)
-            one.stage.path.rename(elsewhere)
-            log_on(2)
-            assert not one.stage.path.exists()
-            elsewhere.rename(one.stage.path)
-            log_on(6)
-            one.log(manager, 10)
-    expected = one.held()
     with one.manager(wait_for="staging") as manager:
-        assert one.restore(manager).step == 10
-        assert same(one.held(), expected)
+        one.save(manager, 0)
+        one.log(manager, 1)
+        one.stage.path.rename(elsewhere)
+        log_on(2)
+        assert not one.stage.path.exists()
+        elsewhere.rename(one.stage.path)
+        log_on(6)
+        one.log(manager, 10)
+    one.resumed(10, wait_for="staging")
 
 
 def test_staging_has_more_of_a_wal_epoch_than_the_remote_directory(node, alone):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1)
+    one.wal_run(0, 1, saved=[0])
     promote(one)
-    with one.manager(wait_for="staging") as manager:
-        one.restore(manager)
-        one.log(manager, 2, 3)
+    one.wal_run(2, 3)
     assert one.newest() == 1
-    expected = one.held()
-    with one.manager(wait_for="staging") as manager:
-        assert one.restore(manager).step == 3
-        assert same(one.held(), expected)
+    one.resumed(3, wait_for="staging")
     promote(one)
     assert one.newest() == 3
 
@@ -192,22 +181,18 @@ one.log(manager, 1, 2, 3, 4)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
-    eventually(lambda: one.newest() == 4, "the log at the root")
+    one.uploads(4)
     for step in range(5):
         one.train(step)
-    other = node()
-    with other.manager() as manager:
-        assert other.restore(manager).step == 4
-        assert same(other.held(), one.held())
+    node().resumed(4, like=one)
 
 
 def test_an_uploader_killed_during_an_upload_is_followed_by_another(node, alone, monkeypatch):
     one, other = node(), node()
     monkeypatch.setattr(wal_upload, "SEGMENT_BYTES", 300)  # A record is several pieces.
     with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
         # An uploader that finds no save ends, and is not started again for this one.
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         promote(one)
         one.log(manager, 1, 2, 3)
     put, killed, lock, left = KvStore.put, 0, threading.Lock(), 0
@@ -225,37 +210,27 @@ def test_an_uploader_killed_during_an_upload_is_followed_by_another(node, alone,
 
     while True:
         left = 3
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(KvStore, "put", dying)
-                work = Uploader(one.stage)
-                work.trainer = Trainer(is_gone=True)
-                while work.step():
-                    pass
-        except KeyboardInterrupt:
-            continue
-        break
+        with contextlib.suppress(KeyboardInterrupt), mock.patch.object(KvStore, "put", dying):
+            work = Uploader(one.stage)
+            work.trainer = Trainer(is_gone=True)
+            while work.step():
+                pass
+            break
     assert killed > 3
-    with other.manager(wait_for="staging") as manager:
-        assert other.restore(manager).step == 3
-        assert same(other.held(), one.held())
+    other.resumed(3, like=one, wait_for="staging")
 
 
 def test_an_outage_only_delays_the_wal(breakable, tmp_path):
-    found = made(breakable.server, tmp_path)
-    one, other = next(found), next(found)
+    one, other = itertools.islice(made(breakable.server, tmp_path), 2)
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         breakable.end()
         one.log(manager, 1, 2)
         one.save(manager, 3)
         one.log(manager, 4, 5)
         breakable.start()
-    eventually(lambda: one.newest() == 5, "the log at the root")
-    with other.manager() as manager:
-        assert other.restore(manager).step == 5
-        assert same(other.held(), one.held())
+    one.uploads(5)
+    other.resumed(5, like=one)
 
 
 # ---- several nodes
@@ -263,13 +238,9 @@ def test_an_outage_only_delays_the_wal(breakable, tmp_path):
 
 def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2)
+    one.wal_run(0, 1, 2, saved=[0])
     promote(one)
-    with one.manager(wait_for="staging") as manager:
-        one.restore(manager)
-        one.log(manager, 3)  # In a WAL epoch that is never uploaded.
+    one.wal_run(3)  # In a WAL epoch that is never uploaded.
     with other.manager(wait_for="staging") as manager:
         assert other.restore(manager).step == 2
         other.begin(7)
@@ -287,35 +258,26 @@ def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(nod
 
 def test_a_lease_claim_with_records_alone_counts_as_trained(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
+    one.wal_run(0, saved=[0])
     promote(one)
-    with one.manager(wait_for="staging") as manager:
-        one.restore(manager)
-        one.save(manager, 1)
-    with other.manager(wait_for="staging") as manager:
-        other.restore(manager)
-        other.log(manager, 1, 2)
+    one.wal_run(1, saved=[1])
+    other.wal_run(1, 2)
     promote(other)
     assert other.newest() == 2
     with pytest.warns(UserWarning, match=r"steps \[1\], which are not at"):
         with pytest.warns(UserWarning, match=r"the WAL of epochs \[1\]"):
-            manager = one.manager(wait_for="staging")
-    with manager:
-        assert one.restore(manager).step == 2
-        assert same(one.held(), other.held())
+            one.resumed(2, like=other, wait_for="staging")
 
 
 @pytest.mark.parametrize("records", [0, 1])
 def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch, records):
     one, other = node(), node()
     with one.manager() as manager:
-        one.save(manager, 0)
-        manager.wait_until_finished()
+        one.saves(manager, 0)
         with other.manager() as second:
             other.restore(second)
             other.log(second, 1)
-        eventually(lambda: other.newest() == 1, "the log at the root")
+        other.uploads(1)
         before = other.journal().known.entry.logs
         one.restore(manager, 0)
         # The uploader notices the loss when it next asks: before the first record, or after some.
@@ -345,13 +307,9 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch,
 
 def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2, 3)
+    one.wal_run(0, 1, 2, 3, saved=[0])
     promote(one)
-    with one.manager(wait_for="staging", wal=None) as manager:
-        one.restore(manager, 1)
-        one.save(manager, 2)
+    one.wal_run(2, saved=[2], start=1, wal=None)
     work = Uploader(one.stage)
     while 2 not in one.root():
         heads = [ref.epoch for ref in one.journal().known.entry.logs]
@@ -365,9 +323,7 @@ def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
 
 def test_the_remote_steps_decide_which_records_are_removed(node, alone):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2)
+    one.wal_run(0, 1, 2, saved=[0])
     promote(one)
     with one.manager(wait_for="staging") as manager:
         one.restore(manager)
@@ -382,36 +338,25 @@ def test_the_remote_steps_decide_which_records_are_removed(node, alone):
     promote(one)
     assert one.root() == [0, 4, 6, 8]
     assert one.newest() == 9
-    with one.manager(wait_for="staging") as manager:
-        one.restore(manager)
-        for step in (10, 12):
-            one.save(manager, step)
+    one.wal_run(10, 12, saved=[10, 12])
     promote(one)
-    refs = one.journal().known.entry.logs
-    assert [ref.epoch for ref in refs] == [2]
+    [ref] = one.journal().known.entry.logs
+    assert ref.epoch == 2
     place = one.place() / naming.LOG
-    assert {name.partition("/")[0] for name in place.keys()} == {refs[0].prefix.partition("/")[2]}
-    with one.manager(wait_for="staging") as manager:
-        assert one.restore(manager).step == 12
+    assert {name.partition("/")[0] for name in place.keys()} == {ref.prefix.partition("/")[2]}
+    one.resumed(12, wait_for="staging")
 
 
 def test_the_wal_is_replayed_past_a_damaged_remote_step(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2)
-        one.save(manager, 3, force_base=True)
-        one.log(manager, 4)
+    one.wal_run(0, 1, 2, 3, 4, saved=[0, 3], bases=[3])
     promote(one)
-    standing = one.journal().known.steps[3]
-    victim = one.place() / standing.prefix
+    victim = one.place() / one.journal().known.steps[3].prefix
     [key] = [key for key in victim.keys() if key.endswith("manifest.0.msgpack")]
     victim.store.put((victim / key).key, b"altered")
-    with other.manager(wait_for="staging") as manager:
-        with pytest.warns(UserWarning, match="point 4 is skipped"):
-            found = other.restore(manager)
-        assert (found.step, found.chain) == (4, (0,))
-        assert same(other.held(), one.held())
+    with pytest.warns(UserWarning, match="point 4 is skipped"):
+        found = other.resumed(4, like=one, wait_for="staging")
+    assert found.chain == (0,)
 
 
 # ---- damage
@@ -419,9 +364,7 @@ def test_the_wal_is_replayed_past_a_damaged_remote_step(node, alone):
 
 def test_altered_staged_records_are_not_uploaded(node, alone):
     one = node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1, 2, 3)
+    one.wal_run(0, 1, 2, 3, saved=[0])
     [segment] = (one.logged / "0" / "0").glob("*.seg")
     first, second, _ = records_in(segment.parent)
     flip(segment, second.chunks_of(second.rows[0].name, "values")[0][0])
@@ -435,9 +378,7 @@ def test_altered_staged_records_are_not_uploaded(node, alone):
 @pytest.mark.parametrize("altered", [1, 2])
 def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(node, alone, altered):
     one, other = node(), node()
-    with one.manager(wait_for="staging") as manager:
-        one.save(manager, 0)
-        one.log(manager, 1)
+    one.wal_run(0, 1, saved=[0])
     promote(one)
     [ref] = one.journal().known.entry.logs
     for name in ("head.msgpack", "head.copy.msgpack")[:altered]:
@@ -452,8 +393,7 @@ def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(node, al
             return
         with pytest.raises(deltackpt.errors.Damaged, match="crc32c"):
             other.restore(manager)
-        template = other.state
-        found = manager.restore_latest(template, wal=False)
+        found = manager.restore_latest(other.state, wal=False)
         assert found is not None and found.step == 0
 
 
@@ -466,24 +406,22 @@ def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(node, alone, mis
             one.log(manager, step)
             promote(one)
     [ref] = one.journal().known.entry.logs
-    keys = [key for key in (one.place() / ref.prefix).keys() if key.endswith(f".{missing}")]
     at = one.place() / ref.prefix
+    keys = [key for key in at.keys() if key.endswith(f".{missing}")]
     assert keys
     at.store.delete([(at / key).key for key in keys])
     with other.manager(wait_for="staging") as manager:
-        with pytest.warns(
-            UserWarning, match="expected the WAL record of step 3, which was durable"
-        ):
+        expected = "expected the WAL record of step 3, which was durable"
+        with pytest.warns(UserWarning, match=expected):
             found = other.restore(manager)
         assert found.step == missing - 1 and [step for step, _ in found.skipped] == [3]
 
 
-def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> StorePath:
+def dies_before_it_notes(one: Logging) -> StorePath:
     """Uploads the appended records without noting it; returns the newest piece."""
-    with monkeypatch.context() as patch:
-        patch.setattr(wal_upload.WalUpload, "_note", mock.Mock(side_effect=KeyboardInterrupt))
-        work = Uploader(one.stage)
-        work.trainer = Trainer(is_gone=True)
+    work = Uploader(one.stage)
+    work.trainer = Trainer(is_gone=True)
+    with mock.patch.object(wal_upload.WalUpload, "_note", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             while work.step():
                 pass
@@ -494,16 +432,14 @@ def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Store
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(
-    node, alone, how, monkeypatch
-):
+def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(node, alone, how):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)
         promote(one)
         one.log(manager, 3)
-        piece = dies_before_it_notes(one, monkeypatch)
+        piece = dies_before_it_notes(one)
         data = DAMAGES[how](piece.read(str(piece)))
         if data is None:
             promote(one)  # The next uploader, which has nothing to upload.
