@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from damages import flip
@@ -62,6 +65,31 @@ def holds(held: ExtentFile, *packs: MemoryPack) -> None:
     assert held.refs() == [pack.ref for pack in packs]
     for pack in packs:
         assert read(held, pack.ref) == pack.data
+
+
+def storing(directory: Path, *packs: MemoryPack) -> ExtentFile:
+    held = opened(directory)
+    for pack in packs:
+        held.put(pack)
+    return held
+
+
+def holds_reopened(held: ExtentFile, *packs: MemoryPack) -> None:
+    """Closes the file and asserts that it has exactly these bundles when it is opened again."""
+    held.close()
+    with contextlib.closing(opened(held.path.parent)) as found:
+        holds(found, *packs)
+
+
+def start_of(extent: int) -> int:
+    return ExtentDivision(EXTENT_BYTES, COUNT).start(extent)
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 class Disk:
@@ -132,15 +160,11 @@ def torn_hold(
 
 
 def test_stored_bundles_are_there_after_the_file_is_reopened(tmp_path):
-    packs = [MemoryPack(f"run.{n}", size) for n, size in enumerate((0, 1, 5000, 2 * PAYLOAD_BYTES))]
-    held = opened(tmp_path)
-    for pack in packs:
-        held.put(pack)
+    sizes = {"run.0": 0, "a": 1, "0.-": 5000, "k" * 200: 2 * PAYLOAD_BYTES}
+    packs = [MemoryPack(key, nbytes) for key, nbytes in sizes.items()]
+    held = storing(tmp_path, *packs)
     holds(held, *packs)
-    held.close()
-    held = opened(tmp_path)
-    holds(held, *packs)
-    held.close()
+    holds_reopened(held, *packs)
 
 
 def test_any_range_can_be_read(held):
@@ -172,43 +196,37 @@ def test_a_store_fsyncs_once_and_allocates_no_blocks(held, disk):
     assert disk.forcings == 3
 
 
-def test_header_and_payload_of_a_small_bundle_are_one_write(held, monkeypatch):
-    real, lengths = os.pwrite, []
-
-    def write(descriptor: int, data: memoryview, at: int) -> int:
-        lengths.append(len(data))
-        return real(descriptor, data, at)
-
-    monkeypatch.setattr(os, "pwrite", write)
-    held.put(MemoryPack("small", 100))
-    assert lengths == [2 * BLOCK_BYTES]
+def test_header_and_payload_of_a_small_bundle_are_one_write(held):
+    with mock.patch.object(os, "pwrite", wraps=os.pwrite) as write:
+        held.put(MemoryPack("small", 100))
+    assert [len(call.args[1]) for call in write.call_args_list] == [2 * BLOCK_BYTES]
 
 
 def test_no_bytes_of_another_bundle_are_written_after_one(held):
     held.put(MemoryPack("large", PAYLOAD_BYTES))
     held.put(MemoryPack("small", 100))
-    start = ExtentDivision(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES
+    start = start_of(1) + BLOCK_BYTES
     assert held.path.read_bytes()[start + 100 : start + PAYLOAD_BYTES].strip(b"\0") == b""
 
 
 def test_payloads_of_several_pieces_are_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
-    held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES - 5)
-    held.put(pack)
+    pack = MemoryPack("run", 2 * PAYLOAD_BYTES - 5)
+    held = storing(tmp_path, pack)
     holds(held, pack)
-    held.close()
-    held = opened(tmp_path)
-    holds(held, pack)
-    held.close()
+    holds_reopened(held, pack)
 
 
 @pytest.mark.parametrize("pieces", ["in one piece", "in pieces"])
 def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monkeypatch, pieces):
     if pieces == "in pieces":
         monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
-    held, before = opened(tmp_path / "disk"), MemoryPack("before", PAYLOAD_BYTES + 1)
-    held.put(before)
-    torn = MemoryPack("torn", 3 * PAYLOAD_BYTES)
+    before, torn, after = (
+        MemoryPack("before", PAYLOAD_BYTES + 1),
+        MemoryPack("torn", 3 * PAYLOAD_BYTES),
+        MemoryPack("after", 100),
+    )
+    held = storing(tmp_path / "disk", before)
     written = torn_hold(held, torn, disk, monkeypatch)
     assert len(written) == 3 * EXTENT_BYTES // BLOCK_BYTES
     numbers = [*range(len(written))]
@@ -219,56 +237,46 @@ def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monk
     disk.later = written
     images = [(len(kept) == len(numbers), disk.image(kept)) for kept in cuts]
     held.close()
-    after = MemoryPack("after", 100)
     for number, (whole, image) in enumerate(images):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "extents").write_bytes(image)
-        for _ in range(2):
-            found = opened(folder)
-            holds(found, before, *([torn] if whole else []))
-            found.close()
-        found = opened(folder)
-        found.put(after)
-        holds(found, before, *([torn] if whole else []), after)
-        found.close()
-        found = opened(folder)
-        holds(found, before, *([torn] if whole else []), after)
-        found.close()
+        expected = [before, *([torn] if whole else [])]
+        holds_reopened(opened(folder), *expected)
+        found = storing(folder, after)
+        holds(found, *expected, after)
+        holds_reopened(found, *expected, after)
         shutil.rmtree(folder)
 
 
 def test_extents_of_stored_bundles_are_never_overwritten(held, disk):
     pack = MemoryPack("run.0", PAYLOAD_BYTES + 1)
     held.put(pack)
-    start = ExtentDivision(EXTENT_BYTES, COUNT).start
-    taken = held.path.read_bytes()[start(0) : start(2)]
+    taken = held.path.read_bytes()[start_of(0) : start_of(2)]
     for number in range(1, 20):
         held.put(other := MemoryPack(f"run.{number}", number * 100))
         held.delete([other.ref])
-        assert held.path.read_bytes()[start(0) : start(2)] == taken
+        assert held.path.read_bytes()[start_of(0) : start_of(2)] == taken
     holds(held, pack)
 
 
 @pytest.mark.parametrize("at", [0, 9, 21, 30, 100, BLOCK_BYTES - 1], ids=lambda at: f"byte{at}")
 def test_a_bundle_with_a_flipped_bit_in_a_header_is_not_listed(tmp_path, at):
-    held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
-    for pack in packs:
-        held.put(pack)
-    held.close()
+    packs = [MemoryPack(key, 5000) for key in ("one", "two")]
+    storing(tmp_path, *packs).close()
     for bit in range(8):
-        flip(tmp_path / "extents", ExtentDivision(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
+        flip(tmp_path / "extents", start_of(0) + at, 1 << bit)
         with pytest.warns(UserWarning, match=r"found \[0\] damaged"):
             held = opened(tmp_path)
         holds(held, packs[1])
         held.close()
-        flip(tmp_path / "extents", ExtentDivision(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
+        flip(tmp_path / "extents", start_of(0) + at, 1 << bit)
 
 
 def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
-    held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES)
-    held.put(pack)
-    flip(held.path, ExtentDivision(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES + 77)
+    pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
+    held = storing(tmp_path, pack)
+    flip(held.path, start_of(1) + BLOCK_BYTES + 77)
     assert held.refs() == [pack.ref]
     with held.open(pack.ref) as reader:
         out = bytearray(PAYLOAD_BYTES)
@@ -277,35 +285,35 @@ def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
         for start in (PAYLOAD_BYTES, 2 * PAYLOAD_BYTES - 1):
             with pytest.raises(Damaged, match="extents, extent 1: expected piece 1 of run, crc32c"):
                 reader.read_into(start, memoryview(bytearray(1)))
-    held.close()
     # A torn write and later damage cannot be distinguished here.
-    held = opened(tmp_path)
-    holds(held)
-    held.close()
+    holds_reopened(held)
 
 
 def test_a_damaged_bundle_that_is_not_the_newest_stays_listed(tmp_path):
-    held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
-    for pack in packs:
-        held.put(pack)
-    flip(held.path, ExtentDivision(EXTENT_BYTES, COUNT).start(0) + BLOCK_BYTES + 77)
-    held.close()
-    held = opened(tmp_path)
-    assert held.refs() == [pack.ref for pack in packs]
-    with pytest.raises(Damaged):
-        read(held, packs[0].ref)
-    held.close()
+    packs = [MemoryPack(key, 5000) for key in ("one", "two")]
+    storing(tmp_path, *packs).close()
+    flip(tmp_path / "extents", start_of(0) + BLOCK_BYTES + 77)
+    with contextlib.closing(opened(tmp_path)) as held:
+        assert held.refs() == [pack.ref for pack in packs]
+        with pytest.raises(Damaged):
+            read(held, packs[0].ref)
+
+
+def run_in_process(directory: Path, then: str = "") -> subprocess.CompletedProcess[bytes]:
+    """Another process opens the file."""
+    program = (
+        "import os, signal; from pathlib import Path; from deltackpt.errors import InUse\n"
+        "from deltackpt.tiers.extent_store import ExtentFile\n"
+        f"try: held = ExtentFile(Path({str(directory)!r}), nbytes={COUNT * EXTENT_BYTES}, "
+        f"extent_bytes={EXTENT_BYTES})\n"
+        f"except InUse as error: print(error)\n{then}"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True)
 
 
 def test_another_process_cannot_use_the_same_file(held, tmp_path):
-    program = (
-        "from pathlib import Path; from deltackpt.errors import InUse\n"
-        "from deltackpt.tiers.extent_store import ExtentFile\n"
-        f"try: ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES}, "
-        f"extent_bytes={EXTENT_BYTES})\n"
-        "except InUse as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    done = run_in_process(tmp_path)
+    assert done.returncode == 0
     assert b"expected no other trainer to use these extents, found one that does" in done.stdout
     with pytest.raises(InUse, match="give each its own"):
         opened(tmp_path)
@@ -314,14 +322,8 @@ def test_another_process_cannot_use_the_same_file(held, tmp_path):
 
 
 def test_a_killed_process_leaves_a_file_that_can_be_opened(tmp_path):
-    program = (
-        "import os, signal; from pathlib import Path\n"
-        "from deltackpt.tiers.extent_store import ExtentFile\n"
-        f"ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES}, "
-        f"extent_bytes={EXTENT_BYTES})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode < 0
+    done = run_in_process(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
     opened(tmp_path).close()
 
 
@@ -345,42 +347,33 @@ def test_a_full_file_reports_its_contents_and_loses_nothing(held):
 
 
 def test_dropped_bundles_do_not_reappear(tmp_path):
-    held, packs = opened(tmp_path), [MemoryPack(key, 2 * PAYLOAD_BYTES) for key in "abc"]
-    for pack in packs:
-        held.put(pack)
+    packs = [MemoryPack(key, 2 * PAYLOAD_BYTES) for key in "abc"]
+    held = storing(tmp_path, *packs)
     held.delete([packs[0].ref, packs[2].ref, BundleRef("nobody", 1, 1)])
     held.delete([packs[0].ref])
     held.delete([])
     holds(held, packs[1])
     with pytest.raises(Missing):
         read(held, packs[0].ref)
-    held.close()
-    held = opened(tmp_path)
-    holds(held, packs[1])
-    held.put(packs[0])
-    holds(held, packs[1], packs[0])
-    held.close()
+    holds_reopened(held, packs[1])
+    with contextlib.closing(storing(tmp_path, packs[0])) as held:
+        holds(held, packs[1], packs[0])
 
 
 def test_a_drop_is_on_disk_before_its_extents_are_reused(tmp_path, disk):
-    held, pack = opened(tmp_path / "disk"), MemoryPack("dropped", 2 * PAYLOAD_BYTES)
-    held.put(pack)
+    pack = MemoryPack("dropped", 2 * PAYLOAD_BYTES)
+    held = storing(tmp_path / "disk", pack)
     held.delete([pack.ref])
     assert not disk.later
-    image = disk.forced
     held.close()
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "extents").write_bytes(image)
-    found = opened(tmp_path / "cut")
-    holds(found)
-    found.close()
+    held.path.write_bytes(disk.forced)
+    holds_reopened(held)
 
 
-def test_a_failed_drop_can_be_retried(held, monkeypatch):
+def test_a_failed_drop_can_be_retried(held):
     pack = MemoryPack("run", 100)
     held.put(pack)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", failing(errno.EIO))
+    with mock.patch.object(os, "fdatasync", failing(errno.EIO)):
         with pytest.raises(StorageError, match="force to disk"):
             held.delete([pack.ref])
     held.delete([pack.ref])
@@ -388,12 +381,10 @@ def test_a_failed_drop_can_be_retried(held, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
-def test_a_failed_store_stores_nothing_and_can_be_retried(tmp_path, monkeypatch, call):
-    held, before = opened(tmp_path), MemoryPack("before", 100)
-    held.put(before)
-    pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, failing(errno.EIO))
+def test_a_failed_store_stores_nothing_and_can_be_retried(tmp_path, call):
+    before, pack = MemoryPack("before", 100), MemoryPack("run", 2 * PAYLOAD_BYTES)
+    held = storing(tmp_path, before)
+    with mock.patch.object(os, call, failing(errno.EIO)):
         with pytest.raises(StorageError):
             held.put(pack)
         holds(held, before)
@@ -401,14 +392,10 @@ def test_a_failed_store_stores_nothing_and_can_be_retried(tmp_path, monkeypatch,
             read(held, pack.ref)
     held.put(pack)
     holds(held, before, pack)
-    held.close()
+    holds_reopened(held, before, pack)
     held = opened(tmp_path)
-    holds(held, before, pack)
     held.delete([pack.ref])
-    held.close()
-    held = opened(tmp_path)
-    holds(held, before)
-    held.close()
+    holds_reopened(held, before)
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -428,10 +415,7 @@ def test_leftovers_of_a_failed_store_can_be_dropped(tmp_path, monkeypatch, again
     if again:
         held.put(pack)
     held.delete([pack.ref])
-    held.close()
-    held = opened(tmp_path)
-    holds(held)
-    held.close()
+    holds_reopened(held)
 
 
 def test_a_bundle_with_a_wrong_checksum_is_not_stored(tmp_path):
@@ -440,10 +424,7 @@ def test_a_bundle_with_a_wrong_checksum_is_not_stored(tmp_path):
     with pytest.raises(Damaged, match="run: expected a bundle with crc32c"):
         held.put(pack)
     holds(held)
-    held.close()
-    held = opened(tmp_path)
-    holds(held)
-    held.close()
+    holds_reopened(held)
 
 
 def test_an_unreadable_bundle_is_not_stored(held):
@@ -467,16 +448,6 @@ def test_another_bundle_with_the_same_key_is_refused(held):
     holds(held, pack)
 
 
-@pytest.mark.parametrize("key", ["a", "0.-", "k" * 200])
-def test_every_valid_key_is_stored(tmp_path, key):
-    held, pack = opened(tmp_path), MemoryPack(key, 10)
-    held.put(pack)
-    held.close()
-    held = opened(tmp_path)
-    holds(held, pack)
-    held.close()
-
-
 @pytest.mark.parametrize("key", ["", "k" * 201, "A", "a/b", "ä", "a\n"])
 def test_invalid_keys_are_refused(held, key):
     pack = MemoryPack("run", 10)
@@ -490,16 +461,14 @@ def test_invalid_keys_are_refused(held, key):
     ("count", "extent_bytes"), [(COUNT + 1, EXTENT_BYTES), (COUNT, 2 * EXTENT_BYTES), (12, 8192)]
 )
 def test_a_file_with_another_layout_is_left_unchanged(tmp_path, count, extent_bytes):
-    held, pack = opened(tmp_path), MemoryPack("run", 5000)
-    held.put(pack)
+    pack = MemoryPack("run", 5000)
+    held = storing(tmp_path, pack)
     held.close()
     before = held.path.read_bytes()
     with pytest.raises(OptionError, match=r"which hold 1 saves; set nbytes=98304 and extent_byte"):
         ExtentFile(tmp_path, nbytes=count * extent_bytes, extent_bytes=extent_bytes)
     assert held.path.read_bytes() == before
-    held = opened(tmp_path)
-    holds(held, pack)
-    held.close()
+    holds_reopened(held, pack)
 
 
 def test_a_foreign_file_of_that_name_is_left_unchanged(tmp_path):
@@ -517,17 +486,15 @@ def test_a_truncated_file_is_damaged(tmp_path):
         opened(tmp_path)
 
 
-def test_a_later_version_is_refused(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(format_extents, "VERSION", 2)
+def test_a_later_version_is_refused(tmp_path):
+    with mock.patch.object(format_extents, "VERSION", 2):
         opened(tmp_path).close()
     with pytest.raises(FormatTooNew, match="version 1 or below, found 2"):
         opened(tmp_path)
 
 
-def test_lack_of_space_for_the_file_is_reported_at_startup(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+def test_lack_of_space_for_the_file_is_reported_at_startup(tmp_path):
+    with mock.patch.object(os, "posix_fallocate", failing(errno.ENOSPC)):
         with pytest.raises(OutOfSpace, match=r"allocate 102,400 bytes.*a smaller Extents\.nbytes"):
             opened(tmp_path)
     assert not {path.name for path in tmp_path.iterdir()} - {"extents.lock"}
@@ -536,42 +503,34 @@ def test_lack_of_space_for_the_file_is_reported_at_startup(tmp_path, monkeypatch
 
 def test_an_interrupted_creation_is_restarted(tmp_path):
     (tmp_path / "extents.making").write_bytes(b"half")
-    held = opened(tmp_path)
-    holds(held)
-    assert held.path.stat().st_size == BLOCK_BYTES + COUNT * EXTENT_BYTES
-    assert held.path.stat().st_blocks * 512 >= held.path.stat().st_size
-    assert not (tmp_path / "extents.making").exists()
-    held.close()
+    with contextlib.closing(opened(tmp_path)) as held:
+        holds(held)
+        assert held.path.stat().st_size == BLOCK_BYTES + COUNT * EXTENT_BYTES
+        assert held.path.stat().st_blocks * 512 >= held.path.stat().st_size
+        assert not (tmp_path / "extents.making").exists()
 
 
-def test_writes_use_the_page_cache_if_direct_io_is_refused(tmp_path, monkeypatch):
-    def refuse(*_: int) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    held, packs = opened(tmp_path), [MemoryPack(f"run.{n}", 7000 * n) for n in range(3)]
-    assert not held.direct
-    for pack in packs:
-        held.put(pack)
-    holds(held, *packs)
-    held.close()
-    monkeypatch.undo()
-    held = opened(tmp_path)
-    holds(held, *packs)
-    held.close()
+def test_writes_use_the_page_cache_if_direct_io_is_refused(tmp_path):
+    packs = [MemoryPack(f"run.{n}", 7000 * n) for n in range(3)]
+    with mock.patch.object(fcntl, "fcntl", failing(errno.EINVAL)):
+        held = storing(tmp_path, *packs)
+        assert not held.direct
+        holds(held, *packs)
+        held.close()
+    holds_reopened(held, *packs)
 
 
 def test_room_for_two_bases_and_four_deltas_is_required(tmp_path):
-    held = opened(tmp_path, count=8)
-    held.require_room(2 * PAYLOAD_BYTES, PAYLOAD_BYTES)
-    with pytest.raises(OptionError, match=r"Extents\.nbytes: expected at least 163,840 for two ba"):
-        held.require_room(2 * PAYLOAD_BYTES + 1, PAYLOAD_BYTES)
-    held.close()
+    with contextlib.closing(opened(tmp_path, count=8)) as held:
+        held.require_room(2 * PAYLOAD_BYTES, PAYLOAD_BYTES)
+        expected = r"Extents\.nbytes: expected at least 163,840 for two ba"
+        with pytest.raises(OptionError, match=expected):
+            held.require_room(2 * PAYLOAD_BYTES + 1, PAYLOAD_BYTES)
 
 
 def test_a_closed_file_raises(tmp_path):
-    held, pack = opened(tmp_path), MemoryPack("run", 10)
-    held.put(pack)
+    pack = MemoryPack("run", 10)
+    held = storing(tmp_path, pack)
     held.close()
     held.close()
     for call in (held.refs, lambda: held.put(pack), lambda: held.delete([pack.ref])):
@@ -591,17 +550,15 @@ def test_a_bundle_dropped_during_a_read_is_never_read_as_another(held):
 
 def test_golden_extents_are_read(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "golden")
-    held = ExtentFile(
-        tmp_path / "golden",
-        nbytes=make_golden.EXTENTS * make_golden.EXTENT_BYTES,
-        extent_bytes=make_golden.EXTENT_BYTES,
-    )
+    size = make_golden.EXTENT_BYTES
     expected = {key: make_golden.extent_contents(nbytes) for key, nbytes in make_golden.HELD}
     del expected[make_golden.DROPPED]
-    assert [label.key for label in held.refs()] == [*expected]
-    for label in held.refs():
-        assert read(held, label) == expected[label.key]
-    held.close()
+    with contextlib.closing(
+        ExtentFile(tmp_path / "golden", nbytes=make_golden.EXTENTS * size, extent_bytes=size)
+    ) as held:
+        assert [label.key for label in held.refs()] == [*expected]
+        for label in held.refs():
+            assert read(held, label) == expected[label.key]
 
 
 def test_headers_round_trip():
@@ -700,10 +657,3 @@ class Held(RuleBasedStateMachine):
 
 Held.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestHeld = Held.TestCase
-
-
-def failing(number: int) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fail
