@@ -21,7 +21,8 @@ import hypothesis.strategies as st
 import msgpack
 import pytest
 from hypothesis import HealthCheck
-from test_tiers import Node, same
+from test_nodes import TOKEN, serving
+from test_tiers import Node, same, without_promoter
 from test_tiers_peers import Cluster
 
 import deltackpt
@@ -29,7 +30,6 @@ from deltackpt.errors import RestoreError, StorageError
 from deltackpt.events import FailureEvent
 from deltackpt.format.extents import ExtentHeader
 from deltackpt.nodes.blobs import MemoryBlobs
-from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.service import discovery
 from deltackpt.storage import node_client
 from deltackpt.tiers import Copies, Extents, bundles
@@ -37,7 +37,6 @@ from deltackpt.tiers.bundles import BundleName, BundleRef
 from deltackpt.tiers.extent_store import ExtentFile
 from deltackpt.tiers.peers import PeerTier
 
-TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
 EXTENT, EXTENTS = 16 << 10, 500
 _PREFIX = 16
 _numbers = itertools.count()
@@ -68,17 +67,13 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("DELTACKPT_NODES_TOKEN", TOKEN)
-        patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
-        shelf = stack.enter_context(contextlib.closing(MemoryBlobs(64 << 20)))
-        server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
-        stack.enter_context(contextlib.closing(server))
+        without_promoter(patch)
+        server = stack.enter_context(serving(MemoryBlobs(64 << 20)))
         client = stack.enter_context(contextlib.closing(node_client.Node(server.address, TOKEN)))
         place = tmp_path_factory.mktemp("trained")
         one = Node(f"nodes://{server.address}/run", "", place / "stage")
         with manager_of(one, extents=extents_of(place)) as manager:
-            for step in range(2):
-                one.save(manager, step)
-            manager.wait_until_finished()
+            one.saves(manager, 0, 1)
             root = {key: client.get(key) for key in client.keys("")}
         with contextlib.closing(extent_file(place)) as file:
             good = [Bundle(label.key, bytes_of(file, label)) for label in file.refs()]
@@ -118,13 +113,9 @@ def parts(bundle: Bundle) -> tuple[dict[str, Any], bytes]:
 def remade(body: Any, payload: bytes, key: str) -> Bundle:
     """A bundle with another record; all checksums are correct."""
     packed = body if isinstance(body, bytes) else msgpack.packb(body)
+    crc = google_crc32c.value(packed)
     record = msgpack.packb(
-        {
-            "format": "deltackpt.pack",
-            "version": 1,
-            "crc32c": google_crc32c.value(packed),
-            "body": packed,
-        }
+        {"format": "deltackpt.pack", "version": 1, "crc32c": crc, "body": packed}
     )
     return Bundle(key, b"dckpack1" + len(record).to_bytes(8, "little") + record + payload)
 
@@ -140,6 +131,15 @@ def with_files(body: dict[str, Any], files: Any) -> dict[str, Any]:
     """The record of a later save of the same run, with other files."""
     number = 100 + next(_numbers)
     return body | {"files": files, "save_id": body["save_id"] | {"step": number, "attempt": number}}
+
+
+def bad_files(body: dict[str, Any]) -> list[Bundle]:
+    """Bundles with each of ``FILES``."""
+    found = []
+    for files, payload in FILES.values():
+        other = with_files(body, files)
+        found.append(remade(other, payload, name_of(other).key))
+    return found
 
 
 def digest(data: bytes) -> list[int]:
@@ -220,10 +220,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
     body, _ = parts(trained.good[1])
-    bad = [remade(other, b"1", key) for key, other in odd_records(body)]
-    for files, payload in FILES.values():
-        other = with_files(body, files)
-        bad.append(remade(other, payload, name_of(other).key))
+    bad = [remade(other, b"1", key) for key, other in odd_records(body)] + bad_files(body)
     for number, bundle in enumerate(bad):
         with contextlib.suppress(RestoreError, StorageError):
             bundles.unpack(bundle, bundle.ref, tmp_path / str(number), fsync=False)
@@ -245,19 +242,15 @@ def in_extents(place: Path, bundles: list[Bundle], also: Callable[[Any], None]) 
 def at_neighbours(
     place: Path, bundles: list[Bundle], also: Callable[[Any], None]
 ) -> Iterator[dict]:
-    with (
-        contextlib.closing(Cluster(2)) as cluster,
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.closing(
-            PeerTier(cluster.keepers("root", "embeddings", Copies(), "0"))
-        ) as neighbours,
-    ):
+    with contextlib.closing(Cluster(2)) as cluster, pytest.MonkeyPatch.context() as patch:
+        group = cluster.keepers("root", "embeddings", Copies(), "0")
         patch.setattr(discovery, "peer_group", cluster.keepers)
         patch.setattr(discovery, "require_nodes", lambda *_: None)
-        for bundle in bundles:
-            neighbours.put(bundle)
-        also(neighbours)
-        yield {"peers": Copies()}
+        with contextlib.closing(PeerTier(group)) as neighbours:
+            for bundle in bundles:
+                neighbours.put(bundle)
+            also(neighbours)
+            yield {"peers": Copies()}
 
 
 HOLDERS = {"extents": in_extents, "peers": at_neighbours}
@@ -296,10 +289,7 @@ def start(
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, holder):
     body, _ = parts(trained.good[1])
-    bad = []
-    for files, payload in FILES.values():
-        other = with_files(body, files)
-        bad.append(remade(other, payload, name_of(other).key))
+    bad = bad_files(body)
     warned = start(trained, tmp_path, holder, bad)
     for what, bundle in zip(FILES, bad):
         # If its only fault is that it is not a save, the restore finds that.
@@ -309,9 +299,7 @@ def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, ho
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_startup_skips_a_bundle_with_a_bad_record(trained, tmp_path, holder):
     body, _ = parts(trained.good[1])
-    bad = {}
-    for key, other in odd_records(body):
-        bad[key] = remade(other, b"1", key)
+    bad = {key: remade(other, b"1", key) for key, other in odd_records(body)}
     start(trained, tmp_path, holder, [*bad.values()])
 
 
@@ -343,17 +331,14 @@ def test_startup_skips_a_bundle_with_random_bytes(trained, tmp_path_factory, hol
 def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
     most, room = 2**64 - 1, EXTENT - 4096
     headers = [
-        ExtentHeader(sequence, number, pieces, nbytes, crc32c, key)
-        for sequence, number, pieces, nbytes, crc32c, key in (
-            (most, 0, 0, 0, 0, ""),
-            (most, 0, 1, room, 0, "e0.1.2.3.4.0"),
-            (most - 1, 0, 1, 0, 0, "e0.1.2.3.4.1"),
-            (7, 0, 1, most, 0, "e0.1.2.3.4.2"),
-            (7, 0, 2**32 - 1, room, 0, "e0.1.2.3.4.3"),
-            (7, 2**32 - 1, 2**32 - 1, room, 0, "e0.1.2.3.4.4"),
-            (7, 0, 1, 0, 0, "e0.1.2.3.4.5"),
-            (2**40, 0, 1, 1, 0, f"e0.{10**17}.2.3.4.0"),
-        )
+        ExtentHeader(most, 0, 0, 0, 0, ""),
+        ExtentHeader(most, 0, 1, room, 0, "e0.1.2.3.4.0"),
+        ExtentHeader(most - 1, 0, 1, 0, 0, "e0.1.2.3.4.1"),
+        ExtentHeader(7, 0, 1, most, 0, "e0.1.2.3.4.2"),
+        ExtentHeader(7, 0, 2**32 - 1, room, 0, "e0.1.2.3.4.3"),
+        ExtentHeader(7, 2**32 - 1, 2**32 - 1, room, 0, "e0.1.2.3.4.4"),
+        ExtentHeader(7, 0, 1, 0, 0, "e0.1.2.3.4.5"),
+        ExtentHeader(2**40, 0, 1, 1, 0, f"e0.{10**17}.2.3.4.0"),
     ]
 
     def also(file: ExtentFile) -> None:
@@ -365,29 +350,25 @@ def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
 
 
 def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
-    key, big = trained.good[1].ref.key, 10**15 - 1
-    later = BundleName.of(key)._replace(step=900, attempt=900).key
+    big = 10**15 - 1
+    later = BundleName.of(trained.good[1].ref.key)._replace(step=900, attempt=900).key
     names = [
         *(f"{k}.{m}.0.{n}.0" for k, m in ((33, 1), (31, 2), (999, 0), (0, 1)) for n in range(33)),
         *(f"{k}.{m}.0.{n}.0" for k, m in ((2, 2), (1, 0), (3, 0), (31, 1)) for n in range(4)),
     ]
+    labels = (f"{big}.0", f"{2**32}.{2**32 - 1}", "1.9999999999", "\u0661.0", "0.0")
+    keys = [
+        *(f"root/{later}/2.0/{name}" for name in names),
+        *(f"root/{later}/{label}/1.0.0.0.0" for label in labels),
+        *("root/x", f"root/{later}", "root/" + "a/" * 400 + "b", "root/" + "\U0001f40d" * 90),
+    ]
 
     def also(held: PeerTier) -> None:
         (node, *_) = held._others
-        for name in names:
-            held._nodes[node].put(f"root/{later}/2.0/{name}", [b"1"])
-        for label in (f"{big}.0", f"{2**32}.{2**32 - 1}", "1.9999999999", "\u0661.0", "0.0"):
-            held._nodes[node].put(f"root/{later}/{label}/1.0.0.0.0", [b"1"])
-        for odd in (
-            "root/x",
-            f"root/{later}",
-            "root/" + "a/" * 400 + "b",
-            "root/" + "\U0001f40d" * 90,
-        ):
-            held._nodes[node].put(odd, [b"1"])
+        for key in keys:
+            held._nodes[node].put(key, [b"1"])
 
-    warned = start(trained, tmp_path, "peers", [], also)
-    assert later in warned
+    assert later in start(trained, tmp_path, "peers", [], also)
 
 
 def test_a_bundle_of_another_remote_directory_is_skipped(trained, tmp_path):

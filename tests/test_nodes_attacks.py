@@ -11,7 +11,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from machine import required
 from memory_pack import MemoryPack
+from test_nodes import TOKEN, answering, client, connected, read_all, request, serving
 
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.nodes import server as servers
@@ -34,9 +34,6 @@ from deltackpt.testing import node_process
 from deltackpt.tiers.erasure import Fragment
 from deltackpt.tiers.peers import PeerGroup, PeerNode, PeerTier
 
-#: Constant: test ids contain it, and all workers must collect the same ones.
-TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
-_PATIENCE_SECS = 60.0
 _NBYTES = 8 << 20
 
 
@@ -52,13 +49,13 @@ def tokens() -> Tokens:
 
 @pytest.fixture
 def server(shelf, tokens) -> Iterator[NodeServer]:
-    with contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as found:
+    with serving(shelf, tokens=tokens) as found:
         yield found
 
 
 @pytest.fixture
 def node(server) -> Iterator[Node]:
-    with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as found:
+    with client(server) as found:
         found.put("secret", [b"what nobody else may read"])
         yield found
         # After any attack.
@@ -66,49 +63,33 @@ def node(server) -> Iterator[Node]:
         assert found.keys("") == ["secret"]
 
 
-def connected(server: NodeServer) -> socket.socket:
-    host, _, port = server.address.rpartition(":")
-    return socket.create_connection((host, int(port)), _PATIENCE_SECS)
-
-
-def said(connection: socket.socket) -> bytes:
-    """Returns everything the server sends until it closes the connection."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while some := connection.recv(1 << 16):
-            found += some
-    return found
-
-
-def told(server: NodeServer, *sent: bytes) -> bytes:
+def response(server: NodeServer, *sent: bytes) -> bytes:
     """Sends some bytes; returns the server's response."""
     with connected(server) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for some in sent:
                 connection.sendall(some)
-        return said(connection)
-
-
-def request(first: str, *fields: str, token: str = TOKEN) -> bytes:
-    shown = f"Authorization: Bearer {token}"
-    return "\r\n".join([first, "Host: a-node", shown, *fields, "", ""]).encode("latin-1")
+        return read_all(connection)
 
 
 # ---- tokens
+
+
+BEARER = b"Authorization: Bearer "
 
 
 @pytest.mark.parametrize(
     "shown",
     [
         b"",
-        b"Authorization: Bearer \r\n",
-        b"Authorization: Bearer " + b"x" * 32 + b"\r\n",
+        BEARER + b"\r\n",
+        BEARER + b"x" * 32 + b"\r\n",
         b"Authorization: bearer " + TOKEN.encode() + b"\r\n",
         b"Authorization: Basic " + TOKEN.encode() + b"\r\n",
-        b"Authorization: Bearer " + TOKEN[:-1].encode() + b"\r\n",
-        b"Authorization: Bearer " + TOKEN.encode() + b"x\r\n",
-        b"Authorization: Bearer " + TOKEN.encode() + b", Bearer x\r\n",
-        b"X-Authorization: Bearer " + TOKEN.encode() + b"\r\n",
+        BEARER + TOKEN[:-1].encode() + b"\r\n",
+        BEARER + TOKEN.encode() + b"x\r\n",
+        BEARER + TOKEN.encode() + b", Bearer x\r\n",
+        b"X-" + BEARER + TOKEN.encode() + b"\r\n",
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "LIST"])
@@ -117,33 +98,34 @@ def test_without_the_token_nothing_is_answered(server, node, shown, method):
     method = "GET" if method == "LIST" else method
     first = f"{method} {target} HTTP/1.1\r\nHost: a-node\r\n".encode()
     body = b"Content-Length: 4\r\n" if method == "PUT" else b""
-    found = told(server, first + shown + body + b"\r\n" + (b"evil" if body else b""))
+    found = response(server, first + shown + body + b"\r\n" + (b"evil" if body else b""))
     assert found.startswith(b"HTTP/1.1 401 ") and found.endswith(b"\r\n\r\n")
     assert b"nobody" not in found and TOKEN.encode() not in found
 
 
 def test_a_rotated_token_is_refused_at_once_and_on_open_connections(server, node, tokens):
     fresh = secrets.token_urlsafe(32)
-    with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as kept:
+    with client(server) as kept:
         assert kept.length("secret")
         tokens.rotate(fresh)
         for _ in range(2):
             with pytest.raises(Refused, match="token") as caught:
                 kept.get("secret")
             assert TOKEN not in str(caught.value)
-    with contextlib.closing(Node(server.address, fresh, deadline_secs=_PATIENCE_SECS)) as entitled:
+    with client(server, fresh) as entitled:
         assert entitled.get("secret")
     tokens.admit(TOKEN)
 
 
-def test_a_put_whose_token_is_rotated_before_its_body_changes_nothing(server, node, shelf, tokens):
-    head = request("PUT /secret HTTP/1.1", "Content-Length: 8", "Expect: 100-continue")
+def test_a_put_whose_token_is_rotated_before_its_body_changes_nothing(server, node, tokens):
     with connected(server) as connection:
-        connection.sendall(head)
+        connection.sendall(
+            request("PUT /secret HTTP/1.1", "Content-Length: 8", "Expect: 100-continue")
+        )
         assert b" 100 " in connection.recv(100)
         tokens.rotate(secrets.token_urlsafe(32))
         connection.sendall(b"replaced")
-        assert said(connection).startswith(b"HTTP/1.1 401 ")
+        assert read_all(connection).startswith(b"HTTP/1.1 401 ")
     tokens.rotate(TOKEN)
 
 
@@ -168,11 +150,29 @@ def test_a_token_is_compared_in_constant_time(tokens):
 # ---- invalid requests
 
 
+def get(*fields: str) -> bytes:
+    return request("GET /secret HTTP/1.1", *fields)
+
+
+def put(*fields: str, key: str = "x") -> bytes:
+    return request(f"PUT /{key} HTTP/1.1", *fields)
+
+
+def put_one(*fields: str, key: str = "x") -> bytes:
+    """A put of one byte."""
+    return put("Content-Length: 1", *fields, key=key) + b"a"
+
+
+_CHUNKED = "Transfer-Encoding: chunked"
+_INVALID_KEYS = (
+    *("/..", "/../secret", "/a/../secret", "/./secret", "//secret", "/secret/"),
+    *("/%2e%2e/secret", "/%2E%2e/%2e./secret", "/..%2fsecret", "/a%2fb", "/secret%00"),
+    *("/%0d%0aSet-Cookie:x", "/%c0%ae%c0%ae/secret", "/%ff", "/a%2f..%2f..%2fetc"),
+    "/" + "x" * 2000,
+)
 _NO_REQUESTS = {
     "another protocol": b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n",
-    "a handshake of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
-    + bytes(300)
-    + b"\r\n\r\n",
+    "a TLS handshake": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300) + b"\r\n\r\n",
     "HTTP/1.0": request("GET /secret HTTP/1.0"),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/1.10": request("GET /secret HTTP/1.10"),
@@ -182,73 +182,49 @@ _NO_REQUESTS = {
     "a whole URL": request("GET http://127.0.0.1/secret HTTP/1.1"),
     "two spaces": request("GET  /secret HTTP/1.1"),
     "no target": request("GET HTTP/1.1"),
-    "no host": request("GET /secret HTTP/1.1").replace(b"Host", b"Other"),
-    "two hosts": request("GET /secret HTTP/1.1", "Host: another"),
-    "bare line feeds": request("GET /secret HTTP/1.1").replace(b"\r\n", b"\n") + b"\r\n\r\n",
-    "a bare carriage return": request("GET /secret HTTP/1.1", "X: a\rY: b"),
-    "a folded field": request("GET /secret HTTP/1.1", "X: a", " b"),
-    "a space before the colon": request("GET /secret HTTP/1.1", "X : a"),
-    "a field without a name": request("GET /secret HTTP/1.1", ": a"),
-    "a NUL": request("GET /secret HTTP/1.1", "X: a\0b"),
-    "letters that are none": request("GET /secret HTTP/1.1", "X: \xff"),
-    "two tokens": request("GET /secret HTTP/1.1", f"Authorization: Bearer {TOKEN}"),
-    "the same length twice": request("PUT /x HTTP/1.1", "Content-Length: 1", "Content-Length: 1")
-    + b"a",
-    "two lengths": request("PUT /x HTTP/1.1", "Content-Length: 1", "Content-Length: 2") + b"ab",
-    "lengths in one field": request("PUT /x HTTP/1.1", "Content-Length: 1, 1") + b"a",
-    "a negative length": request("PUT /x HTTP/1.1", "Content-Length: -1"),
-    "a length with a sign": request("PUT /x HTTP/1.1", "Content-Length: +1") + b"a",
-    "a hexadecimal length": request("PUT /x HTTP/1.1", "Content-Length: 0x1") + b"a",
-    "an endless length": request("PUT /x HTTP/1.1", "Content-Length: " + "9" * 19),
-    "no length": request("PUT /x HTTP/1.1"),
-    "chunks": request("PUT /x HTTP/1.1", "Transfer-Encoding: chunked") + b"1\r\na\r\n0\r\n\r\n",
-    "chunks beside a length": request(
-        "PUT /x HTTP/1.1", "Content-Length: 4", "Transfer-Encoding: chunked"
-    )
+    "no host": get().replace(b"Host", b"Other"),
+    "two hosts": get("Host: another"),
+    "bare line feeds": get().replace(b"\r\n", b"\n") + b"\r\n\r\n",
+    "a bare carriage return": get("X: a\rY: b"),
+    "a folded field": get("X: a", " b"),
+    "a space before the colon": get("X : a"),
+    "a field without a name": get(": a"),
+    "a NUL": get("X: a\0b"),
+    "a byte that is not ASCII": get("X: \xff"),
+    "two tokens": get(f"Authorization: Bearer {TOKEN}"),
+    "the same length twice": put_one("Content-Length: 1"),
+    "two lengths": put("Content-Length: 1", "Content-Length: 2") + b"ab",
+    "lengths in one field": put("Content-Length: 1, 1") + b"a",
+    "a negative length": put("Content-Length: -1"),
+    "a length with a sign": put("Content-Length: +1") + b"a",
+    "a hexadecimal length": put("Content-Length: 0x1") + b"a",
+    "an endless length": put("Content-Length: " + "9" * 19),
+    "no length": put(),
+    "chunks": put(_CHUNKED) + b"1\r\na\r\n0\r\n\r\n",
+    "chunks beside a length": put("Content-Length: 4", _CHUNKED)
     + b"0\r\n\r\nDELETE /secret HTTP/1.1\r\n\r\n",
-    "chunks under another name": request(
-        "PUT /x HTTP/1.1", "Content-Length: 1", "Transfer-Encoding: xchunked"
-    )
-    + b"a",
-    "a body of a GET": request("GET /secret HTTP/1.1", "Content-Length: 5") + b"abcde",
-    "a part of an object": request(
-        "PUT /secret HTTP/1.1", "Content-Length: 1", "Content-Range: bytes 0-0/4"
-    )
-    + b"a",
-    "a condition that is not kept": request(
-        "PUT /secret HTTP/1.1", "Content-Length: 1", 'If-Match: "x"'
-    )
-    + b"a",
-    "another condition": request("PUT /x HTTP/1.1", "Content-Length: 1", 'If-None-Match: "x"')
-    + b"a",
-    "another protocol afterwards": request(
-        "GET /secret HTTP/1.1", "Connection: Upgrade", "Upgrade: h2c"
-    ),
-    "several ranges": request("GET /secret HTTP/1.1", "Range: bytes=0-1,2-3"),
-    "a range of lines": request("GET /secret HTTP/1.1", "Range: lines=0-1"),
-    "a range backwards": request("GET /secret HTTP/1.1", "Range: bytes=3-1"),
-    "an endless range": request("GET /secret HTTP/1.1", f"Range: bytes=0-{'9' * 40}"),
-    "the node as an object": request("PUT / HTTP/1.1", "Content-Length: 1") + b"a",
-    "what is not asked": request("GET /?evil=1 HTTP/1.1"),
-    "a listing as an object": request("PUT /?list HTTP/1.1", "Content-Length: 1") + b"a",
-    "more than was said": request("PUT /x HTTP/1.1", "Content-Length: 1")
-    + b"aDELETE /secret HTTP/1.1\r\n\r\n",
-    **{
-        f"the key {key}": request(f"GET {key} HTTP/1.1")
-        for key in (
-            *("/..", "/../secret", "/a/../secret", "/./secret", "//secret", "/secret/"),
-            *("/%2e%2e/secret", "/%2E%2e/%2e./secret", "/..%2fsecret", "/a%2fb", "/secret%00"),
-            *("/%0d%0aSet-Cookie:x", "/%c0%ae%c0%ae/secret", "/%ff", "/a%2f..%2f..%2fetc"),
-            "/" + "x" * 2000,
-        )
-    },
+    "chunks under another name": put_one("Transfer-Encoding: xchunked"),
+    "a body of a GET": get("Content-Length: 5") + b"abcde",
+    "a part of an object": put_one("Content-Range: bytes 0-0/4", key="secret"),
+    "a condition that is not kept": put_one('If-Match: "x"', key="secret"),
+    "another condition": put_one('If-None-Match: "x"'),
+    "another protocol afterwards": get("Connection: Upgrade", "Upgrade: h2c"),
+    "several ranges": get("Range: bytes=0-1,2-3"),
+    "a range of lines": get("Range: lines=0-1"),
+    "a range backwards": get("Range: bytes=3-1"),
+    "an endless range": get(f"Range: bytes=0-{'9' * 40}"),
+    "the node as an object": put_one(key=""),
+    "an unknown query": request("GET /?evil=1 HTTP/1.1"),
+    "a listing as an object": put_one(key="?list"),
+    "more than the given length": put_one() + b"DELETE /secret HTTP/1.1\r\n\r\n",
+    **{f"the key {key}": request(f"GET {key} HTTP/1.1") for key in _INVALID_KEYS},
 }
 
 
 @pytest.mark.parametrize("sent", _NO_REQUESTS.values(), ids=_NO_REQUESTS)
 def test_an_invalid_request_is_refused_and_closed(server, node, shelf, sent):
     free = shelf.free_bytes
-    found = told(server, sent)
+    found = response(server, sent)
     assert found.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 405 ", b"HTTP/1.1 411 ")), found
     assert found.count(b"HTTP/1.1") == 1 and b"nobody" not in found
     assert TOKEN.encode() not in found and shelf.free_bytes == free
@@ -260,19 +236,18 @@ def test_a_truncated_header_is_not_a_request(server, node, cut):
     with connected(server) as connection:
         connection.sendall(whole[: int(cut * len(whole))])
         connection.shutdown(socket.SHUT_WR)
-        assert said(connection) == b""
+        assert read_all(connection) == b""
 
 
 def test_an_oversized_header_is_cut_off(server, node):
     for sent in (
         b"GET /secret HTTP/1.1\r\nX: " + b"x" * (1 << 20),
         b"x" * (1 << 20),
-        request("GET /secret HTTP/1.1", "X: " + "x" * wire.MOST_HEAD_BYTES),
+        get("X: " + "x" * wire.MOST_HEAD_BYTES),
     ):
-        assert told(server, sent)[:13] in (b"HTTP/1.1 431 ", b"")
-    assert told(
-        server, request("GET /secret HTTP/1.1", *[f"X{i}: a" for i in range(40)])
-    ).startswith(b"HTTP/1.1 400 ")
+        assert response(server, sent)[:13] in (b"HTTP/1.1 431 ", b"")
+    found = response(server, get(*[f"X{i}: a" for i in range(40)]))
+    assert found.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("nbytes", [_NBYTES + 1, 1 << 40, 10**18 - 1])
@@ -281,13 +256,13 @@ def test_a_length_above_the_free_space_is_refused_before_any_allocation(
 ):
     free = shelf.free_bytes
     with mock.patch("deltackpt.nodes.blobs._memory") as memory:
-        found = told(server, request("PUT /x HTTP/1.1", f"Content-Length: {nbytes}"), bytes(1000))
+        found = response(server, put(f"Content-Length: {nbytes}"), bytes(1000))
     assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and shelf.free_bytes == free
 
 
 def test_random_bytes_never_stop_a_server(server, node):
     drawn = np.random.default_rng(0)
-    valid = request("PUT /x HTTP/1.1", "Content-Length: 3", "If-None-Match: *") + b"abc"
+    valid = put("Content-Length: 3", "If-None-Match: *") + b"abc"
     for _ in range(200):
         sent = bytearray(valid)
         for at in drawn.integers(0, len(sent), drawn.integers(1, 6)):
@@ -295,7 +270,7 @@ def test_random_bytes_never_stop_a_server(server, node):
         with connected(server) as connection:
             connection.sendall(bytes(sent))
             connection.shutdown(socket.SHUT_WR)
-            assert b"nobody" not in said(connection)
+            assert b"nobody" not in read_all(connection)
         node.delete([key for key in node.keys("") if key != "secret"])
 
 
@@ -308,7 +283,7 @@ def test_a_thousand_silent_connections_block_no_client(server, node):
             crowd.enter_context(connected(server))
             if number % 100 == 0:
                 # On its own connection, among them.
-                with contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as fresh:
+                with client(server) as fresh:
                     assert fresh.get("secret")
         # And on the one that was open before.
         assert node.length("secret")
@@ -322,14 +297,13 @@ def test_headers_sent_byte_by_byte_block_no_client(server, node):
         for letter in whole[:40]:
             for connection in slow:
                 connection.sendall(bytes([letter]))
-        with contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as fresh:
+        with client(server) as fresh:
             assert fresh.get("secret")
 
 
-def test_a_header_that_takes_too_long_is_cut_off_although_bytes_arrive(shelf, tokens):
+def test_a_header_that_takes_too_long_is_cut_off_although_bytes_arrive(server):
     with (
         mock.patch.object(servers, "_HEAD_SECS", 0.3),
-        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
         connected(server) as connection,
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
     ):
@@ -341,39 +315,34 @@ def test_a_header_that_takes_too_long_is_cut_off_although_bytes_arrive(shelf, to
                     break
 
 
-def test_connections_with_the_token_are_kept_before_those_without(shelf, tokens):
-    made = NodeServer(shelf, bind="127.0.0.1", tokens=tokens, most_connections=4)
-    with contextlib.closing(made) as server, contextlib.ExitStack() as stack:
-        kept = stack.enter_context(connected(server))
-        kept.sendall(request("GET /x HTTP/1.1"))
-        assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
-        for _ in range(20):
-            stack.enter_context(connected(server))
-        kept.sendall(request("GET /x HTTP/1.1"))
-        assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
-
-
-def test_a_body_that_stalls_is_dropped_and_its_space_is_freed(shelf, tokens):
-    free = shelf.free_bytes
+def test_connections_with_the_token_are_kept_before_those_without(shelf):
     with (
-        mock.patch.object(servers, "_PIECE_SECS", 1.0),
-        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
-        connected(server) as connection,
+        serving(shelf, most_connections=4) as server,
+        contextlib.ExitStack() as stack,
+        connected(server) as kept,
     ):
-        connection.sendall(request("PUT /x HTTP/1.1", f"Content-Length: {1 << 20}") + bytes(1000))
-        assert said(connection) == b""
+        for others in (20, 0):
+            kept.sendall(request("GET /x HTTP/1.1"))
+            assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
+            for _ in range(others):
+                stack.enter_context(connected(server))
+
+
+def test_a_body_that_stalls_is_dropped_and_its_space_is_freed(server, shelf):
+    free = shelf.free_bytes
+    with mock.patch.object(servers, "_PIECE_SECS", 1.0), connected(server) as connection:
+        connection.sendall(put(f"Content-Length: {1 << 20}") + bytes(1000))
+        assert read_all(connection) == b""
         assert shelf.free_bytes == free and shelf.keys("", after="", most=9) == []
 
 
 _LONG = 24 << 20
 
 
-def test_a_client_that_reads_nothing_is_dropped(tokens):
+def test_a_client_that_reads_nothing_is_dropped():
     with (
-        contextlib.closing(
-            NodeServer(MemoryBlobs(2 * _LONG), bind="127.0.0.1", tokens=tokens)
-        ) as server,
-        contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as node,
+        serving(MemoryBlobs(2 * _LONG)) as server,
+        client(server) as node,
         socket.socket() as connection,
     ):
         # More than the buffers of any connection hold.
@@ -387,7 +356,7 @@ def test_a_client_that_reads_nothing_is_dropped(tokens):
                 node.length("x")
             while served in server._open:
                 node.length("x")
-        assert len(said(connection)) < _LONG
+        assert len(read_all(connection)) < _LONG
 
 
 def _served(server: NodeServer, client: socket.socket) -> servers._Client | None:
@@ -409,7 +378,7 @@ def test_connection_close_is_honored_after_a_refusal_too(server, node):
     ):
         for value in ("close", "Close", "keep-alive, close"):
             # The client does not close its side, so the server must close the connection.
-            found = told(server, request(first, *fields, f"Connection: {value}"))
+            found = response(server, request(first, *fields, f"Connection: {value}"))
             assert found.startswith(b"HTTP/1.1 "), found
 
 
@@ -429,12 +398,7 @@ def outside(tmp_path) -> Path:
 @pytest.fixture
 def linked(tmp_path, outside) -> Iterator[Node]:
     held = tmp_path / "held"
-    shelf = DirectoryBlobs(held)
-    with (
-        contextlib.closing(shelf),
-        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))) as server,
-        contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as found,
-    ):
+    with serving(DirectoryBlobs(held)) as server, client(server) as found:
         found.put("a/x", [b"an object"])
         (held / "link").symlink_to(outside)
         (held / "a" / "link").symlink_to(outside, target_is_directory=True)
@@ -498,31 +462,6 @@ def test_a_server_never_empties_the_target_of_a_link(tmp_path, outside):
 # ---- misbehaving peers
 
 
-@contextlib.contextmanager
-def peer(*answers: bytes) -> Iterator[str]:
-    """A server that sends the next of some responses to each request, and closes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            for answer in itertools.chain(answers, itertools.repeat(answers[-1])):
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    return
-                with client, contextlib.suppress(OSError):
-                    while b"\r\n\r\n" not in client.recv(1 << 16):
-                        pass
-                    client.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield "{}:{}".format(*listener.getsockname())
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
 def answer(status: str, body: bytes = b"", nbytes: int | None = None) -> bytes:
     length = len(body) if nbytes is None else nbytes
     return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
@@ -545,13 +484,13 @@ LISTINGS = {
 
 @pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
 def test_an_invalid_listing_is_a_typed_error(body):
-    with peer(answer("200 OK", body)) as address, contextlib.closing(Node(address, TOKEN)) as node:
+    with answering(answer("200 OK", body)) as address, client(address) as node:
         with pytest.raises(Refused, match=f"{address}: expected to list.*not from a node server"):
             node.keys("", after="5")
-    with (
-        peer(answer("200 OK", b"/b/x\n")) as address,
-        contextlib.closing(Node(address, TOKEN)) as node,
-    ):
+
+
+def test_a_listing_of_other_keys_is_a_typed_error():
+    with answering(answer("200 OK", b"/b/x\n")) as address, client(address) as node:
         with pytest.raises(Refused, match="other keys than requested"):
             node.keys("a")
 
@@ -562,7 +501,7 @@ def test_an_endless_listing_is_refused(monkeypatch):
         answer("200 OK", b"".join(b"/k%09d\n" % (1000 * page + i) for i in range(1000)))
         for page in range(5)
     ]
-    with peer(*pages) as address, contextlib.closing(Node(address, TOKEN)) as node:
+    with answering(*pages) as address, client(address) as node:
         with pytest.raises(Refused, match="more than 3,000 keys"):
             node.keys("")
 
@@ -588,40 +527,28 @@ def test_an_endless_listing_is_refused(monkeypatch):
     ],
 )
 def test_the_length_that_a_response_claims_takes_no_memory(status, ask, kind, nbytes):
-    with peer(answer(status, b"some bytes", nbytes)) as address:
-        with contextlib.closing(Node(address, TOKEN)) as node:
-            tracemalloc.start()
-            try:
-                with contextlib.nullcontext() if kind is None else pytest.raises(kind):
-                    ask(node)
-                assert tracemalloc.get_traced_memory()[1] < 32 << 20
-            finally:
-                tracemalloc.stop()
-
-
-def test_a_large_object_is_read_whole(server, node, shelf):
-    data = np.random.default_rng(0).bytes(_NBYTES // 2)
-    node.put("large", [data])
-    assert node.get("large") == data
-    node.delete(["large"])
+    with answering(answer(status, b"some bytes", nbytes)) as address, client(address) as node:
+        tracemalloc.start()
+        try:
+            with contextlib.nullcontext() if kind is None else pytest.raises(kind):
+                ask(node)
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
     "odd", [answer("200 OK", b"/\xff\n"), answer("200 OK", b"", 10**17), b"SSH-2.0-x\r\n\r\n", b""]
 )
 def test_one_bad_peer_does_not_hide_what_the_others_hold(server, odd):
-    with peer(odd) as address:
-        others = (
-            PeerNode(node="own", address=server.address),
-            PeerNode(node="good", address=server.address),
-            PeerNode(node="odd", address=address),
-        )
-        found = PeerGroup(root="root", own="own", token=TOKEN, nodes=others, k=1, m=0)
+    pack = MemoryPack("save", 1000)
+    with answering(odd) as address, client(server) as node:
+        places = {"own": server.address, "good": server.address, "odd": address}
+        nodes = tuple(PeerNode(node=name, address=place) for name, place in places.items())
+        found = PeerGroup(root="root", own="own", token=TOKEN, nodes=nodes, k=1, m=0)
         with contextlib.closing(PeerTier(found)) as held:
-            pack = MemoryPack("save", 1000)
-            with contextlib.closing(Node(server.address, TOKEN)) as client:
-                name = Fragment(pack.ref, 1, 0, 0, 0, pack.ref.crc32c).key("root")
-                client.put(name, [pack.data + bytes(-len(pack.data) % 64)])
+            name = Fragment(pack.ref, 1, 0, 0, 0, pack.ref.crc32c).key("root")
+            node.put(name, [pack.data + bytes(-len(pack.data) % 64)])
             assert held.refs() == [pack.ref]
             assert held.silent().startswith("odd (")
 
@@ -629,28 +556,27 @@ def test_one_bad_peer_does_not_hide_what_the_others_hold(server, odd):
 # ---- other users of the machine
 
 
-def test_other_users_cannot_read_the_memory_of_a_node(tmp_path):
+def test_other_users_cannot_read_the_memory_of_a_node():
     nobody = 65534
     required(os.geteuid() == 0, "root is needed to become another user")
-    program = (
-        "import glob, os, sys\n"
-        f"os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})\n"
-        "for name in ('mem', 'environ', 'maps', 'fd', 'map_files'):\n"
-        "    path = f'/proc/{sys.argv[1]}/{name}'\n"
-        "    try:\n"
-        "        os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1)\n"
-        "    except OSError:\n"
-        "        continue\n"
-        "    raise SystemExit(f'{path} can be read')\n"
-        "for path in glob.glob('/dev/shm/*'):\n"
-        "    assert 'deltackpt-node' not in path, path\n"
-    )
+    program = f"""
+import glob, os, sys
+os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
+for name in ('mem', 'environ', 'maps', 'fd', 'map_files'):
+    path = f'/proc/{{sys.argv[1]}}/{{name}}'
+    try:
+        os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1)
+    except OSError:
+        continue
+    raise SystemExit(f'{{path}} can be read')
+for path in glob.glob('/dev/shm/*'):
+    assert 'deltackpt-node' not in path, path
+"""
     with node_process(TOKEN, "--memory", "16MiB") as found:
-        with contextlib.closing(Node(found.address, TOKEN)) as node:
+        with client(found) as node:
             node.put("x", [bytes(1 << 20)])
         command = [sys.executable, "-S", "-c", program, str(found.process.pid)]
         done = subprocess.run(command, capture_output=True, text=True, cwd="/")
         assert done.returncode == 0, done.stderr
         # The token is not where every user can read it either.
-        with open(f"/proc/{found.process.pid}/cmdline", "rb") as file:
-            assert TOKEN.encode() not in file.read()
+        assert TOKEN.encode() not in Path(f"/proc/{found.process.pid}/cmdline").read_bytes()
