@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from servers import Certificate
 
 import deltackpt
 from deltackpt import events, serving
-from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError
+from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError, WaitTimeout
 from deltackpt.format import wal_format
 from deltackpt.format.wal_format import RecordChunk
 from deltackpt.inspect import open as open_checkpoints
@@ -69,80 +70,99 @@ def options(
     topic: str, config: Any, *, chunk_bytes: int = CHUNK_BYTES, **wal: Any
 ) -> deltackpt.ManagerOptions:
     backend = KafkaWal(topic, config=config, chunk_bytes=chunk_bytes)
-    given = {"deadline_secs": 60.0, **wal}
-    return deltackpt.ManagerOptions(wal=deltackpt.WalOptions(backend=backend, **given))
+    wal = {"deadline_secs": 60.0, **wal}
+    return deltackpt.ManagerOptions(wal=deltackpt.WalOptions(backend=backend, **wal))
 
 
-def new_run(folder: Path, topic: str, config: Any, **wal: Any) -> TrainingRun:
-    return TrainingRun(folder / "run", options=options(topic, config, **wal))
+class KafkaRun(TrainingRun):
+    """A run with its WAL in a topic."""
+
+    def __init__(self, folder: Path, topic: str, config: Any, **wal: Any):
+        super().__init__(folder / "run", options=options(topic, config, **wal))
+        self.topic, self.config = topic, config
+
+    def log(self, records: int = 1, **arguments: Any) -> int:
+        """Appends durable records; returns the step of the last one."""
+        for _ in range(records):
+            self.append(**arguments)
+        return self.manager.wait_appended().step
+
+    def start(self, records: int) -> None:
+        """Saves the first step and appends durable records."""
+        self.save_initial()
+        self.log(records)
+
+    def started(self, records: int) -> KafkaRun:
+        """Starts with a manager of its own."""
+        with self.open():
+            self.start(records)
+        return self
+
+    @property
+    def offsets(self) -> Offsets:
+        """The first partition's."""
+        return Topic(self.topic, self.config).offsets()[0]
+
+    def assert_resumes(self, step: int, points: list[int] | None = None) -> None:
+        with self.open() as manager:
+            assert self.resume().step == step
+            if points is not None:
+                assert [one.step for one in manager.recovery_points()] == points
+
+    def assert_restores_only_the_save(self, warning: str) -> None:
+        with self.open() as manager, pytest.warns(UserWarning, match=warning):
+            found = manager.restore_latest(self.state)
+            assert found is not None and found.step == 0
+            self.check(found)
 
 
-def started(run: TrainingRun, records: int) -> None:
-    """Saves the first step and appends durable records."""
-    run.save_initial()
-    for _ in range(records):
-        run.append()
-    run.manager.wait_appended()
+@pytest.fixture
+def run(cluster, topic, tmp_path) -> KafkaRun:
+    return KafkaRun(tmp_path, topic, cluster.config)
 
 
 # Round trips.
 
 
-def test_every_recovery_point_restores_bit_for_bit(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
-    with run.open():
-        started(run, 7)
-    assert not [*(tmp_path / "run" / "log").rglob("*.seg")]
+def test_every_recovery_point_restores_bit_for_bit(run):
+    run.started(7)
+    assert not [*(run.root / "log").rglob("*.seg")]
     with run.open() as manager:
         assert run.resume().step == 7
         for point in manager.recovery_points():
             run.check(manager.restore(point, run.state))
         run.resume()
-        run.append()
-        run.append()
-        manager.wait_appended()
-    with run.open() as manager:
-        assert run.resume().step == 9
-        assert {one.step for one in manager.recovery_points()} == {*range(1, 10)}
+        run.log(2)
+    run.assert_resumes(9, [*range(9, 0, -1)])
 
 
-def test_a_restore_to_an_earlier_point_voids_later_records(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
+def test_a_restore_to_an_earlier_point_voids_later_records(run):
     with run.open() as manager:
-        started(run, 6)
+        run.start(6)
         run.continue_from(manager.restore(3, run.state))
-        run.append()
-        manager.wait_appended()
-    with run.open() as manager:
-        assert run.resume().step == 4
-        assert [one.step for one in manager.recovery_points()] == [4, 3, 2, 1]
+        run.log()
+    run.assert_resumes(4, [4, 3, 2, 1])
 
 
-def test_records_of_a_local_wal_are_continued_in_kafka_and_back(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
+def test_records_of_a_local_wal_are_continued_in_kafka_and_back(run):
     local = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
     with run.open(local):
-        started(run, 3)
-    with run.open() as manager:
+        run.start(3)
+    with run.open():
         assert run.resume().step == 3
-        run.append()
-        manager.wait_appended()
-    with run.open() as manager:
-        assert run.resume().step == 4
-    with run.open(local) as manager, pytest.raises(OptionError, match=f"topic '{topic}'"):
+        run.log()
+    run.assert_resumes(4)
+    with run.open(local) as manager, pytest.raises(OptionError, match=f"topic '{run.topic}'"):
         manager.restore_latest(run.state)
 
 
 @pytest.mark.parametrize("dense", ["delta", "soft"])
 def test_dense_leaves_of_each_kind_return(cluster, topic, tmp_path, dense):
-    run = new_run(tmp_path, topic, cluster.config, dense=dense)
+    run = KafkaRun(tmp_path, topic, cluster.config, dense=dense)
     with run.open():
         run.save_initial()
-        for _ in range(5):
-            run.append(full=True)
-        run.manager.wait_appended()
-    with run.open():
-        assert run.resume().step == 5
+        run.log(5, full=True)
+    run.assert_resumes(5)
 
 
 def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic, tmp_path):
@@ -154,15 +174,15 @@ def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic
             tiers = deltackpt.Tiers(staging_dir=tmp_path / name, endpoint=server.endpoint)
             return deltackpt.ManagerOptions(wal=wal, tiers=tiers)
 
-        run = TrainingRun(f"{server.bucket('bucket')}/run", options=staged("lost"))
-        with run.open():
-            started(run, 4)
+        run = KafkaRun(tmp_path, topic, cluster.config)
+        run.root = f"{server.bucket('bucket')}/run"
+        with run.open(staged("lost")):
+            run.start(4)
         end_uploaders(tmp_path / "lost")
         shutil.rmtree(tmp_path / "lost")
-        with run.open(staged("other")) as manager:
+        with run.open(staged("other")):
             assert run.resume().step == 4
-            run.append()
-            manager.wait_appended()
+            run.log()
         with run.open(staged("other")):
             assert run.resume().step == 5
         end_uploaders(tmp_path / "other")
@@ -195,56 +215,51 @@ def test_several_processes_write_a_partition_each(cluster, tmp_path):
         server.close()
 
 
-def test_trimming_deletes_the_records_that_no_restore_needs(cluster, topic, tmp_path):
-    run, read = new_run(tmp_path, topic, cluster.config), Topic(topic, cluster.config)
+def test_trimming_deletes_the_records_that_no_restore_needs(run):
     starts = []
-    with run.open() as manager:
-        started(run, 3)
+    with run.open():
+        run.start(3)
         for _ in range(3):
             run.save()
-            run.append()
-            manager.wait_appended()
-            starts.append(read.offsets()[0].start)
-    starts.append(read.offsets()[0].start)
+            run.log()
+            starts.append(run.offsets.start)
+    starts.append(run.offsets.start)
     assert starts[0] == 0 and starts[-1] > 0 and sorted(starts) == starts
     with run.open() as manager:
         assert run.resume().step == run.step
         assert min(one.step for one in manager.recovery_points()) > 3
         # Earlier epochs go with the first two steps of a later one.
-        below = read.offsets()[0].stop
+        below = run.offsets.stop
         for _ in range(3):
             run.save()
-            run.append()
-            manager.wait_appended()
-    assert read.offsets()[0].start >= below
-    with run.open():
-        assert run.resume().step == run.step
+            run.log()
+    assert run.offsets.start >= below
+    run.assert_resumes(run.step)
 
 
 # Failures of brokers.
 
 
-def test_a_broker_that_is_killed_and_restarted_loses_no_record(cluster, topic, tmp_path):
-    run, [broker] = new_run(tmp_path, topic, cluster.config), cluster.brokers
-    with run.open() as manager:
-        started(run, 3)
+def test_a_broker_that_is_killed_and_restarted_loses_no_record(cluster, run):
+    [broker] = cluster.brokers
+    with run.open():
+        run.start(3)
         for _ in range(5):
             run.append()
         broker.kill()
         for _ in range(5):
             run.append()
         broker.start()
-        assert manager.wait_appended().step == 13
-    with run.open():
-        assert run.resume().step == 13
+        assert run.manager.wait_appended().step == 13
+    run.assert_resumes(13)
 
 
 def test_an_outage_beyond_the_deadline_is_reported_and_the_next_record_has_its_rows(
     cluster, topic, tmp_path
 ):
-    run, [broker] = new_run(tmp_path, topic, cluster.config, deadline_secs=2.0), cluster.brokers
+    run, [broker] = KafkaRun(tmp_path, topic, cluster.config, deadline_secs=2.0), cluster.brokers
     with run.open() as manager:
-        started(run, 3)
+        run.start(3)
         broker.kill()
         try:
             run.append()
@@ -255,176 +270,137 @@ def test_an_outage_beyond_the_deadline_is_reported_and_the_next_record_has_its_r
             broker.start()
             cluster.wait()
         run.append()
-        assert run.manager.wait_appended(60).step == 6
-    with run.open():
-        assert run.resume().step == 6
+        assert manager.wait_appended(60).step == 6
+    run.assert_resumes(6)
 
 
 # Killed and fenced producers.
 
 
-def test_a_producer_killed_in_an_append_loses_no_acknowledged_record(cluster, topic, tmp_path):
-    trainee = Trainee(tmp_path / "run", topic, cluster.config)
-    try:
-        trainee.read_until("acknowledged", 6)
-        time.sleep(0.05)
-    finally:
-        trainee.kill()
-    run = new_run(tmp_path, topic, cluster.config)
+@pytest.fixture
+def trainee(run) -> Iterator[Trainee]:
+    """A process that trains ``run``."""
+    found = Trainee(run.root, run.topic, run.config)
+    yield found
+    found.kill()
+
+
+def test_a_producer_killed_in_an_append_loses_no_acknowledged_record(run, trainee):
+    trainee.read_until("acknowledged", 6)
+    time.sleep(0.05)
+    trainee.kill()
     with run.open() as manager:
         found = manager.restore_latest(run.state)
         assert found is not None and found.step >= trainee.acknowledged
         states.assert_same(found.state, kafka_trainee.state_at(found.step))
 
 
-def test_what_a_zombie_still_writes_is_dead(cluster, topic, tmp_path):
-    trainee = Trainee(tmp_path / "run", topic, cluster.config)
-    read = Topic(topic, cluster.config)
-    try:
-        trainee.read_until("acknowledged", 4)
-        trainee.process.send_signal(signal.SIGSTOP)
-        run = new_run(tmp_path, topic, cluster.config)
-        with run.open() as manager:
-            found = manager.restore_latest(run.state)
-            assert found is not None
-            point = found.step
-            run.states[point] = kafka_trainee.state_at(point)
-            run.continue_from(found)
-            # Another state than the zombie's, at the same step.
-            run._move = lambda state, seen, step: states.train(state, seen, 1000 + step)
-            run.append()
-            manager.wait_appended()
-            before = read.offsets()[0].stop
-            trainee.process.send_signal(signal.SIGCONT)
-            assert trainee.read_until("error") == FencedError.code
-            assert read.offsets()[0].stop > before
-            run.append()
-            manager.wait_appended()
-        with run.open() as manager:
-            assert run.resume().step == point + 2
-            assert [one.step for one in manager.recovery_points()][:3] == [
-                point + 2,
-                point + 1,
-                point,
-            ]
-    finally:
-        trainee.kill()
+def test_records_that_a_fenced_zombie_writes_are_void(run, trainee):
+    trainee.read_until("acknowledged", 4)
+    trainee.process.send_signal(signal.SIGSTOP)
+    with run.open() as manager:
+        found = manager.restore_latest(run.state)
+        assert found is not None
+        point = found.step
+        run.states[point] = kafka_trainee.state_at(point)
+        run.continue_from(found)
+        # Another state than the zombie's, at the same step.
+        run._move = lambda state, seen, step: states.train(state, seen, 1000 + step)
+        run.log()
+        before = run.offsets.stop
+        trainee.process.send_signal(signal.SIGCONT)
+        assert trainee.read_until("error") == FencedError.code
+        assert run.offsets.stop > before
+        run.log()
+    with run.open() as manager:
+        assert run.resume().step == point + 2
+        newest = [one.step for one in manager.recovery_points()][:3]
+        assert newest == [point + 2, point + 1, point]
 
 
 # Records that are gone, repeated, or hostile.
 
 
-def test_records_that_retention_removed_are_named_and_the_newest_step_is_restored(
-    cluster, topic, tmp_path
-):
-    run = new_run(tmp_path, topic, cluster.config)
-    with run.open() as manager:
-        started(run, 4)
-        manager.wait_appended()
-    read = Topic(topic, cluster.config)
-    cluster.alter(topic, retention_ms="1")
+def test_records_that_retention_removed_are_named_and_the_newest_step_is_restored(cluster, run):
+    run.started(4)
+    cluster.alter(run.topic, retention_ms="1")
     deadline = time.monotonic() + 60
-    while (offsets := read.offsets()[0]).start < offsets.stop:
+    while (offsets := run.offsets).start < offsets.stop:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    cluster.alter(topic, retention_ms="-1")
-    with run.open() as manager, pytest.warns(UserWarning, match="step 4, which was durable"):
-        found = manager.restore_latest(run.state)
-        assert found is not None and found.step == 0
-        run.check(found)
+    cluster.alter(run.topic, retention_ms="-1")
+    run.assert_restores_only_the_save("step 4, which was durable")
 
 
-def test_a_gap_ends_at_the_newest_step_below_and_is_named(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
-    read = Topic(topic, cluster.config)
-    with run.open() as manager:
-        started(run, 4)
-        middle = read.offsets()[0].stop
-        for _ in range(4):
-            run.append()
-        manager.wait_appended()
-    # Within the record after it.
-    read.truncate({0: middle + 1})
-    with run.open() as manager, pytest.warns(UserWarning, match="records 1 to 5"):
-        found = manager.restore_latest(run.state)
-        assert found is not None and found.step == 0
-        run.check(found)
-
-
-def test_records_deleted_under_a_reader_are_skipped(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
+def test_a_gap_ends_at_the_newest_step_below_and_is_named(run):
     with run.open():
-        started(run, 30)
-    read = Topic(topic, cluster.config)
-    span = read.offsets()[0]
-    middle = span.stop - 10
+        run.start(4)
+        middle = run.offsets.stop
+        run.log(4)
+    # Within the record after it.
+    Topic(run.topic, run.config).truncate({0: middle + 1})
+    run.assert_restores_only_the_save("records 1 to 5")
+
+
+def test_records_deleted_under_a_reader_are_skipped(run):
+    run.started(30)
+    read, span = Topic(run.topic, run.config), run.offsets
     # As if they were deleted after it was asked where the partition begins.
-    read.truncate({0: middle})
-    assert [one.offset for one in read.read({0: span})] == [*range(middle, span.stop)]
+    read.truncate({0: span.stop - 10})
+    assert [one.offset for one in read.read({0: span})] == [*range(span.stop - 10, span.stop)]
 
 
-def test_a_recreated_topic_is_noticed(cluster, topic, tmp_path):
+def test_a_recreated_topic_is_noticed(cluster, run):
     from confluent_kafka.admin import AdminClient
 
-    run = new_run(tmp_path, topic, cluster.config)
-    with run.open():
-        started(run, 4)
+    run.started(4)
     admin = AdminClient(cluster.config)
-    admin.delete_topics([topic])[topic].result(30)
+    admin.delete_topics([run.topic])[run.topic].result(30)
     time.sleep(1)
-    cluster.topic(topic, 2)
-    with run.open() as manager, pytest.warns(UserWarning, match="step 4, which was durable"):
-        found = manager.restore_latest(run.state)
-        assert found is not None and found.step == 0
+    cluster.topic(run.topic, 2)
+    run.assert_restores_only_the_save("step 4, which was durable")
 
 
-def test_repeated_and_foreign_messages_change_nothing(cluster, topic, tmp_path):
-    run, read = new_run(tmp_path, topic, cluster.config), Topic(topic, cluster.config)
-    with run.open() as manager:
-        started(run, 3)
-        stored = [one.data for one in read.read({0: read.offsets()[0]})]
+def test_repeated_and_foreign_messages_change_nothing(run):
+    with run.open():
+        run.start(3)
+        read = Topic(run.topic, run.config)
+        stored = [one.data for one in read.read({0: run.offsets})]
         producer = read.producer(0, message_bytes=CHUNK_BYTES, timeout_secs=30)
         for data in (*stored, *reversed(stored), b"x", b"", stored[0][:-1], stored[-1][1:]):
             producer.send(data)
         producer.flush()
-        run.append()
-        manager.wait_appended()
-    with run.open() as manager:
-        assert run.resume().step == 4
-        assert [one.step for one in manager.recovery_points()] == [4, 3, 2, 1]
+        run.log()
+    run.assert_resumes(4, [4, 3, 2, 1])
 
 
-def test_a_follower_reads_only_what_is_new(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
-    steps_read = []
-    with run.open() as manager:
-        started(run, 3)
-        follower = open_steps(tmp_path / "run")
+def test_a_follower_reads_only_what_is_new(cluster, run, monkeypatch):
+    steps_read, counts, real = [], [], Topic.read
+
+    def counted(topic: Topic, spans: dict[int, Offsets]):
+        counts.append(sum(span.stop - span.start for span in spans.values()))
+        return real(topic, spans)
+
+    with run.open():
+        run.start(3)
+        follower = open_steps(run.root)
         follower.topics = WalTopics(cluster.config)
         logs = WalReader(follower.wal_location)
-        read_of, spans_of = Topic.read, []
-
-        def counted(topic: Topic, spans: dict[int, Offsets]):
-            spans_of.append(sum(span.stop - span.start for span in spans.values()))
-            return read_of(topic, spans)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Topic, "read", counted)
-            for _ in range(3):
-                steps_read.append(logs.read().points()[0].step)
-                run.append()
-                manager.wait_appended()
+        monkeypatch.setattr(Topic, "read", counted)
+        for _ in range(3):
+            steps_read.append(logs.read().points()[0].step)
+            run.log()
+        monkeypatch.undo()
         follower.topics.close()
     assert steps_read == [3, 4, 5]
-    assert spans_of[0] >= 3 * spans_of[1] > 0 and spans_of[1] == spans_of[2]
+    assert counts[0] >= 3 * counts[1] > 0 and counts[1] == counts[2]
 
 
-def test_a_serving_process_follows_the_records(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
-    with run.open() as manager:
-        started(run, 2)
-        wal = KafkaWal(topic, config=cluster.config)
-        with serving.follow(tmp_path / "run", (), tables="**", wal=wal, poll_secs=None) as live:
+def test_a_serving_process_follows_the_records(cluster, run):
+    with run.open():
+        run.start(2)
+        wal = KafkaWal(run.topic, config=cluster.config)
+        with serving.follow(run.root, (), tables="**", wal=wal, poll_secs=None) as live:
             for step in (2, 3, 4):
                 assert live.advance()
                 with live.version() as version:
@@ -432,8 +408,7 @@ def test_a_serving_process_follows_the_records(cluster, topic, tmp_path):
                     for name, expected in run.states[step]["tables"].items():
                         rows, found = version.lookup(name, np.arange(len(expected)))
                         assert found.all() and (rows == np.asarray(expected)).all()
-                run.append()
-                manager.wait_appended()
+                run.log()
 
 
 _EPOCH = EpochRef(number=3, crc32c=77)
@@ -460,62 +435,52 @@ def _messages(draw) -> list[bytes]:
     return draw(st.lists(chunk | altered | st.binary(max_size=60), max_size=30))
 
 
-@settings(max_examples=150, deadline=None)
-@given(found=_messages(), split=st.integers(1, 40))
-def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found, split):
-    """Records that were written return whole and in order, whatever else is in the partition."""
-    records = [bytes([seq]) * 100 for seq in range(1, 5)]
-    real = [
+def messages_of(records: list[bytes], *, part: int, chunk_bytes: int) -> list[bytes]:
+    """The messages of whole records, the first with sequence number 1."""
+    return [
         chunk.to_bytes()
         for seq, record in enumerate(records, 1)
         for chunk in wal_format.record_chunks(
             memoryview(record),
-            part=5,
-            epoch=3,
-            epoch_crc32c=77,
+            part=part,
+            epoch=_EPOCH.number,
+            epoch_crc32c=_EPOCH.crc32c,
             seq=seq,
-            message_bytes=wal_format.HEAD_BYTES + split,
+            message_bytes=wal_format.HEAD_BYTES + chunk_bytes,
         )
     ]
-    folder = tmp_path_factory.mktemp("copies")
-    partition = Partition(folder, _EPOCH, 0)
-    stored, hostile = [], list(found)
-    for data in real:
-        stored.append(data)
-        if hostile:
-            stored.append(hostile.pop())
-    for offset, data in enumerate([*stored, *hostile]):
+
+
+def add_all(partition: Partition, messages: list[bytes], start: int = 0) -> None:
+    for offset, data in enumerate(messages, start):
         partition.add(Message(0, offset, data))
+
+
+@settings(max_examples=150, deadline=None)
+@given(hostile=_messages(), split=st.integers(1, 40))
+def test_hostile_messages_never_change_what_was_written(tmp_path_factory, hostile, split):
+    """Records that were written return whole and in order, whatever else is in the partition."""
+    records = [bytes([seq]) * 100 for seq in range(1, 5)]
+    pairs = itertools.zip_longest(messages_of(records, part=5, chunk_bytes=split), hostile)
+    folder = tmp_path_factory.mktemp("copies")
+    messages = [data for pair in pairs for data in pair if data is not None]
+    add_all(Partition(folder, _EPOCH, 0), messages)
     assert (folder / "00005-00000000000000000001.seg").read_bytes() == b"".join(records)
 
 
-def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path):
+@pytest.mark.parametrize(("read", "first"), [(8, 3), (9, 4)])
+def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path, read, first):
     """Whether the messages end with a record, or within one."""
-    messages = [
-        chunk.to_bytes()
-        for seq in range(1, 6)
-        for chunk in wal_format.record_chunks(
-            memoryview(bytes([seq]) * 100),
-            part=0,
-            epoch=3,
-            epoch_crc32c=77,
-            seq=seq,
-            message_bytes=wal_format.HEAD_BYTES + 25,
-        )
-    ]
-    for read, first in ((8, 3), (9, 4)):
-        folder = tmp_path / str(read)
-        folder.mkdir()
-        partition = Partition(folder, _EPOCH, 0)
-        for offset, data in enumerate(messages[:read]):
-            partition.add(Message(0, offset, data))
-        partition.trim(read)
-        assert not [*folder.iterdir()]
-        for offset, data in enumerate(messages[read:], read):
-            partition.add(Message(0, offset, data))
-        [file] = folder.iterdir()
-        assert file.name == f"00000-{first:020}.seg"
-        assert file.read_bytes() == b"".join(bytes([seq]) * 100 for seq in range(first, 6))
+    records = [bytes([seq]) * 100 for seq in range(1, 6)]
+    messages = messages_of(records, part=0, chunk_bytes=25)
+    partition = Partition(tmp_path, _EPOCH, 0)
+    add_all(partition, messages[:read])
+    partition.trim(read)
+    assert not [*tmp_path.iterdir()]
+    add_all(partition, messages[read:], read)
+    [file] = tmp_path.iterdir()
+    assert file.name == f"00000-{first:020}.seg"
+    assert file.read_bytes() == b"".join(records[first - 1 :])
 
 
 # What opening checks.
@@ -533,23 +498,20 @@ def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path
 def test_a_topic_that_would_lose_records_is_refused(cluster, tmp_path, wrong, expected):
     topic = cluster.topic("wrong-" + next(iter(wrong)), config=wrong)
     with pytest.raises(OptionError, match=expected):
-        new_run(tmp_path, topic, cluster.config).open()
+        KafkaRun(tmp_path, topic, cluster.config).open()
 
 
-def test_a_topic_that_does_not_exist_or_belongs_to_another_directory_is_refused(
-    cluster, topic, tmp_path
-):
+def test_a_topic_that_does_not_exist_or_belongs_to_another_directory_is_refused(run, tmp_path):
     with pytest.raises(OptionError, match="no such topic"):
-        new_run(tmp_path, "nowhere", cluster.config).open()
-    with (run := new_run(tmp_path, topic, cluster.config)).open():
-        started(run, 1)
+        KafkaRun(tmp_path, "nowhere", run.config).open()
+    run.started(1)
     with pytest.raises(OptionError, match="use a topic of its own"):
-        TrainingRun(tmp_path / "other", options=options(topic, cluster.config)).open()
+        KafkaRun(tmp_path / "other", run.topic, run.config).open()
 
 
 def test_brokers_that_do_not_answer_are_reported_before_training(tmp_path):
     with pytest.raises(StorageError, match="expected an answer within 1.5 s"):
-        new_run(tmp_path, "any", {"bootstrap.servers": "127.0.0.1:9"}, deadline_secs=1.5).open()
+        KafkaRun(tmp_path, "any", {"bootstrap.servers": "127.0.0.1:9"}, deadline_secs=1.5).open()
 
 
 @pytest.mark.parametrize(
@@ -571,43 +533,40 @@ def test_settings_that_break_promises_are_refused(config, expected):
 def test_an_unknown_setting_is_refused_when_the_manager_opens(tmp_path):
     config = {"bootstrap.servers": "127.0.0.1:9", "no.such.setting": "1"}
     with pytest.raises(OptionError, match="no.such.setting"):
-        new_run(tmp_path, "any", config).open()
+        KafkaRun(tmp_path, "any", config).open()
+
+
+WITHOUT_KAFKA = """
+import sys; sys.modules['confluent_kafka'] = None
+import deltackpt; from deltackpt.wal import KafkaWal; from deltackpt.errors import MissingExtra
+options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions(backend=KafkaWal('t', config={})))
+tables = {'e': deltackpt.Tables(select='t/*')}
+try: deltackpt.CheckpointManager(sys.argv[1], options=options, handlers=tables)
+except MissingExtra as error: print(error)
+"""
 
 
 def test_without_the_extra_a_typed_error_names_it(tmp_path):
-    code = (
-        "import sys; sys.modules['confluent_kafka'] = None\n"
-        "import deltackpt; from deltackpt.wal import KafkaWal; from deltackpt.errors import *\n"
-        "wal = deltackpt.WalOptions(backend=KafkaWal('t', config={}))\n"
-        "try: deltackpt.CheckpointManager(sys.argv[1], options=deltackpt.ManagerOptions(wal=wal),"
-        " handlers={'e': deltackpt.Tables(select='t/*')})\n"
-        "except MissingExtra as error: print(error)\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "pip install 'deltackpt[kafka]'" in told
+    assert "pip install 'deltackpt[kafka]'" in output(sys.executable, "-c", WITHOUT_KAFKA, tmp_path)
 
 
-def test_readers_without_the_configuration_name_the_topic(cluster, topic, tmp_path):
-    run = new_run(tmp_path, topic, cluster.config)
-    with run.open():
-        started(run, 3)
-    expected = f"KafkaWal('{topic}'"
+def output(*command: object, check: bool = True) -> str:
+    found = subprocess.run([*map(str, command)], capture_output=True, text=True, check=check)
+    return found.stdout + found.stderr
+
+
+def test_readers_without_the_configuration_name_the_topic(run):
+    run.started(3)
     with run.open(deltackpt.ManagerOptions()) as manager:
         with pytest.raises(OptionError, match="KafkaWal"):
             manager.restore_latest(run.state)
         found = manager.restore_latest(run.state, wal=False)
         assert found is not None and found.step == 0
-    for command in (["verify"], ["doctor"]):
-        told = subprocess.run(
-            [_COMMAND, *command, str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-        )
-        assert expected in told.stdout + told.stderr, told
+    for command in ("verify", "doctor"):
+        assert f"KafkaWal('{run.topic}'" in output(_COMMAND, command, run.root, check=False)
     for command in (["ls"], ["gc", "--dry-run"]):
-        subprocess.run([_COMMAND, *command, str(tmp_path / "run")], capture_output=True, check=True)
-    assert f"topic '{topic}'" in open_checkpoints(tmp_path / "run").wal.epochs[0].problem
+        output(_COMMAND, *command, run.root)
+    assert f"topic '{run.topic}'" in open_checkpoints(run.root).wal.epochs[0].problem
 
 
 # Security.
@@ -620,19 +579,20 @@ def secure(tmp_path_factory) -> Iterator[KafkaCluster]:
         yield found
 
 
+def assert_refused(folder: Path, config: Any, match: str, secret: str) -> None:
+    with pytest.raises(StorageError, match=match) as caught:
+        KafkaRun(folder, "secret", config, deadline_secs=30).open()
+    assert secret not in f"{caught.value!r}{caught.value}"
+
+
 def test_a_wrong_password_is_a_typed_error_before_training(secure, tmp_path):
     config = {**secure.config, "sasl.password": "wr0ng-pa55word"}
-    with pytest.raises(StorageError, match="(?i)authentication") as caught:
-        new_run(tmp_path, "secret", config, deadline_secs=30).open()
-    assert "wr0ng" not in f"{caught.value!r}{caught.value}"
+    assert_refused(tmp_path, config, "(?i)authentication", "wr0ng")
 
 
 def test_a_wrong_authority_is_a_typed_error_before_training(secure, tmp_path):
-    other = Certificate.made(tmp_path)
-    config = {**secure.config, "ssl.ca.location": str(other.authority)}
-    with pytest.raises(StorageError, match="(?i)certificate") as caught:
-        new_run(tmp_path, "secret", config, deadline_secs=30).open()
-    assert PASSWORD not in f"{caught.value!r}{caught.value}"
+    config = {**secure.config, "ssl.ca.location": str(Certificate.made(tmp_path).authority)}
+    assert_refused(tmp_path, config, "(?i)certificate", PASSWORD)
 
 
 def token(secs: float) -> tuple[str, float]:
@@ -656,27 +616,22 @@ def test_oauth_tokens_are_renewed_while_records_are_written(secure, tmp_path):
         given.append(token(3.0))
         return given[-1]
 
-    run = new_run(tmp_path, secure.topic("oauth"), oauth(secure, callback))
-    with run.open() as manager:
-        started(run, 3)
+    run = KafkaRun(tmp_path, secure.topic("oauth"), oauth(secure, callback))
+    with run.open():
+        run.start(3)
         first = len(given)
         while len(given) < first + 3:
-            run.append()
-            manager.wait_appended()
+            run.log()
             time.sleep(0.1)
-        last = run.step
-    with run.open():
-        assert run.resume().step == last
-    for path in (tmp_path / "run").rglob("*"):
+    run.assert_resumes(run.step)
+    for path in run.root.rglob("*"):
         assert not path.is_file() or given[0][0].encode() not in path.read_bytes()
 
 
 def test_a_refused_token_is_a_typed_error_before_training(secure, tmp_path):
     expired = token(-60.0)[0]
     config = oauth(secure, lambda _: (expired, time.time() + 300))
-    with pytest.raises(StorageError, match="(?i)authentication") as caught:
-        new_run(tmp_path, "secret", config, deadline_secs=30).open()
-    assert expired not in f"{caught.value!r}{caught.value}"
+    assert_refused(tmp_path, config, "(?i)authentication", expired)
 
 
 def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):
@@ -690,17 +645,14 @@ def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):
         asked.append(1)
         return {**secure.config, "debug": "security,broker"}
 
-    given = options("secret", config)
+    run = KafkaRun(tmp_path, "secret", config)
+    run._event_handlers = (Heard(),)
     with caplog.at_level(logging.DEBUG):
-        run = TrainingRun(tmp_path / "run", options=given, event_handlers=[Heard()])
-        with run.open():
-            started(run, 3)
-        with run.open():
-            assert run.resume().step == 3
+        run.started(3).assert_resumes(3)
     assert len(asked) > 2 and heard
-    texts = [caplog.text, *heard, repr(given), str(given)]
+    texts = [caplog.text, *heard, repr(run._options), str(run._options)]
     texts.append(repr(options("secret", secure.config)))
-    for path in (tmp_path / "run").rglob("*"):
+    for path in run.root.rglob("*"):
         if path.is_file():
             texts.append(path.read_bytes().decode("latin-1"))
     assert not [text[:200] for text in texts if PASSWORD in text]
@@ -712,19 +664,16 @@ def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):
 @pytest.mark.filterwarnings("ignore:append of step")
 def test_one_of_three_brokers_may_be_down_and_two_may_not(tmp_path):
     with KafkaCluster(tmp_path, 3) as three:
-        topic = three.topic("three")
-        run = new_run(tmp_path, topic, three.config, deadline_secs=30.0)
+        run = KafkaRun(tmp_path, three.topic("three"), three.config, deadline_secs=30.0)
         with run.open() as manager:
-            started(run, 2)
+            run.start(2)
             three.brokers[0].kill()
-            run.append()
-            assert manager.wait_appended().step == 3
+            assert run.log() == 3
             three.brokers[1].kill()
             run.append()
-            with pytest.raises(deltackpt.errors.WaitTimeout):
+            with pytest.raises(WaitTimeout):
                 manager.wait_appended(3)
             three.brokers[0].start()
             three.brokers[1].start()
             assert manager.wait_appended(120).step == 4
-        with run.open():
-            assert run.resume().step == 4
+        run.assert_resumes(4)
