@@ -115,8 +115,8 @@ RAW = Encoding(
 )
 
 
-def fill_of(number: int, run: str = "a0") -> Fill:
-    """Returns a function that writes a full record."""
+def fill_of(number: int, run: str = "a0", item: bytes | None = None) -> Fill:
+    """Returns a function that writes a full record; ``item`` replaces its JSON item."""
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         rows, weights = rows_of(number), np.frombuffer(weights_of(number, run), np.uint8)
@@ -136,7 +136,7 @@ def fill_of(number: int, run: str = "a0") -> Fill:
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
         plain = dense_save.write_plain(sink_of, [weights], zstd=False)
-        data = np.frombuffer(str(number).encode(), np.uint8)
+        data = np.frombuffer(str(number).encode() if item is None else item, np.uint8)
         parts.write_array(
             sink_of(ITEMS), row_blocks.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
         )

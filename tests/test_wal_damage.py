@@ -15,7 +15,8 @@ import model
 import pytest
 from damages import HOWS, damage, flip
 from made_up_wals import MadeUpLog, bounds_of, history_of, records_in
-from test_wal_inspection import HANDLERS, Written, manager, segments, write
+from test_events import Kept
+from test_wal_inspection import HANDLERS, Written, continue_from, manager, segments, write
 
 import deltackpt
 from deltackpt import events
@@ -25,17 +26,6 @@ from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading.wal_locations import NAME
 from deltackpt.session.restore_choice import RestoreChooser
 from deltackpt.testing import Disk, DiskCall
-
-
-class Failures:
-    """An event handler that keeps failures."""
-
-    def __init__(self) -> None:
-        self.found: list[events.FailureEvent] = []
-
-    def receive(self, event: events.Event) -> None:
-        if isinstance(event, events.FailureEvent):
-            self.found.append(event)
 
 
 @pytest.fixture(scope="module", params=["whole", "delta"])
@@ -52,22 +42,28 @@ def copy(written, tmp_path) -> Written:
     return Written(tmp_path / "root", written.states)
 
 
-def restore(root: Path) -> tuple[deltackpt.Restored | None, list[str], Failures]:
+def restore(root: Path) -> tuple[deltackpt.Restored, list[str], list[events.FailureEvent]]:
     """The newest state that a reader restores, its warnings, and its failure events."""
-    failures, options = Failures(), deltackpt.ManagerOptions(access="read", multiprocess=False)
+    kept, options = Kept(), deltackpt.ManagerOptions(access="read", multiprocess=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with deltackpt.CheckpointManager(
-            root, handlers=HANDLERS, options=options, event_handlers=(failures,)
+            root, handlers=HANDLERS, options=options, event_handlers=(kept,)
         ) as reader:
             found = reader.restore_latest(model.initial())
+    failures = [one for one in kept.received if isinstance(one, events.FailureEvent)]
     return found, [str(one.message) for one in caught], failures
+
+
+def assert_newest_is_restored(written: Written) -> None:
+    found, _, _ = restore(written.root)
+    assert (found.step, found.skipped) == (written.newest, ())
+    model.assert_same(found.state, written.states[found.step])
 
 
 def assert_restored_or_reported(written: Written) -> int:
     """Checks that the newest state restores, or an older one and every report names the loss."""
     found, warned, failures = restore(written.root)
-    assert found is not None
     model.assert_same(found.state, written.states[found.step])
     report = verify_root(written.root)
     if found.step == written.newest:
@@ -76,7 +72,7 @@ def assert_restored_or_reported(written: Written) -> int:
     steps = [step for step, _ in found.skipped]
     assert steps and min(steps) > found.step and isinstance(found.skipped[0][1], DamagedWal)
     assert any("is skipped" in text for text in warned)
-    assert {one.step for one in failures.found if one.operation == "skip"} == {*steps}
+    assert {one.step for one in failures if one.operation == "skip"} == {*steps}
     names = [problem.object_name for problem in report.problems]
     assert any(error.object_name in names for _, error in found.skipped), (found.skipped, names)
     return found.step
@@ -117,64 +113,58 @@ def test_damage_to_any_wal_file_loses_nothing_or_is_reported(seed, copy):
 
 
 def test_one_flipped_bit_in_a_header_is_reported(copy):
-    first = sorted(copy.root.glob("log/1/0/*.seg"))[0]
-    flip(first, 24)
+    flip(min(copy.root.glob("log/1/0/*.seg")), 24)
     assert assert_restored_or_reported(copy) == 4
 
 
 def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):
-    sorted(copy.root.glob("log/1/0/*.seg"))[0].unlink()
-    real, looks = RestoreChooser._choose, 0
+    min(copy.root.glob("log/1/0/*.seg")).unlink()
+    real, looks = RestoreChooser._choose, []
 
     def look(*arguments):
         """Makes each look choose something different."""
-        nonlocal looks
-        looks += 1
         chosen, lost = real(*arguments)
-        return (tuple if looks % 2 else list)(chosen), lost
+        looks.append((tuple if len(looks) % 2 == 0 else list)(chosen))
+        return looks[-1], lost
 
     with mock.patch.object(RestoreChooser, "_choose", look):
         found, warned, _ = restore(copy.root)
-    assert found is not None and found.skipped and warned
-    assert looks == 2
+    assert found.skipped and warned
+    assert len(looks) == 2
 
 
-@pytest.mark.parametrize("torn", [0, 1, 60, 4095, 4096, 5000, -1])
+@pytest.mark.parametrize("torn", [0, 1, 60, 4095, 4096, 5000, -200, -40, -3, -1])
 def test_a_record_torn_by_a_kill_is_not_damage(torn, copy):
     """The beginning of a record that was never acknowledged."""
     last = segments(copy.root)[-1]
     os.truncate(last, last.stat().st_size + torn if torn < 0 else torn)
     (last.parent / NAME).unlink()
     found, warned, _ = restore(copy.root)
-    assert found is not None and found.skipped == () and found.step < copy.newest
+    assert found.skipped == () and found.step < copy.newest
     assert not any("skipped" in text for text in warned)
-    assert verify_root(copy.root).intact
+    report = verify_root(copy.root)
+    assert report.intact and copy.newest not in {one.point.step for one in report.points}
+    assert torn >= 0 or any("torn record" in note for note in report.notes)
 
 
 def test_zeros_after_a_power_cut_are_not_damage(copy):
     last = segments(copy.root)[-1]
     intact = last.read_bytes()
     last.write_bytes(intact + bytes(300))
-    found, _, _ = restore(copy.root)
-    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    assert_newest_is_restored(copy)
     (last.parent / NAME).unlink()
     start, end = bounds_of(intact)[-1]
     last.write_bytes(intact[: (start + end) // 2] + bytes(300))
     found, _, _ = restore(copy.root)
-    assert found is not None and found.step < copy.newest and found.skipped == ()
+    assert found.step < copy.newest and found.skipped == ()
 
 
 def test_a_part_killed_before_its_first_record_is_not_damage(copy):
     last = segments(copy.root)[-1]
     place = naming.parse_segment_name(last.name)
-    assert place is not None
-    (last.parent / naming.segment_name(place.part + 1, place.seq)).write_bytes(b"dc")
-    found, _, _ = restore(copy.root)
-    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    last.with_name(naming.segment_name(place.part + 1, place.seq)).write_bytes(b"dc")
+    assert_newest_is_restored(copy)
     assert verify_root(copy.root).intact
-
-
-# Epoch headers.
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
@@ -182,49 +172,45 @@ def test_a_part_killed_before_its_first_record_is_not_damage(copy):
 def test_one_damaged_header_costs_nothing_and_is_reported(how, epoch, copy):
     damage(copy.root / "log" / f"{epoch}.msgpack", how)
     found, warned, failures = restore(copy.root)
-    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    assert (found.step, found.skipped) == (copy.newest, ())
     model.assert_same(found.state, copy.states[copy.newest])
-    assert any("its copy was read" in text for text in warned) and failures.found
+    assert any("its copy was read" in text for text in warned) and failures
     [problem] = verify_root(copy.root).problems
     assert problem.stops == "nothing" and f"log/{epoch}.msgpack" in problem.object_name
 
 
+def lose_header(root: Path, epoch: int) -> None:
+    (root / f"log/{epoch}.msgpack").unlink()
+    (root / f"log/{epoch}/head.msgpack").unlink()
+
+
 def test_a_lost_header_never_revives_a_rolled_back_branch(copy):
-    (copy.root / "log/1.msgpack").unlink()
-    (copy.root / "log/1/head.msgpack").unlink()
+    lose_header(copy.root, 1)
     with pytest.raises(Damaged, match=r"log/1\.msgpack.*it is unknown which recovery points count"):
         restore(copy.root)
     assert not verify_root(copy.root).intact
     # The next run does not reuse its number.
     with manager(copy.root) as trainer:
         found = trainer.restore_latest(model.initial(), wal=False)
-        assert found is not None and (found.step, found.point) == (3, None)
-        assert found.touched is not None
-        state, touched = model.train(found.state, found.touched, 9)
-        trainer.append(9, state, touched=touched)
-        trainer.wait_appended()
+        assert (found.step, found.point) == (3, None)
+        continue_from(trainer, found, [9])
     assert (copy.root / "log/2.msgpack").exists()
-    found, _, _ = restore(copy.root)
-    assert found is not None and found.step == 9
+    assert restore(copy.root)[0].step == 9
 
 
 def test_a_lost_header_of_a_run_without_a_wal_revives_nothing(copy):
-    options = deltackpt.ManagerOptions()
-    with deltackpt.CheckpointManager(copy.root, handlers=HANDLERS, options=options) as trainer:
+    with deltackpt.CheckpointManager(copy.root, handlers=HANDLERS) as trainer:
         found = trainer.restore(3, model.initial())
-        assert found.touched is not None
         state, touched = model.train(found.state, found.touched, 50)
-        trainer.save(5, state, touched=touched)
-        trainer.wait_until_finished()
+        model.commit(trainer, 5, state, touched=touched)
     (copy.root / "log/2.msgpack").unlink()
     found, _, _ = restore(copy.root)
-    assert found is not None and (found.step, found.point) == (5, None)
+    assert (found.step, found.point) == (5, None)
     model.assert_same(found.state, state)
 
 
 def test_a_lost_header_of_an_epoch_that_a_later_one_resumes_from_is_reported(copy):
-    (copy.root / "log/0.msgpack").unlink()
-    (copy.root / "log/0/head.msgpack").unlink()
+    lose_header(copy.root, 0)
     assert assert_restored_or_reported(copy) == 3
 
 
@@ -250,14 +236,13 @@ def test_a_header_in_another_directory_replaces_a_damaged_one(tmp_path):
 
 @pytest.mark.parametrize(("has_step", "found"), [(False, "no step"), (True, "none among 2 steps")])
 def test_without_an_intact_step_the_error_names_the_damaged_wal(copy, has_step, found):
-    for segment in (copy.root / "log").rglob("*.seg"):
+    for segment in segments(copy.root):
         flip(segment, 30)
     for step in (0, 3):
         if has_step:
-            next((copy.root / str(step)).glob("embeddings/manifest.0.msgpack")).write_bytes(b"")
+            (copy.root / f"{step}/embeddings/manifest.0.msgpack").write_bytes(b"")
         else:
             shutil.rmtree(copy.root / str(step))
-    with pytest.raises(
-        NoIntactStep, match=f"expected an intact step, found {found} and a damaged WAL: "
-    ):
+    message = f"expected an intact step, found {found} and a damaged WAL: "
+    with pytest.raises(NoIntactStep, match=message):
         restore(copy.root)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,7 +18,7 @@ import model
 import numpy as np
 import pytest
 from command import run
-from damages import flip
+from damages import damage, flip
 from golden import make_golden
 from made_up_wals import records_in
 from test_collect_command import ended
@@ -25,12 +26,7 @@ from test_collect_command import ended
 import deltackpt
 from deltackpt import RecoveryPoint, inspect
 from deltackpt.cli import terminal
-from deltackpt.errors import (
-    DamagedWal,
-    RestoreError,
-    StepNotFound,
-    StorageError,
-)
+from deltackpt.errors import DamagedWal, RestoreError, StepNotFound, StorageError
 from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import EpochHeader, RecordHead
@@ -67,29 +63,64 @@ def manager(root: Path, **options) -> deltackpt.CheckpointManager:
     )
 
 
-def write(root: Path, resume: int = 5, last: int = 9, **options) -> Written:
-    """Saves 0 and 3, appends up to 6; resumes at a point, and appends up to the last step."""
+def save_and_append(trainer: deltackpt.CheckpointManager, saved: set[int], last: int, **save: Any):
+    """Trains steps 0 to ``last``: saves some of them and appends the others; returns the states."""
     state = model.initial()
-    states, touched = {0: state}, model.new_touched(state)
-    with manager(root, **options) as trainer:
-        trainer.save(0, state, touched=touched)
-        for step in range(1, 7):
+    touched, states = model.new_touched(state), {0: state}
+    for step in range(last + 1):
+        if step:
             state, touched = model.train(state, touched, step)
             states[step] = state
-            call = trainer.save if step == 3 else trainer.append
-            call(step, state, touched=touched)
-        trainer.wait_until_finished()
-        trainer.wait_appended()
-    with manager(root, **options) as trainer:
-        found = trainer.restore(resume, state)
-        assert found.point is not None and found.touched is not None
-        state, touched = found.state, found.touched
-        for step in range(resume + 1, last + 1):
-            state, touched = model.train(state, touched, 100 + step)
-            states[step] = state
+        if step in saved:
+            trainer.save(step, state, touched=touched, **save)
+        else:
             trainer.append(step, state, touched=touched)
-        trainer.wait_appended()
+    trainer.wait_until_finished()
+    trainer.wait_appended()
+    return states
+
+
+def continue_from(
+    trainer: deltackpt.CheckpointManager,
+    found: deltackpt.Restored | None,
+    steps: Iterable[int],
+    call: str = "append",
+) -> dict[int, Any]:
+    """Continues from a restored state: trains, and saves or appends steps; returns the states."""
+    assert found.touched is not None
+    state, touched, states = found.state, found.touched, {}
+    for step in steps:
+        state, touched = model.train(state, touched, 100 + step)
+        states[step] = state
+        getattr(trainer, call)(step, state, touched=touched)
+        trainer.wait_until_finished()
+    trainer.wait_appended()
+    return states
+
+
+def write(root: Path, resume: int = 5, last: int = 9, **options) -> Written:
+    """Saves 0 and 3, appends up to 6; resumes at a point, and appends up to the last step."""
+    with manager(root, **options) as trainer:
+        states = save_and_append(trainer, {0, 3}, 6)
+    with manager(root, **options) as trainer:
+        found = trainer.restore(resume, model.initial())
+        assert found.point is not None
+        states |= continue_from(trainer, found, range(resume + 1, last + 1))
     return Written(root, states)
+
+
+def reading(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read", multiprocess=False)
+    return deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options)
+
+
+def json_of(*arguments: object) -> Any:
+    """Runs a command with ``--json`` and parses its output."""
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def steps_of(points: Iterable[RecoveryPoint]) -> list[int]:
+    return [point.step for point in points]
 
 
 @pytest.fixture(scope="module", params=["whole", "delta"])
@@ -114,8 +145,7 @@ def segments(root: Path) -> list[Path]:
 
 def restores(root: Path, point: RecoveryPoint) -> bool:
     """Whether a point can be restored."""
-    options = deltackpt.ManagerOptions(access="read", multiprocess=False)
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as reader:
+    with reading(root) as reader:
         try:
             return reader.restore(point, model.initial()).point == point
         except RestoreError:
@@ -127,42 +157,35 @@ def test_points_listed_without_jax_equal_those_of_the_manager(written):
         known = trainer.recovery_points()
     ck = inspect.open(written.root)
     assert [point for point in ck.recovery_points() if point.full] == known
-    assert [point.step for point in ck.recovery_points()] == [9, 8, 7, 6, 5, 4, 2, 1]
+    assert steps_of(ck.recovery_points()) == [9, 8, 7, 6, 5, 4, 2, 1]
     newest, first = ck.wal.epochs
     assert newest.live and first.live and newest.forked_from is not None
     assert (newest.base and newest.base.step, newest.forked_from.save_id.step) == (3, 5)
     assert newest.records == (4,) and newest.full_points == 2 and not newest.problem
-    assert first.newest is not None and first.newest.step == 5
+    assert first.newest.step == 5
 
 
 def test_ls_lists_epochs_and_points(written):
     listed = run("ls", written.root)
     assert listed.returncode == 0 and "recovery point 5 of epoch 0, step 3" in listed.stdout
-    points = run("ls", written.root, "--wal", "--last", "3").stdout
-    assert re.search(r"\b8 +1 (soft|full)\b", points)
-    told = json.loads(run("ls", written.root, "--wal", "--json").stdout)
-    assert [one["save_id"]["step"] for one in told["recovery_points"]] == [9, 8, 7, 6, 5, 4, 2, 1]
-    assert [one["epoch"] for one in told["recovery_points"]] == [1] * 4 + [0] * 4
-    assert [one["number"] for one in told["epochs"]] == [1, 0]
-    assert [one["full_recovery_points"] for one in told["epochs"]] == [2, 2]
-    assert told["epochs"][0]["forked_from"]["epoch"] == 0
+    assert re.search(r"\b8 +1 (soft|full)\b", run("ls", written.root, "--wal", "--last", 3).stdout)
+    listed = json_of("ls", written.root, "--wal")
+    points, epochs = listed["recovery_points"], listed["epochs"]
+    assert [one["save_id"]["step"] for one in points] == [9, 8, 7, 6, 5, 4, 2, 1]
+    assert [one["epoch"] for one in points] == [1] * 4 + [0] * 4
+    assert [one["number"] for one in epochs] == [1, 0]
+    assert [one["full_recovery_points"] for one in epochs] == [2, 2]
+    assert epochs[0]["forked_from"]["epoch"] == 0
     # Without --wal the output is a list of steps.
-    assert [one["step"] for one in json.loads(run("ls", written.root, "--json").stdout)] == [0, 3]
+    assert [one["step"] for one in json_of("ls", written.root)] == [0, 3]
 
 
-def test_a_root_without_a_wal_has_no_epoch(tmp_path):
-    state = model.initial()
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as trainer:
-        trainer.save(0, state)
-        trainer.wait_until_finished()
-    ck = inspect.open(tmp_path)
+def test_a_root_without_a_wal_has_no_epoch(saved):
+    ck = inspect.open(saved)
     assert ck.recovery_points() == [] and ck.wal.epochs == ()
-    assert "epoch" not in run("ls", tmp_path).stdout
-    assert verify_root(tmp_path).points == ()
-    assert "WAL" not in {finding.subject for finding in doctor.examine(tmp_path, read_only=True)}
-
-
-# Points, inspected like steps.
+    assert "epoch" not in run("ls", saved).stdout
+    assert verify_root(saved).points == ()
+    assert "WAL" not in by_subject(saved)
 
 
 def test_every_full_point_opens_like_a_step_bit_for_bit(written):
@@ -171,8 +194,7 @@ def test_every_full_point_opens_like_a_step_bit_for_bit(written):
     assert len(full) > 2
     for point in full:
         state = written.states[point.step]
-        for asked in (point, point.step):
-            found = ck.at(asked)
+        for found in ck.at(point), ck.at(point.step):
             assert (found.step, found.point) == (point.step, point)
             for name, table in state["tables"].items():
                 held = found.tables[f"tables/{name}"]
@@ -203,27 +225,27 @@ def test_commands_accept_every_restorable_point(written, tmp_path):
     pytest.importorskip("safetensors")
     from safetensors.numpy import load_file
 
-    with manager(written.root) as trainer:
+    root = written.root
+    with manager(root) as trainer:
         points = trainer.recovery_points()
     for point in points:
-        shown = run("show", written.root, point.step)
+        step = point.step
+        shown = run("show", root, step)
         assert shown.returncode == 0 and str(point) in shown.stdout, shown.stderr
         assert "tables/users" in shown.stdout and "dense/kernel" in shown.stdout
-        told = json.loads(run("show", written.root, point.step, "--json").stdout)
-        assert told["kind"] == "recovery point"
-        assert told["recovery_point"]["epoch"] == point.epoch
-        planned = run("plan", written.root, point.step)
+        shown = json_of("show", root, step)
+        assert shown["kind"] == "recovery point"
+        assert shown["recovery_point"]["epoch"] == point.epoch
+        planned = run("plan", root, step)
         assert planned.returncode == 0 and f"up to {point}" in planned.stdout, planned.stderr
-        plan = json.loads(run("plan", written.root, point.step, "--json").stdout)
-        assert plan["wal_bytes"] > 0 and plan["dense_bytes"] > 0 and plan["step"] == point.step
-        assert run("diff", written.root, 0, point.step).returncode == 0
-        target = tmp_path / str(point.step)
-        done = run("export", "safetensors", written.root, target, "--step", point.step)
+        plan = json_of("plan", root, step)
+        assert plan["wal_bytes"] > 0 and plan["dense_bytes"] > 0 and plan["step"] == step
+        assert run("diff", root, 0, step).returncode == 0
+        target = tmp_path / str(step)
+        done = run("export", "safetensors", root, target, "--step", step)
         assert done.returncode == 0, done.stderr
         kernel = load_file(target / "model.safetensors")["dense/kernel"]
-        assert (
-            kernel.tobytes() == np.asarray(written.states[point.step]["dense"]["kernel"]).tobytes()
-        )
+        assert kernel.tobytes() == np.asarray(written.states[step]["dense"]["kernel"]).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -249,23 +271,15 @@ def test_errors_of_commands_advise_commands(written, tmp_path, arguments):
 def test_no_error_of_a_command_advises_python():
     """Checks the errors of modules that commands use, as the command line shows them."""
     package = Path(deltackpt.__file__).parent
-    for folder in (
-        "errors.py",
-        "format",
-        "inspect",
-        "interchange",
-        "ledger",
-        "reading",
-        "maintenance",
-    ):
-        for path in sorted({*(package / folder).rglob("*.py"), *package.glob(folder)}):
-            if path.is_dir():
-                continue
-            tree = ast.parse(path.read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Raise) or _is_advice(node):
-                    for text in _texts(node):
-                        assert not _PYTHON.search(terminal.as_commands(text)), (path.name, text)
+    folders = ("format", "inspect", "interchange", "ledger", "reading", "maintenance")
+    for path in [
+        package / "errors.py",
+        *(path for folder in folders for path in (package / folder).rglob("*.py")),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) or _is_advice(node):
+                for text in _texts(node):
+                    assert not _PYTHON.search(terminal.as_commands(text)), (path.name, text)
 
 
 #: A method call in the advice of an error.
@@ -297,32 +311,20 @@ def _texts(node: ast.AST) -> list[str]:
 
 
 def test_ls_verify_and_points_agree_after_collect(tmp_path):
-    state = model.initial()
-    touched = model.new_touched(state)
     with manager(tmp_path) as trainer:
-        for step in range(6):
-            if step in (0, 3):
-                trainer.save(step, state, touched=touched, force_base=True)
-            else:
-                trainer.append(step, state, touched=touched)
-            state, touched = model.train(state, touched, step)
-        trainer.wait_until_finished()
-    assert [point.step for point in inspect.open(tmp_path).recovery_points()] == [5, 4, 2, 1]
+        save_and_append(trainer, {0, 3}, 5, force_base=True)
+    assert steps_of(inspect.open(tmp_path).recovery_points()) == [5, 4, 2, 1]
     collect(tmp_path, retention=Retention(keep_last=1), offline=True)
-    options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as reader:
+    with reading(tmp_path) as reader:
         known = reader.recovery_points()
     ck = inspect.open(tmp_path)
-    assert [point.step for point in known] == [5, 4] and ck.recovery_points() == known
+    assert steps_of(known) == [5, 4] and ck.recovery_points() == known
     assert [one.point for one in verify_root(tmp_path).points] == known[::-1]
     assert [one.full_points for one in ck.wal.epochs] == [2]
-    told = json.loads(run("ls", tmp_path, "--wal", "--json").stdout)
-    assert [one["save_id"]["step"] for one in told["recovery_points"]] == [5, 4]
+    listed = json_of("ls", tmp_path, "--wal")["recovery_points"]
+    assert [one["save_id"]["step"] for one in listed] == [5, 4]
     assert run("ls", tmp_path, "--wal").stdout.endswith("2 recovery points\n")
     assert run("show", tmp_path, 2).returncode == 1
-
-
-# History.
 
 
 @pytest.mark.parametrize("field", ["values", "slot.accumulator"])
@@ -330,15 +332,12 @@ def test_history_has_every_point_between_the_steps_bit_for_bit(written, field):
     rows = [0, 3, 17, 299, 41]
     found = inspect.open(written.root).history("tables/items", rows, field=field)
     assert found.steps.tolist() == list(range(10))
-    kinds = ["full" if step % 2 == 0 else "soft" for step in range(10)]
-    saved = {step for step, kind in zip(range(10), found.point_kinds, strict=True) if not kind}
-    assert saved == {0, 3}
-    assert set(filter(None, found.point_kinds)) == set(kinds)
-    for number, step in enumerate(found.steps.tolist()):
-        state = written.states[step]
-        leaf = state["tables"] if field == "values" else state["slots"]
-        expected = np.asarray(leaf["items"])[rows]
-        assert found.values[number].tobytes() == expected.tobytes(), step
+    assert {step for step, kind in enumerate(found.point_kinds) if not kind} == {0, 3}
+    assert set(filter(None, found.point_kinds)) == {"full", "soft"}
+    leaves = "tables" if field == "values" else "slots"
+    for step in range(10):
+        expected = np.asarray(written.states[step][leaves]["items"])[rows]
+        assert found.values[step].tobytes() == expected.tobytes(), step
 
 
 def test_written_rows_include_all_changed_rows(written):
@@ -355,12 +354,13 @@ def test_history_of_named_steps_or_without_the_wal_has_only_steps(written):
     ck = inspect.open(written.root)
     assert ck.history("tables/users", 1, wal=False).steps.tolist() == [0, 3]
     assert ck.history("tables/users", 1, steps=[3]).point_kinds == (None,)
-    shown = run("history", written.root, "tables/users", "1").stdout
+    command = "history", written.root, "tables/users", "1"
+    shown = run(*command).stdout
     assert "recovery point" in shown and "full" in shown and "soft" in shown
-    shown = run("history", written.root, "tables/users", "1", "--no-wal").stdout
+    shown = run(*command, "--no-wal").stdout
     assert "recovery point" not in shown and "written" in shown
-    told = json.loads(run("history", written.root, "tables/users", "1", "--json").stdout)
-    assert [one["recovery_point"] is None for one in told] == [step in (0, 3) for step in range(10)]
+    kinds = [one["recovery_point"] is None for one in json_of(*command)]
+    assert kinds == [step in (0, 3) for step in range(10)]
 
 
 def test_history_names_a_damaged_record(copy):
@@ -374,22 +374,16 @@ def test_history_names_a_damaged_record(copy):
     assert ck.history("tables/items", 0, wal=False).steps.tolist() == [0, 3]
 
 
-# Verification.
-
-
 def test_an_intact_wal_is_verified_and_every_point_restores(written):
     report = verify_root(written.root)
     assert report.intact and not report.notes
-    assert [verdict.point.step for verdict in report.points] == sorted(
-        point.step for point in inspect.open(written.root).recovery_points() if point.full
-    )
+    full = [point for point in inspect.open(written.root).recovery_points() if point.full]
+    assert [verdict.point.step for verdict in report.points] == sorted(steps_of(full))
     assert all(verdict.restorable for verdict in report.points)
     assert all(restores(written.root, verdict.point) for verdict in report.points)
     told = run("verify", written.root)
-    assert (
-        told.returncode == 0
-        and "full recovery points can be restored, the newest at step" in told.stdout
-    )
+    assert told.returncode == 0
+    assert "full recovery points can be restored, the newest at step" in told.stdout
 
 
 def test_the_golden_wal_is_verified():
@@ -424,34 +418,14 @@ def test_damage_before_the_last_frames_is_never_taken_for_a_torn_tail(copy):
     assert run("verify", copy).returncode == 0
 
 
-@pytest.mark.parametrize("count", [1, 3, 40, 200])
-def test_a_torn_tail_of_the_newest_epoch_is_not_damage(copy, count):
-    newest = segments(copy)[-1]
-    os.truncate(newest, newest.stat().st_size - count)
-    # The record was never acknowledged.
-    (newest.parent / "progress").unlink()
-    report = verify_root(copy)
-    assert report.intact and any("torn record" in note for note in report.notes)
-    assert 9 not in {verdict.point.step for verdict in report.points}
-
-
-def test_the_point_that_an_epoch_resumes_from_is_never_a_torn_tail(copy):
-    [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
-    os.truncate(last, last.stat().st_size // 2)
+@pytest.mark.parametrize("how", ["truncated", "removed"])
+def test_damage_to_the_point_that_an_epoch_resumes_from_invalidates_its_points(copy, how):
+    damage(sorted(copy.glob("log/0/0/*.seg"))[-1], how)
     report = verify_root(copy)
     assert not report.intact
     assert not any(verdict.restorable for verdict in report.points if verdict.point.epoch == 1)
-
-
-def test_a_missing_segment_invalidates_later_points(copy):
-    [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
-    last.unlink()
-    report = verify_root(copy)
-    assert not report.intact
-    void = [verdict.point.step for verdict in report.points if not verdict.restorable]
-    assert void and not any(
-        restores(copy, one.point) for one in report.points if not one.restorable
-    )
+    void = [verdict.point for verdict in report.points if not verdict.restorable]
+    assert void and not any(restores(copy, point) for point in void)
     told = run("verify", copy)
     assert told.returncode == 1 and "; not restorable: " in told.stdout
 
@@ -462,11 +436,7 @@ def test_obsolete_records_may_be_damaged(copy):
     os.truncate(last, last.stat().st_size - 10)
     assert verify_root(copy).intact
     with manager(copy) as trainer:
-        found = trainer.restore(3, model.initial())
-        assert found.touched is not None
-        state, touched = model.train(found.state, found.touched, 5)
-        trainer.append(20, state, touched=touched)
-        trainer.wait_appended()
+        continue_from(trainer, trainer.restore(3, model.initial()), [20])
     flip(last, 200)
     report = verify_root(copy)
     assert report.intact and sum("no longer valid" in note for note in report.notes) == 2
@@ -486,18 +456,6 @@ def test_records_trimmed_during_verification_are_not_damage(copy):
     assert any("trimmed while" in note for note in report.notes)
 
 
-def write_short(root: Path, **backend) -> Path:
-    """Writes a step and a record above it."""
-    state = model.initial()
-    touched = model.new_touched(state)
-    with manager(root, backend=deltackpt.wal.LocalWal(**backend)) as trainer:
-        trainer.save(0, state, touched=touched)
-        state, touched = model.train(state, touched, 1)
-        trainer.append(1, state, touched=touched)
-        trainer.wait_appended()
-    return root
-
-
 def test_a_damaged_newest_header_is_always_reported_and_removes_nothing(copy):
     flip(copy / "log/1.msgpack", 30)
     (copy / "log/1/head.msgpack").unlink()
@@ -515,13 +473,8 @@ def test_a_partially_removed_epoch_is_not_damage(copy, tmp_path):
     left = [copy / "log/1.msgpack", copy / "log/1/head.msgpack", copy / "log/1/0/progress"]
     kept = {path: path.read_bytes() for path in left}
     with manager(copy) as trainer:
-        found = trainer.restore_latest(model.initial())
-        assert found is not None and found.touched is not None
-        state, touched = found.state, found.touched
-        for step in range(20, 24):
-            state, touched = model.train(state, touched, step)
-            trainer.save(step, state, touched=touched)
-            trainer.wait_until_finished()
+        newest = trainer.restore_latest(model.initial())
+        continue_from(trainer, newest, range(20, 24), "save")
     assert not left[0].exists()
     for path, data in kept.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -529,8 +482,8 @@ def test_a_partially_removed_epoch_is_not_damage(copy, tmp_path):
     report = verify_root(copy)
     assert report.intact and not report.problems
     with manager(copy) as trainer:
-        again = trainer.restore_latest(state)
-    assert again is not None and again.step == 23 and again.skipped == ()
+        again = trainer.restore_latest(model.initial())
+    assert again.step == 23 and again.skipped == ()
 
 
 @pytest.mark.parametrize(("moved", "newest"), [(1, 4), (2, 1)])
@@ -539,16 +492,9 @@ def test_abandoned_points_are_invalid_once_a_later_step_is_set_aside(
     tmp_path, moved, newest, by, monkeypatch
 ):
     """The trainer dies while the steps are moved: a point above the older step stays invalid."""
-    state = model.initial()
-    touched = model.new_touched(state)
     with manager(tmp_path) as trainer:
-        for step in range(6):
-            call = trainer.save if step in (0, 1, 4, 5) else trainer.append
-            call(step, state, touched=touched)
-            state, touched = model.train(state, touched, step)
-        trainer.wait_until_finished()
-        trainer.wait_appended()
-    assert 3 in {point.step for point in inspect.open(tmp_path).recovery_points()}
+        save_and_append(trainer, {0, 1, 4, 5}, 5)
+    assert 3 in steps_of(inspect.open(tmp_path).recovery_points())
     left, set_aside = [moved], Root.set_aside
 
     def dies(self: Root, *arguments: Any) -> None:
@@ -559,28 +505,18 @@ def test_abandoned_points_are_invalid_once_a_later_step_is_set_aside(
 
     monkeypatch.setattr(Root, "set_aside", dies)
     with contextlib.suppress(StorageError), manager(tmp_path) as trainer:
-        found = trainer.restore(1, state)
-        assert found.touched is not None
-        state, touched = model.train(found.state, found.touched, 50)
-        getattr(trainer, by)(2, state, touched=touched)
+        continue_from(trainer, trainer.restore(1, model.initial()), [2], by)
     monkeypatch.undo()
     assert inspect.open(tmp_path).recovery_points() == []
-    options = deltackpt.ManagerOptions(access="read", multiprocess=False)
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as reader:
+    with reading(tmp_path) as reader:
         again = reader.restore_latest(model.initial())
-    assert again is not None and (again.step, again.point) == (newest, None)
-
-
-# Removal.
+    assert (again.step, again.point) == (newest, None)
 
 
 def test_collect_removes_only_epochs_that_nothing_resumes_from(copy):
     assert [one for one in collectable(copy).removable if one.kind == "WAL epoch"] == []
     with manager(copy) as trainer:
-        found = trainer.restore(3, model.initial())
-        assert found.touched is not None
-        state, touched = model.train(found.state, found.touched, 5)
-        trainer.append(20, state, touched=touched)
+        continue_from(trainer, trainer.restore(3, model.initial()), [20])
         point = trainer.wait_appended()
     flip(copy / "log/0.msgpack", 30)  # The header of an obsolete epoch is not needed.
     ended(copy)
@@ -589,24 +525,16 @@ def test_collect_removes_only_epochs_that_nothing_resumes_from(copy):
     assert sorted(path.name for path in (copy / "log").iterdir()) == ["2", "2.msgpack"]
     assert verify_root(copy).intact and inspect.open(copy).recovery_points() == [point]
     with manager(copy) as trainer:
-        newest = trainer.restore_latest(state)
-    assert newest is not None and newest.point == point
+        newest = trainer.restore_latest(model.initial())
+    assert newest.point == point
 
 
 def test_trimming_removes_earlier_epochs_with_damaged_headers(copy):
     with manager(copy) as trainer:
         found = trainer.restore_latest(model.initial())
-        assert found is not None and found.touched is not None
         flip(copy / "log/0.msgpack", 30)
-        state, touched = found.state, found.touched
-        for step in range(20, 24):
-            state, touched = model.train(state, touched, step)
-            trainer.save(step, state, touched=touched)
-            trainer.wait_until_finished()
+        continue_from(trainer, found, range(20, 24), "save")
     assert {path.name for path in (copy / "log").glob("*.msgpack")} == {"2.msgpack"}
-
-
-# The doctor.
 
 
 def by_subject(root: Path) -> dict[str, doctor.Finding]:
@@ -615,25 +543,18 @@ def by_subject(root: Path) -> dict[str, doctor.Finding]:
 
 def put_records(root: Path, process: int, numbers: range) -> None:
     """Writes the records of one process to epoch 0 of a two-process WAL."""
-    run_id = "a" * 32
-    at = root / "log"
+    run_id, at = "a" * 32, root / "log"
     at.mkdir(exist_ok=True)
     head = EpochHeader(epoch=0, run=run_id, process_count=2, base=None, continues=None)
     (at / "0.msgpack").write_bytes(wal_format.epoch_header_bytes(head))
     writer = SegmentWriter(
-        at,
-        at / "0" / str(process),
-        Runtime(),
-        epoch=EpochRef.of(head),
-        process=process,
-        process_count=2,
-        fsync=False,
-    )
+        at, at / "0" / str(process), Runtime(),
+        epoch=EpochRef.of(head), process=process, process_count=2, fsync=False,
+    )  # fmt: skip
     for number in numbers:
-        head_of = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)
-        record = FilledRecord(head_of, ())
+        record_head = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)
         save_id, parent = (SaveId(run_id, one, one) for one in (number, number - 1))
-        writer.write(save_id, parent, lambda _, record=record: record)
+        writer.write(save_id, parent, lambda _, head=record_head: FilledRecord(head, ()))
     writer.close()
 
 
@@ -665,24 +586,25 @@ def test_the_doctor_reports_nothing_if_all_processes_have_all_records(saved):
 
 
 def test_the_doctor_finds_a_missing_wal_directory(tmp_path):
-    root = write_short(tmp_path / "root", directory=str(tmp_path / "elsewhere"))
-    found = by_subject(root)
-    assert found["WAL"].figures["newest_recovery_point"] == 1
-    shutil.rmtree(tmp_path / "elsewhere")
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    with manager(root, backend=deltackpt.wal.LocalWal(directory=str(elsewhere))) as trainer:
+        save_and_append(trainer, {0}, 1)
+    assert by_subject(root)["WAL"].figures["newest_recovery_point"] == 1
+    shutil.rmtree(elsewhere)
     finding = by_subject(root)["directory of WAL epoch 0"]
     assert finding.severity == "problem" and "elsewhere" in finding.found
 
 
 def test_the_doctor_finds_gaps_obsolete_epochs_and_long_wals(copy):
     assert by_subject(copy)["WAL to replay"].severity == "ok"
-    with mock.patch.object(contents, "_LEAST_BASE_BYTES", 1):
-        with mock.patch("deltackpt.format.row_blocks.FieldSpec.row_bytes", 0):
-            assert by_subject(copy)["WAL to replay"].severity == "warning"
-    first, *_ = sorted(copy.glob("log/0/0/*.seg"))
-    flip(first, 90)
+    with (
+        mock.patch.object(contents, "_LEAST_BASE_BYTES", 1),
+        mock.patch("deltackpt.format.row_blocks.FieldSpec.row_bytes", 0),
+    ):
+        assert by_subject(copy)["WAL to replay"].severity == "warning"
+    flip(min(copy.glob("log/0/0/*.seg")), 90)
     assert by_subject(copy)["WAL gaps"].severity == "warning"
     with manager(copy) as trainer:
         found = trainer.restore(3, model.initial())
-        trainer.save(50, found.state, touched=found.touched)
-        trainer.wait_until_finished()
+        model.commit(trainer, 50, found.state, touched=found.touched)
     assert by_subject(copy)["obsolete WAL epochs"].figures["epochs"] == [0, 1]

@@ -93,21 +93,28 @@ def assert_right(at: Path, numbers: Iterable[int] = RECORDS) -> int:
 
 
 @pytest.fixture
-def log(tmp_path) -> MadeUpLog:
+def empty(tmp_path) -> MadeUpLog:
+    """A WAL without records."""
+    return MadeUpLog(tmp_path / "log").begin()
+
+
+@pytest.fixture
+def log(empty) -> MadeUpLog:
     """Three records in one file."""
-    return MadeUpLog(tmp_path / "log").begin().append(*RECORDS)
+    return empty.append(*RECORDS)
 
 
-# Writes and reads.
+@pytest.fixture
+def three_files(empty) -> MadeUpLog:
+    """Three records in a file each."""
+    return empty.append(1).roll().append(2).roll().append(3)
 
 
 @pytest.mark.parametrize("numbers", [[1], [2, 3], [1, 2, 3, 4, 5, 6]])
-def test_a_head_may_be_large(numbers, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
-    keys = [f"{n:0200}" for n in range(3000)]
+def test_a_head_may_be_large(numbers, empty):
     values = tuple(
-        BlockedValue(key=key, dtype="uint8", count=8, group=PLAIN, at=8 * n)
-        for n, key in enumerate(keys)
+        BlockedValue(key=f"{n:0200}", dtype="uint8", count=8, group=PLAIN, at=8 * n)
+        for n in range(3000)
     )
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
@@ -118,17 +125,10 @@ def test_a_head_may_be_large(numbers, tmp_path):
         return FilledRecord(head, [plain])
 
     for number in numbers:
-        log.writer.write(save_id(number), BASE, fill)
-    assert found_in(log) == numbers
-    record = scan_of(log).records[-1]
-    assert record.dense is not None and record.dense.values == values
-
-
-def test_records_give_rows_dense_leaves_and_items(log):
-    assert assert_right(log.at) == 3
-
-
-# Truncated WALs.
+        empty.writer.write(save_id(number), BASE, fill)
+    assert found_in(empty) == numbers
+    record = scan_of(empty).records[-1]
+    assert record.dense.values == values
 
 
 def lengths_of(nbytes: int, ends: Iterable[int]) -> list[int]:
@@ -153,9 +153,7 @@ def test_a_wal_truncated_anywhere_holds_the_whole_records_before(log):
 
 
 def test_a_follower_has_each_record_once_it_is_whole(tmp_path):
-    source = (
-        MadeUpLog(tmp_path / "written").begin().append(1, 2).roll().append(3).roll().append(4, 5)
-    )
+    source = MadeUpLog(tmp_path / "written").append(1, 2).roll().append(3).roll().append(4, 5)
     target = MadeUpLog(tmp_path / "log").begin()
     target.folder.mkdir(parents=True)
     follower = scan_of(target)
@@ -177,9 +175,6 @@ def test_a_follower_has_each_record_once_it_is_whole(tmp_path):
     assert assert_right(target.at, (1, 2, 3, 4, 5)) == 5
 
 
-# Altered bytes.
-
-
 def place_in(record: StoredRecord, at: int) -> str:
     """The row group of a byte of a record; "" in its header and footer."""
     for (row_group, _), chunks in record.layer._chunks.items():
@@ -191,14 +186,13 @@ def place_in(record: StoredRecord, at: int) -> str:
 
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("offset", range(4))
-def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().append(1, 2)
+def test_no_flipped_bit_goes_unnoticed(number, offset, empty):
+    log = empty.append(1, 2)
     path = log.files[0]
-    data = path.read_bytes()
-    record = records_in(log.folder)[number]
-    start, end = bounds_of(data)[number]
+    data, record = path.read_bytes(), records_in(log.folder)[number]
     places = set()
     with open(path, "r+b", 0) as file:
+        start, end = bounds_of(data)[number]
         for at in range(start + offset, end, 4):
             place = place_in(record, at)
             if not place and at % 16 > 3 and any(data[at - 8 : at + 8]) == 0:
@@ -223,18 +217,17 @@ def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
 @pytest.mark.parametrize("seed", range(40))
 def test_zeros_in_place_of_written_bytes_are_noticed(seed, log):
     path, drawn = log.files[0], random.Random(seed)
-    data, records = bytearray(path.read_bytes()), records_in(log.folder)
-    start = drawn.randrange(len(data))
-    end = start + drawn.choice([1, 8, 100, 512, 4096, len(data)])
-    written = bytes(data)
-    data[start:end] = bytes(len(data[start:end]))
+    written, records = path.read_bytes(), records_in(log.folder)
+    start = drawn.randrange(len(written))
+    end = start + drawn.choice([1, 8, 100, 512, 4096, len(written)])
+    data = written[:start] + bytes(len(written[start:end])) + written[end:]
     path.write_bytes(data)
     changed = next((at for at in range(len(data)) if data[at] != written[at]), len(data))
-    whole = sum(end <= changed for _, end in bounds_of(written))
-    assert assert_right(log.at) >= whole
+    right = assert_right(log.at)
+    assert right >= sum(end <= changed for _, end in bounds_of(written))
     # Dense leaves and items are needed only of the last record.
     if changed < len(data) and not any(place_in(one, changed) for one in records):
-        assert assert_right(log.at) < 3
+        assert right < 3
 
 
 @pytest.mark.parametrize("first", range(2))
@@ -249,51 +242,40 @@ def test_pages_lost_in_a_power_cut_cost_no_earlier_record(first, log):
     assert scan_of(log).holes() == []
 
 
+def split(log: MadeUpLog) -> list[bytes]:
+    """The records of the first file."""
+    data = log.files[0].read_bytes()
+    return [data[start:end] for start, end in bounds_of(data)]
+
+
 @pytest.mark.parametrize(
     "order", [[0, 2], [1, 0, 2], [0, 1, 1, 2], [0, 0, 1, 2], [0, 2, 1], [2, 1, 0]]
 )
 def test_missing_repeated_or_reordered_records_end_the_wal(order, log):
-    path = log.files[0]
-    data = path.read_bytes()
-    path.write_bytes(b"".join(data[slice(*bounds_of(data)[number])] for number in order))
+    records = split(log)
+    log.files[0].write_bytes(b"".join(records[number] for number in order))
     whole = next((at for at, one in enumerate(order) if one != at), len(order))
     assert found_in(log) == [1, 2, 3][:whole]
     assert_right(log.at)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_record_of_another_wal_ends_the_wal(number, log, tmp_path):
-    other = MadeUpLog(tmp_path / "other", epoch=0, run="b1").begin().append(*RECORDS)
-    theirs, data = other.files[0].read_bytes(), log.files[0].read_bytes()
-    found = b"".join(
-        theirs[slice(*bounds_of(theirs)[at])] if at == number else data[slice(*bounds_of(data)[at])]
-        for at in range(3)
-    )
-    log.files[0].write_bytes(found)
-    assert assert_right(log.at) == number
-
-
-def test_records_of_another_run_are_not_taken_for_ours(log, tmp_path):
-    other = MadeUpLog(tmp_path / "other", run="b1").begin().append(*RECORDS)
-    shutil.copyfile(other.files[0], log.files[0])
-    assert assert_right(log.at) == 0
-
-
-# Files in the wrong place.
+@pytest.mark.parametrize("numbers", [[0], [1], [2], [0, 1, 2]])
+def test_records_of_another_wal_end_the_wal(numbers, log, tmp_path):
+    theirs = split(MadeUpLog(tmp_path / "other", run="b1").begin().append(*RECORDS))
+    records = [theirs[at] if at in numbers else one for at, one in enumerate(split(log))]
+    log.files[0].write_bytes(b"".join(records))
+    assert assert_right(log.at) == numbers[0]
 
 
 @pytest.mark.parametrize("again", range(3))
 @pytest.mark.parametrize(
-    "other",
-    [{"epoch": 1}, {"process": 1}],
-    ids=["another epoch", "another process"],
+    "other", [{"epoch": 1}, {"process": 1}], ids=["another epoch", "another process"]
 )
-def test_a_file_from_elsewhere_is_refused_however_often_it_is_scanned(other, again, tmp_path):
-    elsewhere = MadeUpLog(tmp_path / "log", **other).begin().append(*RECORDS)
-    log = MadeUpLog(tmp_path / "log").begin()
-    log.folder.mkdir(parents=True)
-    shutil.copyfile(elsewhere.files[0], log.folder / elsewhere.files[0].name)
-    found = scan_of(log)
+def test_a_file_from_elsewhere_is_refused_however_often_it_is_scanned(other, again, empty):
+    elsewhere = MadeUpLog(empty.at, **other).begin().append(*RECORDS).files[0]
+    empty.begin().folder.mkdir(parents=True)
+    shutil.copyfile(elsewhere, empty.folder / elsewhere.name)
+    found = scan_of(empty)
     for _ in range(again + 1):
         found.advance()
         assert found.records == [] and len(found.breaks) == 1
@@ -314,8 +296,8 @@ def test_other_files_are_left_alone(name, log):
     assert numbers_of(found) == [1, 2, 3] and found.breaks == []
 
 
-def test_many_small_records_are_read_at_once(tmp_path, monkeypatch):
-    log = MadeUpLog(tmp_path / "log").begin().append(*range(1, 401))
+def test_many_small_records_are_read_at_once(empty, monkeypatch):
+    log = empty.append(*range(1, 401))
     reads, read_into = [], FileStore.read_into
 
     def counted(self, key, start, parts):
@@ -345,46 +327,32 @@ def test_a_process_without_a_wal_has_no_records(tmp_path):
     assert assert_right(tmp_path / "log") == 0
 
 
-# Several files and parts.
-
-
-@pytest.mark.parametrize("torn", [1, 40, 4095, 4096, 4097, 9000])
-def test_a_torn_file_does_not_harm_those_after_it(torn, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
-    os.truncate(log.files[1], min(torn, log.files[1].stat().st_size - 1))
-    found = scan_of(log)
-    assert numbers_of(found) == [1, 3]
+@pytest.mark.parametrize("length", [None, 1, 40, 4095, 4096, 4097, 9000])
+def test_a_torn_or_missing_file_does_not_harm_those_after_it(length, three_files):
+    middle = three_files.files[1]
+    if length is None:
+        middle.unlink()
+    else:
+        os.truncate(middle, min(length, middle.stat().st_size - 1))
+    assert found_in(three_files) == [1, 3]
     # No replay plan leads from the step to the last record.
-    assert assert_right(log.at) == 1
+    assert assert_right(three_files.at) == 1
 
 
-def test_a_missing_file_between_others_is_a_gap(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
-    log.files[1].unlink()
-    assert found_in(log) == [1, 3]
-    assert assert_right(log.at) == 1
-
-
-def test_trimmed_records_are_not_needed_above_a_later_step(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
-    log.append(1).roll().append(2, 3).roll().append(4)
-    step = SaveId("a0", 2, 0)
-    expected = contents_after([3, 4])
-    log.files[0].unlink()
-    history = history_of(log.at)
+def test_trimmed_records_are_not_needed_above_a_later_step(empty):
+    empty.append(1).roll().append(2, 3).roll().append(4).files[0].unlink()
+    history = history_of(empty.at)
     assert history.plan(history.points()[0], BASE) is None
-    plan = history.plan(history.points()[0], step)
-    assert plan is not None
-    np.testing.assert_array_equal(follow(plan).table, expected)
+    plan = history.plan(history.points()[0], SaveId("a0", 2, 0))
+    np.testing.assert_array_equal(follow(plan).table, contents_after([3, 4]))
 
 
-def test_files_trimmed_while_a_reader_is_open_are_forgotten(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
-    found = scan_of(log)
-    assert numbers_of(found) == [1, 2]
-    log.files[0].unlink()
+def test_files_trimmed_while_a_reader_is_open_are_forgotten(three_files):
+    found = scan_of(three_files)
+    assert numbers_of(found) == [1, 2, 3]
+    three_files.files[0].unlink()
     found.advance()
-    assert numbers_of(found) == [2] and found.breaks == []
+    assert numbers_of(found) == [2, 3] and found.breaks == []
 
 
 def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
@@ -395,34 +363,31 @@ def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
     log.writer.begin_part(durable)
 
 
-def test_a_further_part_continues_from_its_start_and_voids_later_records(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
-    fail_after(log, 1, 2, 3)
-    log.append(4, parent=save_id(1))
-    assert len(log.files) == 2
-    assert found_in(log) == [1, 4]
-    assert assert_right(log.at, (1, 4)) == 4
+def test_a_further_part_continues_from_its_start_and_voids_later_records(empty):
+    fail_after(empty, 1, 2, 3)
+    empty.append(4, parent=save_id(1))
+    assert len(empty.files) == 2
+    assert found_in(empty) == [1, 4]
+    assert assert_right(empty.at, (1, 4)) == 4
 
 
-def test_parts_that_fail_one_after_another_keep_the_durable_records(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
-    fail_after(log, 1, 2)
-    log.append(3, parent=save_id(1))
+def test_parts_that_fail_one_after_another_keep_the_durable_records(empty):
+    fail_after(empty, 1, 2)
+    empty.append(3, parent=save_id(1))
     # Not even the last part's first record could be fsynced.
-    first = records_in(log.folder)[0]
-    log.writer.begin_part(log.writer.position._replace(seq=1, digest=first.layer.digest))
-    log.append(4, parent=save_id(1))
-    fail_after(log, 5, 6)
-    log.append(7, parent=save_id(5))
-    assert found_in(log) == [1, 4, 5, 7]
-    assert assert_right(log.at, (1, 4, 5, 7)) == 7
+    digest = records_in(empty.folder)[0].layer.digest
+    empty.writer.begin_part(empty.writer.position._replace(seq=1, digest=digest))
+    empty.append(4, parent=save_id(1))
+    fail_after(empty, 5, 6)
+    empty.append(7, parent=save_id(5))
+    assert found_in(empty) == [1, 4, 5, 7]
+    assert assert_right(empty.at, (1, 4, 5, 7)) == 7
 
 
 @pytest.mark.parametrize("how", ["removed", "empty"])
-def test_an_abandoned_record_never_replaces_a_missing_one(how, tmp_path):
+def test_an_abandoned_record_never_replaces_a_missing_one(how, empty):
     """It has the same number as the first record of the lost part."""
-    log = MadeUpLog(tmp_path / "log").begin()
-    log.append(1)
+    log = empty.append(1)
     log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
     fail_after(log, 2, 3)
     log.append(4, parent=save_id(2))
@@ -452,8 +417,8 @@ def test_a_header_that_the_writer_completed_since_is_not_damage(log, behind):
     assert numbers_of(found) == [1, 2, 3][: 2 + behind]
 
 
-def test_a_segment_that_is_trimmed_while_it_is_scanned_is_not_damage(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
+def test_a_segment_that_is_trimmed_while_it_is_scanned_is_not_damage(empty):
+    log = empty.append(1).roll().append(2)
     with Disk(log.at) as disk:
         disk.on("read", lambda _: log.files[0].unlink(), "[.]seg$", times=1)
         found = scan_of(log)
@@ -462,15 +427,14 @@ def test_a_segment_that_is_trimmed_while_it_is_scanned_is_not_damage(tmp_path):
     assert hole.may_be_trimmed
 
 
-def test_nothing_is_written_after_a_failed_record_is_abandoned(tmp_path, monkeypatch):
+def test_nothing_is_written_after_a_failed_record_is_abandoned(empty, monkeypatch):
     """By then, the descriptor may belong to another file."""
-    log = MadeUpLog(tmp_path / "log").begin().append(1)
+    log = empty.append(1)
     written, rows = [], np.zeros((1 << 15, 2), np.float32)
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         entry = row_blocks.array_entry("values", rows.shape, rows.dtype)
         storage_parts.write_array(sink_of("g0.0"), entry, np.split(rows, 64))
-        assert log.writer._file is not None
         file = log.writer._file.file
         close, write = file.close, file.write
         monkeypatch.setattr(file, "close", lambda: (close(), written.append("closed")))
@@ -486,62 +450,45 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(tmp_path, monkeyp
     assert written[-1:] == ["closed"]
 
 
-def test_whole_records_are_valid_until_a_further_part_starts(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
-    fail_after(log, 1, 2, 3)
-    log.append(4, parent=save_id(1))
-    last = log.files[-1]
-    data = last.read_bytes()
-    for length in reversed(lengths_of(len(data), [])):
+def test_whole_records_are_valid_until_a_further_part_starts(empty):
+    fail_after(empty, 1, 2, 3)
+    empty.append(4, parent=save_id(1))
+    last = empty.files[-1]
+    nbytes = last.stat().st_size
+    for length in reversed(lengths_of(nbytes, [])):
         os.truncate(last, length)
-        whole = [1, 4] if length == len(data) else [1, 2, 3]
-        assert found_in(log) == whole, length
-    assert assert_right(log.at) == 3
+        assert found_in(empty) == ([1, 4] if length == nbytes else [1, 2, 3]), length
+    assert assert_right(empty.at) == 3
 
 
-# WAL epochs.
-
-
-def test_an_earlier_epoch_is_valid_up_to_where_the_next_one_continues(tmp_path):
-    at = tmp_path / "log"
-    earlier = MadeUpLog(at).begin().append(1, 2, 3)
-    goes_on = Continues(epoch=0, save_id=save_id(2))
-    later = MadeUpLog(at, epoch=1, run="b1", continues=goes_on).begin()
+def test_an_earlier_epoch_is_valid_up_to_where_the_next_one_continues(log):
+    continues = Continues(epoch=0, save_id=save_id(2))
+    later = MadeUpLog(log.at, epoch=1, run="b1", continues=continues).begin()
     # Its writer has not noticed yet.
-    earlier.append(4)
-    points = [point.save_id for point in history_of(at).points()]
-    assert points == [save_id(2), save_id(1)]
+    log.append(4)
+    assert [point.save_id for point in history_of(log.at).points()] == [save_id(2), save_id(1)]
     later.append(3, parent=save_id(2))
-    read = read_newest(at)
-    assert read is not None and read.point.save_id == save_id(3, "b1")
+    read = read_newest(log.at)
+    assert read.point.save_id == save_id(3, "b1")
     expected = contents_after([3], "b1", contents_after([1, 2]))
     np.testing.assert_array_equal(read.table, expected)
 
 
-def test_an_epoch_that_continues_from_no_point_voids_all_earlier_ones(tmp_path):
-    at = tmp_path / "log"
-    MadeUpLog(at).begin().append(1, 2, 3)
-    MadeUpLog(at, epoch=1, run="b1").begin()
-    assert history_of(at).points() == []
+def test_an_epoch_that_continues_from_no_point_voids_all_earlier_ones(log):
+    MadeUpLog(log.at, epoch=1, run="b1").begin()
+    assert history_of(log.at).points() == []
 
 
-def test_without_the_newest_header_the_valid_points_are_unknown(tmp_path):
-    at = tmp_path / "log"
-    MadeUpLog(at).begin().append(1, 2, 3)
-    (at / naming.epoch_name(1)).write_bytes(b"torn")
+def test_without_the_newest_header_the_valid_points_are_unknown(log):
+    (log.at / naming.epoch_name(1)).write_bytes(b"torn")
     with pytest.raises(Damaged, match=r"1\.msgpack"):
-        history_of(at)
+        history_of(log.at)
 
 
-def test_a_header_under_another_number_is_damage(tmp_path):
-    at = tmp_path / "log"
-    MadeUpLog(at).begin().append(1)
-    shutil.copyfile(at / naming.epoch_name(0), at / naming.epoch_name(4))
+def test_a_header_under_another_number_is_damage(log):
+    shutil.copyfile(log.at / naming.epoch_name(0), log.at / naming.epoch_name(4))
     with pytest.raises(Damaged, match="WAL epoch 4"):
-        history_of(at)
-
-
-# Hand-made data with valid checksums.
+        history_of(log.at)
 
 
 HUGE = 1 << 62
@@ -640,130 +587,84 @@ LAST: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def assert_refused(log: MadeUpLog, whole: int) -> None:
+#: The second record, except for what is needed only of the last one.
+HAND_MADE: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"head: {name}": (1, {"head": made}) for name, made in HEADS.items()},
+    **{f"manifest: {name}": (1, {"manifest": made}) for name, made in MANIFESTS.items()},
+    **{f"last head: {name}": (2, {"head": made}) for name, made in LAST.items()},
+    "item: no JSON": (2, {"chunks": {(ITEMS, ITEM_BYTES): b"{"}}),
+    "item: no text": (2, {"chunks": {(ITEMS, ITEM_BYTES): b"\xff"}}),
+    "rows: twice": (1, {"chunks": {ROWS_OF: bytes([3, 0, 1][:COUNT])}}),
+    "rows: beyond": (1, {"chunks": {ROWS_OF: bytes([ROWS, 1, 1][:COUNT])}}),
+}
+
+
+@pytest.mark.parametrize("case", HAND_MADE)
+def test_a_hand_made_record_with_valid_checksums_is_refused(case, log):
+    number, changes = HAND_MADE[case]
+    change(log.files[0], number, **changes)
     tracemalloc.start()
     try:
         # The records before it are intact.
-        assert assert_right(log.at) == whole
+        assert assert_right(log.at) == number
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("case", HEADS)
-def test_a_record_with_a_hand_made_head_is_refused(case, log):
-    change(log.files[0], 1, HEADS[case])
-    assert_refused(log, 1)
-
-
-@pytest.mark.parametrize("case", MANIFESTS)
-def test_a_record_with_a_hand_made_manifest_is_refused(case, log):
-    change(log.files[0], 1, manifest=MANIFESTS[case])
-    assert_refused(log, 1)
-
-
-@pytest.mark.parametrize("case", LAST)
-def test_a_point_with_a_hand_made_head_is_refused(case, log):
-    change(log.files[0], 2, LAST[case])
-    assert_refused(log, 2)
-
-
-@pytest.mark.parametrize("item", [b"{", b"\xff"], ids=["no JSON", "no text"])
-def test_an_invalid_item_is_damage(item, log):
-    change(log.files[0], 2, chunks={(ITEMS, ITEM_BYTES): item})
-    assert_refused(log, 2)
-
-
-@pytest.mark.parametrize("rows", [[3, 0, 1], [ROWS, 1, 1]], ids=["twice", "beyond"])
-def test_invalid_rows_are_damage(rows, log):
-    change(log.files[0], 1, chunks={ROWS_OF: np.array(rows[:COUNT], np.uint8).tobytes()})
-    assert_refused(log, 1)
-
-
 @pytest.mark.parametrize("position", [-1, 1 << 40])
 def test_raw_rows_beside_codes_have_positions_within_the_record(position, tmp_path):
-    root = tmp_path / "root"
+    root, step = tmp_path / "root", 12
     shutil.copytree(GOLDEN, root)
-    step, record, segment = next(
-        (one.layer.id.step, one, segment)
+    record, segment = next(
+        (one, segment)
         for one in records_in(root / "log/0/0")
         for segment in one.rows
-        if one.layer.id.step == 12
+        if one.layer.id.step == step
         and any(entry.name == "values.raw_at" for entry in segment.arrays)
     )
     place = segment.name, "values.raw_at"
     [(start, end)] = record.chunks_of(*place)
     body = np.int64(position).tobytes() + record.path.read_bytes()[start + 8 : end]
     change(record.path, record.number, chunks={place: body})
-    with pytest.raises(DamagedWal, match="ascending positions"):
-        restore_golden(root, step)
-
-
-def restore_golden(root: Path, step: int) -> None:
-    options = deltackpt.ManagerOptions(access="read")
-    logged = make_golden.LOGGED[1]
-    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
-        manager.restore(step, logged.state_at(step, int(step > make_golden.GOES_ON_FROM)))
+    options, logged = deltackpt.ManagerOptions(access="read"), make_golden.LOGGED[1]
+    with (
+        deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager,
+        pytest.raises(DamagedWal, match="ascending positions"),
+    ):
+        manager.restore(step, logged.state_at(step, 0))
 
 
 def test_a_deeply_nested_item_is_damage(log):
     """Decoding it would overflow the stack."""
-    written, item = fill_of(4), np.frombuffer(b"[" * 100_000, np.uint8)
-
-    def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
-        found = written(lambda name: Nowhere() if name == ITEMS else sink_of(name))
-        storage_parts.write_array(
-            sink_of(ITEMS), row_blocks.array_entry(ITEM_BYTES, item.shape, item.dtype), [item]
-        )
-        held = dataclasses.replace(found.head.items[0], nbytes=len(item))
-        return found._replace(head=dataclasses.replace(found.head, items=(held,)))
-
-    log.writer.write(save_id(4), save_id(3), fill)
+    log.writer.write(save_id(4), save_id(3), fill_of(4, item=b"[" * 100_000))
     assert assert_right(log.at) == 3
 
 
-class Nowhere:
-    """A place that stores nothing, and the writer of its arrays."""
-
-    def writer(self, *_: Any, **options: Any) -> Nowhere:
-        return self
-
-    def write(self, rows: np.ndarray) -> None:
-        pass
-
-    def finish(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("count", [0, 1])
-def test_empty_segments_do_no_harm(count, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin()
+def test_empty_segments_do_no_harm(count, empty):
     written = fill_of(1)
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         found = written(sink_of)
-        place = sink_of("g0.1")
         entry = row_blocks.array_entry("values", (0, 2), np.dtype(np.float32))
-        storage_parts.write_array(place, entry, [])
-        empty = Segment(
+        storage_parts.write_array(sink_of("g0.1"), entry, [])
+        segment = Segment(
             name="g0.1", group="g0", columns=(0, 2), count=0, ranges=(), fields=("values",),
             arrays=(entry,), encodings=(RAW,),
         )  # fmt: skip
-        return found._replace(segments=(*[empty] * count, *found.segments))
+        return found._replace(segments=(*[segment] * count, *found.segments))
 
-    log.writer.write(save_id(1), BASE, fill if count else written)
-    assert assert_right(log.at) == 1
+    empty.writer.write(save_id(1), BASE, fill if count else written)
+    assert assert_right(empty.at) == 1
 
 
 @pytest.mark.parametrize("version", [footer.VERSION + 1, 255])
 def test_records_of_a_later_version_are_refused_and_not_taken_for_damage(version, log):
-    path = log.files[0]
-    data = bytearray(path.read_bytes())
-    start, _ = bounds_of(bytes(data))[1]
-    page = data[start : start + PAGE_BYTES - 4]
-    page[8:12] = version.to_bytes(4, "little")
-    crc = google_crc32c.value(bytes(page)).to_bytes(4, "little")
-    path.write_bytes(bytes(data[:start]) + bytes(page) + crc + bytes(data[start + PAGE_BYTES :]))
+    first, second, third = split(log)
+    page = second[:8] + version.to_bytes(4, "little") + second[12 : PAGE_BYTES - 4]
+    crc = google_crc32c.value(page).to_bytes(4, "little")
+    log.files[0].write_bytes(first + page + crc + second[PAGE_BYTES:] + third)
     with pytest.raises(FormatTooNew, match=f"found {version}"):
         history_of(log.at)
 
@@ -777,19 +678,22 @@ HEAD_CASES: dict[str, dict[str, Any]] = {
     "no run": {"run": ""},
     "tables of no group": {"groups": []},
     "base that is no save id": {"base": 7},
-    "base that is missing": {
-        "base": None,
-        "continues": {"epoch": 0, "save_id": POINT},
-    },
+    "base that is missing": {"base": None, "continues": {"epoch": 0, "save_id": POINT}},
 }
+
+
+def change_header(log: MadeUpLog, **fields: Any) -> Path:
+    """Changes fields of the epoch header and recomputes its checksum."""
+    path = log.at / naming.epoch_name(0)
+    record = msgpack.unpackb(path.read_bytes())
+    body = msgpack.packb({**msgpack.unpackb(record["body"]), **fields})
+    path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": google_crc32c.value(body)}))
+    return path
 
 
 @pytest.mark.parametrize("case", HEAD_CASES)
 def test_a_hand_made_header_is_damage(case, log):
-    path = log.at / naming.epoch_name(0)
-    record = msgpack.unpackb(path.read_bytes())
-    body = msgpack.packb({**msgpack.unpackb(record["body"]), **HEAD_CASES[case]})
-    path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": google_crc32c.value(body)}))
+    change_header(log, **HEAD_CASES[case])
     with pytest.raises(Damaged):
         history_of(log.at)
 
@@ -804,11 +708,7 @@ def test_a_header_with_an_unknown_feature_is_refused(log):
 
 def test_a_header_with_fields_of_a_later_version_is_read(log):
     """Its records refer to all bytes of the header, including fields unknown to this version."""
-    path = log.at / naming.epoch_name(0)
-    record = msgpack.unpackb(path.read_bytes())
-    body = msgpack.packb({**msgpack.unpackb(record["body"]), "later": [1]})
-    crc = google_crc32c.value(body)
-    path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": crc}))
+    path = change_header(log, later=[1])
     assert found_in(log) == [1, 2, 3] and assert_right(log.at) == 0
     epoch = google_crc32c.value(path.read_bytes())
     for number in range(3):
