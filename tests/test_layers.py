@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
+from machine import open_files
 from made_up_layers import (
     RUN,
     Array,
@@ -215,39 +216,6 @@ def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factor
     assert position == sum(row < first for row in rows) or not expected
 
 
-@FAST
-@given(data=st.data())
-def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, data):
-    (whole,) = [one for one in data.draw(row_groups("a")) if one.columns is None] or groups_of()[:1]
-    chunk_bytes, buffer_bytes = data.draw(CHUNK_BYTES), data.draw(BUFFER_BYTES)
-    path = tmp_path_factory.mktemp("layers") / "layer"
-    cuts = {
-        one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
-    }
-    removed = data.draw(st.sets(st.sampled_from([one.name for one in whole.arrays] or [""])))
-
-    def write_array(one: Array) -> None:
-        shape, dtype, compression = one.data.shape, one.data.dtype, one.compression
-        pieces = np.split(one.data, cuts[one.name])
-        if one.name in removed:
-            writer = layer.array(whole.name, one.name, shape, dtype, compression)
-            writer.write(pieces[0].copy())
-            writer.remove()
-        writer = layer.array(whole.name, one.name, shape, dtype, compression)
-        for piece in pieces:
-            writer.write(piece.copy())
-        writer.finish()
-
-    with layer_file(path, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes) as file:
-        layer = file.begin_layer(manifest_of())
-        with ThreadPoolExecutor(3) as pool:
-            rows = pool.submit(layer.write_rows, whole.name, whole.rows)
-            list(pool.map(write_array, whole.arrays))
-            rows.result()
-        written = finished(layer, whole)
-    assert_holds(path, written, [whole])
-
-
 def aligned(count: int, width: int, seed: int = 0) -> np.ndarray:
     """Rows in memory that can be written directly, (count, width) float32."""
     out = aligned_buffer(4 * count * width)[: 4 * count * width].view(np.float32)
@@ -255,29 +223,56 @@ def aligned(count: int, width: int, seed: int = 0) -> np.ndarray:
     return out.reshape(count, width)
 
 
+@st.composite
+def long_groups(draw) -> list[Rows]:
+    """Row groups whose arrays can be written from their memory."""
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        width = draw(st.sampled_from([1, 6, 16, 100]))
+        rows = aligned(draw(st.integers(1, 700_000 // width)), width, number)
+        found.append(Rows(f"g{number}", f"g{number}", range(len(rows)), [Array("v", rows)]))
+    return found
+
+
+@pytest.mark.parametrize("are_long", [False, True])
 @FAST
 @given(data=st.data())
-def test_threads_write_long_arrays_from_their_memory(tmp_path_factory, data):
-    chunk_bytes = data.draw(st.sampled_from([1024, 4096, 10_000, 128 << 10]))
-    buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 2 << 20]))
-    path, groups = tmp_path_factory.mktemp("layers") / "layer", []
-    for number in range(data.draw(st.integers(1, 4))):
-        width = data.draw(st.sampled_from([1, 6, 16, 100]))
-        rows = aligned(data.draw(st.integers(1, 700_000 // width)), width, number)
-        groups.append(Rows(f"g{number}", f"g{number}", range(len(rows)), [Array("v", rows)]))
-    cut = data.draw(st.sampled_from([0, 5, 1 << 14]))
+def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, are_long, data):
+    if are_long:
+        groups = data.draw(long_groups())
+        chunk_bytes = data.draw(st.sampled_from([1024, 4096, 10_000, 128 << 10]))
+        buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 2 << 20]))
+    else:
+        found = [one for one in data.draw(row_groups("a")) if one.columns is None]
+        groups = found or groups_of()[:1]
+        chunk_bytes, buffer_bytes = data.draw(CHUNK_BYTES), data.draw(BUFFER_BYTES)
+    path = tmp_path_factory.mktemp("layers") / "layer"
+    arrays = []
+    for group in groups:
+        for one in group.arrays:
+            cuts = st.sampled_from([0, 5, 1 << 14]) if are_long else st.integers(0, len(one.data))
+            pieces = np.split(one.data, sorted(data.draw(st.sets(cuts))))
+            arrays.append((group, one, pieces))
+    removed = data.draw(st.sets(st.sampled_from([one.name for _, one, _ in arrays] or [""])))
 
-    def write_group(group: Rows) -> None:
-        (array,) = group.arrays
-        writer = layer.array(group.name, "v", array.data.shape, array.data.dtype)
-        for piece in (array.data[:cut], array.data[cut:]):
-            writer.write(piece)
+    def write_array(group: Rows, one: Array, pieces: list[np.ndarray]) -> None:
+        arguments = (group.name, one.name, one.data.shape, one.data.dtype, one.compression)
+        if one.name in removed:
+            writer = layer.array(*arguments)
+            writer.write(pieces[0].copy())
+            writer.remove()
+        writer = layer.array(*arguments)
+        for piece in pieces:
+            writer.write(piece if are_long else piece.copy())
         writer.finish()
 
     with layer_file(path, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes) as file:
         layer = file.begin_layer(manifest_of())
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(write_group, groups))
+        with ThreadPoolExecutor(3) as pool:
+            jobs = [pool.submit(layer.write_rows, group.name, group.rows) for group in groups]
+            jobs += [pool.submit(write_array, *one) for one in arrays]
+            for job in jobs:
+                job.result()
         written = finished(layer, *groups)
     assert_holds(path, written, groups)
 
@@ -660,15 +655,12 @@ assert not {'jax', 'orbax', 'flax'} & {*sys.modules}
 """
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(FORKED, id="forked children may touch and free write memory"),
-        pytest.param(NO_JAX, id="reading and writing imports no jax"),
-    ],
-)
-def test_in_a_process_of_its_own(program):
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_forked_children_may_touch_and_free_write_memory():
+    subprocess.run([sys.executable, "-c", FORKED], check=True)
+
+
+def test_reading_and_writing_layers_imports_no_jax():
+    subprocess.run([sys.executable, "-c", NO_JAX], check=True)
 
 
 def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
@@ -688,8 +680,4 @@ def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
     with Runtime() as runtime:
         with pytest.raises(MemoryError):
             LayerShard(tmp_path, save_id, None, batch, runtime, process=0, process_count=1)
-        held = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself.
-                held.append(os.readlink(f"/proc/self/fd/{name}"))
-        assert not [path for path in held if path.startswith(str(tmp_path))]
+        assert not open_files(tmp_path)

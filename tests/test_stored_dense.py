@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_layers import Array, Rows, append, manifest_of
+from made_up_layers import Array, Rows, manifest_of, write
 
 from deltackpt.errors import Damaged
 from deltackpt.format import row_blocks
@@ -22,6 +21,7 @@ from deltackpt.format.row_blocks import (
     BLOCK,
     BLOCKS,
     PLAIN,
+    SEGMENTS,
     BlockedValue,
     DenseBlocks,
     Key,
@@ -29,13 +29,10 @@ from deltackpt.format.row_blocks import (
 )
 from deltackpt.layers import merge
 from deltackpt.layers.read import LayerReader, StoredBytes
-from deltackpt.layers.write import LayerFile
 from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.reading.wal_records import segment_of
-from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
@@ -92,12 +89,11 @@ class Run:
     """A run of saves with a model of its dense leaves."""
 
     def __init__(self, folder: Path, seed: int):
-        self.rng = np.random.default_rng(seed)
-        self.folder, self.runtime = folder, Runtime()
+        self.folder, self.rng = folder, np.random.default_rng(seed)
+        #: The newest state; the one below all saves; the saves, newest first.
         self.state: State = {}
-        #: Newest first, and the state below all of them.
-        self.saves: list[list[DenseShard]] = []
         self.below: State = {}
+        self.saves: list[list[DenseShard]] = []
 
     def start(self, keys: list[str]) -> None:
         self.state = {key: new_leaf(key, self.rng) for key in keys}
@@ -118,10 +114,10 @@ class Run:
     def _shard(
         self, keys: list[str], before: State, codecs: tuple[str, ...], share: float, process: int
     ) -> DenseShard:
-        values, plain = [], []
+        values, plain, groups = [], [], []
         ends = dict.fromkeys(DTYPES, 0)
         #: Dtype and codec to rows of the group, and the bits now and before.
-        found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        found: dict[tuple[str, str], list[tuple[int, np.ndarray, np.ndarray]]] = {}
         for key in keys:
             dtype, count = LEAVES[key]
             if is_plain(key):
@@ -142,77 +138,51 @@ class Run:
                 old = data[row].copy()
                 last = min(BLOCK, count - row * BLOCK)
                 data[row, self.rng.integers(0, last, 20)] ^= 5
-                rows = np.array([at + row]), data[[row]], old[None]
-                found.setdefault((dtype, codec), []).append(rows)
-        groups = [
-            Rows(
-                f"{row_blocks.SEGMENTS}{dtype}.{codec}",
-                dtype,
-                self._rows([rows for rows, _, _ in parts]),
-                arrays_of(
-                    dtype, codec, *(np.concatenate(x) for x in list(zip(*parts, strict=True))[1:])
-                ),
-                kind="blocks",
-                columns=(0, BLOCK),
-                codecs={BLOCKS: codec},
-            )
-            for (dtype, codec), parts in found.items()
-        ]
-        if any(map(len, plain)):
+                found.setdefault((dtype, codec), []).append((at + row, data[row], old))
+        for (dtype, codec), parts in found.items():
+            rows, now, old = map(np.array, zip(*parts, strict=True))
+            spans = rows_of((int(row), int(row) + 1) for row in rows)
+            if isinstance(spans, range) and self.rng.random() < 0.5:
+                rows = spans
+            name, arrays = f"{SEGMENTS}{dtype}.{codec}", arrays_of(dtype, codec, now, old)
+            groups.append(Rows(name, dtype, rows, arrays, "blocks", (0, BLOCK), {BLOCKS: codec}))
+        if plain:
             data = np.concatenate(plain)
-            name = f"{row_blocks.SEGMENTS}{PLAIN}"
             array = Array(row_blocks.PLAIN_BYTES_OF, data)
+            name = f"{SEGMENTS}{PLAIN}"
             groups.append(Rows(name, PLAIN, range(len(data)), [array], "item", (0, 1)))
-        layer = self._written(groups)
-        record = DenseBlocks(
-            values=tuple(values),
-            segments=tuple(
-                segment_of(group, layer.arrays(group).values())
-                for group in layer.manifest.row_groups
-            ),
+        path = self.folder / f"layer.{len(self.saves)}.{process}"
+        [written] = write(path, [(manifest_of(), groups)], fsync=False, chunk_bytes=1024)
+        layer = LayerReader(StoredBytes(store_path(path)), written.stop)
+        segments = tuple(
+            segment_of(group, layer.arrays(group).values()) for group in layer.manifest.row_groups
         )
+        record = DenseBlocks(values=tuple(values), segments=segments)
         row_blocks.check(record)
-        shown = f"save {len(self.saves)}, process {process}"
-        return DenseShard(LayerArrays(lambda: layer, name=shown, file=""), record, shown)
-
-    def _rows(self, parts: list[np.ndarray]) -> np.ndarray | range:
-        rows = np.concatenate(parts)
-        spans = rows_of((int(row), int(row) + 1) for row in rows)
-        return spans if isinstance(spans, range) and self.rng.random() < 0.5 else rows
-
-    def _written(self, groups: list[Rows]) -> LayerReader:
-        path = self.folder / f"layer.{len(list(self.folder.iterdir()))}"
-        file = LayerFile(DirectFile(path), self.runtime, fsync=False, chunk_bytes=1024)
-        written = append(file, manifest_of(), groups)
-        file.file.close()
-        return LayerReader(StoredBytes(store_path(path)), written.stop)
-
-    def close(self) -> None:
-        self.runtime.close()
+        return DenseShard(LayerArrays(lambda: layer, name=path.name, file=""), record, path.name)
 
 
 class Below:
     """The state below the saves, as a base."""
 
     def __init__(self, state: State):
-        self._state = state
+        self._held = {key: bytes_of(key, data) for key, data in state.items()}
 
     def nbytes(self, key: Key) -> int | None:
-        return None if key[1] not in self._state else len(bytes_of(key[1], self._state[key[1]]))
+        return len(self._held[key[1]]) if key[1] in self._held else None
 
     def fill(self, into, on_filled=None) -> None:
-        for (_, key), out in into.items():
-            if key not in self._state or len(out) != len(bytes_of(key, self._state[key])):
-                raise Damaged("base", key, "none")
-            out[:] = np.frombuffer(bytes_of(key, self._state[key]), np.uint8)
+        for key, out in into.items():
+            if self.nbytes(key) != len(out):
+                raise Damaged("base", key[1], "none")
+            out[:] = np.frombuffer(self._held[key[1]], np.uint8)
             if on_filled is not None:
                 for start in range(0, len(out), 1 << 20):
-                    on_filled((False, key), start, min(start + (1 << 20), len(out)))
+                    on_filled((False, key[1]), start, min(start + (1 << 20), len(out)))
 
 
 def bytes_of(key: str, data: np.ndarray) -> bytes:
-    count = LEAVES[key][1]
-    return data.reshape(-1)[:count].tobytes()
+    return data.reshape(-1)[: LEAVES[key][1]].tobytes()
 
 
 @st.composite
@@ -244,15 +214,14 @@ def test_any_saves_restore_the_values_of_the_model(
         mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
         mock.patch.object(merge, "_WINDOW_BYTES", window),
     ):
-        check_model(tmp_path_factory, data, saves, seed)
+        run = Run(tmp_path_factory.mktemp("layers"), seed)
+        run.start([*saves[0][0], *data.draw(st.sets(st.sampled_from([*LEAVES])))])
+        for save in saves:
+            run.save(*save)
+        check_model(run, data.draw(st.sets(st.sampled_from([*run.state])) | st.just({*run.state})))
 
 
-def check_model(tmp_path_factory, data, saves, seed):
-    run = Run(tmp_path_factory.mktemp("layers"), seed)
-    run.start([*saves[0][0], *data.draw(st.sets(st.sampled_from([*LEAVES])))])
-    for keys, processes, codecs, share in saves:
-        run.save(keys, processes, codecs, share)
-    wanted = data.draw(st.sets(st.sampled_from([*run.state])) | st.just({*run.state}))
+def check_model(run: Run, wanted: set[str]) -> None:
     found = stored_dense.values_of(run.saves, Below(run.below), "newest", wanted.__contains__)
     assert {key: bytes(value) for key, value in found.values.items()} == {
         key: bytes_of(key, run.state[key]) for key in wanted
@@ -263,61 +232,64 @@ def check_model(tmp_path_factory, data, saves, seed):
     again = stored_dense.values_of(run.saves, before, "newest", wanted.__contains__)
     assert again.values == found.values
     assert below == {key: bytes_of(key, data) for key, data in run.below.items()}
-    plan = DensePlan(run.saves, "newest", lambda key: True)
+    needed = plan(*run.saves)
     for key in wanted:
         shared = again.values[key] is before.values.get(key)
-        assert shared == ((False, key) in plan.missing.keys() - plan.changed)
-    run.close()
+        assert shared == ((False, key) in needed.missing.keys() - needed.changed)
 
 
 @pytest.fixture
-def run(tmp_path) -> Iterator[Run]:
+def run(tmp_path) -> Run:
     """A run without saves."""
-    made = Run(tmp_path, 1)
-    yield made
-    made.close()
+    return Run(tmp_path, 1)
+
+
+def saved(run: Run, key: str, *codecs: str) -> DenseShard:
+    """The only shard of a save that changes all of a leaf."""
+    run.start([key])
+    run.save([key], 1, codecs, 1.0)
+    [shard] = run.saves[0]
+    return shard
+
+
+def altered(shard: DenseShard, **fields) -> DenseShard:
+    return dataclasses.replace(shard, record=dataclasses.replace(shard.record, **fields))
+
+
+def plan(*saves: list[DenseShard]) -> DensePlan:
+    return DensePlan([*saves], "newest", lambda key: True)
 
 
 def test_a_base_is_needed_only_for_values_that_the_saves_do_not_complete(run):
     run.start(["a", "c", "e"])
-    run.save(["a", "c", "e"], 1, ("raw",), 1.0)
-    run.save(["a", "c", "e"], 1, ("sparse",), 1.0)
-    assert DensePlan(run.saves, "newest", lambda key: True).missing == {}
-    relative = DensePlan(run.saves[:1], "newest", lambda key: True)
-    assert {key for _, key in relative.missing} == {"a", "c"}
+    for codec in ("raw", "sparse"):
+        run.save(["a", "c", "e"], 1, (codec,), 1.0)
+    assert plan(*run.saves).missing == {}
+    assert {key for _, key in plan(run.saves[0]).missing} == {"a", "c"}
     with pytest.raises(Damaged, match="dense leaves down to a base"):
         stored_dense.values_of(run.saves[:1], None, "newest")
 
 
 def test_a_value_of_another_kind_is_damage(run):
-    run.start(["a"])
-    run.save(["a"], 1, ("sparse",), 1.0)
-    [shard] = run.saves[0]
+    shard = saved(run, "a", "sparse")
     [value] = shard.record.values
     longer = dataclasses.replace(value, count=value.count + BLOCK)
-    other = dataclasses.replace(shard.record, values=(longer,))
-    newest = dataclasses.replace(shard, record=other)
     with pytest.raises(Damaged, match="956 elements of a as uint16.*700"):
-        DensePlan([[newest], [shard]], "newest", lambda key: True)
+        plan([altered(shard, values=(longer,))], [shard])
 
 
 def test_a_block_in_two_segments_is_damage(run):
-    run.start(["f"])
-    run.save(["f"], 1, ("sparse", "raw"), 1.0)
-    [shard] = run.saves[0]
+    shard = saved(run, "f", "sparse", "raw")
     one, other = shard.record.segments
-    twice = dataclasses.replace(shard.record, segments=(one, other, one))
     with pytest.raises(Damaged, match="blocks of no other segment"):
-        DensePlan([[dataclasses.replace(shard, record=twice)]], "newest", lambda key: True)
+        plan([altered(shard, segments=(one, other, one))])
 
 
 def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
-    run.start(["e"])
-    run.save(["e"], 1, ("raw",), 1.0)
-    record = run.saves[0][0].record
+    record = saved(run, "e", "raw").record
     [value], [segment] = record.values, record.segments
     beyond = dataclasses.replace(value, at=1)
-    other = dataclasses.replace(segment, name=f"{row_blocks.SEGMENTS}{PLAIN}2")
+    other = dataclasses.replace(segment, name=f"{SEGMENTS}{PLAIN}2")
     for values, segments in [
         ((beyond,), (segment,)),
         ((value,), ()),
@@ -329,21 +301,18 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
 
 @pytest.mark.parametrize(("count", "dtype"), [(699, "uint16"), (700, "float16"), (0, "uint16")])
 def test_a_state_of_another_kind_is_refused_and_not_changed(run, count, dtype):
-    run.start(["a"])
-    run.save(["a"], 1, ("sparse",), 1.0)
+    saved(run, "a", "sparse")
     held = np.zeros(count, dtype).view(np.uint8)
-    before = (
-        DenseValues({"a": held.data}, {}, {(False, "a"): dtype}) if count else DenseValues({}, {})
-    )
+    before = DenseValues({}, {})
+    if count:
+        before = DenseValues({"a": held.data}, {}, {(False, "a"): dtype})
     with pytest.raises(Damaged, match="1400 bytes of a as uint16 before"):
         stored_dense.values_of(run.saves, before, "newest")
     assert not held.any()
 
 
 def test_a_codec_for_other_dtypes_is_damage(run):
-    run.start(["f"])
-    run.save(["f"], 1, ("raw",), 1.0)
-    [shard] = run.saves[0]
+    shard = saved(run, "f", "raw")
     [segment] = shard.record.segments
     [encoding] = segment.encodings
     lossy = dataclasses.replace(segment, encodings=(dataclasses.replace(encoding, codec="ef8"),))
@@ -352,9 +321,7 @@ def test_a_codec_for_other_dtypes_is_damage(run):
 
 
 def test_only_the_counts_up_to_the_needed_blocks_are_read(run):
-    run.start(["f"])
-    run.save(["f"], 1, ("sparse",), 1.0)
-    [shard] = run.saves[0]
+    shard = saved(run, "f", "sparse")
     field = shard.field_of(shard.record.segments[0])
     with mock.patch.object(merge, "_WINDOW_BYTES", 1):
         first, last = field.elements("at", 0, 1)
