@@ -26,20 +26,7 @@ from test_compact import chain, contents, manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
-from deltackpt.errors import (
-    BrokenChain,
-    Damaged,
-    FencedError,
-    ForeignDirectory,
-    InUse,
-    OptionError,
-    OutOfSpace,
-    StepGone,
-    StepNotFound,
-    StorageError,
-    TargetDiffers,
-    UnsupportedRoot,
-)
+from deltackpt import errors
 from deltackpt.format import manifest, naming
 from deltackpt.ledger import lease
 from deltackpt.ledger.journal import Journal
@@ -246,7 +233,7 @@ def test_damage_at_the_source_is_named_and_nothing_becomes_visible(root, tmp_pat
     for name, before in files(root / "2").items():
         victim, target = root / "2" / name, tmp_path / name.replace("/", "-")
         flip(victim, victim)
-        with pytest.raises((Damaged, BrokenChain)) as caught:
+        with pytest.raises((errors.Damaged, errors.BrokenChain)) as caught:
             copy(root, target)
         assert f"2/{name}" in str(caught.value)
         assert not (target / "2").exists()
@@ -282,7 +269,7 @@ def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, 
     name = chunk(root / "2").relative_to(root / "2").as_posix()
     [key] = [key for key in at.keys() if key.startswith("saves/2.") and key.endswith(name)]
     at.store.put(key, b"other bytes")
-    with pytest.raises(Damaged, match=f"2/{name}"):
+    with pytest.raises(errors.Damaged, match=f"2/{name}"):
         back(target, tmp_path / "again")
     assert not (tmp_path / "again" / "2").exists()
     assert copy(root, **target).copied == ()
@@ -302,7 +289,7 @@ def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
     with manager(bucket, tiers=tiers) as trainer:  # type: ignore[arg-type]
         state = model.initial()
         model.commit(trainer, 7, state, touched=model.new_touched(state))
-        with pytest.raises(InUse, match="a trainer that holds it: epoch 1"):
+        with pytest.raises(errors.InUse, match="a trainer that holds it: epoch 1"):
             copy(root, **given, steps=[2])
         trainer.check_lease()
     assert copy(root, **given, steps=[2], offline=True).copied[-1] == "2"
@@ -318,7 +305,7 @@ def test_bytes_that_a_disk_stores_wrongly_are_detected(run, tmp_path):
 
     with (
         mock.patch.object(copy_locations.Directory, "write", garbled),
-        pytest.raises(StorageError, match="to read back the written bytes, found different"),
+        pytest.raises(errors.StorageError, match="to read back the written bytes, found different"),
     ):
         copy(run[0], tmp_path / "target")
     assert not (tmp_path / "target" / "2").exists()
@@ -327,7 +314,7 @@ def test_bytes_that_a_disk_stores_wrongly_are_detected(run, tmp_path):
 def test_another_save_with_the_same_name_is_never_replaced(run, target, tmp_path):
     write_chain(tmp_path / "other", 3)
     copy(tmp_path / "other", **target, all_steps=True)
-    with pytest.raises(TargetDiffers, match="another save"):
+    with pytest.raises(errors.TargetDiffers, match="another save"):
         copy(run[0], **target, all_steps=True)
 
 
@@ -351,7 +338,7 @@ def test_an_entry_that_may_be_another_save_is_never_touched(make, run, tmp_path)
     copy(run[0], target)
     make(target / "2")
     before = sorted(target.rglob("*")), files(target)
-    with pytest.raises(TargetDiffers, match="move this entry away"):
+    with pytest.raises(errors.TargetDiffers, match="move this entry away"):
         copy(run[0], target, recheck=True)
     assert (sorted(target.rglob("*")), files(target)) == before
 
@@ -361,7 +348,7 @@ def test_a_damaged_step_is_put_back_if_its_replacement_fails(killed, run, tmp_pa
     target = tmp_path / "target"
     copy(run[0], target)
     chunk(target / "2").unlink()
-    with Disk(target) as disk, pytest.raises(StorageError, match="Input/output"):
+    with Disk(target) as disk, pytest.raises(errors.StorageError, match="Input/output"):
         disk.fail("rename", "^2$", times=None if killed else 1)
         copy(run[0], target)
     assert (target / "2").exists() != killed
@@ -380,7 +367,7 @@ def replace_step_2(root: Path) -> None:
 def test_rolled_back_steps_are_never_left_newest_at_the_target(root, target):
     copy(root, **target, all_steps=True)
     shutil.rmtree(root / "2")
-    with pytest.raises(TargetDiffers, match=r"no step after 1, .* found \[2\]"):
+    with pytest.raises(errors.TargetDiffers, match=r"no step after 1, .* found \[2\]"):
         copy(root, **target)
     assert copy(root, **target, steps=[1]).copied == ()
 
@@ -398,7 +385,7 @@ def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(listed, root, tmp
         replacing = mock.patch.object(copies, "_units", then)
     else:
         replacing = before_first_call(copy_locations, "pieces_of", lambda *_: replace_step_2(root))
-    with replacing, pytest.raises(StepGone, match="replaced"):
+    with replacing, pytest.raises(errors.StepGone, match="replaced"):
         copy(root, tmp_path / "target", steps=[2])
     assert not (tmp_path / "target" / "2").exists()
 
@@ -410,7 +397,7 @@ def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(root, tmp_path):
     assert done.copied == ("0", "1", "2")
     assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["0", "1", "2"]
     shutil.rmtree(root / "0")
-    with pytest.raises(Damaged, match="compacted/1"):
+    with pytest.raises(errors.Damaged, match="compacted/1"):
         copy(root, tmp_path / "none")
 
 
@@ -429,7 +416,7 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     [standing] = ledger.known.catalog.values()
     altered = dataclasses.replace(standing, crc32c=google_crc32c.value(digest))
     ledger._change_own(lambda state: state.with_committed(altered))
-    with pytest.raises(Damaged, match="paths of files below it"):
+    with pytest.raises(errors.Damaged, match="paths of files below it"):
         copy(spec, tmp_path / "deep" / "target")
     assert not list(tmp_path.rglob("escaped"))
 
@@ -442,7 +429,7 @@ def test_a_parent_that_is_not_a_step_is_refused(name, expected, root, tmp_path):
     record = manifest.from_bytes(path.read_bytes(), name="m")
     wrong = dataclasses.replace(record.parent, step_dir=name)
     path.write_bytes(manifest.to_bytes(dataclasses.replace(record, parent=wrong)))
-    with pytest.raises((Damaged, BrokenChain), match=expected):
+    with pytest.raises((errors.Damaged, errors.BrokenChain), match=expected):
         copy(root, tmp_path / "target")
 
 
@@ -460,18 +447,18 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         before_first_call(
             copy_locations.Bucket, "publish", lambda *_: copy(tmp_path / "other", **given)
         ),
-        pytest.raises(FencedError),
+        pytest.raises(errors.FencedError),
     ):
         copy(run[0], **given, steps=[0])
     back(given, tmp_path / "again")
     assert contents(tmp_path / "again", 0) == contents(tmp_path / "other", 0)
-    with pytest.raises(TargetDiffers, match="another save"):
+    with pytest.raises(errors.TargetDiffers, match="another save"):
         copy(run[0], **given, steps=[0])
 
 
 def test_a_target_whose_trainer_may_be_alive_is_refused_unless_offline(run, tmp_path):
     with manager(tmp_path / "target", codec="lossless") as trainer:
-        with pytest.raises(InUse, match="which is running"):
+        with pytest.raises(errors.InUse, match="which is running"):
             copy(run[0], tmp_path / "target")
         assert trainer.all_steps() == []
     assert copy(run[0], tmp_path / "target", offline=True).copied[-1] == "2"
@@ -479,7 +466,7 @@ def test_a_target_whose_trainer_may_be_alive_is_refused_unless_offline(run, tmp_
 
 def test_a_foreign_directory_is_refused_before_anything_is_created_there(run, tmp_path):
     (tmp_path / "notes.txt").write_text("somebody's")
-    with pytest.raises(ForeignDirectory):
+    with pytest.raises(errors.ForeignDirectory):
         copy(run[0], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -494,7 +481,7 @@ def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
 
     with (
         mock.patch.object(copy_locations.Directory, "publish", publish),
-        pytest.raises(InUse, match="something was removed"),
+        pytest.raises(errors.InUse, match="something was removed"),
     ):
         copy(run[0], tmp_path / "target")
 
@@ -506,7 +493,7 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
     with (
         before_first_call(lease.fcntl, "flock", lambda *_: first.__exit__(None, None, None)),
         copies._place(tmp_path, None),
-        pytest.raises(InUse),
+        pytest.raises(errors.InUse),
         copies._place(tmp_path, None),
     ):
         pass
@@ -518,7 +505,7 @@ def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
 
     with (
         before_first_call(copy_locations.Directory, "publish", lose),
-        pytest.raises(StorageError, match="manifest.0.msgpack removed"),
+        pytest.raises(errors.StorageError, match="manifest.0.msgpack removed"),
     ):
         copy(run[0], tmp_path / "target", steps=[0])
     assert not (tmp_path / "target" / "0").exists()
@@ -531,7 +518,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(root, removed, tmp
 
     with (
         before_first_call(copy_locations, "pieces_of", remove),
-        pytest.raises(StepGone, match="copy again"),
+        pytest.raises(errors.StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")
     assert not (tmp_path / "target" / "2").exists()
@@ -546,34 +533,35 @@ def test_copying_beside_a_trainer_with_retention_gives_complete_steps(tmp_path):
             state, touched = model.train(state, touched, step)
             try:
                 copy(tmp_path / "run", tmp_path / "target")
-            except (StepGone, StepNotFound):
+            except (errors.StepGone, errors.StepNotFound):
                 continue
     assert verify_root(tmp_path / "target").intact
 
 
 def test_two_copies_to_one_directory_exclude_each_other(run, tmp_path):
-    with copies._place(tmp_path / "target", None), pytest.raises(InUse, match="no other copy"):
-        copy(run[0], tmp_path / "target")
+    target = tmp_path / "target"
+    with copies._place(target, None), pytest.raises(errors.InUse, match="no other copy"):
+        copy(run[0], target)
 
 
 # Refusals.
 
 
 def test_wrong_sources_and_targets_are_named(run, server, bucket, tmp_path):
-    root, target = run[0], tmp_path / "target"
+    root, target, at = run[0], tmp_path / "target", {"endpoint": server.endpoint}
     for error, match, where, to, options in (
-        (UnsupportedRoot, "'ftp'", root, "ftp://host/run", {}),
-        (OptionError, "the host 'relative'", root, "file://relative/path", {}),
-        (OptionError, "JSON", root, "{not json", {}),
-        (StepNotFound, r"\[7\]", root, target, {"steps": [7]}),
-        (StepNotFound, "found none", bucket, target, {"endpoint": server.endpoint}),
-        (StorageError, "some/run", root, "s3://none/some/run", {"endpoint": server.endpoint}),
+        (errors.UnsupportedRoot, "'ftp'", root, "ftp://host/run", {}),
+        (errors.OptionError, "the host 'relative'", root, "file://relative/path", {}),
+        (errors.OptionError, "JSON", root, "{not json", {}),
+        (errors.StepNotFound, r"\[7\]", root, target, {"steps": [7]}),
+        (errors.StepNotFound, "found none", bucket, target, at),
+        (errors.StorageError, "some/run", root, "s3://none/some/run", at),
     ):
         with pytest.raises(error, match=match):
             copy(where, to, **options)
     with (
         mock.patch.object(posix, "free_bytes", return_value=10),
-        pytest.raises(OutOfSpace, match="found 10 free"),
+        pytest.raises(errors.OutOfSpace, match="found 10 free"),
     ):
         copy(root, tmp_path / "full")
 
