@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import errno
 import os
 import pickle
@@ -28,21 +29,10 @@ from killed_compaction import killed_anywhere
 from test_meshes import P, Topology
 
 import deltackpt
-from deltackpt.errors import (
-    AlreadyCompacting,
-    BrokenChain,
-    Damaged,
-    ForeignDirectory,
-    OptionError,
-    OutOfSpace,
-    RestoreError,
-    StepGone,
-    StepNotFound,
-)
+from deltackpt import errors
 from deltackpt.format import naming, row_blocks
 from deltackpt.maintenance import base_merge, compact
 from deltackpt.reading import chains, reader, stored_saves
-from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import digests
 from deltackpt.testing import Disk
 
@@ -51,17 +41,16 @@ MEMORY_BYTES = 64 << 20
 
 def manager(root: Path, *, codec="raw", slot_codec="raw", always=(), **options):
     tables = deltackpt.Tables(
-        select=model.SELECT,
-        slots=model.SLOTS,
-        always=always,
-        codec=codec,
-        slot_codec=slot_codec,
+        select=model.SELECT, slots=model.SLOTS, always=always, codec=codec, slot_codec=slot_codec
     )
-    return deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": tables},
-        options=manager_options(durability="process", **options),
-    )
+    options = manager_options(durability="process", **options)
+    return deltackpt.CheckpointManager(root, handlers={"embeddings": tables}, options=options)
+
+
+def bases_of_compaction(max_chain: int) -> dict:
+    """A trainer that keeps one step and leaves bases to compaction."""
+    policy = deltackpt.policies.Consecutive(max_chain=max_chain)
+    return {"bases": "compacted", "max_to_keep": 1, "policy": policy}
 
 
 def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dict[int, dict]:
@@ -78,15 +67,26 @@ def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dic
 
 def contents(root: Path, step: int, **kwargs) -> dict[tuple[str, str], bytes]:
     """All bytes of all fields of a step."""
-    return of(reader.restore_tables(chains.read_chain(root / str(step), **kwargs)))
+    return bytes_of(chains.read_chain(root / str(step), **kwargs))
 
 
-def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
+def bytes_of(saves: tuple[stored_saves.StoredSave, ...]) -> dict[tuple[str, str], bytes]:
     return {
         (table, field): array.tobytes()
-        for table, fields in found.fields.items()
+        for table, fields in reader.restore_tables(saves).fields.items()
         for field, array in fields.items()
     }
+
+
+def remove(root: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.rmtree(root / str(step))
+
+
+def assert_compacted(root: Path, step: int, before: dict) -> None:
+    """A step is read from its compacted base alone, with the contents that it had before."""
+    assert contents(root, step) == before
+    assert chain(root, step) == [f"compacted/{step}/embeddings"]
 
 
 def chain(root: Path, step: int) -> list[str]:
@@ -125,10 +125,9 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
     assert leftovers(tmp_path) == []
     with manager(tmp_path, access="read") as one:
         found = one.restore(3, states[3])
-        assert found.chain == (3,)
-        model.assert_same_or_decoded(found.state, states[3], options.get("codec", "raw")) if (
-            "slot_codec" not in options or options["slot_codec"] == "lossless"
-        ) else None
+    assert found.chain == (3,)
+    if options.get("slot_codec", "lossless") == "lossless":
+        model.assert_same_or_decoded(found.state, states[3], options.get("codec", "raw"))
 
 
 def test_a_base_without_deltas_needs_no_compaction(tmp_path):
@@ -140,23 +139,21 @@ def test_a_base_without_deltas_needs_no_compaction(tmp_path):
 
 
 def test_a_compacted_base_is_merged_again_with_later_deltas(tmp_path):
-    states = write_chain(tmp_path, 6, codec="adaptive4")
+    write_chain(tmp_path, 6, codec="adaptive4")
     before = contents(tmp_path, 5)
     run_compaction(tmp_path, 2)
-    for step in (0, 1, 2):
-        shutil.rmtree(tmp_path / str(step))
+    remove(tmp_path, 0, 1, 2)
     assert chain(tmp_path, 5)[0] == "compacted/2/embeddings"
     assert run_compaction(tmp_path, 5).deltas == 3
     shutil.rmtree(tmp_path / "compacted" / "2")
     assert contents(tmp_path, 5) == before
-    assert len(states) == 6
 
 
 def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     write_chain(tmp_path, codec="adaptive4", slot_codec="lossless", rows=400)
     before = contents(tmp_path, 4)
     planned = compact.plan(tmp_path, parts=5)
-    assert planned is not None and planned.nbytes == 700 * 36 + 300 * 36 + 5 * 20
+    assert planned.nbytes == 700 * 36 + 300 * 36 + 5 * 20
     planned = pickle.loads(pickle.dumps(planned))
     spans = [span for part in planned.parts for span in part]
     assert sum(stop - start for _, (start, stop) in spans) == 1005
@@ -169,19 +166,17 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
         compact.exclusive(tmp_path),
     ):
         for number, memory_bytes in enumerate((2 << 10, 4 << 10, 16 << 10, 1 << 20, 1 << 26)):
-            folded = compact.merge_part(
-                planned, number, memory_bytes=memory_bytes, on_bytes=merged.append
-            )
-            assert folded.bytes_read > 0
-            again = compact.merge_part(planned, number, memory_bytes=memory_bytes)
-            assert again == compact.MergedPart(bytes_read=0, bytes_written=folded.bytes_written)
+            options = {"memory_bytes": memory_bytes}
+            part = compact.merge_part(planned, number, **options, on_bytes=merged.append)
+            assert part.bytes_read > 0
+            again = compact.merge_part(planned, number, **options)
+            assert again == compact.MergedPart(bytes_read=0, bytes_written=part.bytes_written)
         assert sum(merged) == planned.nbytes and len(merged) > 50
         assert contents(tmp_path, 4) == before and len(chain(tmp_path, 4)) == 5
         compact.publish(planned)
         compact.publish(planned)
     shutil.rmtree(planned.workspace)
-    assert chain(tmp_path, 4) == ["compacted/4/embeddings"]
-    assert contents(tmp_path, 4) == before
+    assert_compacted(tmp_path, 4, before)
     [base] = chains.read_chain(tmp_path / "4")
     assert base.head.process_count == 5 and "parts" in base.head.features
     for record in base.manifests:
@@ -191,12 +186,8 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
 @pytest.mark.parametrize("savers", [1, 4])
 @pytest.mark.parametrize("spec", [P("x"), P("y", "x")], ids=["rows", "columns too"])
 def test_saves_of_several_processes_compact(tmp_path, savers, spec):
-    topology = Topology(
-        (4, 2),
-        0,
-        dict.fromkeys(test_meshes.ROWS, spec),
-        dict.fromkeys(test_meshes.ROWS, P(spec[0])),
-    )
+    specs = (dict.fromkeys(test_meshes.ROWS, one) for one in (spec, P(spec[0])))
+    topology = Topology((4, 2), 0, *specs)
     job, states = Job(savers), [test_meshes.initial()]
     with job.running():
         run = test_meshes.Run(job, topology, tmp_path)
@@ -214,17 +205,14 @@ def test_saves_of_several_processes_compact(tmp_path, savers, spec):
 
 
 def test_tables_of_other_dtypes_compact(tmp_path):
-    state = {
-        "tables": {
-            "half": jnp.arange(48, dtype=jnp.bfloat16).reshape(12, 4),
-            "ints": jnp.arange(30, dtype=jnp.int32).reshape(10, 3),
-        }
-    }
-    touched = deltackpt.touched.init({f"tables/{n}": leaf for n, leaf in state["tables"].items()})
+    half = jnp.arange(48, dtype=jnp.bfloat16).reshape(12, 4)
+    ints = jnp.arange(30, dtype=jnp.int32).reshape(10, 3)
+    state = {"tables": {"half": half, "ints": ints}}
+    touched = deltackpt.touched.init({"tables/half": half, "tables/ints": ints})
     tables = deltackpt.Tables(select="tables/*")
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as one:
         one.save(0, state, touched=touched)
-        state["tables"]["half"] = state["tables"]["half"].at[3].set(-0.0)
+        state["tables"]["half"] = half.at[3].set(-0.0)
         touched = deltackpt.touched.mark(touched, {"tables/half": jnp.array([3])})
         model.commit(one, 1, state, touched=touched)
         before = contents(tmp_path, 1)
@@ -239,45 +227,44 @@ def test_tables_of_other_dtypes_compact(tmp_path):
 def test_a_second_compactor_is_refused_and_a_reader_is_not(tmp_path):
     states = write_chain(tmp_path)
     with compact.exclusive(tmp_path):
-        with pytest.raises(AlreadyCompacting, match="held by another process"):
+        with pytest.raises(errors.AlreadyCompacting, match="held by another process"):
             run_compaction(tmp_path)
         assert len(chain(tmp_path, 4)) == len(states)
     assert run_compaction(tmp_path) is not None
 
 
 def test_failed_compactions_raise_typed_errors(tmp_path):
-    with pytest.raises(StepNotFound):
-        run_compaction(tmp_path / "nowhere")
-    with pytest.raises(StepNotFound, match="committed steps"):
-        run_compaction(tmp_path)
-    other = tmp_path / "other"
+    empty, other, root = tmp_path / "empty", tmp_path / "other", tmp_path / "root"
+    empty.mkdir()
     other.mkdir()
     (other / "notes.txt").write_text("not ours")
-    with pytest.raises(ForeignDirectory):
-        run_compaction(other)
+    write_chain(root)
+    for error, match, where, options in (
+        (errors.StepNotFound, None, tmp_path / "nowhere", {}),
+        (errors.StepNotFound, "committed steps", empty, {}),
+        (errors.ForeignDirectory, None, other, {}),
+        (errors.StepNotFound, None, root, {"step": 99}),
+        (errors.OptionError, "at least", root, {"memory_bytes": 1 << 20}),
+        (errors.OptionError, "workers", root, {"workers": 0}),
+    ):
+        with pytest.raises(error, match=match):
+            run_compaction(where, **options)
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
-    write_chain(tmp_path / "root")
-    with pytest.raises(StepNotFound):
-        run_compaction(tmp_path / "root", 99)
-    with pytest.raises(OptionError, match="at least"):
-        run_compaction(tmp_path / "root", memory_bytes=1 << 20)
-    with pytest.raises(OptionError, match="workers"):
-        run_compaction(tmp_path / "root", workers=0)
-    shutil.rmtree(tmp_path / "root" / "1")
-    with pytest.raises(BrokenChain, match="parent 1"):
-        run_compaction(tmp_path / "root", 4)
+    remove(root, 1)
+    with pytest.raises(errors.BrokenChain, match="parent 1"):
+        run_compaction(root, 4)
 
 
 def test_a_full_disk_changes_nothing(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
-    with Disk(tmp_path) as disk, pytest.raises(OutOfSpace):
+    with Disk(tmp_path) as disk, pytest.raises(errors.OutOfSpace):
         disk.fail("write", f"^{naming.COMPACTED}/.*/c/", errno=errno.ENOSPC, after=1)
         run_compaction(tmp_path, 4)
     assert os.listdir(tmp_path / naming.COMPACTED) == [naming.COMPACTION_LOCK]
     with (
         mock.patch.object(compact.posix, "free_bytes", lambda path: 10),
-        pytest.raises(OutOfSpace, match="expected room for"),
+        pytest.raises(errors.OutOfSpace, match="expected room for"),
     ):
         run_compaction(tmp_path, 4)
     assert contents(tmp_path, 4) == before
@@ -287,10 +274,9 @@ def test_a_full_disk_changes_nothing(tmp_path):
 def test_a_base_with_a_missing_part_is_not_published(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path, parts=3)
-    assert planned is not None
     for number in (0, 2):
         compact.merge_part(planned, number, memory_bytes=MEMORY_BYTES)
-    with pytest.raises(Damaged, match="part 1 of 3"):
+    with pytest.raises(errors.Damaged, match="part 1 of 3"):
         compact.publish(planned)
     assert len(chain(tmp_path, 4)) == 5
 
@@ -298,15 +284,13 @@ def test_a_base_with_a_missing_part_is_not_published(tmp_path):
 def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path)
-    assert planned is not None
     compact.merge_part(planned, 0, memory_bytes=MEMORY_BYTES)
-    shutil.rmtree(tmp_path / "4")
-    with pytest.raises(StepGone):
+    remove(tmp_path, 4)
+    with pytest.raises(errors.StepGone):
         compact.publish(planned)
-    with pytest.raises(StepGone):
-        compact.merge_part(
-            compact.dataclasses.replace(planned, temporary="4.new.tmp"), 0, memory_bytes=1
-        )
+    with pytest.raises(errors.StepGone):
+        again = dataclasses.replace(planned, temporary="4.new.tmp")
+        compact.merge_part(again, 0, memory_bytes=1)
     assert chain(tmp_path, 3)[-1] == "3/embeddings"
 
 
@@ -342,8 +326,7 @@ def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
     run_compaction(tmp_path, 3, workers=2)
     bare = tmp_path.with_name(tmp_path.name + "-bare")
     shutil.copytree(tmp_path, bare)
-    for step in (0, 1, 2):
-        shutil.rmtree(bare / str(step))
+    remove(bare, 0, 1, 2)
     for path, other in zip(_damaged(tmp_path, how), _damaged(bare, how), strict=True):
         # Metadata for other readers has no checksum and is not read.
         # Both steps contain all their dense leaves.
@@ -357,7 +340,9 @@ def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
             if not matters:
                 assert contents(bare, step) == before[step]
                 continue
-            with pytest.raises(RestoreError, match=r"compacted/3/embed|embeddings/part|parent 2"):
+            with pytest.raises(
+                errors.RestoreError, match=r"compacted/3/embed|embeddings/part|parent 2"
+            ):
                 contents(bare, step)
         assert other.name == path.name
 
@@ -369,20 +354,19 @@ def test_a_base_whose_manifest_is_damaged_is_replaced(tmp_path):
     (tmp_path / "compacted/3/embeddings/manifest.0.msgpack").write_bytes(b"")
     with pytest.warns(UserWarning, match="is skipped"):
         assert run_compaction(tmp_path, 3) is not None
-    assert contents(tmp_path, 3) == before
-    assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
+    assert_compacted(tmp_path, 3, before)
 
 
 def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_path):
-    write_chain(tmp_path / "a")
-    write_chain(tmp_path / "b", rows=11)
-    run_compaction(tmp_path / "a", 3)
-    shutil.copytree(tmp_path / "a" / "compacted", tmp_path / "b" / "compacted")
-    before = contents(tmp_path / "b", 3)
-    assert len(chain(tmp_path / "b", 3)) == 4
-    assert run_compaction(tmp_path / "b", 3) is not None
-    assert chain(tmp_path / "b", 3) == ["compacted/3/embeddings"]
-    assert contents(tmp_path / "b", 3) == before
+    one, other = tmp_path / "one", tmp_path / "other"
+    write_chain(one)
+    write_chain(other, rows=11)
+    run_compaction(one, 3)
+    shutil.copytree(one / "compacted", other / "compacted")
+    before = contents(other, 3)
+    assert len(chain(other, 3)) == 4
+    assert run_compaction(other, 3) is not None
+    assert_compacted(other, 3, before)
 
 
 def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(tmp_path):
@@ -390,10 +374,9 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
     before = contents(tmp_path, 4)
     saves = chains.read_chain(tmp_path / "4")
     run_compaction(tmp_path, 3)
-    for step in (0, 1, 2, 3):
-        shutil.rmtree(tmp_path / str(step))
+    remove(tmp_path, 0, 1, 2, 3)
     with pytest.warns(UserWarning, match="reading it through compacted/3/embeddings instead"):
-        assert of(reader.restore_tables(saves)) == before
+        assert bytes_of(saves) == before
 
 
 # With a concurrent trainer.
@@ -401,12 +384,7 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
 
 def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
     state, touched = model.start()
-    options = {
-        "bases": "compacted",
-        "max_to_keep": 1,
-        "policy": deltackpt.policies.Consecutive(max_chain=3),
-    }
-    with manager(tmp_path, **options) as one:
+    with manager(tmp_path, **bases_of_compaction(max_chain=3)) as one:
         for step in range(12):
             saved = one.save(step, state, touched=touched)
             assert saved.kind == ("base" if step == 0 else "delta"), saved
@@ -458,8 +436,7 @@ def test_a_rollback_moves_the_bases_of_later_steps_aside(tmp_path):
     with manager(tmp_path) as one:
         found = one.restore(3, states[3])
         with pytest.warns(UserWarning, match="were moved"):
-            one.save(5, found.state, touched=found.touched)
-        one.wait_until_finished()
+            model.commit(one, 5, found.state, touched=found.touched)
         assert chain(tmp_path, 5) == ["compacted/2/embeddings", "3/embeddings", "5/embeddings"]
         model.assert_same(one.restore(5, states[3]).state, states[3])
     [aside] = (tmp_path / "rolled-back").iterdir()
@@ -482,7 +459,7 @@ def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_
                     warnings.simplefilter("ignore")
                     try:
                         found = one.restore_latest()
-                    except RestoreError:
+                    except errors.RestoreError:
                         continue
                 if found is not None:
                     assert contents_of(found.state) == sums[found.step], found.step
@@ -494,15 +471,11 @@ def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_
         while not stop.is_set():
             try:
                 count += run_compaction(tmp_path, workers=1) is not None
-            except (StepGone, StepNotFound):
+            except (errors.StepGone, errors.StepNotFound):
                 continue
         return count
 
-    options = {
-        "bases": "compacted",
-        "max_to_keep": 1,
-        "policy": deltackpt.policies.Consecutive(max_chain=5),
-    }
+    options = bases_of_compaction(max_chain=5)
     with concurrent.futures.ThreadPoolExecutor(3) as pool, manager(tmp_path, **options) as one:
         sums[0] = contents_of(state)
         model.commit(one, 0, state, touched=touched)
@@ -544,20 +517,16 @@ def test_compaction_merges_four_times_its_memory_budget_under_a_hard_limit(tmp_p
 
     def write(root: Path, rows: int) -> None:
         rng = np.random.default_rng(0)
-        state = {
-            "t": rng.standard_normal((rows, 64), np.float32),
-            "s": rng.random(rows, np.float32),
-        }
+        table = rng.standard_normal((rows, 64), np.float32)
+        state = {"t": table, "s": rng.random(rows, np.float32)}
         touched = deltackpt.touched.init({"t": state["t"]})
         tables = deltackpt.Tables(select="t", slots={"t": {"s": "s"}}, codec="adaptive4")
-        options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process"))
-        with deltackpt.CheckpointManager(
-            root, handlers={"embeddings": tables}, options=options
-        ) as one:
+        options = {"options": manager_options(durability="process")}
+        with deltackpt.CheckpointManager(root, handlers={"embeddings": tables}, **options) as one:
             for step in range(3):
                 model.commit(one, step, state, touched=touched)
                 ids = rng.choice(rows, rows // 10, replace=False)
-                state["t"][ids] += 1
+                table[ids] += 1
                 touched = deltackpt.touched.mark(touched, {"t": jnp.asarray(ids)})
 
     write(tmp_path / "small", 1000)
@@ -565,17 +534,10 @@ def test_compaction_merges_four_times_its_memory_budget_under_a_hard_limit(tmp_p
     before = contents(tmp_path / "large", 2)
     # Returns freed memory to the system at once; by default the C library keeps it.
     settings = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_ARENA_MAX": "1"}
+    # Thread stacks count even if unused.
+    command = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "sh", sys.executable, "-c", _BOUNDED]
     run = subprocess.run(
-        [
-            # Thread stacks count even if unused.
-            *("sh", "-c", 'ulimit -s 1024; exec "$@"', "sh"),
-            sys.executable,
-            "-c",
-            _BOUNDED,
-            str(tmp_path / "small"),
-            str(tmp_path / "large"),
-            str(memory_bytes),
-        ],
+        [*command, tmp_path / "small", tmp_path / "large", str(memory_bytes)],
         capture_output=True,
         text=True,
         env={**os.environ, **settings},
