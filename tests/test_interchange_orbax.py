@@ -24,19 +24,7 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import interchange, touched
-from deltackpt.errors import (
-    Damaged,
-    ForeignDirectory,
-    InUse,
-    OptionError,
-    OutOfSpace,
-    StepGone,
-    StepNotFound,
-    StorageError,
-    TargetExists,
-    TemplateMismatch,
-)
+from deltackpt import errors, interchange, touched
 
 GOLDEN = Path(__file__).parent / "golden"
 TABLES = deltackpt.Tables(select="params/emb/*")
@@ -131,14 +119,32 @@ WRITERS = [v0_manager, v0_manager_with_items, v0_standard, v0_pytree, v1_free, v
 
 
 def abstract(state):
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            if isinstance(leaf, jax.Array)
-            else leaf
-        ),
-        state,
-    )
+    def of_leaf(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(of_leaf, state)
+
+
+def manager_of(run: Path, choice: deltackpt.Tables = TABLES, **options):
+    options = deltackpt.ManagerOptions(**options)
+    return deltackpt.CheckpointManager(run, handlers={"embeddings": choice}, options=options)
+
+
+def importing(source: Path, run: Path, tables: deltackpt.Tables = TABLES, **options):
+    return interchange.import_orbax(source, run, tables=tables, **options)
+
+
+def restored(run: Path, template, choice: deltackpt.Tables = TABLES):
+    """What a reader restores from the newest step."""
+    with manager_of(run, choice, access="read") as reader:
+        return reader.restore_latest(template)
+
+
+def marked(marks, ids: jax.Array):
+    """Marks these rows of both tables."""
+    return touched.mark(marks, {"params/emb/a": ids, "params/emb/b": ids})
 
 
 @pytest.mark.parametrize("with_template", [True, False], ids=["template", "no-template"])
@@ -147,22 +153,18 @@ def test_a_stock_checkpoint_continues_with_a_delta(tmp_path, write, with_templat
     state = trained(train_state(), ids_of(0))
     source = write(tmp_path / "stock", state)
     template = abstract(state) if with_template else None
-    done = interchange.import_orbax(
-        source, tmp_path / "run", tables=TABLES, abstract_state=template
-    )
+    done = importing(source, tmp_path / "run", abstract_state=template)
     assert done.step == 7 and list(done.tables) == ["params/emb/a", "params/emb/b"]
     [(slot,)] = set(done.tables.values())
-    with deltackpt.CheckpointManager(tmp_path / "run", handlers={"embeddings": TABLES}) as manager:
+    with manager_of(tmp_path / "run") as manager:
         found = manager.restore_latest(train_state(seed=9))
         same_bits(found.state, state)
-        ids = ids_of(8)
-        moved = trained(found.state, ids)
-        marks = touched.mark(found.touched, {"params/emb/a": ids, "params/emb/b": ids})
-        assert manager.save(8, moved, touched=marks).kind == "delta"
-    with deltackpt.CheckpointManager(tmp_path / "run", handlers={"embeddings": TABLES}) as manager:
-        found = manager.restore_latest(train_state(seed=9))
-        assert found.chain == (7, 8)
-        same_bits(found.state, moved)
+        moved = trained(found.state, ids_of(8))
+        saved = manager.save(8, moved, touched=marked(found.touched, ids_of(8)))
+        assert saved.kind == "delta"
+    found = restored(tmp_path / "run", train_state(seed=9))
+    assert found.chain == (7, 8)
+    same_bits(found.state, moved)
     assert "sum_of_squares" in slot
 
 
@@ -172,8 +174,7 @@ def test_a_stock_checkpoint_continues_with_a_delta(tmp_path, write, with_templat
 @pytest.mark.processes
 def test_training_killed_in_a_save_after_an_import_equals_an_uninterrupted_run(tmp_path):
     state = trained(train_state(), ids_of(0))
-    source = v1_checkpointer(tmp_path / "stock", state)
-    interchange.import_orbax(source, tmp_path / "run", tables=TABLES)
+    importing(v1_checkpointer(tmp_path / "stock", state), tmp_path / "run")
     killed = trainer(tmp_path / "run", last=12, kill_at=11)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     ended = trainer(tmp_path / "run", last=14)
@@ -182,8 +183,7 @@ def test_training_killed_in_a_save_after_an_import_equals_an_uninterrupted_run(t
     assert json.loads(ended.stdout)[:2] == [[11, "delta"], [12, "delta"]]
     for step in range(8, 15):
         state = trained(state, ids_of(step))
-    with reader(tmp_path / "run") as manager:
-        found = manager.restore_latest(train_state(seed=9))
+    found = restored(tmp_path / "run", train_state(seed=9))
     assert found.step == 14 and found.chain == tuple(range(7, 15))
     same_bits(found.state, state)
 
@@ -200,25 +200,16 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
     from deltackpt.layers.write import LayerFile
 
     saves = []
-    with deltackpt.CheckpointManager(run, handlers={"embeddings": TABLES}) as manager:
+    with manager_of(run) as manager:
         found = manager.restore_latest(train_state(seed=9))
-        assert found is not None
         state, marks = found.state, found.touched
         for step in range(found.step + 1, last + 1):
-            ids = ids_of(step)
-            state = trained(state, ids)
-            marks = touched.mark(marks, {"params/emb/a": ids, "params/emb/b": ids})
+            state, marks = trained(state, ids_of(step)), marked(marks, ids_of(step))
             if step == kill_at:
                 LayerFile.begin_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
             manager.wait_until_finished()
     print(json.dumps(saves))
-
-
-def reader(run: Path, choice: deltackpt.Tables = TABLES) -> deltackpt.CheckpointManager:
-    return deltackpt.CheckpointManager(
-        run, handlers={"embeddings": choice}, options=deltackpt.ManagerOptions(access="read")
-    )
 
 
 @pytest.mark.processes
@@ -234,11 +225,10 @@ def test_an_import_that_is_killed_leaves_no_step_and_can_be_repeated(tmp_path):
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "run")]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    with reader(tmp_path / "run") as manager:
+    with manager_of(tmp_path / "run", access="read") as manager:
         assert manager.all_steps() == []
-    interchange.import_orbax(source, tmp_path / "run", tables=TABLES)
-    with reader(tmp_path / "run") as manager:
-        same_bits(manager.restore_latest(state).state, state)
+    importing(source, tmp_path / "run")
+    same_bits(restored(tmp_path / "run", state).state, state)
 
 
 def test_a_template_provides_shardings_and_tracking(tmp_path):
@@ -253,11 +243,9 @@ def test_a_template_provides_shardings_and_tracking(tmp_path):
         train_state(seed=9, optimizer=tracking),
     )
     run = tmp_path / "run"
-    done = interchange.import_orbax(
-        source, run, tables=TABLES, abstract_state=abstract(fresh.replace(step=0))
-    )
+    done = importing(source, run, abstract_state=abstract(fresh.replace(step=0)))
     assert done.tables["params/emb/a"] == ("opt_state/inner/0/mu", "opt_state/inner/0/nu")
-    with deltackpt.CheckpointManager(run, handlers={"embeddings": TABLES}) as manager:
+    with manager_of(run) as manager:
         found = manager.restore_latest(fresh.replace(step=0))
         same_bits(found.state.params, plain.params)
         same_bits(found.state.opt_state.inner, plain.opt_state)
@@ -272,13 +260,11 @@ def test_slots_outside_an_optimizer_state_are_declared(tmp_path):
     state = model.initial()
     del state["dense"]["none"]
     source = v0_pytree(tmp_path / "stock", state)
-    choice = deltackpt.Tables(
-        select="tables/*", slots={"tables/*": {"accumulator": "slots/{name}"}}
-    )
-    done = interchange.import_orbax(source, tmp_path / "run", tables=choice)
+    slots = {"tables/*": {"accumulator": "slots/{name}"}}
+    choice = deltackpt.Tables(select="tables/*", slots=slots)
+    done = importing(source, tmp_path / "run", choice)
     assert set(done.tables.values()) == {("accumulator",)}
-    with reader(tmp_path / "run", choice) as manager:
-        model.assert_same(manager.restore_latest(state).state, state)
+    model.assert_same(restored(tmp_path / "run", state, choice).state, state)
 
 
 def test_an_nnx_state_is_imported_with_its_template(tmp_path):
@@ -292,58 +278,53 @@ def test_an_nnx_state_is_imported_with_its_template(tmp_path):
     state, other = nnx.state(Model(0)), nnx.state(Model(1))
     choice = deltackpt.Tables(select="emb/embedding")
     source = v0_manager(tmp_path / "stock", state)
-    interchange.import_orbax(source, tmp_path / "run", tables=choice, abstract_state=other)
-    with reader(tmp_path / "run", choice) as manager:
-        same_bits(manager.restore_latest(other).state, state)
+    importing(source, tmp_path / "run", choice, abstract_state=other)
+    same_bits(restored(tmp_path / "run", other, choice).state, state)
 
 
 # Refusals.
-
-
-def importing(source: Path, run: Path, **options):
-    return interchange.import_orbax(source, run, tables=TABLES, **options)
 
 
 def test_an_import_refuses_a_directory_with_steps_and_takes_no_lease(tmp_path):
     source = v0_manager(tmp_path / "stock", train_state())
     importing(source, tmp_path / "run")
     before = sorted(os.listdir(tmp_path / "run"))
-    with pytest.raises(TargetExists, match="found \\[7\\]"):
+    with pytest.raises(errors.TargetExists, match="found \\[7\\]"):
         importing(source, tmp_path / "run")
     assert sorted(os.listdir(tmp_path / "run")) == before
-    with pytest.raises(TargetExists):
+    with pytest.raises(errors.TargetExists):
         importing(source, source)
 
 
 def test_invalid_sources_and_templates_are_named(tmp_path):
     state = train_state()
     source = v0_manager(tmp_path / "stock", state)
-    with pytest.raises(StepNotFound, match="check the path"):
-        importing(tmp_path / "nothing", tmp_path / "run")
-    with pytest.raises(StepNotFound, match=r"found \[3, 7\]"):
-        importing(source, tmp_path / "run", step=5)
     (tmp_path / "foreign").mkdir()
-    with pytest.raises(ForeignDirectory, match="_METADATA"):
-        importing(tmp_path / "foreign", tmp_path / "run")
     v1.save_checkpointables(tmp_path / "two" / "3", {"params": {"a": 1}, "more": {"b": 2}})
-    with pytest.raises(OptionError, match="'more', 'params'"):
-        importing(tmp_path / "two", tmp_path / "run")
-    with pytest.raises(StepNotFound, match="the item 'third'"):
-        importing(tmp_path / "two", tmp_path / "run", item="third")
     v1.save(tmp_path / "unnumbered", state)
-    with pytest.raises(OptionError, match="step=..."):
-        importing(tmp_path / "unnumbered", tmp_path / "run")
-    template = state.replace(params={**state.params, "w": jnp.ones(5)})
-    with pytest.raises(TemplateMismatch, match="w.*float32\\[5\\].*float32\\[4\\]"):
-        importing(source, tmp_path / "run", abstract_state=template)
-    template = state.replace(params={**state.params, "further": jnp.ones(5)})
-    with pytest.raises(TemplateMismatch, match="lacks\n  params/further\n"):
-        importing(source, tmp_path / "run", abstract_state=template)
-    template = state.replace(params={"emb": state.params["emb"]})
-    with pytest.raises(TemplateMismatch, match="also has\n  params/w\n"):
-        importing(source, tmp_path / "run", abstract_state=template)
+    other, further, fewer = (
+        {"abstract_state": state.replace(params=params)}
+        for params in (
+            {**state.params, "w": jnp.ones(5)},
+            {**state.params, "further": jnp.ones(5)},
+            {"emb": state.params["emb"]},
+        )
+    )
+    for error, match, name, options in (
+        (errors.StepNotFound, "check the path", "nothing", {}),
+        (errors.StepNotFound, r"found \[3, 7\]", "stock", {"step": 5}),
+        (errors.ForeignDirectory, "_METADATA", "foreign", {}),
+        (errors.OptionError, "'more', 'params'", "two", {}),
+        (errors.StepNotFound, "the item 'third'", "two", {"item": "third"}),
+        (errors.OptionError, "step=...", "unnumbered", {}),
+        (errors.TemplateMismatch, r"w.*float32\[5\].*float32\[4\]", "stock", other),
+        (errors.TemplateMismatch, "lacks\n  params/further\n", "stock", further),
+        (errors.TemplateMismatch, "also has\n  params/w\n", "stock", fewer),
+    ):
+        with pytest.raises(error, match=match):
+            importing(tmp_path / name, tmp_path / "run", **options)
     importing(source, tmp_path / "run")
-    with pytest.raises(ForeignDirectory, match="written by deltackpt"):
+    with pytest.raises(errors.ForeignDirectory, match="written by deltackpt"):
         importing(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -354,22 +335,17 @@ def test_a_source_that_lacks_data_is_damaged_and_nothing_is_imported(tmp_path):
     source = v0_manager(tmp_path / "stock", train_state()) / "7" / "default"
     data = max(source.glob("**/d/*"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(Damaged, match="7/default"):
+    with pytest.raises(errors.Damaged, match="7/default"):
         importing(source, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_source_removed_during_a_read_is_gone(tmp_path):
     source = v0_manager(tmp_path / "stock", train_state())
-    restore = ocp.PyTreeCheckpointHandler.restore
-
-    def removed(self, directory, **arguments):
-        shutil.rmtree(directory)
-        return restore(self, directory, **arguments)
-
+    handler = ocp.PyTreeCheckpointHandler
     with (
-        mock.patch.object(ocp.PyTreeCheckpointHandler, "restore", removed),
-        pytest.raises(StepGone),
+        model.before_first_call(handler, "restore", lambda _, place: shutil.rmtree(place)),
+        pytest.raises(errors.StepGone),
     ):
         importing(source, tmp_path / "run")
 
@@ -401,24 +377,20 @@ def every_kind() -> dict:
     }
 
 
-EVERY_KIND = {"embeddings": deltackpt.Tables(select="emb/a")}
+EVERY_KIND = deltackpt.Tables(select="emb/a")
 
 
 def saved_every_kind(run: Path) -> dict:
     state = every_kind()
-    with deltackpt.CheckpointManager(run, handlers=EVERY_KIND) as manager:
+    with manager_of(run, EVERY_KIND) as manager:
         manager.save(4, state)
     return state
 
 
 def stock_digests(root: Path, step: int) -> set[str]:
     """Digests of what each stock Orbax API restores; fails if deltackpt is imported."""
-    found = subprocess.run(
-        [sys.executable, stock_orbax.__file__, str(root), str(step)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, stock_orbax.__file__, str(root), str(step)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("\n") == 6
     return set(found.stdout.split())
@@ -431,9 +403,8 @@ def test_stock_orbax_restores_every_kind_of_leaf_without_deltackpt(tmp_path):
     assert (done.step, done.changed) == (4, {"empty": "text"})
     expected = {**state, "empty": "deltackpt:empty:bfloat16:0,3", "numpy": np.asarray(0.1)}
     assert stock_digests(tmp_path / "plain", 4) == {stock_orbax.digest(expected)}
-    assert b"tmp" not in b"".join(
-        path.read_bytes() for path in (tmp_path / "plain").rglob("commit_success.txt")
-    )
+    for path in (tmp_path / "plain").rglob("commit_success.txt"):
+        assert b"tmp" not in path.read_bytes()
 
 
 def test_stock_orbax_restores_an_export_into_shardings(tmp_path):
@@ -443,13 +414,10 @@ def test_stock_orbax_restores_an_export_into_shardings(tmp_path):
     by_rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
     table = jax.ShapeDtypeStruct((50, 4), jnp.float32, sharding=by_rows)
     wanted = {**state, "empty": "", "emb": {"a": table}}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     with ocp.CheckpointManager(tmp_path / "plain") as manager:
-        by_v0 = manager.restore(
-            4,
-            args=ocp.args.PyTreeRestore(
-                wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
-            ),
-        )
+        args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args)
+        by_v0 = manager.restore(4, args=args)
     for found in (by_v0, v1.load(tmp_path / "plain" / "4", wanted)):
         assert found["emb"]["a"].sharding == by_rows
         assert isinstance(found["bf16"], jax.Array)
@@ -461,14 +429,10 @@ def test_stock_orbax_restores_an_export_into_shardings(tmp_path):
 def test_an_export_is_imported_and_exported_again_unchanged(tmp_path, with_template):
     state = saved_every_kind(tmp_path / "run")
     interchange.export_orbax(tmp_path / "run", 4, tmp_path / "one")
-    choice = EVERY_KIND["embeddings"]
     template = abstract(state) if with_template else None
-    done = interchange.import_orbax(
-        tmp_path / "one", tmp_path / "again", tables=choice, abstract_state=template
-    )
+    done = importing(tmp_path / "one", tmp_path / "again", EVERY_KIND, abstract_state=template)
     assert (done.step, done.source) == (4, tmp_path / "one" / "4" / "default")
-    with reader(tmp_path / "again", choice) as manager:
-        found = manager.restore_latest(state).state
+    found = restored(tmp_path / "again", state, EVERY_KIND).state
     same_bits(found, state)
     assert isinstance(found["numpy"], np.float64)
     interchange.export_orbax(tmp_path / "again", 4, tmp_path / "two")
@@ -482,7 +446,7 @@ def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
     shutil.copytree(GOLDEN / name, tmp_path / "run")
     for step in (10, 30):
         interchange.export_orbax(tmp_path / "run", step, tmp_path / str(step))
-        with reader(tmp_path / "run", deltackpt.Tables(select="**")) as manager:
+        with manager_of(tmp_path / "run", deltackpt.Tables(select="**"), access="read") as manager:
             expected = manager.restore(step).state
         with ocp.CheckpointManager(tmp_path / str(step)) as manager:
             same_bits(manager.restore(step), expected)
@@ -503,48 +467,50 @@ def test_a_compacted_step_is_exported(tmp_path):
 
 def test_an_export_never_touches_existing_files_and_leaves_nothing_partial(tmp_path):
     saved_every_kind(tmp_path / "run")
+
+    def export(step: int = 4, target: str = "plain") -> None:
+        interchange.export_orbax(tmp_path / "run", step, tmp_path / target)
+
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(TargetExists, match="taken"):
-        interchange.export_orbax(tmp_path / "run", 4, tmp_path / "taken")
+    with pytest.raises(errors.TargetExists, match="taken"):
+        export(target="taken")
     assert (tmp_path / "taken").read_text() == "mine"
-    with pytest.raises(StepNotFound):
-        interchange.export_orbax(tmp_path / "run", 5, tmp_path / "plain")
+    with pytest.raises(errors.StepNotFound):
+        export(5)
     for error, kind in (
-        (ValueError("RESOURCE_EXHAUSTED: No space left on device"), OutOfSpace),
-        (ValueError("Input/output error"), StorageError),
-        (OSError(28, "No space left on device"), OutOfSpace),
-        (OSError(5, "Input/output error"), StorageError),
+        (ValueError("RESOURCE_EXHAUSTED: No space left on device"), errors.OutOfSpace),
+        (ValueError("Input/output error"), errors.StorageError),
+        (OSError(28, "No space left on device"), errors.OutOfSpace),
+        (OSError(5, "Input/output error"), errors.StorageError),
     ):
         with mock.patch.object(ocp.Checkpointer, "save", side_effect=error):
             with pytest.raises(kind, match="nothing was left behind"):
-                interchange.export_orbax(tmp_path / "run", 4, tmp_path / "plain")
+                export()
     array = next((tmp_path / "run" / "4" / "embeddings").rglob("c/0*"))
     array = array if array.is_file() else next(p for p in array.rglob("*") if p.is_file())
     array.write_bytes(array.read_bytes()[:-1] + b"?")
-    with pytest.raises(Damaged):
-        interchange.export_orbax(tmp_path / "run", 4, tmp_path / "plain")
+    with pytest.raises(errors.Damaged):
+        export()
     assert sorted(os.listdir(tmp_path)) == ["run", "taken"]
 
 
 def test_keys_that_orbax_would_join_into_one_name_are_refused(tmp_path):
     state = {"emb": jnp.ones((4, 2)), "a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
-    handlers = {"embeddings": deltackpt.Tables(select="emb")}
-    with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
+    with manager_of(tmp_path / "run", deltackpt.Tables(select="emb")) as manager:
         manager.save(1, state)
-    with pytest.raises(OptionError, match="a.b"):
+    with pytest.raises(errors.OptionError, match="a.b"):
         interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]))
 
 
 def test_an_import_beside_a_trainer_that_has_not_saved_yet_is_refused(tmp_path):
     state = train_state()
     ocp.StandardCheckpointer().save(tmp_path / "stock" / "7", {"params": state.params})
-    handlers = {"embeddings": TABLES}
-    with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
-        with pytest.raises(InUse, match="the lease held by process"):
-            interchange.import_orbax(tmp_path / "stock" / "7", tmp_path / "run", tables=TABLES)
+    with manager_of(tmp_path / "run") as manager:
+        with pytest.raises(errors.InUse, match="the lease held by process"):
+            importing(tmp_path / "stock" / "7", tmp_path / "run")
         model.commit(manager, 1, {"params": state.params})
         assert manager.all_steps() == [1]
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]))

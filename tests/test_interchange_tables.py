@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -22,23 +23,14 @@ import pytest
 import safetensors
 import safetensors.numpy
 from command import run as in_process
+from flat_options import manager_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compact import write_chain
 from test_interchange_orbax import saved_every_kind
 
 import deltackpt
-from deltackpt import inspect, interchange
-from deltackpt.errors import (
-    Damaged,
-    MissingExtra,
-    OptionError,
-    OutOfSpace,
-    StepNotFound,
-    StorageError,
-    TargetExists,
-    TemplateMismatch,
-)
+from deltackpt import errors, inspect, interchange
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "uint8", "int4", "bool"]
@@ -56,12 +48,17 @@ def random_table(rows: int, row_shape: tuple[int, ...], kind: str, seed: int) ->
 
 
 def write_table(root: Path, table: np.ndarray, **others: np.ndarray) -> None:
-    with deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": deltackpt.Tables(select="deep/table")},
-        options=deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process")),
-    ) as manager:
+    handlers = {"embeddings": deltackpt.Tables(select="deep/table")}
+    options = manager_options(durability="process")
+    with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         manager.save(1, {"deep": {"table": table}, **others})
+
+
+@pytest.fixture
+def chain(tmp_path) -> Path:
+    """A base and four deltas."""
+    write_chain(tmp_path / "run")
+    return tmp_path / "run"
 
 
 tables = st.builds(
@@ -73,7 +70,8 @@ tables = st.builds(
 )
 
 
-def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+def same_bits(found: np.ndarray, expected: Any) -> None:
+    expected = np.asarray(expected)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert found.tobytes() == expected.tobytes()
 
@@ -108,11 +106,14 @@ def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
     # The library reads these as numpy arrays; it names bf16 and 8-bit floats differently.
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as found:
         metadata = found.metadata()
-        same_bits(found.get_tensor("emb/a"), np.asarray(state["emb"]["a"]))
-        same_bits(found.get_tensor("list/2/deep"), np.asarray(state["list"][2]["deep"]))
-        same_bits(found.get_tensor("key"), np.asarray(jax.random.key_data(state["key"])))
-        same_bits(found.get_tensor("keys"), np.asarray(jax.random.key_data(state["keys"])))
-        same_bits(found.get_tensor("bool"), np.asarray(state["bool"]))
+        for name, expected in (
+            ("emb/a", state["emb"]["a"]),
+            ("list/2/deep", state["list"][2]["deep"]),
+            ("key", jax.random.key_data(state["key"])),
+            ("keys", jax.random.key_data(state["keys"])),
+            ("bool", state["bool"]),
+        ):
+            same_bits(found.get_tensor(name), expected)
         assert found.get_tensor("int") == 3 and found.get_tensor("float") == 2.5
         assert found.get_tensor("numpy") == 0.1
         assert found.get_slice("empty").get_shape() == [0, 3]
@@ -126,20 +127,19 @@ def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
 
 def test_only_chosen_leaves_are_exported(tmp_path):
     state = saved_every_kind(tmp_path / "run")
-    done = interchange.export_safetensors(
-        tmp_path / "run", None, tmp_path / "out", leaves=["emb/*", "list/**", "text"]
-    )
+    leaves = ["emb/*", "list/**", "text"]
+    done = interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out", leaves=leaves)
     assert done.left_out == ("text",) and not done.changed
     found = raw_tensors(tmp_path / "out" / "model.safetensors")
     assert {*found} == {"emb/a", "list/0", "list/2/deep"}
     assert found["emb/a"].tobytes() == np.asarray(state["emb"]["a"]).tobytes()
-    with pytest.raises(OptionError, match=r"'nowhere/\*', found\n  bf16\n"):
+    with pytest.raises(errors.OptionError, match=r"'nowhere/\*', found\n  bf16\n"):
         interchange.export_safetensors(tmp_path / "run", None, tmp_path / "no", leaves="nowhere/*")
-    told = in_process("export", "orbax", tmp_path / "run", tmp_path / "orbax", "--leaf", "list/**")
-    assert told.returncode == 0 and "left out" not in told.stdout, told.stderr
+    done = in_process("export", "orbax", tmp_path / "run", tmp_path / "orbax", "--leaf", "list/**")
+    assert done.returncode == 0 and "left out" not in done.stdout, done.stderr
     restored = ocp.PyTreeCheckpointer().restore(tmp_path / "orbax" / "4" / "default")
     assert {*restored} == {"list"}
-    same_bits(np.asarray(restored["list"]["2"]["deep"]), np.asarray(state["list"][2]["deep"]))
+    same_bits(np.asarray(restored["list"]["2"]["deep"]), state["list"][2]["deep"])
 
 
 def test_shards_are_bounded_and_their_index_locates_each_tensor(tmp_path):
@@ -150,8 +150,9 @@ def test_shards_are_bounded_and_their_index_locates_each_tensor(tmp_path):
     assert count > 1 and shards[0] == f"model-00001-of-{count:05}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     expected = {
-        **{f"tables/{name}": leaf for name, leaf in states[3]["tables"].items()},
-        **{f"slots/{name}": leaf for name, leaf in states[3]["slots"].items()},
+        f"{kind}/{name}": leaf
+        for kind in ("tables", "slots")
+        for name, leaf in states[3][kind].items()
     }
     assert expected.keys() <= index["weight_map"].keys()
     found = {}
@@ -163,7 +164,7 @@ def test_shards_are_bounded_and_their_index_locates_each_tensor(tmp_path):
         found.update(shard)
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in found.values())
     for name, leaf in expected.items():
-        same_bits(found[name], np.asarray(leaf))
+        same_bits(found[name], leaf)
 
 
 # Parquet.
@@ -192,9 +193,8 @@ def test_parquet_has_slots_rows_and_pandas_reads_it(tmp_path):
     import pandas
 
     states = write_chain(tmp_path / "run")
-    done = interchange.export_parquet(
-        tmp_path / "run", 4, tmp_path / "out", tables=["tables/*s"], rows=(10, 25)
-    )
+    chosen = {"tables": ["tables/*s"], "rows": (10, 25)}
+    done = interchange.export_parquet(tmp_path / "run", 4, tmp_path / "out", **chosen)
     assert done.files == ("tables%2Fitems.parquet", "tables%2Fusers.parquet")
     frame = pandas.read_parquet(tmp_path / "out" / "tables%2Fusers.parquet")
     assert list(frame.columns) == ["row", "values", "slot.accumulator"]
@@ -209,15 +209,14 @@ def test_parquet_has_slots_rows_and_pandas_reads_it(tmp_path):
     assert (metadata[b"deltackpt.table"], metadata[b"deltackpt.step"]) == (b"tables/tiny", b"4")
 
 
-def test_errors_name_what_cannot_be_exported_to_parquet(tmp_path, monkeypatch):
-    write_chain(tmp_path / "run")
-    with pytest.raises(TemplateMismatch, match="other"):
-        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out", tables=["other"])
-    with pytest.raises(TemplateMismatch, match="tables/tiny.*within \\[0, 5\\)"):
-        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out", rows=(0, 100))
+def test_errors_name_what_cannot_be_exported_to_parquet(chain, tmp_path, monkeypatch):
+    with pytest.raises(errors.TemplateMismatch, match="other"):
+        interchange.export_parquet(chain, None, tmp_path / "out", tables=["other"])
+    with pytest.raises(errors.TemplateMismatch, match=r"tables/tiny.*within \[0, 5\)"):
+        interchange.export_parquet(chain, None, tmp_path / "out", rows=(0, 100))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtra, match="interchange"):
-        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out")
+    with pytest.raises(errors.MissingExtra, match="interchange"):
+        interchange.export_parquet(chain, None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -235,13 +234,12 @@ def test_deltas_codecs_and_parts_are_exported_as_inspect_reads_them(tmp_path, na
             assert raw[path].tobytes() == np.asarray(table.field(field)).tobytes()
         file = tmp_path / "parquet" / f"{table.name.replace('/', '%2F')}.parquet"
         values = pq.read_table(file)["values"].combine_chunks().flatten().to_numpy()
-        wide = np.asarray(table).astype(values.dtype)
-        assert values.tobytes() == wide.tobytes()
+        assert values.tobytes() == np.asarray(table).astype(values.dtype).tobytes()
 
 
 def test_a_leaf_that_safetensors_cannot_hold_is_named(tmp_path):
     write_table(tmp_path / "run", np.ones((4, 2)), waves=np.ones(3, np.complex128))
-    with pytest.raises(OptionError, match="waves.*complex128"):
+    with pytest.raises(errors.OptionError, match="waves.*complex128"):
         interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -258,43 +256,38 @@ def failing(number: int):
 
 
 @pytest.mark.parametrize("export", EXPORTS)
-def test_a_failed_export_leaves_nothing_and_touches_nothing(tmp_path, export):
-    write_chain(tmp_path / "run")
+def test_a_failed_export_leaves_nothing_and_touches_nothing(chain, tmp_path, export):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(TargetExists):
-        export(tmp_path / "run", None, tmp_path / "taken")
-    with pytest.raises(StepNotFound):
-        export(tmp_path / "run", 99, tmp_path / "out")
+    with pytest.raises(errors.TargetExists):
+        export(chain, None, tmp_path / "taken")
+    with pytest.raises(errors.StepNotFound):
+        export(chain, 99, tmp_path / "out")
     module = sys.modules[export.__module__]
-    for number, kind in ((28, OutOfSpace), (5, StorageError)):
+    for number, kind in ((28, errors.OutOfSpace), (5, errors.StorageError)):
         with mock.patch.object(module, "open", failing(number), create=True):
             with pytest.raises(kind, match="nothing was left behind"):
-                export(tmp_path / "run", None, tmp_path / "out")
-    data = [path for path in (tmp_path / "run" / "0" / "embeddings").rglob("c/*/*")]
-    for path in data or (tmp_path / "run" / "0" / "embeddings").rglob("c/*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(Damaged):
-        export(tmp_path / "run", None, tmp_path / "out")
+                export(chain, None, tmp_path / "out")
+    for path in (chain / "0" / "embeddings").rglob("c/*/*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(errors.Damaged):
+        export(chain, None, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["run", "taken"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 @pytest.mark.parametrize("export", EXPORTS)
-def test_a_disk_that_fills_up_is_out_of_space(tmp_path, export):
-    write_chain(tmp_path / "run")
+def test_a_disk_that_fills_up_is_out_of_space(chain, tmp_path, export):
     module = sys.modules[export.__module__]
     with mock.patch.object(module, "open", lambda *_: open("/dev/full", "wb"), create=True):
-        with pytest.raises(OutOfSpace):
-            export(tmp_path / "run", None, tmp_path / "out")
+        with pytest.raises(errors.OutOfSpace):
+            export(chain, None, tmp_path / "out")
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
-    write_chain(tmp_path / "run")
+def test_too_little_space_is_reported_before_anything_is_written(chain, tmp_path):
     with mock.patch("deltackpt.storage.posix.free_bytes", return_value=100):
-        with pytest.raises(OutOfSpace, match="100 free"):
-            interchange.export_safetensors(tmp_path / "run", None, tmp_path / "deep" / "out")
+        with pytest.raises(errors.OutOfSpace, match="100 free"):
+            interchange.export_safetensors(chain, None, tmp_path / "deep" / "out")
     assert not (tmp_path / "deep" / "out").exists()
 
 
@@ -302,55 +295,41 @@ def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
 
 
 def command(*arguments: object, cwd: Path | None = None):
+    program = [sys.executable, "-W", "error", "-m", "deltackpt.cli"]
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=240,
+        [*program, *arguments], capture_output=True, text=True, cwd=cwd, timeout=240
     )
 
 
-def test_commands_export_and_report_what_they_did(tmp_path):
-    write_chain(tmp_path / "run")
-    found = in_process("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
+def test_commands_export_and_report_what_they_did(chain, tmp_path):
+    found = in_process("export", "safetensors", chain, tmp_path / "st", "--step", 2)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("step 2: 1 file of ") and "left out" not in found.stdout
     arguments = ("--table", "tables/users", "--no-slots", "--rows", "5:9", "--json")
-    found = in_process("export", "parquet", tmp_path / "run", tmp_path / "pq", *arguments)
+    found = in_process("export", "parquet", chain, tmp_path / "pq", *arguments)
     assert json.loads(found.stdout)["files"] == ["tables%2Fusers.parquet"], found.stderr
-    assert pq.read_table(tmp_path / "pq" / "tables%2Fusers.parquet")["row"].to_pylist() == [
-        5,
-        6,
-        7,
-        8,
-    ]
-    found = in_process("export", "parquet", tmp_path / "run", tmp_path / "pq")
+    rows = pq.read_table(tmp_path / "pq" / "tables%2Fusers.parquet")["row"]
+    assert rows.to_pylist() == [5, 6, 7, 8]
+    found = in_process("export", "parquet", chain, tmp_path / "pq")
     assert found.returncode == 1 and found.stderr.endswith("[target-exists]\n")
-    assert (
-        in_process("export", "parquet", tmp_path / "run", tmp_path / "x", "--rows", "5").returncode
-        == 2
-    )
+    found = in_process("export", "parquet", chain, tmp_path / "x", "--rows", "5")
+    assert found.returncode == 2
 
 
 @pytest.mark.processes
-def test_commands_switch_a_run_over_and_back(tmp_path):
-    write_chain(tmp_path / "run")
-    found = command("export", "orbax", tmp_path / "run", tmp_path / "plain")
+def test_commands_switch_a_run_over_and_back(chain, tmp_path):
+    found = command("export", "orbax", chain, tmp_path / "plain")
     assert found.returncode == 0, found.stderr
     folder = os.path.dirname(model.__file__)
     program = f"import sys; sys.path.insert(0, {folder!r})\nimport model\nmake = model.initial\n"
     (tmp_path / "my_model.py").write_text(program)
-    arguments = ("--tables", "tables/*", "--slot", "accumulator=slots/{name}")
+    again = ("import", tmp_path / "plain", tmp_path / "again", "--tables", "tables/*")
+    again = (*again, "--slot", "accumulator=slots/{name}")
     for extra in ((), ("--template", "my_model:make")):
-        found = command(
-            "import", tmp_path / "plain", tmp_path / "again", *arguments, *extra, cwd=tmp_path
-        )
+        found = command(*again, *extra, cwd=tmp_path)
         assert found.returncode == 0, found.stderr
         assert "accumulator" in found.stdout and "step 4: " in found.stdout
         shutil.rmtree(tmp_path / "again")
-    found = command("import", tmp_path / "plain", tmp_path / "again", *arguments, "--slot", "x")
-    assert found.returncode == 2
-    arguments = (*arguments, "--template", "no_such:thing")
-    found = command("import", tmp_path / "plain", tmp_path / "again", *arguments)
+    assert command(*again, "--slot", "x").returncode == 2
+    found = command(*again, "--template", "no_such:thing")
     assert found.returncode == 1 and found.stderr.endswith("[option]\n")
