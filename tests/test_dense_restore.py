@@ -7,7 +7,6 @@ Direct restores into shardings are compared with Orbax's handler on a full item.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import pytest
 import servers
 import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
+from model import commit
 
 import deltackpt
 from deltackpt import touched
@@ -49,8 +49,21 @@ from deltackpt.tiers.copy import copy
 P = jax.sharding.PartitionSpec
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
 OPTIONS = deltackpt.ManagerOptions(dense=deltackpt.Dense(deltas="blocks"))
+READ = deltackpt.ManagerOptions(access="read")
 LAST = 3
-_numbers = itertools.count()
+
+
+def opened(root: Path | str, options=READ) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options)
+
+
+def save_all(manager, states: list[dict], first: int = 0, marks=None) -> None:
+    """Saves and commits states in turn, each with two touched rows; step 0 is a base."""
+    marks = marks or touched.init({"table": states[0]["table"]})
+    for step, state in enumerate(states, first):
+        marks = touched.mark(marks, {"table": jnp.arange(2)})
+        assert manager.save(step, state, touched=marks).kind == ("delta" if step else "base")
+        manager.wait_until_finished()
 
 
 def sharding(*spec) -> jax.sharding.NamedSharding:
@@ -94,19 +107,25 @@ def changed(state: dict, step: int) -> dict:
     draws = np.random.default_rng(step)
 
     def move(leaf):
-        if (
-            isinstance(leaf, jax.Array)
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-            and leaf.size > 9
-        ):
-            found = np.array(leaf)
-            flat = found.reshape(-1)
-            flat[draws.integers(0, flat.size, 1 + flat.size // 50)] += 0.25
-            return jax.device_put(found, leaf.sharding)
-        return leaf
+        floats = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not floats or leaf.size <= 9:
+            return leaf
+        found = np.array(leaf)
+        flat = found.reshape(-1)
+        flat[draws.integers(0, flat.size, 1 + flat.size // 50)] += 0.25
+        return jax.device_put(found, leaf.sharding)
 
     moved = {**jax.tree.map(move, state), "table": state["table"]}
     return {**moved, "count": state["count"] + 1, "number": 4 + step}
+
+
+def write(root: Path) -> list[dict]:
+    states = [initial()]
+    for step in range(1, LAST + 1):
+        states.append(changed(states[-1], step))
+    with opened(root, OPTIONS) as manager:
+        save_all(manager, states)
+    return states
 
 
 @pytest.fixture(scope="module")
@@ -116,52 +135,37 @@ def run(tmp_path_factory) -> tuple[Path, list[dict]]:
     return root, write(root)
 
 
-def write(root: Path | str) -> list[dict]:
-    state = initial()
-    marks = touched.init({"table": state["table"]})
-    states = []
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
-        for step in range(LAST + 1):
-            state = changed(state, step) if step else state
-            marks = touched.mark(marks, {"table": jnp.arange(2)})
-            assert manager.save(step, state, touched=marks).kind == ("delta" if step else "base")
-            manager.wait_until_finished()
-            states.append(state)
-    return states
-
-
 def dense_of(state: dict) -> dict:
     """The dense leaves of a state, as nested dicts."""
-    choice = HANDLERS["embeddings"]
-    return tables.split(state, choice).dense
+    return tables.split(state, HANDLERS["embeddings"]).dense
+
+
+def copied(run: tuple[Path, list[dict]], to: Path, last: int = LAST) -> Path:
+    """Copies the steps of a run up to ``last``."""
+    for step in range(last + 1):
+        shutil.copytree(run[0] / str(step), to / "run" / str(step))
+    return to / "run"
 
 
 @pytest.fixture(scope="module")
 def managers(run, tmp_path_factory) -> Iterator[tuple[Any, Any]]:
     """Readers of the deltas, and of a copy whose last step is compacted to an Orbax item."""
-    compacted = tmp_path_factory.mktemp("compacted") / "run"
-    shutil.copytree(run[0], compacted)
+    compacted = copied(run, tmp_path_factory.mktemp("compacted"))
     assert compact.compact(compacted, step=LAST) is not None
-    options = deltackpt.ManagerOptions(access="read")
-    with contextlib.ExitStack() as stack:
-        yield tuple(
-            stack.enter_context(
-                deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options)
-            )
-            for root in (run[0], compacted)
-        )
+    with opened(run[0]) as of_chain, opened(compacted) as of_item:
+        yield of_chain, of_item
 
 
-def assert_both_ways_alike(managers, template: dict | None) -> Any:
+def assert_equal_outcomes(managers, template: dict | None) -> Any:
     """Checks that the chain and Orbax's handler give equal leaves or errors; returns them."""
     of_chain, of_item = managers
-    found = told(lambda: of_chain.restore(LAST, template).state)
-    with not_straight():
-        assert found == told(lambda: of_item.restore(LAST, template).state)
+    found = outcome(lambda: of_chain.restore(LAST, template).state)
+    with by_orbax():
+        assert found == outcome(lambda: of_item.restore(LAST, template).state)
     return found
 
 
-def told(read: Callable[[], Any]):
+def outcome(read: Callable[[], Any]):
     """Leaves with everything that distinguishes them, or the error."""
     try:
         found = read()
@@ -171,23 +175,18 @@ def told(read: Callable[[], Any]):
     return structure, [described(leaf) for leaf in leaves]
 
 
+def by_orbax():
+    """Makes Orbax's handler read what is otherwise read directly."""
+    return mock.patch.object(item_reader, "_straight", return_value=None)
+
+
 def described(leaf):
     if isinstance(leaf, jax.Array):
-        data = leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = jax.random.key_data(leaf)
-        shards = [
-            (shard.device, np.asarray(shard.data).tobytes()) for shard in data.addressable_shards
-        ]
-        return (
-            "jax",
-            leaf.dtype,
-            leaf.shape,
-            leaf.sharding,
-            getattr(leaf, "weak_type", False),
-            leaf.committed,
-            shards,
-        )
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(leaf) if is_key else leaf
+        shards = [(one.device, np.asarray(one.data).tobytes()) for one in data.addressable_shards]
+        weak = getattr(leaf, "weak_type", False)
+        return "jax", leaf.dtype, leaf.shape, leaf.sharding, weak, leaf.committed, shards
     if isinstance(leaf, np.ndarray):
         kept = leaf.flags.writeable, leaf.flags.c_contiguous
         return type(leaf), leaf.dtype, leaf.shape, leaf.tobytes(), kept
@@ -229,27 +228,30 @@ def test_both_readers_give_the_same_leaves_or_the_same_error(run, managers, data
     at = data.draw(st.sets(st.integers(0, len(flat) - 1), max_size=wrong + 1), "which")
     for number in at:
         flat[number] = data.draw(st.sampled_from(templates(flat[number])), f"leaf {number}")
-    assert_both_ways_alike(managers, {**jax.tree.unflatten(structure, flat), "table": table})
+    assert_equal_outcomes(managers, {**jax.tree.unflatten(structure, flat), "table": table})
 
 
 def test_without_a_template_both_readers_give_the_same(managers):
-    structure, _ = assert_both_ways_alike(managers, None)
+    structure, _ = assert_equal_outcomes(managers, None)
     assert structure.num_leaves > 20
 
 
-def test_leaves_that_only_one_side_has_are_named(run, managers):
-    state = run[1][-1]
-    for template in (
+def with_other_leaves(state: dict) -> list[dict]:
+    """A leaf more; a leaf less."""
+    return [
         {**state, "more": jnp.zeros(3)},
         {key: leaf for key, leaf in state.items() if key != "w"},
-    ):
-        assert assert_both_ways_alike(managers, template)[0] is TemplateMismatch
+    ]
+
+
+def test_leaves_that_only_one_side_has_are_named(run, managers):
+    for template in with_other_leaves(run[1][-1]):
+        assert assert_equal_outcomes(managers, template)[0] is TemplateMismatch
 
 
 def test_a_restored_state_is_bit_for_bit_the_saved_one_and_may_be_donated(run):
     root, states = run
-    options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+    with opened(root) as manager:
         for step, state in enumerate(states):
             found = manager.restore(step, state).state
             assert bits(found) == bits(state)
@@ -260,13 +262,9 @@ def test_a_restored_state_is_bit_for_bit_the_saved_one_and_may_be_donated(run):
 
 def test_only_the_requested_leaves_are_read(run):
     root, states = run
-    options = deltackpt.ManagerOptions(access="read")
-    with (
-        deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager,
-        read_groups() as read,
-    ):
-        found = manager.read_state(LAST, {"w": states[-1]["w"], "text": ""})
-        assert found.state["text"] == "a text" and bits(found.state["w"]) == bits(states[-1]["w"])
+    with opened(root) as manager, read_groups() as read:
+        found = manager.read_state(LAST, {"w": states[-1]["w"], "text": ""}).state
+        assert found["text"] == "a text" and bits(found["w"]) == bits(states[-1]["w"])
         assert dtypes_of(read) == {"float32"}
         manager.read_state(LAST, {"half": states[-1]["half"]})
         assert dtypes_of(read) == {"float32", "bfloat16"}
@@ -294,40 +292,29 @@ def dtypes_of(read: list[tuple[int, str]]) -> set[str]:
 
 def test_only_the_chunks_of_the_devices_of_an_array_are_read(run):
     root, states = run
-    chain = chains.read_chain(root / str(LAST))
-    item = StoredItem(chain)
-    of_first = {
-        device: box for device, box in dense_leaves._boxes(states[0]["cut"], (64, 96)).items()
-    }
+    item = StoredItem(chains.read_chain(root / str(LAST)))
     array = StoredLeaves(item, "it")._stored["cut",]
     assert array.chunks == (16, 48)
-    keys = array.keys([of_first[jax.devices()[0]]])
+    keys = array.keys([dense_leaves._boxes(states[0]["cut"], (64, 96))[jax.devices()[0]]])
     assert keys == {"cut/0.0"} and set(item.read(keys.__contains__).values) == keys
 
 
 def test_a_leaf_that_is_read_in_several_pieces_is_complete(tmp_path, monkeypatch):
     """Blocks are decoded in spans of 4 MiB, each after all the values it changes were read."""
     monkeypatch.setattr(orbax_values, "_PIECE_BYTES", (4 << 20) + 100)
-    state = {"table": jnp.zeros((16, 4)), "large": jnp.arange((9 << 20) // 2, dtype=jnp.float32)}
-    marks = touched.init({"table": state["table"]})
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
-        for step in range(3):
-            # Some elements of each block of 256.
-            changed = jnp.arange(step, state["large"].size, 251)
-            state = {**state, "large": state["large"].at[changed].add(step + 0.5)}
-            marks = touched.mark(marks, {"table": jnp.arange(2)})
-            assert manager.save(step, state, touched=marks).kind == ("delta" if step else "base")
-            manager.wait_until_finished()
-        assert bits(manager.restore(2, state).state) == bits(state)
+    large = jnp.arange((9 << 20) // 2, dtype=jnp.float32)
+    states = []
+    for step in range(3):
+        # Some elements of each block of 256.
+        large = large.at[jnp.arange(step, large.size, 251)].add(step + 0.5)
+        states.append({"table": jnp.zeros((16, 4)), "large": large})
+    with opened(tmp_path, OPTIONS) as manager:
+        save_all(manager, states)
+        assert bits(manager.restore(2, states[2]).state) == bits(states[2])
 
 
 def items_of(root: Path) -> OrbaxItems:
     return OrbaxItems(Root.open(root, read_only=True), {})
-
-
-def not_straight():
-    """Makes Orbax's handler read what is otherwise read directly."""
-    return mock.patch.object(item_reader, "_straight", return_value=None)
 
 
 @pytest.mark.parametrize("with_template", [True, False])
@@ -338,93 +325,77 @@ def test_an_orbax_item_that_is_read_directly_equals_what_orbax_reads(run, with_t
     read = items.straight(0, abstract)
     assert read is not None
     found = read()
-    with not_straight():
-        by_orbax = items.dense(0, abstract)
-    assert told(lambda: found.leaves) == told(lambda: by_orbax.leaves)
+    with by_orbax():
+        expected = items.dense(0, abstract)
+    assert outcome(lambda: found.leaves) == outcome(lambda: expected.leaves)
     # Deltas are read through their chains.
-    assert items.straight(LAST, abstract) is None and not by_orbax.chunks
+    assert items.straight(LAST, abstract) is None and not expected.chunks
 
 
-def test_8000_small_leaves_need_no_call_of_orbax(tmp_path, monkeypatch):
-    """Orbax takes over a millisecond per leaf; their metadata alone exceeds a MiB."""
-    _check_reads_need_no_orbax(tmp_path, monkeypatch, 8000, lambda _, manager: [manager.restore(0)])
+@pytest.mark.parametrize("count", [8000, 20])
+def test_small_leaves_are_read_without_a_call_of_orbax(tmp_path, monkeypatch, count):
+    """Orbax takes over a millisecond per leaf; the metadata of 8,000 exceeds a MiB."""
+    leaves = {f"leaf {i}": np.full(2, i) for i in range(count)}
+    state = {"table": np.ones((4, 2)), "leaves": leaves}
+    if count == 20:
+        monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)  # As if there were 8,000.
+    with opened(tmp_path, deltackpt.ManagerOptions()) as manager:
+        commit(manager, 0, state)
+        monkeypatch.setattr(orbax_dense, "handler", None)
+        found = [manager.restore(0).state]
+        if count == 20:
+            found += [
+                manager.restore(0, state).state,
+                manager.read_state(0, {"leaves": leaves}).state,
+                OrbaxItems(manager._root, {}).dense(0, None).leaves,
+            ]
+            assert manager.item_metadata(0)["leaves"]["leaf 7"].shape == (2,)
+        for one in found:
+            assert all(one["leaves"][name][1] == i for i, name in enumerate(leaves))
 
 
-def test_no_way_to_read_small_leaves_calls_orbax(tmp_path, monkeypatch):
-    monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)  # As if there were 8,000.
-
-    def reads(state, manager):
-        yield manager.restore(0)
-        yield manager.restore(0, state)
-        yield manager.read_state(0, {"leaves": state["leaves"]})
-        yield mock.Mock(state=OrbaxItems(manager._root, {}).dense(0, None).leaves)
-        assert manager.item_metadata(0)["leaves"]["leaf 7"].shape == (2,)
-
-    _check_reads_need_no_orbax(tmp_path, monkeypatch, 20, reads)
-
-
-def test_no_way_to_read_python_numbers_calls_orbax(tmp_path, monkeypatch):
+def test_python_numbers_are_read_without_a_call_of_orbax(tmp_path, monkeypatch):
     """Orbax takes over a millisecond per number. Types and values stay the same."""
     monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)
     numbers = {"int": 3, "-": -(1 << 40), "unsigned": (1 << 63) + 5, "float": 0.1, "true": True}
     state = {"table": np.ones((4, 2)), "of": numbers, "array": np.arange(3)}
     other = {name: type(number)(0) for name, number in numbers.items()}
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
-        manager.save(0, state)
-        manager.wait_until_finished()
-        without = manager.restore(0).state["of"]
-        described = manager.item_metadata(0)["of"]
+
+    def kinds(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: (type(one), one.dtype, one.shape) for name, one in found.items()}
+
+    def values(found: dict[str, Any]) -> tuple:
+        return kinds(found), {name: one.item() for name, one in found.items()}
+
+    with opened(tmp_path, deltackpt.ManagerOptions()) as manager:
+        commit(manager, 0, state)
+        without, metadata = manager.restore(0).state["of"], manager.item_metadata(0)["of"]
         monkeypatch.setattr(orbax_dense, "handler", None)
         for found in (
             manager.restore(0, {**state, "of": other}).state["of"],
             manager.read_state(0, {"of": other}).state["of"],
         ):
             assert found == numbers
-            assert {name: type(found[name]) for name in numbers} == {
-                name: type(number) for name, number in numbers.items()
-            }
+            assert [type(found[name]) for name in numbers] == [*map(type, numbers.values())]
         arrays = {name: np.zeros((), without[name].dtype) for name in numbers}
-        assert told_values(manager.restore(0, {**state, "of": arrays}).state["of"]) == (
-            told_values(manager.restore(0).state["of"])
-        )
-        again = manager.item_metadata(0)["of"]
-        assert told_values(manager.restore(0).state["of"]) == told_values(without)
-        assert {name: (type(one), one.dtype, one.shape) for name, one in again.items()} == {
-            name: (type(one), one.dtype, one.shape) for name, one in described.items()
-        }
-
-
-def told_values(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: (type(one), one.dtype, one.shape, one.item()) for name, one in found.items()}
-
-
-def _check_reads_need_no_orbax(root, monkeypatch, count, reads):
-    leaves = {f"leaf {i}": np.full(2, i) for i in range(count)}
-    state = {"table": np.ones((4, 2)), "leaves": leaves}
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS) as manager:
-        manager.save(0, state)
-        manager.wait_until_finished()
-        monkeypatch.setattr(orbax_dense, "handler", None)
-        for found in reads(state, manager):
-            assert all(found.state["leaves"][name][1] == i for i, name in enumerate(leaves))
+        for found in (manager.restore(0, {**state, "of": arrays}), manager.restore(0)):
+            assert values(found.state["of"]) == values(without)
+        assert kinds(manager.item_metadata(0)["of"]) == kinds(metadata)
 
 
 def test_items_that_cannot_be_read_directly_are_left_to_orbax(run):
     root, states = run
     items, abstract = items_of(root), dense_of(states[0])
-    for template in (
-        {**abstract, "more": jnp.zeros(3)},
-        {key: leaf for key, leaf in abstract.items() if key != "w"},
-    ):
+    for template in with_other_leaves(abstract):
         assert items.straight(0, template) is None
     for leaf in (jnp.zeros((40, 301)), jax.ShapeDtypeStruct((40, 300), np.float16), 1, None):
         template = {**abstract, "w": leaf}
         read = items.straight(0, template)
         assert read is not None
-        found = told(read)
+        found = outcome(read)
         assert found[0] is TemplateMismatch
-        with not_straight():
-            assert found == told(lambda wanted=template: items.dense(0, wanted))
+        with by_orbax():
+            assert found == outcome(lambda wanted=template: items.dense(0, wanted))
     # A missing chunk means zeros.
     with mock.patch.object(orbax_values.OrbaxValues, "nbytes", return_value=None):
         assert items.straight(0, abstract) is None
@@ -433,40 +404,37 @@ def test_items_that_cannot_be_read_directly_are_left_to_orbax(run):
             assert items.straight(0, abstract) is None
 
 
+def damage(path: Path, how: str, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if how == "flip" else data[:at])
+
+
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
 def test_damage_of_a_base_is_named_and_the_step_is_not_restored(tmp_path, run, how):
-    root = tmp_path / "run"
-    shutil.copytree(run[0] / "0", root / "0")
-    options = deltackpt.ManagerOptions(access="read")
+    root, state = copied(run, tmp_path, last=0), run[1][0]
     files = [path for path in sorted((root / "0" / DENSE_ITEM).rglob("*")) if path.is_file()]
     assert len(files) > 4
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+    with opened(root) as manager:
         for path in files:
             data = path.read_bytes()
-            at = len(data) // 2
-            changed = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
-            if how == "gone":
-                path.unlink()
-            else:
-                path.write_bytes(changed if how == "flip" else data[:at])
-            for template in (run[1][0], None):
+            damage(path, how, len(data) // 2)
+            for template in (state, None):
                 with pytest.raises(Damaged, match=re.escape(path.relative_to(root).as_posix())):
                     manager.restore(0, template)
             path.write_bytes(data)
-        assert bits(manager.restore(0, run[1][0]).state) == bits(run[1][0])
+        assert bits(manager.restore(0, state).state) == bits(state)
 
 
 @pytest.mark.parametrize("step", [0, LAST])
 def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, tmp_path, step):
-    root, states = tmp_path / "run", run[1]
-    for number in range(step + 1):
-        shutil.copytree(run[0] / str(number), root / str(number))
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
-        restored = manager.restore(step, states[step])
-        state, marked = restored.state, restored.touched
-        assert marked is not None
-        own = manager._run
-        assert own.dense is not None
+    with opened(copied(run, tmp_path, last=step), OPTIONS) as manager:
+        restored = manager.restore(step, run[1][step])
+        state, own = restored.state, manager._run
+        assert restored.touched is not None and own.dense is not None
         kept = own.dense.references.of(own.lineage.newest_committed).data
         [shared] = [data for (_, key), data in kept.items() if key.startswith("even/")]
         [shard] = state["even"].addressable_shards
@@ -474,14 +442,8 @@ def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, t
         add = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
         moved = {**state, "even": add(state["even"]), "w": add(state["w"])}
         jax.block_until_ready(moved)
-        marks = touched.mark(marked, {"table": jnp.arange(2)})
-        assert manager.save(step + 1, moved, touched=marks).kind == "delta"
-        manager.wait_until_finished()
+        save_all(manager, [moved], step + 1, restored.touched)
         assert bits(manager.restore(step + 1, moved).state) == bits(moved)
-
-
-def blocks(root: Path, step: int, name: str) -> list[Path]:
-    return sorted((root / str(step)).rglob(name))
 
 
 @pytest.mark.parametrize(
@@ -497,22 +459,15 @@ def blocks(root: Path, step: int, name: str) -> list[Path]:
 )
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
 def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, step, name, how):
-    root, states = tmp_path / "run", run[1]
-    shutil.copytree(run[0], root)
+    root, states = copied(run, tmp_path), run[1]
     files = [path for path in (root / str(step)).rglob("*") if path.match(f"{step}/{name}")]
     places = {path: path.stat().st_size // 3 for path in files}
     for chunk in [] if files else stored_chunks(root / str(step), "*", segment=name):
         places[chunk.path] = chunk.offset + chunk.nbytes // 3
     assert places
     for path, at in places.items():
-        data = bytearray(path.read_bytes())
-        data[at] ^= 4
-        if how == "gone":
-            path.unlink()
-        else:
-            path.write_bytes(data if how == "flip" else data[:at])
-    options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+        damage(path, how, at)
+    with opened(root) as manager:
         with pytest.raises(Damaged) as error:
             manager.restore(LAST, states[-1])
         assert str(error.value).startswith(f"{step}/") or f"/{step}/" in str(error.value)
@@ -525,29 +480,19 @@ def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, 
 
 
 def test_an_intact_file_of_another_save_is_damage(run, tmp_path):
-    root, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(run[0], root)
+    root, other = copied(run, tmp_path), tmp_path / "other"
     write(other)
-    [ours] = (root / "0" / "dense" / "d").iterdir()
-    [theirs] = (other / "0" / "dense" / "d").iterdir()
+    [ours], [theirs] = ((one / "0" / "dense" / "d").iterdir() for one in (root, other))
     shutil.copy(theirs, ours)
-    options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
-        with pytest.raises(Damaged, match="0/dense/d/"):
-            manager.restore(LAST)
+    with opened(root) as manager, pytest.raises(Damaged, match="0/dense/d/"):
+        manager.restore(LAST)
 
 
 def test_codes_that_need_no_reference_are_read_once(tmp_path):
-    options = deltackpt.ManagerOptions(
-        dense=deltackpt.Dense(deltas="blocks", codec={"nu": "int8"}, max_error=None)
-    )
+    dense = deltackpt.Dense(deltas="blocks", codec={"nu": "int8"}, max_error=None)
     state = {"table": jnp.zeros((16, 4)), "nu": jnp.linspace(0.0, 1.0, 1 << 16)}
-    marks = touched.init({"table": state["table"]})
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
-        for step in range(5):
-            marks = touched.mark(marks, {"table": jnp.arange(2)})
-            manager.save(step, {**state, "nu": state["nu"] + step}, touched=marks)
-            manager.wait_until_finished()
+    with opened(tmp_path, deltackpt.ManagerOptions(dense=dense)) as manager:
+        save_all(manager, [{**state, "nu": state["nu"] + step} for step in range(5)])
         with Disk(tmp_path) as disk, read_groups() as read:
             disk.on("read", lambda call: None, r"/dense/d/")
             found = manager.restore(4, state).state
@@ -566,13 +511,11 @@ def test_the_index_locates_values(data):
         name: bytes([n]) * data.draw(st.sampled_from([0, 7, 1024, 1025, 5000]))
         for n, name in enumerate(sorted(names))
     }
-    context = ts.Context()
-    spec = {"driver": "memory", "path": "x y/"}
+    context, spec = ts.Context(), {"driver": "memory", "path": "x y/"}
     most = data.draw(st.sampled_from([200, 100_000_000]))
     config = {"max_decoded_node_bytes": most, "max_inline_value_bytes": 1024}
-    store = ts.KvStore.open(
-        {"driver": "ocdbt", "base": spec, "config": config}, context=context
-    ).result()
+    database = {"driver": "ocdbt", "base": spec, "config": config}
+    store = ts.KvStore.open(database, context=context).result()
     for part in (sorted(values)[::2], sorted(values)[1::2]):
         with ts.Transaction(atomic=True) as transaction:
             for name in part:
@@ -581,8 +524,7 @@ def test_the_index_locates_values(data):
     files = ts.KvStore.open(spec, context=context).result()
     for name, where in found.values.items():
         if isinstance(where, ocdbt.Extent):
-            stop = where.start + where.nbytes
-            where = files[where.file][where.start : stop]
+            where = files[where.file][where.start : where.start + where.nbytes]
         assert bytes(where) == values[name]
     assert found.values.keys() == values.keys()
 
@@ -598,47 +540,44 @@ def test_values_of_any_length_are_fully_verified(tmp_path):
     batch.make(item)
     ocdbt.write(item, [ocdbt.Value(key, data) for key, data in values.items()], batch)
     batch.force()
-    expected = dense_restore_digests(step)
-    found = orbax_values.OrbaxValues(store_path(item), lambda: expected)
+    expected = {
+        name.removeprefix(f"{DENSE_ITEM}/"): digest
+        for name, digest in digests.digest_tree(step).items()
+    }
+
+    def stored() -> orbax_values.OrbaxValues:
+        return orbax_values.OrbaxValues(store_path(item), lambda: expected)
+
     keys = [(False, key) for key in values]
     for some in (keys, keys[:2], keys[3:]):
-        read = orbax_values.OrbaxValues(store_path(item), lambda: expected).read(some)
-        assert {key: bytes(data) for (_, key), data in read.items()} == {
+        assert {key: bytes(data) for (_, key), data in stored().read(some).items()} == {
             key: values[key].tobytes() for _, key in some
         }
-    assert sorted(found.keys()) == sorted(keys)
+    assert sorted(stored().keys()) == sorted(keys)
     for path in sorted((item / "d").iterdir()):
         data = path.read_bytes()
         for at in (0, 1025, len(data) // 2, len(data) - 5, len(data) - 1):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             with pytest.raises(Damaged, match=f"3/dense/d/{path.name}"):
-                orbax_values.OrbaxValues(store_path(item), lambda: expected).read(keys)
+                stored().read(keys)
         path.write_bytes(data)
-
-
-def dense_restore_digests(step: Path):
-    found = digests.digest_tree(step)
-    return {name.removeprefix(f"{DENSE_ITEM}/"): digest for name, digest in found.items()}
 
 
 @contextlib.contextmanager
 def reader_of_a_bucket(root: Path, tmp_path: Path) -> Iterator[deltackpt.CheckpointManager]:
-    """A manager that reads a copy of a directory in a new bucket."""
+    """A manager that reads a copy of a directory in a bucket."""
     with servers.s3(tmp_path) as server, servers.environment_of(server):
-        url = server.bucket(f"bucket{next(_numbers)}") + "/run"
+        url = server.bucket("bucket") + "/run"
         copy(root, url, all_steps=True, endpoint=server.endpoint)
-        options = deltackpt.ManagerOptions(
-            access="read", tiers=deltackpt.Tiers(endpoint=server.endpoint)
-        )
-        with deltackpt.CheckpointManager(url, handlers=HANDLERS, options=options) as manager:
+        tiers = deltackpt.Tiers(endpoint=server.endpoint)
+        with opened(url, deltackpt.ManagerOptions(access="read", tiers=tiers)) as manager:
             yield manager
 
 
 def test_a_chain_in_a_bucket_is_restored(run, tmp_path):
     root, states = run
     with reader_of_a_bucket(root, tmp_path) as manager:
-        found = manager.restore(LAST, states[-1]).state
-    assert bits(found) == bits(states[-1])
+        assert bits(manager.restore(LAST, states[-1]).state) == bits(states[-1])
 
 
 def test_a_base_in_a_bucket_is_downloaded_once_and_read_directly(run, tmp_path):
@@ -657,7 +596,6 @@ def test_a_base_in_a_bucket_is_downloaded_once_and_read_directly(run, tmp_path):
     with reader_of_a_bucket(root, tmp_path) as manager:
         with counted("get"), counted("read_into"):
             with mock.patch.object(orbax_dense, "from_folder", side_effect=AssertionError):
-                found = manager.restore(0, states[0]).state
-    assert bits(found) == bits(states[0])
+                assert bits(manager.restore(0, states[0]).state) == bits(states[0])
     data = [key for key in read if key.startswith(f"0/{DENSE_ITEM}/d/")]
     assert data and len(data) == len({*data})
