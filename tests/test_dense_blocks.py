@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import dense_states
@@ -20,10 +24,12 @@ from dense_states import (
     opened,
     own,
 )
+from test_leaves import assert_same_leaf
 
 import deltackpt
 from deltackpt.errors import OptionError
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.row_blocks import DenseBlocks
 from deltackpt.reading import stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.block_codes import HASHED_BYTES, Hashes, Left, References
@@ -40,111 +46,121 @@ DELTAS = deltackpt.policies.Consecutive(max_delta_ratio=10, max_restore_ratio=10
 STEPS = range(1, 9)
 
 
-def assert_close(found: dict[str, Any], state: dict[str, Any], *, exact: bool = False) -> None:
-    """Only leaves that match a glob may differ, and only slightly."""
-    lossy = {"nu": found["nu"], "half": found["half"]}
-    kept = {**found, **({} if exact else {name: state[name] for name in lossy})}
-    if not exact:
-        kept["params"] = {**found["params"], **{n: state["params"][n] for n in ("w", "bias")}}
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def assert_close(saver: deltackpt.CheckpointManager, loop: Loop, steps: Iterable[int]) -> None:
+    """Checks that leaves of restored steps that match a glob differ only slightly, others not."""
+    for step in steps:
+        state = loop.states[step]
+        found = saver.restore(step, state).state
+        exact = {**found, "nu": state["nu"], "half": state["half"]}
+        exact["params"] = {**found["params"], **{n: state["params"][n] for n in ("w", "bias")}}
+        lossy = {"nu": found["nu"], "half": found["half"]}
         for one, other in ((found["params"], state["params"]), (lossy, state)):
             for name, leaf in one.items():
-                difference = np.asarray(leaf, np.float64) - np.asarray(other[name], np.float64)
-                assert np.linalg.norm(difference) <= 0.05 * np.linalg.norm(
-                    np.asarray(other[name], np.float64)
-                )
-        assert np.array_equal(found["params"]["frozen"], state["params"]["frozen"])
-    model.assert_same(kept, state)
+                expected = np.asarray(other[name], np.float64)
+                difference = np.asarray(leaf, np.float64) - expected
+                assert np.linalg.norm(difference) <= 0.05 * np.linalg.norm(expected)
+        model.assert_same(exact, state)
 
 
-def test_a_delta_holds_little_more_than_the_changes(tmp_path):
-    loop = Loop()
+def resumed(saver: deltackpt.CheckpointManager, loop: Loop, step: int | None = None) -> Loop:
+    """A loop that continues from a restored step, by default the latest."""
+    found = saver.restore_latest(loop.state) if step is None else saver.restore(step, loop.state)
+    return Loop(found.state, found.touched)
+
+
+def record_of(root: Path, step: int) -> DenseBlocks:
+    record = stored_saves.read_save(root / str(step)).head.dense_blocks
+    assert record is not None
+    return record
+
+
+def codecs_of(root: Path, step: int, group: str = "*") -> set[str]:
+    segments = record_of(root, step).segments
+    return {code.codec for one in segments if fnmatch(one.group, group) for code in one.encodings}
+
+
+def test_a_delta_holds_little_more_than_the_changes(tmp_path, loop):
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2)
-        w, nu = (loop.state["params"]["w"].nbytes, loop.state["nu"].nbytes)
+        w, nu = loop.state["params"]["w"].nbytes, loop.state["nu"].nbytes
         assert changed_bytes(tmp_path, 2) < 1.25 * (w + nu)
         loop.save(saver, 3)
         assert changed_bytes(tmp_path, 3) == 0
         assert_exact(saver, loop.states)
     whole = deltackpt.Dense(deltas="blocks", skip_unchanged=False)
     with opened(tmp_path, whole) as saver:
-        found = saver.restore_latest(loop.state)
-        again = Loop(found.state, found.touched)
+        again = resumed(saver, loop)
         again.save(saver, 4)
-        record = stored_saves.read_save(tmp_path / "4").head.dense_blocks
+        record = record_of(tmp_path, 4)
         held = sum(segment.count for segment in record.segments if segment.group != "plain")
         assert held == sum(value.blocks for value in record.values)
         assert_exact(saver, again.states)
 
 
-def test_a_restored_run_continues_from_the_stored_values(tmp_path):
-    loop = Loop()
+def test_a_restored_run_continues_from_the_stored_values(tmp_path, loop):
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
     with opened(tmp_path, CODED) as saver:
-        found = saver.restore_latest(loop.state)
-        again = Loop(found.state, found.touched)
+        again = resumed(saver, loop)
         assert again.steps(saver, 4, 5) == ["delta", "delta"]
         # The restored state is its reference; only descriptions are written again.
         assert changed_bytes(tmp_path, 4) < 1.2 * changed_bytes(tmp_path, 5)
     assert_kept_as_stored(tmp_path, again, 5, dense=CODED)
 
 
-def test_a_rollback_continues_from_the_older_step(tmp_path):
-    loop = Loop()
+def test_a_rollback_continues_from_the_older_step(tmp_path, loop):
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
-        found = saver.restore(2, loop.states[2])
-        again = Loop(found.state, found.touched)
+        again = resumed(saver, loop, 2)
         with pytest.warns(UserWarning, match="moved"):
             assert again.steps(saver, 3, 4) == ["delta", "delta"]
         assert saver.all_steps() == [1, 2, 3, 4]
-    assert_kept_as_stored(tmp_path, again, 3, dense=CODED)
-    assert_kept_as_stored(tmp_path, again, 4, dense=CODED)
+    for step in (3, 4):
+        assert_kept_as_stored(tmp_path, again, step, dense=CODED)
 
 
-def test_a_restore_for_inspection_has_no_side_effects(tmp_path):
-    loop = Loop()
+def test_a_restore_for_inspection_has_no_side_effects(tmp_path, loop):
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
         for step in (1, 2):
             saver.restore(step, loop.states[step])
         assert loop.steps(saver, 4, 5) == ["delta", "delta"]
         assert saver.all_steps() == [1, 2, 3, 4, 5]
-        for step in (2, 3, 4, 5):
-            assert_close(saver.restore(step, loop.states[step]).state, loop.states[step])
+        assert_close(saver, loop, (2, 3, 4, 5))
     assert_kept_as_stored(tmp_path, loop, 5, dense=CODED)
 
 
 # What changes between saves.
 
 
-def reshaped(state: dict[str, Any], step: int) -> dict[str, Any]:
-    """Returns a different structure at each step."""
-    leaves = {
-        2: {"extra": jnp.ones((3000,))},
-        # The same number of blocks, with more elements; then fewer.
-        3: {"extra": jnp.ones((3010,))},
-        4: {"extra": jnp.ones((2990,))},
-        5: {"extra": jnp.ones((2990,), jnp.bfloat16)},
-        6: {"extra": jnp.ones((10, 299), jnp.float32)},
-        7: {"extra": {"inner": jnp.ones((10, 299))}, "text": "a"},
-        8: {"text": "b", "few": jnp.ones((3,))},
-        9: {"few": jnp.ones((3000,))},
-        10: {"few": jnp.ones((3,))},
-    }
-    return {**state, **leaves.get(step, {})}
+#: Other leaves at each step.
+RESHAPED = {
+    2: {"extra": jnp.ones((3000,))},
+    # The same number of blocks, with more elements; then fewer.
+    3: {"extra": jnp.ones((3010,))},
+    4: {"extra": jnp.ones((2990,))},
+    5: {"extra": jnp.ones((2990,), jnp.bfloat16)},
+    6: {"extra": jnp.ones((10, 299), jnp.float32)},
+    7: {"extra": {"inner": jnp.ones((10, 299))}, "text": "a"},
+    8: {"text": "b", "few": jnp.ones((3,))},
+    9: {"few": jnp.ones((3000,))},
+    10: {"few": jnp.ones((3,))},
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_leaves_come_go_and_change(tmp_path, policy):
-    loop = Loop()
+def test_leaves_come_go_and_change(tmp_path, loop, policy):
     given: dict[int, dict[str, Any]] = {}
     with opened(tmp_path, policy=POLICIES[policy]) as saver:
         for step in range(1, 13):
             loop.train()
-            given[step] = reshaped(loop.state, step)
-            saver.save(step, given[step], touched=loop.touched)
-            saver.wait_until_finished()
+            given[step] = {**loop.state, **RESHAPED.get(step, {})}
+            model.commit(saver, step, given[step], touched=loop.touched)
         for step, state in given.items():
             found = saver.restore(step, state).state
             assert found.pop("text", None) == state.pop("text", None)
@@ -160,21 +176,18 @@ def test_a_grown_leaf_with_only_its_last_block_changed(tmp_path):
         loop.train()
         loop.state = {**loop.state, "grows": grown}
         assert loop.save(saver, 2).kind == "delta"
-        loop.train()
-        loop.save(saver, 3)
+        loop.steps(saver, 3)
         assert_exact(saver, loop.states)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_orbax_writes_leaves_that_we_do_not_support(tmp_path, policy):
+def test_orbax_writes_leaves_that_we_do_not_support(tmp_path, loop, policy):
     """One delta has a leaf that this writer does not support; then blocks again."""
-    loop = Loop()
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     with opened(tmp_path, policy=POLICIES[policy]) as saver:
         loop.steps(saver, 1, 2)
-        odd = jax.device_put(jnp.ones(4), pinned)
         kept = loop.state
-        loop.state = {**kept, "odd": odd}
+        loop.state = {**kept, "odd": jax.device_put(jnp.ones(4), pinned)}
         with pytest.warns(UserWarning, match="pinned host memory"):
             saved = loop.save(saver, 3)
         loop.state = kept
@@ -226,35 +239,22 @@ def test_leaves_of_every_kind(tmp_path, dense):
     loop = Loop({**dense_states.initial(), **kinds()})
     with opened(tmp_path, dense, policy=DELTAS) as saver:
         loop.steps(saver, 1, 2)
-        loop.state = {**loop.state, "number": 1 << 40, "text": "y" * 6000, "real": 0.25}
-        loop.state["fp8"] = loop.state["fp8"].at[77].set(3)
-        loop.state["nans"] = loop.state["nans"].at[2].set(0.0)
-        loop.state["sliced"] = np.arange(20000, dtype=np.float32)[1::2]
-        loop.state["large"] = loop.state["large"] + 1
+        loop.state = {
+            **loop.state,
+            **{"number": 1 << 40, "text": "y" * 6000, "real": 0.25},
+            "fp8": loop.state["fp8"].at[77].set(3),
+            "nans": loop.state["nans"].at[2].set(0.0),
+            "sliced": np.arange(20000, dtype=np.float32)[1::2],
+            "large": loop.state["large"] + 1,
+        }
         loop.steps(saver, 3, 4)
         assert [own(tmp_path, step) for step in (2, 3, 4)] == [True] * 3
         for step, state in loop.states.items():
             found = saver.restore(step, state).state
-            assert_equal(found, state)
+            assert jax.tree.structure(found) == jax.tree.structure(state)
+            for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+                assert_same_leaf(left, right)
             assert found["split"].sharding == state["split"].sharding
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """Bit for bit, Python scalars included."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if isinstance(right, jax.Array) and jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
-            left, right = jax.random.key_data(left), jax.random.key_data(right)
-        if isinstance(right, str):
-            assert left == right
-        else:
-            assert type(left) is type(right)
-            # In the same byte order.
-            left, right = np.asarray(left), np.asarray(right)
-            right = right.astype(right.dtype.newbyteorder("="))
-            left = left.astype(left.dtype.newbyteorder("="))
-            assert left.dtype == right.dtype and left.shape == right.shape
-            assert left.tobytes() == right.tobytes()
 
 
 # Topologies: eight virtual devices.
@@ -267,15 +267,12 @@ def placed(state: dict[str, Any], shape: tuple[int, int], spec: Any) -> dict[str
     return {**state, "params": params, "nu": jax.device_put(state["nu"], sharding)}
 
 
-PLACES = [((8, 1), P("x")), ((4, 2), P("x", "y")), ((2, 2), P(None, "x")), ((1, 1), P()), None]
-
-
-def test_shardings_that_change_within_a_run(tmp_path):
-    loop = Loop()
+def test_shardings_that_change_within_a_run(tmp_path, loop):
+    places = [((8, 1), P("x")), ((4, 2), P("x", "y")), ((2, 2), P(None, "x")), ((1, 1), P())]
     # A leaf with other chunks is stored whole; by default such a delta would become a base.
     with opened(tmp_path, policy=DELTAS) as saver:
         loop.save(saver, 1)
-        for step, place in enumerate([place for place in PLACES if place], 2):
+        for step, place in enumerate(places, 2):
             loop.train()
             loop.state = placed(loop.state, *place)
             assert loop.save(saver, step).kind == "delta"
@@ -286,8 +283,7 @@ def test_shardings_that_change_within_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["big", "bits", "key", "count"])
-def test_a_lossy_glob_that_matches_no_floats_is_rejected_at_the_first_save(tmp_path, name):
-    loop = Loop()
+def test_a_lossy_glob_that_matches_no_floats_is_rejected_at_the_first_save(tmp_path, loop, name):
     with opened(tmp_path, deltackpt.Dense(deltas="blocks", codec={name: "ef4"})) as saver:
         with pytest.raises(OptionError, match=rf"dense leaf {name}: expected float32, .* for ef4"):
             loop.save(saver, 1)
@@ -297,22 +293,12 @@ def test_a_lossy_glob_that_matches_no_floats_is_rejected_at_the_first_save(tmp_p
         assert_exact(saver, {step: loop.states[step] for step in (2, 3)})
 
 
-def test_a_budget_selects_the_next_wider_codec_and_finally_an_exact_one(tmp_path):
-    loop = Loop()
-    strict = deltackpt.Dense(
-        deltas="blocks", codec={"params/*": "ef4", "nu": "int8"}, max_error=0.0
-    )
-    with opened(tmp_path, strict) as saver:
+def test_a_budget_selects_the_next_wider_codec_and_finally_an_exact_one(tmp_path, loop):
+    codec = {"params/*": "ef4", "nu": "int8"}
+    with opened(tmp_path, deltackpt.Dense(deltas="blocks", codec=codec, max_error=0.0)) as saver:
         assert loop.steps(saver, 1, 2, 3)[1:] == ["delta", "delta"]
         assert_exact(saver, loop.states)
-        codecs = {s.encodings[0].codec for s in saves_of(tmp_path, 3) if s.group == "float32"}
-        assert "ef4" not in codecs
-
-
-def saves_of(root, step):
-    record = stored_saves.read_save(root / str(step)).head.dense_blocks
-    assert record is not None
-    return record.segments
+    assert "ef4" not in codecs_of(tmp_path, 3, "float32")
 
 
 # Memory.
@@ -321,36 +307,33 @@ def saves_of(root, step):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("most", [1, 100_000])
-def test_without_room_for_references_unchanged_blocks_are_left_out(tmp_path, policy, codec, most):
-    loop = Loop()
+def test_without_room_for_references_unchanged_blocks_are_left_out(
+    tmp_path, loop, policy, codec, most
+):
     dense = deltackpt.Dense(deltas="blocks", codec=codec, max_reference_bytes=most)
     with opened(tmp_path, dense, policy=POLICIES[policy]) as saver:
         kinds = loop.steps(saver, *STEPS)
         if not codec:
             assert_exact(saver, loop.states)
             return
-        for step in STEPS:
-            assert_close(saver.restore(step, loop.states[step]).state, loop.states[step])
+        assert_close(saver, loop, STEPS)
     last = max(step for step, kind in zip(STEPS, kinds, strict=True) if kind == "delta")
     assert_kept_as_stored(tmp_path, loop, last, dense=dense, policy=POLICIES[policy])
 
 
-def test_without_room_for_references_difference_codecs_become_lossless(tmp_path):
-    def codecs(most):
-        root, loop = tmp_path / str(most), Loop()
-        dense = deltackpt.Dense(deltas="blocks", codec=LOSSY, max_reference_bytes=most)
-        with opened(root, dense) as saver:
-            assert loop.steps(saver, 1, 2, 3)[1:] == ["delta", "delta"]
-        return {encoding.codec for one in saves_of(root, 3) for encoding in one.encodings}
-
-    assert codecs(1 << 30) & {*LOSSY.values()} == {"ef4", "ef8", "int8"}
-    assert codecs(1) & {*LOSSY.values()} == {"int8"}
+@pytest.mark.parametrize(("most", "codecs"), [(1 << 30, {"ef4", "ef8", "int8"}), (1, {"int8"})])
+def test_without_room_for_references_difference_codecs_become_lossless(
+    tmp_path, loop, most, codecs
+):
+    dense = deltackpt.Dense(deltas="blocks", codec=LOSSY, max_reference_bytes=most)
+    with opened(tmp_path, dense) as saver:
+        assert loop.steps(saver, 1, 2, 3)[1:] == ["delta", "delta"]
+    assert codecs_of(tmp_path, 3) & {*LOSSY.values()} == codecs
 
 
 def test_without_room_a_frozen_leaf_is_detected_by_its_hashes(tmp_path):
     loop = Loop({**dense_states.initial(), "backbone": jnp.arange(1 << 20, dtype=jnp.float32)})
-    dense = deltackpt.Dense(deltas="blocks", max_reference_bytes=1)
-    with opened(tmp_path, dense) as saver:
+    with opened(tmp_path, deltackpt.Dense(deltas="blocks", max_reference_bytes=1)) as saver:
         loop.steps(saver, 1, 2)
         rest = sum(leaf.nbytes for leaf in jax.tree.leaves(loop.state)) - (4 << 20)
         assert changed_bytes(tmp_path, 2) < 1.2 * rest
@@ -371,29 +354,21 @@ def test_hashes_detect_which_64_kib_changed(dtype):
     assert hashes.changed(blocks[:600]) == [range(600)]
 
 
-def test_only_the_reference_of_the_next_delta_is_kept(tmp_path):
+@pytest.mark.parametrize("policy", ["consecutive", "one-shot"])
+def test_only_the_reference_of_the_next_delta_is_kept(tmp_path, loop, policy):
     """One copy for every policy; with two, a limit could drop the one that is needed."""
-    for policy in ("consecutive", "one-shot"):
-        loop = Loop()
-        with opened(tmp_path / policy, policy=POLICIES[policy]) as saver:
-            loop.steps(saver, 1)
-            alone = kept_bytes(saver)
-            loop.steps(saver, 2, 3)
-            assert kept_bytes(saver) == alone
-
-
-def kept_bytes(saver: deltackpt.CheckpointManager) -> int:
-    return saver._run.dense.references.nbytes
+    with opened(tmp_path, policy=POLICIES[policy]) as saver:
+        loop.steps(saver, 1)
+        references = saver._run.dense.references
+        alone = references.nbytes
+        loop.steps(saver, 2, 3)
+        assert references.nbytes == alone and saver._run.dense.references is references
 
 
 def test_several_managers_in_one_process_are_independent(tmp_path):
     loops = [Loop(dense_states.initial(seed)) for seed in range(3)]
-    with (
-        opened(tmp_path / "0") as first,
-        opened(tmp_path / "1") as second,
-        opened(tmp_path / "2") as third,
-    ):
-        savers = [first, second, third]
+    with contextlib.ExitStack() as stack:
+        savers = [stack.enter_context(opened(tmp_path / str(n))) for n in range(3)]
         for step in (1, 2, 3):
             for loop, saver in zip(loops, savers, strict=True):
                 loop.train()
@@ -404,14 +379,12 @@ def test_several_managers_in_one_process_are_independent(tmp_path):
             assert_exact(saver, loop.states)
 
 
-def test_blocks_with_fingerprinted_tables(tmp_path):
-    loop = Loop()
+def test_blocks_with_fingerprinted_tables(tmp_path, loop):
     with opened(tmp_path, deltas={"tracking": "fingerprints"}) as saver:
         for step in (1, 2, 3):
             loop.train()
             loop.states[step] = loop.state
-            saver.save(step, loop.state)
-            saver.wait_until_finished()
+            model.commit(saver, step, loop.state)
         assert [own(tmp_path, step) for step in (1, 2, 3)] == [False, True, True]
         assert_exact(saver, loop.states)
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -16,15 +17,8 @@ import numpy as np
 import pytest
 import servers
 from damages import damage
-from dense_runs import (
-    STEPS,
-    bits,
-    by_orbax,
-    restored,
-    run_compaction,
-    written,
-    written_once,
-)
+from dense_runs import STEPS, bits, by_orbax, restored, run_compaction, written, written_once
+from safetensors.numpy import load_file
 from test_dense_blocks_trust import EF4, of_segment
 from test_hostile_records import MANIFEST, change
 
@@ -40,6 +34,11 @@ from deltackpt.tiers import copy as copying
 __all__ = ["written", "written_once"]
 
 
+@pytest.fixture
+def root(written) -> Path:
+    return written[0]
+
+
 def test_deltas_have_no_orbax_item(written):
     root, states = written
     assert (root / "1/dense").is_dir() and not (root / "2/dense").exists()
@@ -50,44 +49,52 @@ def test_deltas_have_no_orbax_item(written):
 # Inspection.
 
 
-def assert_shown(root: Path, step: int, states: dict[int, dict]) -> None:
-    """Checks that inspection shows the values that a restore returns, bit for bit."""
-    found = inspect.open(root).at(step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = dict(zip(_names(states[step]), restored(root, step, states[step]), strict=True))
-    del expected["emb"]
-    shown = {name: leaf for name, leaf in found.dense.items() if leaf.kind != "None"}
-    assert shown.keys() == expected.keys()
-    for name, leaf in shown.items():
-        value = leaf.value.encode() if leaf.kind == "string" else np.asarray(leaf).tobytes()
-        assert value == expected[name], name
-    assert found.dense["key"].kind == "key" and found.dense["name"].value == "a text"
-    assert found.items["dense"]["params/w"].shape == (60, 70)
-    w = np.asarray(found["params/w"])
-    assert (found["params/w"][3:5, 1] == w[3:5, 1]).all() and found["params/w"][2, 3] == w[2, 3]
+def assert_shown(root: Path, states: dict[int, dict], steps: Iterable[int]) -> None:
+    """Checks that inspection shows the values that restores return, bit for bit."""
+    for step in steps:
+        found = inspect.open(root).at(step)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(states[step])]
+        names = ["/".join(one.key for one in path) for path in paths]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = dict(zip(names, restored(root, step, states[step]), strict=True))
+        del expected["emb"]
+        shown = {name: leaf for name, leaf in found.dense.items() if leaf.kind != "None"}
+        assert shown.keys() == expected.keys()
+        for name, leaf in shown.items():
+            value = leaf.value.encode() if leaf.kind == "string" else np.asarray(leaf).tobytes()
+            assert value == expected[name], name
+        assert found.dense["key"].kind == "key" and found.dense["name"].value == "a text"
+        assert found.items["dense"]["params/w"].shape == (60, 70)
+        w = np.asarray(found["params/w"])
+        assert (found["params/w"][3:5, 1] == w[3:5, 1]).all() and found["params/w"][2, 3] == w[2, 3]
 
 
-def _names(state) -> list[str]:
-    return [
-        "/".join(step.key for step in path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
+def compacted_alone(root: Path, step: int) -> None:
+    """Compacts a step and removes the steps below it."""
+    run_compaction(root, step)
+    for below in range(1, step):
+        shutil.rmtree(root / str(below))
+
+
+def base_data(root: Path) -> Path:
+    """A data file of the Orbax item of the base."""
+    return next((root / "1/dense/d").iterdir())
+
+
+def files_below(folder: Path) -> dict[Path, int]:
+    """The files of a folder, and their sizes."""
+    return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def test_every_leaf_is_shown_as_it_restores(written):
     root, states = written
-    for step in (1, 2, 5):
-        assert_shown(root, step, states)
-    run_compaction(root, 4)
-    for step in (1, 2, 3):
-        shutil.rmtree(root / str(step))
-    for step in (4, 5):
-        assert_shown(root, step, states)
+    assert_shown(root, states, (1, 2, 5))
+    compacted_alone(root, 4)
+    assert_shown(root, states, (4, 5))
 
 
-def test_a_leaf_is_checked_before_it_is_shown(written):
-    root, _ = written
+def test_a_leaf_is_checked_before_it_is_shown(root):
     found = inspect.open(root).at(4)
     before = np.asarray(found["params/exact"]).tobytes()
     [chunk] = stored_chunks(root / "3", "blocks.scale", segment="dense.float32.ef4")
@@ -96,14 +103,12 @@ def test_a_leaf_is_checked_before_it_is_shown(written):
         [np.asarray(leaf) for leaf in found.dense.values() if leaf.kind == "array"]
     chunk.flip()
     assert np.asarray(found["params/exact"]).tobytes() == before
-    item = next(path for path in (root / "1/dense/d").iterdir())
-    damage(item, "flipped")
+    damage(base_data(root), "flipped")
     with pytest.raises(Damaged, match="1/dense/d/"):
         np.asarray(found["frozen"])
 
 
-def test_the_stored_form_of_dense_leaves_is_reported(written):
-    root, _ = written
+def test_the_stored_form_of_dense_leaves_is_reported(root):
     ck = inspect.open(root)
     assert ck.at(1).dense_saved == () and ck.save_of(1).dense_nbytes is None
     saved = {leaf.name: leaf for leaf in ck.at(3).dense_saved}
@@ -118,17 +123,15 @@ def test_the_stored_form_of_dense_leaves_is_reported(written):
     assert ck.save_of(3).dense_nbytes > saved["nu"].nbytes
 
 
-def test_commands_report_how_dense_leaves_are_stored(written):
-    root, _ = written
+def test_commands_report_how_dense_leaves_are_stored(root):
     listed = command.run("ls", root)
     assert listed.returncode == 0 and listed.stdout.count("dense blocks") == 4
     shown = command.run("show", root, 3).stdout
     assert "dense leaves in this save" in shown and "ef4" in shown
-    told = json.loads(command.run("show", root, 3, "--json").stdout)
-    assert told["dense_bytes"] > 0
-    assert {"name": "frozen", "codecs": [], "blocks": 0}.items() <= next(
-        leaf for leaf in told["dense_saved"] if leaf["name"] == "frozen"
-    ).items()
+    reported = json.loads(command.run("show", root, 3, "--json").stdout)
+    assert reported["dense_bytes"] > 0
+    [frozen] = [leaf for leaf in reported["dense_saved"] if leaf["name"] == "frozen"]
+    assert frozen["codecs"] == [] and frozen["blocks"] == 0
     assert "dense leaves in this save" in inspect.open(root).at(3)._repr_html_()
 
 
@@ -140,12 +143,11 @@ def verdicts(root: Path) -> dict[int, tuple[str, ...]]:
     return {one.step: one.broken_by for one in verify.verify_root(root).steps}
 
 
-def test_every_damaged_file_of_blocks_and_items_is_found(written):
-    root, _ = written
+def test_every_damaged_file_of_blocks_and_items_is_found(root):
     run_compaction(root, 3)
     chunks = stored_chunks(root / "4", "*")
-    files = [*(root / "compacted/3/embeddings/dense").rglob("*")]
-    chosen = [path for path in files if path.is_file() and path.stat().st_size]
+    files = files_below(root / "compacted/3/embeddings/dense")
+    chosen = [path for path, size in files.items() if size]
     assert len(chosen) + len(chunks) > 20
 
     def problems() -> tuple[list[str], set[int]]:
@@ -168,9 +170,8 @@ def test_every_damaged_file_of_blocks_and_items_is_found(written):
         damage(path, "flipped")
 
 
-def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(written):
-    root, _ = written
-    for path in (next((root / "1/dense/d").iterdir()), root / "1" / naming.STEP_DIGESTS):
+def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(root):
+    for path in (base_data(root), root / "1" / naming.STEP_DIGESTS):
         damage(path, "flipped")
         assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
         damage(path, "flipped")
@@ -178,18 +179,16 @@ def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(written):
     assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
 
 
-def test_a_chain_with_an_incomplete_value_is_reported(written):
-    root, _ = written
-    with _without("frozen/0.0"):
+def test_a_chain_with_an_incomplete_value_is_reported(root):
+    with without("frozen/0.0"):
         report = verify.verify_root(root)
     assert [one.restorable for one in report.steps] == [True, False, False, False, False]
-    told = [str(problem) for problem in report.problems]
-    assert told[0].startswith(
+    assert str(report.problems[0]).startswith(
         "1/dense: expected 12000 bytes of frozen/0.0, which 2/embeddings builds on, found none"
     )
 
 
-def _without(key: str):
+def without(key: str):
     """Makes the items of bases lack a value."""
     real = orbax_values.OrbaxValues.nbytes
 
@@ -199,73 +198,61 @@ def _without(key: str):
     return mock.patch.object(orbax_values.OrbaxValues, "nbytes", nbytes)
 
 
-def test_blocks_with_an_unknown_codec_are_reported(written):
-    root, _ = written
+def test_blocks_with_an_unknown_codec_are_reported(root):
     change(root, 3, MANIFEST, of_segment(EF4, "encodings", 0, "codec", to="new"))
     report = verify.verify_root(root, steps=[3])
     assert not any(one.restorable for one in report.steps)
     assert any("dense.float32.ef4" in str(problem) for problem in report.problems)
 
 
-def test_doctor_checks_what_dense_leaves_build_on(written):
-    root, _ = written
+def test_doctor_checks_what_dense_leaves_build_on(root):
 
-    def told() -> tuple[str, str]:
+    def reported() -> tuple[str, str]:
         [found] = [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
         return found.severity, found.found
 
-    severity, found = told()
+    severity, found = reported()
     assert severity == "ok" and "shards of 4 deltas" in found and "from 1/embeddings" in found
-    with _without("frozen/0.0"):
-        assert told()[0] == "problem" and "frozen/0.0" in told()[1]
+    with without("frozen/0.0"):
+        assert reported()[0] == "problem" and "frozen/0.0" in reported()[1]
     shutil.move(root / "1/dense", root.with_name("aside"))
-    assert told()[0] == "problem" and "1/dense" in told()[1]
+    assert reported()[0] == "problem" and "1/dense" in reported()[1]
     shutil.move(root.with_name("aside"), root / "1/dense")
-    run_compaction(root, 4)
-    for step in (1, 2, 3):
-        shutil.rmtree(root / str(step))
-    assert told()[0] == "ok" and "from compacted/4/embeddings" in told()[1]
+    compacted_alone(root, 4)
+    assert reported()[0] == "ok" and "from compacted/4/embeddings" in reported()[1]
     shutil.rmtree(root / "5")
-    assert [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
+    assert reported()
 
 
-def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(written):
-    root, _ = written
-    files = [path for path in (root / "1/dense").rglob("*") if path.is_file()]
-    beside = [path for path in (root / "3").iterdir() if path.is_file()]
-    expected = sum(path.stat().st_size for path in (*files, *beside))
-    parts = [stored_saves.read_save(root / str(step)).parts()[0] for step in (2, 3)]
-    expected += sum(
-        sum(part.arrays.files_of(segment).values())
-        for part in parts
-        for segment in part.record.dense_blocks.segments
-    )
+def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(root):
+    beside = sum(path.stat().st_size for path in (root / "3").iterdir() if path.is_file())
+    expected = sum(files_below(root / "1/dense").values()) + beside
+    for step in (2, 3):
+        part = stored_saves.read_save(root / str(step)).parts()[0]
+        for segment in part.record.dense_blocks.segments:
+            expected += sum(part.arrays.files_of(segment).values())
     found = estimate.restore_plan(root, 3)
     assert found.dense_bytes == expected
     tables = 50 * 8 * 4
     assert found.memory_bytes == tables and found.merged_bytes > tables + 60_000
     run_compaction(root, 3)
-    item = root / "compacted/3/embeddings/dense"
-    folded = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
-    expected = folded + sum(path.stat().st_size for path in beside)
-    assert estimate.restore_plan(root, 3).dense_bytes == expected
+    item = sum(files_below(root / "compacted/3/embeddings/dense").values())
+    assert estimate.restore_plan(root, 3).dense_bytes == item + beside
     assert "dense leaves:" in command.run("plan", root, 3).stdout
 
 
 def test_collection_removes_only_what_a_compacted_base_replaces(written):
     root, states = written
     run_compaction(root, 4)
-    before = {step: restored(root, step, states[step]) for step in (4, 5)}
-    kept = Retention(keep_last=1)
-    done = gc.collect(root, retention=kept, offline=True)
+    before = restored(root, 5, states[5])
+    done = gc.collect(root, retention=Retention(keep_last=1), offline=True)
     assert {one.name for one in done.removable} >= {"1", "2", "3"}
-    assert restored(root, 5, states[5]) == before[5]
+    assert restored(root, 5, states[5]) == before
     assert not verify.verify_root(root).problems
 
 
-def test_collection_keeps_all_steps_if_the_item_of_the_kept_chain_is_damaged(written):
-    root, _ = written
-    damage(next((root / "1/dense/d").iterdir()), "flipped")
+def test_collection_keeps_all_steps_if_the_item_of_the_kept_chain_is_damaged(root):
+    damage(base_data(root), "flipped")
     found = gc.collectable(root, retention=Retention(keep_last=1))
     assert not [one for one in found.removable if one.kind == "step"]
 
@@ -273,34 +260,30 @@ def test_collection_keeps_all_steps_if_the_item_of_the_kept_chain_is_damaged(wri
 # Exports and copies.
 
 
+def shown(root: Path, step: int, name: str) -> bytes:
+    return np.asarray(inspect.open(root).at(step)[name]).tobytes()
+
+
 @pytest.mark.parametrize("compacted", [False, True])
 def test_stock_orbax_reads_an_export(written, compacted, tmp_path):
     root, states = written
-    before = restored(root, 4)
     if compacted:
         run_compaction(root, 4)
     done = interchange.export_orbax(root, 4, tmp_path / "export")
     assert done.step == 4 and not done.changed
     state = by_orbax(tmp_path / "export/4/default")
-    expected = inspect.open(root).at(4)
     for name in ("w", "v", "exact", "half", "bias"):
-        assert state["params"][name].tobytes() == np.asarray(expected[f"params/{name}"]).tobytes()
+        assert state["params"][name].tobytes() == shown(root, 4, f"params/{name}")
     assert state["frozen"].tobytes() == np.asarray(states[4]["frozen"]).tobytes()
     assert state["name"] == "a text" and int(state["count"]) == int(states[4]["count"])
-    assert jax.tree.leaves(before)
 
 
-def test_tensors_of_dense_leaves_are_exported(written, tmp_path):
-    root, _ = written
+def test_tensors_of_dense_leaves_are_exported(root, tmp_path):
     interchange.export_safetensors(root, 3, tmp_path / "out")
-    from safetensors.numpy import load_file
-
     tensors = {}
     for path in (tmp_path / "out").rglob("*.safetensors"):
         tensors |= load_file(path)
-    assert (
-        tensors["params/w"].tobytes() == np.asarray(inspect.open(root).at(3)["params/w"]).tobytes()
-    )
+    assert tensors["params/w"].tobytes() == shown(root, 3, "params/w")
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -309,8 +292,7 @@ def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_p
     before = restored(root, 5, states[5])
     if compacted:
         run_compaction(root, 3)
-    done = copying.copy(root, tmp_path / "copy")
-    assert done.steps == (5,)
+    assert copying.copy(root, tmp_path / "copy").steps == (5,)
     assert restored(tmp_path / "copy", 5, states[5]) == before
     assert not verify.verify_root(tmp_path / "copy").problems
 
@@ -326,8 +308,8 @@ def test_a_chain_in_a_bucket_is_compacted_inspected_and_verified(written, tmp_pa
         assert compact.compact(url, step=5, endpoint=endpoint).deltas == 2, "from a compacted base"
         report = verify.verify_root(url, endpoint=endpoint)
         assert not report.problems and all(one.restorable for one in report.steps)
-        shown = inspect.open(url, endpoint=endpoint).at(4)
-        assert np.asarray(shown["params/w"]).tobytes() in restored(root, 4, states[4])
+        w = inspect.open(url, endpoint=endpoint).at(4)["params/w"]
+        assert np.asarray(w).tobytes() in restored(root, 4, states[4])
         copying.copy(url, tmp_path / "back", endpoint=endpoint)
     assert (tmp_path / "back/compacted/5/embeddings/dense").is_dir()
     assert restored(tmp_path / "back", 5, states[5]) == before

@@ -51,17 +51,15 @@ def written(tmp_path_factory) -> dict[str, Path]:
     found = {name: place / name for name in ("raw", "lossy", "parts")}
     write_chain(found["raw"], len(STEPS))
     run_compaction(found["raw"], 1)
-    write_chain(
-        found["lossy"],
-        len(STEPS),
-        codec="adaptive4",
-        slot_codec="lossless",
-        always=("accumulator",),
-    )
-    for number, step in enumerate(make_golden.STEPS):
+    lossy = {"codec": "adaptive4", "slot_codec": "lossless", "always": ("accumulator",)}
+    write_chain(found["lossy"], len(STEPS), **lossy)
+    for step in make_golden.STEPS:
         shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
-        assert number in STEPS
     return found
+
+
+def copied(root_dir: Path, to: Path) -> Path:
+    return Path(shutil.copytree(root_dir, to))
 
 
 pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
@@ -122,12 +120,12 @@ def every_reader(root_dir: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         path = root_dir / str(step)
         yield "restore", lambda path=path: reader.restore_tables(chains.read_chain(path))
         yield "check", lambda path=path: opened.check_step_files(path)
-        yield "look", lambda step=step: looked_at(root_dir, step)
+        yield "inspect", lambda step=step: inspected(root_dir, step)
     yield "copy", lambda: copy.copy(root_dir, root_dir.parent / "copied", all_steps=True)
     yield "list", lambda: [save.rows for save in deltackpt.inspect.open(root_dir).saves]
 
 
-def looked_at(root_dir: Path, step: int) -> None:
+def inspected(root_dir: Path, step: int) -> None:
     opened = deltackpt.inspect.open(root_dir, item="embeddings")
     found = opened.at(step)
     for table in found.tables.values():
@@ -156,6 +154,17 @@ def read_all(root_dir: Path, *means: str) -> list[DeltackptError]:
                 raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
     shutil.rmtree(root_dir.parent / "copied", ignore_errors=True)
     return found
+
+
+@contextlib.contextmanager
+def little_memory(most: int = MOST_BYTES) -> Iterator[None]:
+    """Asserts that the block uses little memory."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
 
 
 HUGE = 2**45
@@ -215,22 +224,27 @@ CASES: dict[str, tuple[int, str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hand_made_record_is_damage_to_every_reader(case, written, tmp_path):
-    root_dir = tmp_path / "root"
-    shutil.copytree(written["raw"], root_dir)
+    root_dir = copied(written["raw"], tmp_path / "root")
     step, name, replace = CASES[case]
     shutil.rmtree(root_dir / "compacted")
     change(root_dir, step, name, replace)
-    tracemalloc.start()
-    try:
+    with little_memory():
         errors = read_all(root_dir)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    finally:
-        tracemalloc.stop()
     assert not verify.verify_root(root_dir).intact
     # Only reads of the whole state or of the dense leaves use these.
     assert errors or name == naming.STEP_DIGESTS or case == "long list"
     if step == 1:
         assert contents(root_dir, 0) == contents(written["raw"], 0)
+
+
+def run_program(program: str, *paths: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", program, *map(str, paths)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 LIMITED = """
@@ -257,19 +271,9 @@ def test_hand_made_records_of_huge_tables_take_little_memory(written, tmp_path):
     hostile = tmp_path / "hostile"
     for case, (step, name, replace) in CASES.items():
         if case.startswith(("huge", "long", "many", "trailing", "no ")):
-            shutil.copytree(written["raw"], hostile / case)
-            change(hostile / case, step, name, replace)
-    shutil.copytree(written["raw"], hostile / "consistent")
-    make_huge(hostile / "consistent")
-    sound = tmp_path / "sound"
-    shutil.copytree(written["raw"], sound)
-    found = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(sound), str(hostile)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
+            change(copied(written["raw"], hostile / case), step, name, replace)
+    make_huge(copied(written["raw"], hostile / "consistent"))
+    run_program(LIMITED, copied(written["raw"], tmp_path / "sound"), hostile)
 
 
 def make_huge(root_dir: Path, rows: int = 2**40) -> None:
@@ -309,8 +313,7 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
 def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
     """A sparse file costs nothing, but reading all of it would never finish."""
     for name in (MANIFEST, LAYER, naming.STEP_DIGESTS):
-        root_dir = tmp_path / name.replace("/", ".")
-        shutil.copytree(written["raw"], root_dir)
+        root_dir = copied(written["raw"], tmp_path / name.replace("/", "."))
         os.truncate(root_dir / "2" / name, 2**42)
         assert read_all(root_dir)
         assert contents(root_dir, 1) == contents(written["raw"], 1)
@@ -318,8 +321,7 @@ def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
 
 def test_a_pipe_in_place_of_a_file_does_not_block_readers(written, tmp_path):
     for place in (f"2/{MANIFEST}", f"2/{LAYER}", f"0/{DIGESTS}", "0/chunk"):
-        root_dir = tmp_path / place.replace("/", ".")
-        shutil.copytree(written["raw"], root_dir)
+        root_dir = copied(written["raw"], tmp_path / place.replace("/", "."))
         path = root_dir / place
         if path.name == "chunk":
             path = next(p for p in sorted(root_dir.glob("0/**/c/**/*")) if p.is_file())
@@ -372,93 +374,73 @@ def replaced(root_dir: Path) -> Iterator[None]:
             path.write_bytes(data)
 
 
-FUZZED = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LONG = (pytest.mark.long, pytest.mark.timeout(900))
+few_or_many = pytest.mark.parametrize("examples", [12, pytest.param(60, marks=LONG)])
 
 
 @pytest.fixture(scope="module", params=["raw", "lossy", "parts"])
 def fuzzed(written, request, tmp_path_factory) -> Path:
-    root_dir = tmp_path_factory.mktemp("fuzzed") / request.param
-    shutil.copytree(written[request.param], root_dir)
-    return root_dir
+    return copied(written[request.param], tmp_path_factory.mktemp("fuzzed") / request.param)
 
 
-@FUZZED
-@given(data=st.data())
-def test_readers_survive_any_value_in_a_record(fuzzed, data):
-    change_values(fuzzed, data)
+@few_or_many
+def test_readers_survive_any_value_in_a_record(fuzzed, examples):
+    @settings(FUZZED, max_examples=examples)
+    @given(data=st.data())
+    def change_values(data):
+        """Changes some values of records, with correct checksums, and reads the directory."""
+        with replaced(fuzzed):
+            for _ in range(data.draw(st.integers(1, 3))):
+                path = data.draw(st.sampled_from(step_records(fuzzed)))
+                body = body_of(path)
+                if not isinstance(body, dict) or not body:
+                    continue
+                found = list(places(body))
+                place = data.draw(st.sampled_from(found))
+                value = data.draw(HOSTILE)
+                if data.draw(st.booleans()):  # A value from elsewhere in the record.
+                    value = body
+                    for key in data.draw(st.sampled_from(found)):
+                        value = value[key]
+                    value = msgpack.unpackb(msgpack.packb(value))
+                at(*place, to=value)(body)
+                write_body(path, body)
+                with contextlib.suppress(TypeError, KeyError, AttributeError, FileNotFoundError):
+                    cover(unit_of(fuzzed, path), path)
+            third = data.draw(st.sampled_from(["inspect", "copy"]))
+            with little_memory():
+                read_all(fuzzed, "verify", "restore", third)
+
+    change_values()
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@settings(FUZZED, max_examples=60)
-@given(data=st.data())
-def test_readers_survive_any_value_in_a_record_many_times(fuzzed, data):
-    change_values(fuzzed, data)
-
-
-def change_values(fuzzed: Path, data: st.DataObject) -> None:
-    """Reads a directory after changing some values of its records; checksums are correct."""
-    with replaced(fuzzed):
-        for _ in range(data.draw(st.integers(1, 3))):
-            path = data.draw(st.sampled_from(step_records(fuzzed)))
-            body = body_of(path)
-            found = list(places(body)) if isinstance(body, dict) else []
-            if not found:
-                continue
-            place = data.draw(st.sampled_from(found))
-            value = data.draw(HOSTILE)
-            if data.draw(st.booleans()):  # A value from elsewhere in the record.
-                value = body
-                for key in data.draw(st.sampled_from(found)):
-                    value = value[key]
-                value = msgpack.unpackb(msgpack.packb(value))
-            at(*place, to=value)(body)
-            write_body(path, body)
-            with contextlib.suppress(TypeError, KeyError, AttributeError, FileNotFoundError):
-                cover(unit_of(fuzzed, path), path)
-        tracemalloc.start()
-        try:
-            read_all(fuzzed, "verify", "restore", data.draw(st.sampled_from(["look", "copy"])))
-            assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-        finally:
-            tracemalloc.stop()
-
-
-@FUZZED
-@given(data=st.data())
-def test_readers_survive_any_bytes_in_a_record(fuzzed, written, data):
-    change_bytes(fuzzed, written, data)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@settings(FUZZED, max_examples=60)
-@given(data=st.data())
-def test_readers_survive_any_bytes_in_a_record_many_times(fuzzed, written, data):
-    change_bytes(fuzzed, written, data)
-
-
-def change_bytes(fuzzed: Path, written: dict[str, Path], data: st.DataObject) -> None:
-    """Reads a directory after changing some bytes of a record: all values read are correct."""
+@few_or_many
+def test_readers_survive_any_bytes_in_a_record(fuzzed, written, examples):
     steps = sorted(int(path.name) for path in fuzzed.iterdir() if path.name.isdecimal())
     wanted = {step: contents(written[fuzzed.name], step) for step in steps}
-    with replaced(fuzzed):
-        path = data.draw(st.sampled_from(step_records(fuzzed)))
-        contents_of = bytearray(path.read_bytes())
-        for _ in range(data.draw(st.integers(1, 4))):
-            place = data.draw(st.integers(0, len(contents_of) - 1))
-            contents_of[place] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()):
-            del contents_of[data.draw(st.integers(0, len(contents_of))) :]
-        path.write_bytes(contents_of)
-        read_all(fuzzed, "verify", "check", "list")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for step in steps:
-                with contextlib.suppress(DeltackptError):
-                    assert contents(fuzzed, step) == wanted[step]
+
+    @settings(FUZZED, max_examples=examples)
+    @given(data=st.data())
+    def change_bytes(data):
+        """Changes some bytes of a record: all values that are still read are correct."""
+        with replaced(fuzzed):
+            path = data.draw(st.sampled_from(step_records(fuzzed)))
+            record = bytearray(path.read_bytes())
+            for _ in range(data.draw(st.integers(1, 4))):
+                place = data.draw(st.integers(0, len(record) - 1))
+                record[place] = data.draw(st.integers(0, 255))
+            if data.draw(st.booleans()):
+                del record[data.draw(st.integers(0, len(record))) :]
+            path.write_bytes(record)
+            read_all(fuzzed, "verify", "check", "list")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for step in steps:
+                    with contextlib.suppress(DeltackptError):
+                        assert contents(fuzzed, step) == wanted[step]
+
+    change_bytes()
 
 
 @settings(deadline=None)
@@ -472,13 +454,8 @@ def test_lists_that_claim_to_be_longer_than_the_record_take_no_memory():
     """Each of the nested lists claims as many elements as the record has bytes."""
     nested = b"".join(b"\xdd" + (1 << 22).to_bytes(4, "big") for _ in range(500))
     data = nested + b"\x01" * (1 << 22)
-    tracemalloc.start()
-    try:
-        with pytest.raises(Damaged):
-            manifest.from_bytes(data, name="it")
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
-    finally:
-        tracemalloc.stop()
+    with little_memory(4 * len(data)), pytest.raises(Damaged):
+        manifest.from_bytes(data, name="it")
 
 
 OBSERVED = """
@@ -498,14 +475,11 @@ def read(directory):
     with deltackpt.CheckpointManager(
         directory, handlers=make_golden.handlers(), options=options
     ) as manager:
-        return manager.restore(30)
-def values(directory):
-    found = read(directory)
-    assert found.step == 30
+        assert manager.restore(30).step == 30
 first, second = map(Path, sys.argv[1:])
-values(first)  # What is imported and compiled lazily.
+read(first)  # What is imported and compiled lazily.
 seen = []
-values(second)
+read(second)
 found, seen = seen, None
 assert not found, found
 """
@@ -516,10 +490,4 @@ assert not found, found
 def test_reading_a_directory_runs_no_code_from_it(kind, tmp_path):
     for name in ("first", "second"):
         shutil.copytree(GOLDEN / kind, tmp_path / name)
-    found = subprocess.run(
-        [sys.executable, "-c", OBSERVED, str(tmp_path / "first"), str(tmp_path / "second")],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
+    run_program(OBSERVED, tmp_path / "first", tmp_path / "second")
