@@ -679,7 +679,8 @@ def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(job):
         with pytest.raises(OptionError, match=r"found \[6, 7\]; resume from checkpoint_7, or move"):
             manager.restore(path=str(job.name(5)))
     # The next start removes the dangling link.
-    job.trainer().thing.close()
+    with job.trainer():
+        pass
     assert job.saves()[6].kind == "base" and job.saves()[7].kind == "delta"
     assert job.named_steps() == [5, 6, 7]
     assert sorted(job.name(5).rglob("*")) == kept
@@ -691,19 +692,24 @@ def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(job):
 def test_a_nan_metric_does_not_make_a_step_the_best(tmp_path):
     for step, value in enumerate([0.1, float("nan"), 0.3]):
         write_metric(tmp_path, step, value)
-    policy = BestByMetric(
-        model_dir=tmp_path,
-        metric="inference_eval/accuracy",
-        mode="min",
-        keep=1,
-        keep_without=False,
-    )
+    options = {"metric": "inference_eval/accuracy", "mode": "min", "keep": 1}
+    policy = BestByMetric(model_dir=tmp_path, keep_without=False, **options)
     infos = [types.SimpleNamespace(step=step) for step in range(4)]
     assert policy.should_preserve(infos, context=None) == [True, False, False, True]
 
 
-def saved_with_retention(job, last, **retention):
-    """Saves steps 1 to ``last`` in short chains, keeping one; only step 3 has a good metric."""
+@pytest.mark.parametrize(
+    ("last", "retention", "kept", "removed"),
+    [
+        (7, {}, {7}, {1}),
+        (9, {"metric_name_to_monitor": "inference_eval/accuracy"}, {3, 9}, {1, 2, 5, 6}),
+        (10, {"force_keep_period": 4}, {4, 8, 10}, {1, 2, 5, 6}),
+    ],
+    ids=["newest", "best", "keep period"],
+)
+def test_kept_steps_and_their_chains_have_names_and_other_steps_have_none(
+    job, last, retention, kept, removed
+):
     policy = deltackpt.policies.Consecutive(max_chain=1)
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(policy=policy))
     state = job.random_state()
@@ -712,23 +718,9 @@ def saved_with_retention(job, last, **retention):
             manager.save(after(state, [step], step))
             manager._writer.wait_until_finished()
             write_metric(job.path, step, 1.0 if step == 3 else 0.1)
-    return set(job.named_steps())
-
-
-def test_names_of_removed_steps_are_removed_with_them(job):
-    steps = saved_with_retention(job, 7)
-    assert job.named_steps() == inspect.open(job.path / "deltackpt").steps
-    assert 1 not in steps
-
-
-def test_the_best_steps_are_kept_with_their_chains_and_the_newest(job):
-    steps = saved_with_retention(job, 9, metric_name_to_monitor="inference_eval/accuracy")
-    assert {3, 9} <= steps and not {1, 2, 5, 6} & steps
-
-
-def test_steps_of_the_keep_period_are_kept_besides_the_newest(job):
-    steps = saved_with_retention(job, 10, force_keep_period=4)
-    assert {4, 8, 10} <= steps and not {1, 2, 5, 6} & steps
+    steps = job.named_steps()
+    assert steps == inspect.open(job.path / "deltackpt").steps
+    assert kept <= {*steps} and not removed & {*steps}
 
 
 def test_only_one_retention_setting_is_allowed(job):
@@ -799,8 +791,7 @@ def test_a_model_directory_at_a_url_is_refused_at_startup(initializer, url):
 
 
 def test_t5x_has_the_signatures_that_were_recorded():
-    record = json.loads(RECORD.read_text())
-    assert signatures() == record["signatures"]
+    assert signatures() == json.loads(RECORD.read_text())["signatures"]
 
 
 def test_the_manager_accepts_every_call_that_t5x_makes_to_its_own():
