@@ -12,8 +12,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
@@ -39,121 +40,75 @@ PAGE = REPOSITORY / "docs" / "reference" / "events.md"
 STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
 
 
-def save_event(**changes) -> events.SaveEvent:
-    event = events.SaveEvent(
-        step=1200,
-        kind="delta",
-        reason="delta 3 of at most 50 in the chain",
-        process=2,
-        rows=500,
-        total_rows=10_000,
-        bytes_written=130_000,
-        ratio=0.05,
-        blocked_secs=0.01,
-        extract_secs=0.008,
-        encode_secs=0.03,
-        write_secs=0.02,
-        room_secs=0.0,
-        digest_secs=0.002,
-        commit_secs=0.005,
-        total_secs=0.11,
-        committed_unix_secs=1.8e9,
-    )
-    return dataclasses.replace(event, **changes)
+SAVE = events.SaveEvent(
+    step=1200, kind="delta", reason="delta 3 of at most 50 in the chain", process=2, rows=500,
+    total_rows=10_000, bytes_written=130_000, ratio=0.05, blocked_secs=0.01, extract_secs=0.008,
+    encode_secs=0.03, write_secs=0.02, room_secs=0.0, digest_secs=0.002, commit_secs=0.005,
+    total_secs=0.11, committed_unix_secs=1.8e9,
+)  # fmt: skip
+RESTORE = events.RestoreEvent(
+    step=1200, process=0, chain=(1000, 1200), source="storage", bytes_read=4096, find_secs=0.05,
+    read_secs=0.15, place_secs=0.05, total_secs=0.25,
+)  # fmt: skip
+UPLOAD = events.UploadEvent(
+    step=1200, process=0, bytes_sent=4096, objects=18, seconds=0.3, lag_secs=0.5,
+    committed_unix_secs=1.7e9, waiting=2, waiting_bytes=8192,
+)  # fmt: skip
+APPEND = events.AppendEvent(
+    step=1201, process=0, kind="full", rows=500, bytes_written=5000, dense_bytes=1000,
+    blocked_secs=0.002, encode_secs=0.001, write_secs=0.0005, sync_secs=0.004, durable_secs=0.009,
+    batches_in_sync=2, committed_unix_secs=1.8e9,
+)  # fmt: skip
+FAILURE = events.FailureEvent(
+    step=1300, process=2, operation="save", code="out-of-space",
+    message="/data: expected room, found the file system full", seconds=3.5,
+)  # fmt: skip
+#: A restore does not fail if a step is skipped.
+SKIP = replace(FAILURE, operation="skip")
 
 
-def restore_event() -> events.RestoreEvent:
-    return events.RestoreEvent(
-        step=1200,
-        process=0,
-        chain=(1000, 1200),
-        source="storage",
-        bytes_read=4096,
-        find_secs=0.05,
-        read_secs=0.15,
-        place_secs=0.05,
-        total_secs=0.25,
-    )
+class Registry(prometheus_client.CollectorRegistry):
+    def value(self, name: str, **labels: str) -> Any:
+        """The value of a sample of deltackpt."""
+        return self.get_sample_value(f"deltackpt_{name}", labels)
 
 
-def upload_event() -> events.UploadEvent:
-    return events.UploadEvent(
-        step=1200,
-        process=0,
-        bytes_sent=4096,
-        objects=18,
-        seconds=0.3,
-        lag_secs=0.5,
-        committed_unix_secs=1.7e9,
-        waiting=2,
-        waiting_bytes=8192,
-    )
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
 
 
-def test_an_upload_is_logged_counted_and_forwarded(caplog):
-    registry = prometheus_client.CollectorRegistry()
+def test_an_upload_is_logged_counted_and_forwarded(caplog, registry):
     given: list[dict] = []
     logger = mock.Mock(log_entry=given.append)
     event_handlers = [events.PrometheusHandler(registry), events.OrbaxLoggerHandler(logger)]
     with caplog.at_level("INFO", "deltackpt.events"):
-        events.emit(upload_event(), event_handlers)
+        events.emit(UPLOAD, event_handlers)
     assert "process 0: upload step=1200 bytes_sent=4096" in caplog.text
     assert given[0]["event"] == "upload" and given[0]["waiting_bytes"] == 8192
-    labels = {"process": "0"}
-    assert registry.get_sample_value("deltackpt_uploads_total", labels) == 1
-    assert registry.get_sample_value("deltackpt_uploaded_bytes_total", labels) == 4096
-    assert registry.get_sample_value("deltackpt_waiting_bytes", labels) == 8192
-    assert registry.get_sample_value("deltackpt_last_uploaded_step", labels) == 1200
-    stages = {**labels, "stage": "upload"}
-    assert registry.get_sample_value("deltackpt_upload_seconds_count", stages) == 1
+    for name, value in (
+        ("uploads_total", 1),
+        ("uploaded_bytes_total", 4096),
+        ("waiting_bytes", 8192),
+        ("last_uploaded_step", 1200),
+    ):
+        assert registry.value(name, process="0") == value
+    assert registry.value("upload_seconds_count", process="0", stage="upload") == 1
 
 
-def append_event(**changes) -> events.AppendEvent:
-    event = events.AppendEvent(
-        step=1201,
-        process=0,
-        kind="full",
-        rows=500,
-        bytes_written=5000,
-        dense_bytes=1000,
-        blocked_secs=0.002,
-        encode_secs=0.001,
-        write_secs=0.0005,
-        sync_secs=0.004,
-        durable_secs=0.009,
-        batches_in_sync=2,
-        committed_unix_secs=1.8e9,
-    )
-    return dataclasses.replace(event, **changes)
-
-
-def test_a_wal_record_is_logged_at_debug_and_counted_by_kind(caplog):
-    registry = prometheus_client.CollectorRegistry()
+def test_a_wal_record_is_logged_at_debug_and_counted_by_kind(caplog, registry):
     event_handlers = [events.PrometheusHandler(registry)]
     with caplog.at_level("DEBUG", "deltackpt.events"):
-        events.emit(append_event(), event_handlers)
-        events.emit(append_event(kind="soft", step=1202, dense_bytes=0), event_handlers)
+        events.emit(APPEND, event_handlers)
+        events.emit(replace(APPEND, kind="soft", step=1202, dense_bytes=0), event_handlers)
     assert "process 0: append step=1201 kind='full' rows=500" in caplog.text
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
     for kind, step in (("full", 1201), ("soft", 1202)):
         labels = {"process": "0", "kind": kind}
-        assert registry.get_sample_value("deltackpt_appends_total", labels) == 1
-        assert registry.get_sample_value("deltackpt_appended_rows_total", labels) == 500
-        assert registry.get_sample_value("deltackpt_last_appended_step", labels) == step
-        count = "deltackpt_append_seconds_count"
-        assert registry.get_sample_value(count, {**labels, "stage": "durable"}) == 1
-
-
-def failure_event(**changes) -> events.FailureEvent:
-    event = events.FailureEvent(
-        step=1300,
-        process=2,
-        operation="save",
-        code="out-of-space",
-        message="/data: expected room, found the file system full",
-        seconds=3.5,
-    )
-    return dataclasses.replace(event, **changes)
+        assert registry.value("appends_total", **labels) == 1
+        assert registry.value("appended_rows_total", **labels) == 500
+        assert registry.value("last_appended_step", **labels) == step
+        assert registry.value("append_seconds_count", **labels, stage="durable") == 1
 
 
 class Kept:
@@ -168,24 +123,35 @@ class Kept:
         self.threads.add(threading.current_thread())
 
 
-class Refusing:
-    """A handler that fails."""
-
-    def receive(self, event):
-        raise ConnectionError("gateway is down")
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
 
 
-# Each event is one record.
+EVENTS = {"save": SAVE, "restore": RESTORE, "failure": FAILURE}
+LEVELS = {
+    "save": (SAVE, logging.INFO),
+    "restore": (RESTORE, logging.INFO),
+    "failure": (FAILURE, logging.ERROR),
+    "failed restore": (replace(FAILURE, operation="restore"), logging.ERROR),
+    "skipped step": (SKIP, logging.WARNING),
+    "line break of a save": (replace(SAVE, reason="one\ntwo"), logging.INFO),
+    "line break of a failure": (replace(FAILURE, message="one\ntwo"), logging.ERROR),
+}
 
-EVENTS = {"save": save_event(), "restore": restore_event(), "failure": failure_event()}
 
-
-@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
-def test_an_event_is_one_record_with_every_figure_and_the_process(event, caplog):
+def logged(caplog, event: events.Event, **options: Any) -> Any:
+    """Emits an event and returns its only log record."""
     with caplog.at_level(logging.INFO, logger="deltackpt"):
-        events.emit(event)
+        events.emit(event, **options)
     (record,) = caplog.records
-    assert record.name == "deltackpt.events"
+    return record
+
+
+@pytest.mark.parametrize(("event", "level"), LEVELS.values(), ids=LEVELS)
+def test_an_event_is_one_line_with_every_figure_and_the_process(event, level, caplog):
+    record = logged(caplog, event)
+    assert (record.name, record.levelno) == ("deltackpt.events", level)
     assert record.event is event
     assert record.process_index == event.process
     line = record.getMessage()
@@ -196,55 +162,25 @@ def test_an_event_is_one_record_with_every_figure_and_the_process(event, caplog)
             assert f" {field.name}=" in line
 
 
-@pytest.mark.parametrize(
-    ("event", "level"),
-    [
-        (save_event(), logging.INFO),
-        (restore_event(), logging.INFO),
-        (failure_event(operation="skip"), logging.WARNING),
-        (failure_event(operation="restore"), logging.ERROR),
-        (failure_event(), logging.ERROR),
-    ],
-)
-def test_failures_are_logged_at_warning_or_error(event, level, caplog):
-    with caplog.at_level(logging.INFO, logger="deltackpt"):
-        events.emit(event)
-    assert [record.levelno for record in caplog.records] == [level]
-
-
-@pytest.mark.parametrize(
-    "event", [save_event(reason="one\ntwo"), failure_event(message="one\ntwo")]
-)
-def test_a_text_with_a_line_break_is_logged_on_one_line(event, caplog):
-    with caplog.at_level(logging.INFO, logger="deltackpt"):
-        events.emit(event)
-    assert "\n" not in caplog.records[0].getMessage()
-
-
 def test_a_message_that_is_raised_or_warned_is_not_logged_again(caplog):
-    event = failure_event(message="the disk is on fire")
-    with caplog.at_level(logging.INFO, logger="deltackpt"):
-        events.emit(event, log_message=False)
-    (record,) = caplog.records
+    event = replace(FAILURE, message="the disk is on fire")
+    record = logged(caplog, event, log_message=False)
     assert "code=" in record.getMessage() and "on fire" not in record.getMessage()
     assert record.event is event
 
 
-# Event handlers.
-
-
 def test_every_handler_receives_each_event_once_in_order():
     event_handlers = [Kept(), Kept()]
-    told = [save_event(step=1), save_event(step=2), restore_event(), failure_event()]
-    for event in told:
+    emitted = [replace(SAVE, step=1), replace(SAVE, step=2), RESTORE, FAILURE]
+    for event in emitted:
         events.emit(event, event_handlers)
-    assert [sink.received for sink in event_handlers] == [told, told]
+    assert [handler.received for handler in event_handlers] == [emitted, emitted]
 
 
-def test_a_failing_handler_is_reported_and_does_not_stop_the_others():
-    kept = Kept()
+def test_a_failing_handler_is_reported_and_does_not_stop_the_others(kept):
+    refusing = mock.Mock(receive=mock.Mock(side_effect=ConnectionError("gateway is down")))
     with pytest.warns(RuntimeWarning, match="ConnectionError at the save of step 1200: gateway"):
-        events.emit(save_event(), [Refusing(), kept])
+        events.emit(SAVE, [refusing, kept])
     assert len(kept.received) == 1
 
 
@@ -262,87 +198,66 @@ def test_a_deltackpt_error_is_reported_by_its_code_others_by_class():
 
 
 def test_an_orbax_logger_receives_every_figure_in_json_types():
-    told = []
+    entries = []
 
     class Cloud(ocp.logging.AbstractLogger):
         """Modifies the dict that it receives, as Orbax's CloudLogger does."""
 
         def log_entry(self, msg, *args, **kwargs):
             msg["job_name"] = "run-17"
-            told.append(msg)
+            entries.append(msg)
 
-    sink = events.OrbaxLoggerHandler(ocp.logging.CompositeLogger(Cloud()))
+    handler = events.OrbaxLoggerHandler(ocp.logging.CompositeLogger(Cloud()))
     figures = events.TableFigures(
-        table="words",
-        field=VALUES,
-        codec="int4",
-        reason="int4",
-        rows=500,
-        nbytes=130_000,
-        ratio=0.2,
-        relative_error=0.06,
-    )
-    for event in (save_event(tables=(figures,)), restore_event(), failure_event()):
-        sink.receive(event)
+        table="words", field=VALUES, codec="int4", reason="int4", rows=500, nbytes=130_000,
+        ratio=0.2, relative_error=0.06,
+    )  # fmt: skip
+    for event in (replace(SAVE, tables=(figures,)), RESTORE, FAILURE):
+        handler.receive(event)
         names = {field.name for field in dataclasses.fields(event)}
-        assert names | {"event", "job_name"} <= set(told[-1])
-    assert json.loads(json.dumps(told)) == told
-    assert told[0]["relative_error"] == 0.06 and told[0]["tables"][0]["table"] == "words"
-
-
-# Prometheus.
-
-
-@pytest.fixture
-def registry() -> prometheus_client.CollectorRegistry:
-    return prometheus_client.CollectorRegistry()
+        assert names | {"event", "job_name"} <= set(entries[-1])
+    assert json.loads(json.dumps(entries)) == entries
+    assert entries[0]["relative_error"] == 0.06 and entries[0]["tables"][0]["table"] == "words"
 
 
 def test_prometheus_counts_saves_and_restores_by_process(registry):
-    sink = events.PrometheusHandler(registry)
-    for step in (1200, 1300):
-        events.emit(save_event(step=step), [sink])
-    events.emit(restore_event(), [sink])
-
-    save = {"process": "2", "kind": "delta"}
-    assert registry.get_sample_value("deltackpt_saves_total", save) == 2
-    assert registry.get_sample_value("deltackpt_saved_rows_total", save) == 1000
-    assert registry.get_sample_value("deltackpt_saved_bytes_total", save) == 260_000
-    assert registry.get_sample_value("deltackpt_saved_ratio", save) == 0.05
+    handlers = [events.PrometheusHandler(registry)]
+    for event in (SAVE, replace(SAVE, step=1300), RESTORE):
+        events.emit(event, handlers)
+    save, restore = {"process": "2", "kind": "delta"}, {"process": "0", "source": "storage"}
+    for name, labels, value in (
+        ("saves_total", save, 2),
+        ("saved_rows_total", save, 1000),
+        ("saved_bytes_total", save, 260_000),
+        ("saved_ratio", save, 0.05),
+        ("last_saved_step", {"process": "2"}, 1300),
+        ("last_commit_timestamp_seconds", {"process": "2"}, 1.8e9),
+        ("restores_total", restore, 1),
+        ("restored_bytes_total", restore, 4096),
+    ):
+        assert registry.value(name, **labels) == value, name
     for stage in STAGES:
-        found = registry.get_sample_value("deltackpt_save_seconds_sum", {**save, "stage": stage})
-        assert found == pytest.approx(2 * getattr(save_event(), f"{stage}_secs"))
-    process = {"process": "2"}
-    assert registry.get_sample_value("deltackpt_last_saved_step", process) == 1300
-    committed = registry.get_sample_value("deltackpt_last_commit_timestamp_seconds", process)
-    assert committed == 1.8e9
-    restore = {"process": "0", "source": "storage"}
-    assert registry.get_sample_value("deltackpt_restores_total", restore) == 1
-    assert registry.get_sample_value("deltackpt_restored_bytes_total", restore) == 4096
+        found = registry.value("save_seconds_sum", **save, stage=stage)
+        assert found == pytest.approx(2 * getattr(SAVE, f"{stage}_secs"))
     for stage, secs in (("find", 0.05), ("read", 0.15), ("place", 0.05), ("total", 0.25)):
-        labels = {**restore, "stage": stage}
-        assert registry.get_sample_value("deltackpt_restore_seconds_sum", labels) == secs
+        assert registry.value("restore_seconds_sum", **restore, stage=stage) == secs
 
 
 def test_prometheus_counts_failures_by_operation_and_code(registry):
-    sink = events.PrometheusHandler(registry)
+    handlers = [events.PrometheusHandler(registry)]
     before = time.time()
-    events.emit(failure_event(), [sink])
-    events.emit(failure_event(operation="skip", code="damaged"), [sink])
+    events.emit(FAILURE, handlers)
+    events.emit(replace(SKIP, code="damaged"), handlers)
     for operation, code in (("save", "out-of-space"), ("skip", "damaged")):
         labels = {"process": "2", "operation": operation, "code": code}
-        assert registry.get_sample_value("deltackpt_failures_total", labels) == 1
-        told = registry.get_sample_value("deltackpt_last_failure_timestamp_seconds", labels)
-        assert told is not None and before <= told <= time.time()
+        assert registry.value("failures_total", **labels) == 1
+        assert before <= registry.value("last_failure_timestamp_seconds", **labels) <= time.time()
 
 
 def test_prometheus_handler_without_its_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(errors.MissingExtra, match=r"deltackpt\[metrics\]"):
         events.PrometheusHandler()
-
-
-# Events of the manager.
 
 
 def new_state(seed: int = 0) -> dict:
@@ -382,8 +297,7 @@ def no_room(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("durability", ["power", "process"])
 @pytest.mark.parametrize("codec", ["raw", "lossless", "adaptive4"])
-def test_the_stages_of_a_save_add_up_to_at_most_its_total(tmp_path, codec, durability):
-    kept = Kept()
+def test_the_stages_of_a_save_add_up_to_at_most_its_total(tmp_path, codec, durability, kept):
     choice = deltackpt.policies.CodecChoice(base="bf16", delta=codec)
     before = time.time()
     train(tmp_path, kept, codec=choice, durability=durability)
@@ -403,15 +317,13 @@ def test_the_stages_of_a_save_add_up_to_at_most_its_total(tmp_path, codec, durab
     ("stage", "owner", "name"),
     [("encode", encode, "on_host"), ("write", zarr_writer, "ZarrWriter")],
 )
-def test_a_slow_stage_is_reported_by_its_name(tmp_path, stage, owner, name):
-    never = threading.Event()
+def test_a_slow_stage_is_reported_by_its_name(tmp_path, stage, owner, name, kept):
     real = getattr(owner, name)
 
     def slow(*arguments, **options):
-        never.wait(0.2)
+        threading.Event().wait(0.2)
         return real(*arguments, **options)
 
-    kept = Kept()
     with mock.patch.object(owner, name, slow):
         with manager(tmp_path, kept, codec=deltackpt.policies.CodecChoice(base="bf16")) as saver:
             saver.save(1, new_state())
@@ -421,22 +333,17 @@ def test_a_slow_stage_is_reported_by_its_name(tmp_path, stage, owner, name):
 
 
 @pytest.mark.parametrize("stage", ["before the write", "in the background", "at the commit"])
-def test_a_failed_save_is_one_event_and_one_error_line(tmp_path, stage, caplog):
-    kept = Kept()
+def test_a_failed_save_is_one_event_and_one_error_line(tmp_path, stage, caplog, kept):
     state = new_state()
-    where = {
-        "before the write": "deltackpt.save.pending_save.require_room",
-        "in the background": ("write", STEP_FILES),
-        "at the commit": ("rename", "^1$"),
-    }[stage]
     with caplog.at_level(logging.INFO, logger="deltackpt.events"):
         with manager(tmp_path, kept) as saver:
             with contextlib.ExitStack() as stack:
-                if isinstance(where, str):
+                if stage == "before the write":
+                    where = "deltackpt.save.pending_save.require_room"
                     stack.enter_context(mock.patch(where, no_room))
                 else:
-                    disk = stack.enter_context(Disk(tmp_path))
-                    disk.fail(*where, errno=errno.ENOSPC)
+                    call = ("rename", "^1$") if stage == "at the commit" else ("write", STEP_FILES)
+                    stack.enter_context(Disk(tmp_path)).fail(*call, errno=errno.ENOSPC)
                 with pytest.raises((errors.OutOfSpace, errors.SaveFailed), match="full"):
                     saver.save(1, state)
                     saver.wait_until_finished()
@@ -450,25 +357,21 @@ def test_a_failed_save_is_one_event_and_one_error_line(tmp_path, stage, caplog):
     assert "found the file system full" not in caplog.text  # the exception has it
 
 
-def test_the_next_save_reports_the_previous_failure_first(tmp_path):
-    kept = Kept()
+def test_the_next_save_reports_the_previous_failure_first(tmp_path, kept):
     state = new_state()
     with manager(tmp_path, kept) as saver:
         with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(1, state)
             flight = saver._saver.in_flight
-            assert flight is not None and flight.pending.released.wait(60)
+            assert flight.pending.released.wait(60)
         with pytest.raises(errors.SaveFailed) as caught:
             saver.save(2, state)
         assert caught.value.saved is not None
-    assert [(type(event), event.step) for event in kept.received] == [
-        (events.FailureEvent, 1),
-        (events.SaveEvent, 2),
-    ]
+    found = [(type(event), event.step) for event in kept.received]
+    assert found == [(events.FailureEvent, 1), (events.SaveEvent, 2)]
 
 
-def test_a_refused_save_is_reported(tmp_path):
-    kept = Kept()
+def test_a_refused_save_is_reported(tmp_path, kept):
     with manager(tmp_path, kept) as saver:
         saver.save(5, new_state())
         with pytest.raises(errors.OptionError):
@@ -476,16 +379,13 @@ def test_a_refused_save_is_reported(tmp_path):
     assert [getattr(event, "code", None) for event in kept.received] == [None, "option"]
 
 
-def test_a_wait_timeout_is_not_a_failure_and_the_save_is_reported(tmp_path):
-    kept = Kept()
-    timeouts = deltackpt.Timeouts(save_secs=0.05)
+def test_a_wait_timeout_is_not_a_failure_and_the_save_is_reported(tmp_path, kept):
     choice = deltackpt.policies.CodecChoice(base="bf16")
-    options = {"base_snapshot": "block", "timeouts": timeouts}
-    with paused_saves(tmp_path) as held:
-        with manager(tmp_path, kept, codec=choice, **options) as saver:
-            with pytest.raises(errors.WaitTimeout):
-                saver.save(1, new_state())
-            held.release()
+    options = {"base_snapshot": "block", "timeouts": deltackpt.Timeouts(save_secs=0.05)}
+    with paused_saves(tmp_path) as held, manager(tmp_path, kept, codec=choice, **options) as saver:
+        with pytest.raises(errors.WaitTimeout):
+            saver.save(1, new_state())
+        held.release()
     assert [type(event) for event in kept.received] == [events.SaveEvent]
 
 
@@ -493,47 +393,43 @@ def test_a_failed_step_is_not_a_checkpoint_for_ray():
     pytest.importorskip("ray")
     from deltackpt.service import jax_trainer
 
-    told = []
+    reported = []
     with (
         mock.patch.object(jax_trainer, "check_processes"),
         mock.patch.multiple(
             jax_trainer.ray.train,
             get_context=mock.Mock(**{"return_value.get_world_rank.return_value": 0}),
             get_checkpoint=lambda: None,
-            report=lambda metrics, checkpoint=None: told.append(metrics),
+            report=lambda metrics, checkpoint=None: reported.append(metrics),
         ),
     ):
         session = jax_trainer.Session("/data/run")
-        session.receive(failure_event())
+        session.receive(FAILURE)
         session.report({"loss": 0.5})
-        session.receive(restore_event())
-        session.receive(failure_event(operation="skip"))
-        for later in (append_event(step=1300), dataclasses.replace(upload_event(), step=900)):
-            session.receive(later)
+        for event in (RESTORE, SKIP, replace(APPEND, step=1300), replace(UPLOAD, step=900)):
+            session.receive(event)
         session.report({"loss": 0.25})
-    assert told == [{"loss": 0.5}, {"loss": 0.25, "checkpoint_step": 1200}]
+    assert reported == [{"loss": 0.5}, {"loss": 0.25, "checkpoint_step": 1200}]
 
 
-def test_a_restore_reports_its_stages(tmp_path):
+def test_a_restore_reports_its_stages(tmp_path, kept):
     state = train(tmp_path)
-    kept = Kept()
     with manager(tmp_path, kept, access="read") as reader:
         found = reader.restore_latest(state)
     (event,) = kept.received
-    assert found is not None and event.total_secs == found.seconds
+    assert event.total_secs == found.seconds
     stages = (event.find_secs, event.read_secs, event.place_secs)
     assert all(secs > 0 for secs in stages)
     assert sum(stages) == pytest.approx(event.total_secs)
 
 
 def damage(root: Path, step: int) -> None:
-    (root / str(step) / "embeddings" / "manifest.0.msgpack").write_bytes(b"")
+    (root / str(step) / "embeddings/manifest.0.msgpack").write_bytes(b"")
 
 
-def test_a_skipped_step_is_reported_before_the_restored_one(tmp_path, caplog):
+def test_a_skipped_step_is_reported_before_the_restored_one(tmp_path, caplog, kept):
     state = train(tmp_path)
     damage(tmp_path, 2)
-    kept = Kept()
     with caplog.at_level(logging.INFO, logger="deltackpt.events"):
         with manager(tmp_path, kept, access="read") as reader:
             with pytest.warns(UserWarning, match="step 2 is skipped"):
@@ -545,9 +441,8 @@ def test_a_skipped_step_is_reported_before_the_restored_one(tmp_path, caplog):
     assert levels(caplog) == [logging.WARNING, logging.INFO]
 
 
-def test_a_directory_without_an_intact_step_is_reported(tmp_path):
+def test_a_directory_without_an_intact_step_is_reported(tmp_path, kept):
     state = train(tmp_path)
-    kept = Kept()
     for step in (1, 2):
         damage(tmp_path, step)
     with manager(tmp_path, kept, access="read") as reader:
@@ -563,17 +458,13 @@ def test_a_directory_without_an_intact_step_is_reported(tmp_path):
     ]
 
 
-def test_a_mismatched_abstract_state_fails_the_restore_and_skips_no_step(tmp_path):
+def test_a_mismatched_abstract_state_fails_the_restore_and_skips_no_step(tmp_path, kept):
     state = train(tmp_path)
-    kept = Kept()
     state["tables"]["words"] = jnp.zeros((4000, 8))
     with manager(tmp_path, kept, access="read") as reader:
         with pytest.raises(errors.TemplateMismatch):
             reader.restore_latest(state)
     assert [(event.operation, event.step) for event in kept.received] == [("restore", 2)]
-
-
-# The clock of a stage.
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
@@ -596,16 +487,10 @@ def test_a_stage_is_timed_while_at_least_one_thread_is_in_it(spans):
 def test_pieces_pass_through_the_clock_unchanged():
     clock = BusyClock()
     rows = [np.full((4, 2), number, np.float32) for number in range(3)]
-
-    def pieces() -> Iterator[HostPiece]:
-        yield from map(HostPiece, rows)
-
-    found = [piece.host() for piece in clock.over(pieces())]
+    found = [piece.host() for piece in clock.over(HostPiece(one) for one in rows)]
     assert all(mine is theirs for mine, theirs in zip(found, rows, strict=True))
     assert clock.seconds > 0
 
-
-# The dashboard and the page.
 
 METRIC = re.compile(r"(deltackpt_\w+)(?:\{([^}]*)\})?")
 #: Labels that Prometheus adds to scraped samples or to histograms.
@@ -616,11 +501,10 @@ BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, set[str]]:
     """Maps sample names to labels after saves, a restore, failures, an append and an upload."""
-    root = tmp_path_factory.mktemp("run")
-    registry = prometheus_client.CollectorRegistry()
-    sink = events.PrometheusHandler(registry)
-    state = train(root, sink, codec=deltackpt.policies.CodecChoice(delta="int4"))
-    with manager(root, sink) as saver:
+    root, registry = tmp_path_factory.mktemp("run"), Registry()
+    handler = events.PrometheusHandler(registry)
+    state = train(root, handler, codec=deltackpt.policies.CodecChoice(delta="int4"))
+    with manager(root, handler) as saver:
         with mock.patch("deltackpt.save.pending_save.require_room", no_room):
             with pytest.raises(errors.OutOfSpace):
                 saver.save(3, state)
@@ -630,13 +514,10 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
         with pytest.raises(errors.Damaged):
             saver.restore(2, state)
     # Other tests cover runs with a WAL or a bucket.
-    sink.receive(append_event())
-    sink.receive(upload_event())
-    return {
-        sample.name: set(sample.labels)
-        for metric in registry.collect()
-        for sample in metric.samples
-    }
+    handler.receive(APPEND)
+    handler.receive(UPLOAD)
+    samples = (sample for metric in registry.collect() for sample in metric.samples)
+    return {sample.name: set(sample.labels) for sample in samples}
 
 
 def wrong_names(expressions: list[str], exported: dict[str, set[str]]) -> list[str]:
@@ -646,29 +527,25 @@ def wrong_names(expressions: list[str], exported: dict[str, set[str]]) -> list[s
         names = METRIC.findall(expression)
         found += [name for name, _ in names if name not in exported]
         known = set.intersection(*(exported.get(name, set()) for name, _ in names))
-        known |= OF_PROMETHEUS
         used = [label for _, labels in names for label in re.findall(r"(\w+)\s*[=!]", labels)]
-        for labels in BY.findall(expression):
-            used += re.findall(r"\w+", labels)
-        found += [f"{label} in {expression}" for label in used if label not in known]
+        used += re.findall(r"\w+", " ".join(BY.findall(expression)))
+        found += [f"{label} in {expression}" for label in {*used} - known - OF_PROMETHEUS]
     return found
 
 
 def test_the_dashboard_uses_only_exported_metrics(exported):
     board = json.loads(DASHBOARD.read_text())
-    expressions = []
-    for panel in board["panels"]:
-        for target in panel.get("targets", ()):
-            expressions.append(target["expr"])
-            known = set.intersection(
-                *(exported[name] for name, _ in METRIC.findall(target["expr"]))
-            )
-            legend = re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
-            grouped = set(re.findall(r"\w+", " ".join(BY.findall(target["expr"])))) - {"le"}
-            assert set(legend) <= (grouped or known), target
-    for variable in board["templating"]["list"]:
-        if variable["type"] == "query":
-            expressions.append(variable["query"].removeprefix("label_values("))
+    targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
+    for target in targets:
+        known = set.intersection(*(exported[name] for name, _ in METRIC.findall(target["expr"])))
+        legend = re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
+        grouped = set(re.findall(r"\w+", " ".join(BY.findall(target["expr"])))) - {"le"}
+        assert set(legend) <= (grouped or known), target
+    expressions = [target["expr"] for target in targets] + [
+        variable["query"].removeprefix("label_values(")
+        for variable in board["templating"]["list"]
+        if variable["type"] == "query"
+    ]
     assert len(expressions) > 10 and wrong_names(expressions, exported) == []
 
 
@@ -691,14 +568,8 @@ def test_the_alerts_on_the_page_use_only_exported_metrics(exported):
 
 def test_every_figure_is_explained_on_the_page():
     page = PAGE.read_text()
-    for kind in (
-        events.SaveEvent,
-        events.RestoreEvent,
-        events.UploadEvent,
-        events.AppendEvent,
-        events.FailureEvent,
-    ):
-        for field in dataclasses.fields(kind):
+    for event in (SAVE, RESTORE, UPLOAD, APPEND, FAILURE):
+        for field in dataclasses.fields(event):
             assert f"| `{field.name}` |" in page, field.name
     for name in events.TableFigures._fields:
         assert f"| `{name}` |" in page, name
