@@ -216,9 +216,6 @@ def test_a_trimmed_point_is_restored_or_the_error_names_the_nearest(trimming, tm
         assert near in text or "step 2" in text, text
 
 
-# Rollbacks.
-
-
 def went_back(saver: Any, loop: Loop) -> None:
     """Training resumes from step 1, which abandons step 2 and the points above it."""
     loop.states = {}

@@ -46,9 +46,6 @@ def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type, axis_type))
 
 
-# --- mark ------------------------------------------------------------------------------------
-
-
 def movable(ids, rows: int) -> set[int]:
     """Returns the rows that any of JAX's modes could change: wrapped and clipped."""
     return {int(i) % rows for i in ids} | {min(max(int(i), 0), rows - 1) for i in ids}
@@ -214,9 +211,6 @@ def test_evaluation_marks_nothing():
     assert stamped(after) == [] and int(after.clock) == 0
 
 
-# --- the clock -------------------------------------------------------------------------------
-
-
 def test_the_clock_stops_instead_of_wrapping_and_loses_no_mark():
     state = new()._replace(clock=jnp.int32(CLOCK_MAX - 1))
     assert not touched.clock_exhausted(state.clock)
@@ -233,9 +227,6 @@ def test_fresh_has_the_same_tables_and_no_touched_row():
     for like in (state, jax.eval_shape(lambda: state)):
         again = touched.fresh(like)
         assert int(again.clock) == 0 and again.stamps["emb"].tolist() == [0] * ROWS
-
-
-# --- track -----------------------------------------------------------------------------------
 
 
 def _labels(params):
@@ -432,9 +423,6 @@ def test_track_requires_params_and_existing_tables():
         touched.track(optax.sgd(0.1), "embed").init(params)
     with pytest.raises(TableSelectionError, match="scale is a scalar"):
         touched.track(optax.sgd(0.1), ["emb", "scale"]).init(params)
-
-
-# --- find, flax ------------------------------------------------------------------------------
 
 
 def test_find_returns_none_without_a_touch_state():
