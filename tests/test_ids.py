@@ -19,24 +19,16 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import made_up_saves
-import model
 import numpy as np
 import pytest
 from command import run as command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 
 import deltackpt
-from deltackpt import inspect, policies, touched, vocab
-from deltackpt.errors import (
-    Damaged,
-    DamagedKeys,
-    OptionError,
-    TableSelectionError,
-    TemplateMismatch,
-    TrackingError,
-)
+from deltackpt import errors, inspect, policies, touched, vocab
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.handlers import split
@@ -118,29 +110,61 @@ class Vocabulary:
             }
         self.state, self.touched = state, touched.mark(self.touched, marked)
 
+    def save(self, saving: deltackpt.CheckpointManager, step: int, **options: Any) -> Any:
+        return saving.save(step, self.state, touched=self.touched, **options)
 
-def manager(root: Any, **options: Any) -> deltackpt.CheckpointManager:
+    def append(self, saving: deltackpt.CheckpointManager, step: int) -> Any:
+        return saving.append(step, self.state, touched=self.touched)
+
+    def run(
+        self, saving: deltackpt.CheckpointManager, *saves: int, last: int, **how: Any
+    ) -> dict[int, dict[str, Any]]:
+        """Trains steps from 1, saves some and appends the others; returns their states."""
+        states = {}
+        for number in range(1, last + 1):
+            self.step(number, **how)
+            states[number] = self.state
+            (self.save if number in saves else self.append)(saving, number)
+        saving.wait_until_finished()
+        saving.wait_appended()
+        return states
+
+    def save_with_evictions(self, saving: deltackpt.CheckpointManager, **how: Any) -> None:
+        """Saves a base, evicts rows, and saves a delta."""
+        self.step(1, batch=12_000, spare=0)
+        self.save(saving, 1)
+        self.step(2, batch=500, spare=4000, **how)
+        assert self.save(saving, 2).kind == "delta"
+        saving.wait_until_finished()
+
+
+def manager(root: Any, tables: Any = TABLES, **options: Any) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
-        root, handlers={"embeddings": TABLES}, options=deltackpt.ManagerOptions(**options)
+        root, handlers={"embeddings": tables}, options=deltackpt.ManagerOptions(**options)
     )
+
+
+def with_wal(root: Any) -> deltackpt.CheckpointManager:
+    return manager(root, wal=deltackpt.WalOptions())
+
+
+def assert_restores(root: Any, step: int, state: dict[str, Any], newest: Any = None) -> None:
+    """Another manager restores a step, and the newest recovery point, bit for bit."""
+    with manager(root, access="read") as reading:
+        assert_same(reading.restore(step, state).state, state)
+        if newest is not None:
+            assert_same(reading.restore_latest(newest).state, newest)
 
 
 @pytest.mark.parametrize("dtype", COLUMNS)
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_run_that_was_killed_continues_with_the_ids_of_one_that_was_not(tmp_path, dtype, zero):
-    run, lost = Vocabulary(dtype), Vocabulary(dtype)
-    options = {"wal": deltackpt.WalOptions()}
-    with manager(tmp_path, **options) as saving:
-        for number in range(1, 13):
-            lost.step(number, zero=zero)
-            if number in (1, 4, 8):
-                saving.save(number, lost.state, touched=lost.touched)
-            elif number < 11:
-                saving.append(number, lost.state, touched=lost.touched)
-        saving.wait_appended()
+    run = Vocabulary(dtype)
+    with with_wal(tmp_path) as saving:
+        Vocabulary(dtype).run(saving, 1, 4, 8, last=10, zero=zero)
     for number in range(1, 11):
         run.step(number, zero=zero)
-    with manager(tmp_path, **options) as resumed:
+    with with_wal(tmp_path) as resumed:
         found = resumed.restore_latest(Vocabulary(dtype).state)
         assert found.step == 10 and found.chain[-2:] == (4, 8)
         assert_same(found.state, run.state)
@@ -150,21 +174,18 @@ def test_a_run_that_was_killed_continues_with_the_ids_of_one_that_was_not(tmp_pa
             run.step(number, zero=zero)
             back.step(number, zero=zero)
             assert_same(back.state, run.state)
-        saved = resumed.save(14, back.state, touched=back.touched)
-        assert saved.kind == "delta"
-    with manager(tmp_path) as third:
-        assert_same(third.restore(14, run.state).state, run.state)
+        assert back.save(resumed, 14).kind == "delta"
+    assert_restores(tmp_path, 14, run.state)
 
 
 def test_ids_are_exact_whatever_the_codecs_of_their_table(tmp_path):
-    lossy = dataclasses.replace(
-        TABLES, codec=deltackpt.policies.CodecChoice(delta="int8", base="bf16"), slots={}
-    )
+    codec = deltackpt.policies.CodecChoice(delta="int8", base="bf16")
     run = Vocabulary()
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": lossy}) as saving:
+    with manager(tmp_path, dataclasses.replace(TABLES, codec=codec, slots={})) as saving:
         for number in (1, 2, 3):
             run.step(number)
-            model.commit(saving, number, run.state, touched=run.touched)
+            run.save(saving, number)
+            saving.wait_until_finished()
             found = saving.read(number, dict.fromkeys(("tables/users", "tables/items")))
             for name, column in run.state["keys"].items():
                 restored = found.tables[f"tables/{name}"]["slot.key"]
@@ -181,12 +202,13 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
                 column[7] = column[5]
                 run.state["keys"]["users"] = jnp.asarray(column)
                 run.touched = touched.mark(run.touched, {"tables/users": jnp.array([7])})
-            saving.save(number, run.state, touched=run.touched)
-    verdicts = verify.verify_root(tmp_path).steps
-    assert [verdict.restorable for verdict in verdicts] == [True, False]
+            run.save(saving, number)
+    assert [step.restorable for step in verify.verify_root(tmp_path).steps] == [True, False]
     with manager(tmp_path) as restoring:
         twice = int(vocab.ids_of(np.asarray(run.state["keys"]["users"]))[5])
-        with pytest.raises(DamagedKeys, match=f"table tables/users.*id {twice} in rows 5 and 7"):
+        with pytest.raises(
+            errors.DamagedKeys, match=f"table tables/users.*id {twice} in rows 5 and 7"
+        ):
             restoring.restore(2, run.state)
         with pytest.warns(UserWarning, match="step 2 is skipped"):
             assert restoring.restore_latest(run.state).step == 1
@@ -203,45 +225,43 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
 )
 def test_a_key_column_that_cannot_be_one_is_refused(key, said):
     tables = dataclasses.replace(TABLES, key=key)
-    with pytest.raises(TableSelectionError, match=said):
+    with pytest.raises(errors.TableSelectionError, match=said):
         split(Vocabulary().state, tables)
 
 
 def test_history_follows_an_id_and_omits_steps_at_which_its_row_had_another(tmp_path):
-    run, column = Vocabulary(), {}
-    with manager(tmp_path, wal=deltackpt.WalOptions()) as saving:
-        for number in range(1, 9):
-            run.step(number, spare=40)
-            column[number] = run.keys["users"].column()
-            values = np.asarray(run.state["tables"]["users"])
-            if number % 2:
-                saving.append(number, run.state, touched=run.touched)
-            else:
-                model.commit(saving, number, run.state, touched=run.touched)
+    run = Vocabulary()
+    with with_wal(tmp_path) as saving:
+        states = run.run(saving, 2, 4, 6, 8, last=8, spare=40)
+    column = {
+        step: vocab.ids_of(np.asarray(state["keys"]["users"])) for step, state in states.items()
+    }
+    assert_array_equal(column[8], run.keys["users"].column())
+    values = np.asarray(states[8]["tables"]["users"])
     ck = inspect.open(tmp_path)
     table = ck.at(8).tables["tables/users"]
-    np.testing.assert_array_equal(vocab.ids_of(np.asarray(table.key)), column[8])
+    assert_array_equal(vocab.ids_of(np.asarray(table.key)), column[8])
     ids = column[8][column[8] != -1]
     rows = table.rows_of(ids)
-    np.testing.assert_array_equal(column[8][rows], ids)
-    np.testing.assert_array_equal(table[rows], values[rows])
+    assert_array_equal(column[8][rows], ids)
+    assert_array_equal(table[rows], values[rows])
     found = ck.history("users", ids=ids)
     assert set(found.steps.tolist()) >= {2, 4, 6, 8}
     for number, step in enumerate(found.steps.tolist()):
-        np.testing.assert_array_equal(found.present[number], column[step][rows] == ids)
+        assert_array_equal(found.present[number], column[step][rows] == ids)
     assert not found.present.all()
     lines = json.loads(command("history", tmp_path, "users", "--id", ids[3], "--json").stdout)
     assert {line["id"] for line in lines} == {int(ids[3])}
     assert [line["step"] for line in lines] == found.steps[found.present[:, 3]].tolist()
     changed = ck.diff(6, 8)["users"]
-    np.testing.assert_array_equal(changed.ids, column[8][changed.rows])
+    assert_array_equal(changed.ids, column[8][changed.rows])
     row = int(changed.largest(1)[0])
     shown = command("diff", tmp_path, 6, 8, "--table", "users", "--largest", 1).stdout
     assert f"rows that changed most: {row} (id {column[8][row]})" in shown
     gone = int(np.setdiff1d(column[2], column[8])[0])
-    with pytest.raises(TemplateMismatch, match=f"found {gone}, which has none"):
+    with pytest.raises(errors.TemplateMismatch, match=f"found {gone}, which has none"):
         ck.history("users", ids=gone)
-    with pytest.raises(OptionError, match="either rows or ids"):
+    with pytest.raises(errors.OptionError, match="either rows or ids"):
         ck.history("users")
 
 
@@ -252,12 +272,8 @@ def test_only_the_named_tables_have_ids():
     groups = parts.layout.group_by_name
     assert groups[keys["tables/users"]].key.name == "slot.key"
     assert groups[keys["tables/items"]].key is None
-    with pytest.raises(OptionError, match="key: expected a path"):
+    with pytest.raises(errors.OptionError, match="key: expected a path"):
         deltackpt.Tables(select="tables/*", key=3)
-
-
-def layer_bytes(step_dir: Any) -> int:
-    return sum(path.stat().st_size for path in step_dir.rglob("layer.*"))
 
 
 def codecs_in(step_dir: Any) -> set[str]:
@@ -269,22 +285,17 @@ def codecs_in(step_dir: Any) -> set[str]:
 
 @pytest.mark.parametrize("dtype", COLUMNS)
 def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(tmp_path, dtype):
-    sizes = {}
+    sizes, before = {}, Vocabulary(dtype, rows=20_000)
+    before.step(1, batch=12_000, spare=0)
     for zero in (True, False):
-        root = tmp_path / str(zero)
+        root, run = tmp_path / str(zero), Vocabulary(dtype, rows=20_000)
         with manager(root) as saving:
-            run = Vocabulary(dtype, rows=20_000)
-            run.step(1, batch=12_000, spare=0)
-            saving.save(1, run.state, touched=run.touched)
-            before = sum(map(len, run.keys.values()))
-            run.step(2, batch=500, spare=4000, zero=zero)
-            assert saving.save(2, run.state, touched=run.touched).kind == "delta"
-            saving.wait_until_finished()
+            run.save_with_evictions(saving, zero=zero)
             assert_same(saving.restore(2, run.state).state, run.state)
-        sizes[zero] = layer_bytes(root / "2")
+        sizes[zero] = sum(path.stat().st_size for path in (root / "2").rglob("layer.*"))
         assert codecs_in(root / "2") == ({"raw", "zeros", "ones"} if zero else {"raw"})
         assert inventory.verify_step(root / "2") == []
-    evicted = before - sum(map(len, run.keys.values()))
+    evicted = sum(len(before.keys[name]) - len(run.keys[name]) for name in run.keys)
     # 8 float32, an int32 slot, an id.
     row_bytes = WIDTH * 4 + 4 + (8 if dtype is np.uint32 else 4)
     assert evicted > 6000 and sizes[False] - sizes[True] > 0.97 * evicted * row_bytes
@@ -312,38 +323,27 @@ def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
 def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
     run = Vocabulary(rows=20_000)
     with mock.patch.object(capture, "on_host", lambda array: False), manager(tmp_path) as saving:
-        run.step(1, batch=12_000, spare=0)
-        saving.save(1, run.state, touched=run.touched)
-        run.step(2, batch=500, spare=4000)
-        model.commit(saving, 2, run.state, touched=run.touched)
+        run.save_with_evictions(saving)
         assert "zeros" in codecs_in(tmp_path / "2")
         assert_same(saving.restore(2, run.state).state, run.state)
 
 
 def test_a_row_that_gets_an_id_again_has_its_new_values(tmp_path):
-    run, states = Vocabulary(rows=20_000), {}
-    with manager(tmp_path, wal=deltackpt.WalOptions()) as saving:
-        for number in range(1, 9):
-            run.step(number, batch=12_000 if number == 1 else 300, spare=600)
-            states[number] = run.state
-            if number in (1, 3, 6):
-                saving.save(number, run.state, touched=run.touched)
-            else:
-                saving.append(number, run.state, touched=run.touched)
-        saving.wait_appended()
+    run = Vocabulary(rows=20_000)
+    run.step(0, batch=12_000, spare=600)
+    with with_wal(tmp_path) as saving:
+        states = run.run(saving, 1, 3, 6, last=8, batch=300, spare=600)
     assert "zeros" in codecs_in(tmp_path / "6")
     ck = inspect.open(tmp_path)
     for number in (1, 3, 6, 8):
         found = ck.at(number)
         for name, rows in states[number]["tables"].items():
-            np.testing.assert_array_equal(np.asarray(found.tables[f"tables/{name}"]), rows)
-            key = np.asarray(found.tables[f"tables/{name}"].key)
-            np.testing.assert_array_equal(key, states[number]["keys"][name])
+            table = found.tables[f"tables/{name}"]
+            assert_array_equal(np.asarray(table), rows)
+            assert_array_equal(np.asarray(table.key), states[number]["keys"][name])
     compact.compact(tmp_path, step=6)
     shutil.rmtree(tmp_path / "3")
-    with manager(tmp_path, access="read") as restoring:
-        assert_same(restoring.restore(6, states[6]).state, states[6])
-        assert_same(restoring.restore_latest(states[6]).state, states[8])
+    assert_restores(tmp_path, 6, states[6], states[8])
     assert not verify.verify_root(tmp_path).problems
 
 
@@ -353,44 +353,29 @@ def test_tombstones_cover_no_row_of_a_base():
     made = made_up_saves.record(SaveId("a" * 32, 1, 1), rows=made_up_saves.ROWS)
     group = GroupEntry(name="g0", rows=rows, fields=(spec,))
     table = dataclasses.replace(made.tables[0], rows=rows)
+    nothing = storage_parts.StoredArrays((), 0)
     nothing = storage_parts.stored_field(
-        "values",
-        storage_parts.StoredArrays((), 0),
-        codec="zeros",
-        reason="",
-        bounds=np.array([0, rows]),
+        "values", nothing, codec="zeros", reason="", bounds=np.array([0, rows])
     )
-    segment = dataclasses.replace(
-        made.segments[0],
-        count=rows,
-        ranges=((0, rows),),
-        arrays=(),
-        encodings=(nothing.encoding,),
-    )
+    whole = {"count": rows, "ranges": ((0, rows),), "arrays": ()}
+    segment = dataclasses.replace(made.segments[0], **whole, encodings=(nothing.encoding,))
     changed = {"groups": (group,), "tables": (table,), "segments": (segment,)}
-    with pytest.raises(Damaged, match="expected row indices of tombstones"):
+    with pytest.raises(errors.Damaged, match="expected row indices of tombstones"):
         bounds.check_head(dataclasses.replace(made, **changed), "manifest.0")
     planned = dataclasses.replace(group, fields=(dataclasses.replace(spec, codec="zeros"),))
-    with pytest.raises(Damaged, match="a codec with arrays"):
+    with pytest.raises(errors.Damaged, match="a codec with arrays"):
         bounds.check_head(dataclasses.replace(made, groups=(planned,)), "manifest.0")
-    with pytest.raises(OptionError, match="codec 'zeros'"):
+    with pytest.raises(errors.OptionError, match="codec 'zeros'"):
         deltackpt.Tables(select="tables/*", codec="zeros")
 
 
 def train_until_killed(root: str) -> None:
     """Saves and appends ten steps, then dies in the next save."""
     run = Vocabulary()
-    with manager(root, wal=deltackpt.WalOptions()) as saving:
-        for number in range(1, 11):
-            run.step(number)
-            if number in (1, 6):
-                saving.save(number, run.state, touched=run.touched)
-            else:
-                saving.append(number, run.state, touched=run.touched)
-        saving.wait_until_finished()
-        saving.wait_appended()
+    with with_wal(root) as saving:
+        run.run(saving, 1, 6, last=10)
         run.step(11)
-        saving.save(11, run.state, touched=run.touched, force_base=True)
+        run.save(saving, 11, force_base=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -400,7 +385,7 @@ def test_a_process_that_is_killed_resumes_with_the_same_rows(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False)
     assert ended.returncode == -signal.SIGKILL
     run, back = Vocabulary(), Vocabulary()
-    with manager(tmp_path, wal=deltackpt.WalOptions()) as resumed:
+    with with_wal(tmp_path) as resumed:
         found = resumed.restore_latest(back.state)
         assert found.step in (10, 11)
         back.restored(found.state, found.touched)
@@ -408,23 +393,22 @@ def test_a_process_that_is_killed_resumes_with_the_same_rows(tmp_path):
             run.step(number)
             if number > found.step:
                 back.step(number)
-                resumed.append(number, back.state, touched=back.touched)
+                back.append(resumed, number)
         assert_same(back.state, run.state)
 
 
 def test_a_table_that_grows_is_saved_as_a_delta_with_its_further_rows(tmp_path):
     run, states = Vocabulary(), {}
-    with manager(tmp_path, wal=deltackpt.WalOptions()) as saving:
+    with with_wal(tmp_path) as saving:
         for number in range(1, 9):
             if number in (4, 7):
                 run.grow(3 * ROWS if number == 7 else 2 * ROWS)
             run.step(number)
             states[number] = run.state
             if number in (4, 8):  # append() saves a step if a table has grown.
-                found = saving.append(number, run.state, touched=run.touched)
-                assert (found.saved is None) == (number == 8)
+                assert (run.append(saving, number).saved is None) == (number == 8)
                 continue
-            saved = saving.save(number, run.state, touched=run.touched)
+            saved = run.save(saving, number)
             assert saved.kind == ("base" if number == 1 else "delta"), saved.reason
         saving.wait_until_finished()
         saving.wait_appended()
@@ -433,18 +417,15 @@ def test_a_table_that_grows_is_saved_as_a_delta_with_its_further_rows(tmp_path):
     users = np.asarray(states[7]["tables"]["users"])
     for number, state in states.items():
         if number < 8:
-            with manager(tmp_path, access="read") as restoring:
-                assert_same(restoring.restore(number, state).state, state)
-        found = ck.at(number)["tables/users"]
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(state["tables"]["users"]))
+            assert_restores(tmp_path, number, state)
+        found = np.asarray(ck.at(number)["tables/users"])
+        assert_array_equal(found, np.asarray(state["tables"]["users"]))
     assert set(range(2 * ROWS, 3 * ROWS)) <= {*ck.touched(7)["tables/users"].tolist()}
     last = ck.history("users", rows=[3 * ROWS - 1, 5])
-    np.testing.assert_array_equal(last.values[last.steps.tolist().index(7)], users[[-1, 5]])
+    assert_array_equal(last.values[last.steps.tolist().index(7)], users[[-1, 5]])
     compact.compact(tmp_path, step=7)
     shutil.rmtree(tmp_path / "4")
-    with manager(tmp_path, access="read") as restoring:
-        assert_same(restoring.restore(7, states[7]).state, states[7])
-        assert_same(restoring.restore_latest(states[8]).state, states[8])
+    assert_restores(tmp_path, 7, states[7], states[8])
 
 
 OPERATIONS = st.one_of(
@@ -538,13 +519,15 @@ def test_a_delta_without_the_rows_by_which_a_table_grew_is_damaged(tmp_path):
     run = Vocabulary()
     with manager(tmp_path) as saving:
         run.step(1)
-        saving.save(1, run.state, touched=run.touched)
+        run.save(saving, 1)
         run.grow(2 * ROWS)
         run.step(2)
         with mock.patch.object(Layout, "new_rows_since", lambda *layouts: {}):
-            assert saving.save(2, run.state, touched=run.touched).kind == "delta"
+            assert run.save(saving, 2).kind == "delta"
         saving.wait_until_finished()
-        with pytest.raises(Damaged, match=r"rows \(400, 800\), which its parent does not have"):
+        with pytest.raises(
+            errors.Damaged, match=r"rows \(400, 800\), which its parent does not have"
+        ):
             saving.restore(2, run.state)
 
 
@@ -552,7 +535,7 @@ def test_a_table_that_another_one_follows_in_its_group_grows_with_a_base(tmp_pat
     tables = deltackpt.Tables(select="tables/*")
     state = {"tables": {name: jnp.ones((8, 2)) for name in ("a", "b")}}
     marks = touched.init({f"tables/{name}": rows for name, rows in state["tables"].items()})
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saving:
+    with manager(tmp_path, tables) as saving:
         saving.save(1, state, touched=marks)
         for step, (name, kind) in enumerate([("b", "delta"), ("a", "base")], 2):
             larger = jnp.concatenate([state["tables"][name], jnp.full((4, 2), step)])
@@ -566,7 +549,7 @@ def test_a_table_that_another_one_follows_in_its_group_grows_with_a_base(tmp_pat
 
 def test_stamps_cannot_shrink():
     marks = touched.init({"users": jnp.zeros((8, 2))})
-    with pytest.raises(TrackingError, match="at least 8 rows.*has 7"):
+    with pytest.raises(errors.TrackingError, match="at least 8 rows.*has 7"):
         touched.grow(marks, {"users": jnp.zeros((7, 2))})
-    with pytest.raises(TrackingError, match="no table 'items'"):
+    with pytest.raises(errors.TrackingError, match="no table 'items'"):
         touched.grow(marks, {"items": jnp.zeros((9, 2))})
