@@ -15,14 +15,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import command
 import google_crc32c
+import model
 import pytest
 from golden import make_golden
 from test_compact import manager, run_compaction, write_chain
 
+import deltackpt
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, naming
 from deltackpt.format.row_blocks import StoredRows
@@ -48,6 +51,12 @@ def written(tmp_path_factory) -> dict[str, Path]:
     for step in make_golden.STEPS[:2]:
         shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
     return found
+
+
+@pytest.fixture
+def copied(written, tmp_path) -> Callable[[str], Path]:
+    """Copies a directory, to be changed."""
+    return lambda name: Path(shutil.copytree(written[name], tmp_path / "root"))
 
 
 pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
@@ -124,6 +133,10 @@ def named(report: RootReport, path: Path, root: Path) -> bool:
     return any(name in str(problem) for problem in report.problems)
 
 
+def restorable(report: RootReport) -> list[bool]:
+    return [step.restorable for step in report.steps]
+
+
 def step_of(path: Path, root: Path) -> int:
     """The step of a file's save or compacted base."""
     return next(int(part) for part in path.relative_to(root).parts if part.isdecimal())
@@ -158,9 +171,8 @@ def one_of_each(found: list[Path], root: Path) -> list[Path]:
         *(pytest.param(name, True, marks=EVERY) for name in ("lossless", "lossy", "parts")),
     ],
 )
-def test_damage_of_every_file_is_found_and_named(name, every, how, written, tmp_path):
-    root = tmp_path / name
-    shutil.copytree(written[name], root)
+def test_damage_of_every_file_is_found_and_named(name, every, how, copied):
+    root = copied(name)
     assert verify_root(root).intact
     found = saved_files(root)
     for path in found if every else one_of_each(found, root):
@@ -174,9 +186,8 @@ def test_damage_of_every_file_is_found_and_named(name, every, how, written, tmp_
 
 @pytest.mark.parametrize("how", [flip, remove, duplicate], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("name", ["lossless", "parts"])
-def test_a_step_is_reported_restorable_exactly_if_it_restores(name, how, written, tmp_path):
-    root = tmp_path / name
-    shutil.copytree(written[name], root)
+def test_a_step_is_reported_restorable_exactly_if_it_restores(name, how, copied):
+    root = copied(name)
     found = saved_files(root)
     for path in one_of_each(found, root):
         with damaged(path, path, how):
@@ -196,9 +207,8 @@ def flipped_bits(data: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     "place", ["compacted/1/embeddings/manifest.0.msgpack", "2/digests.step.msgpack"]
 )
-def test_every_bit_of_a_record_that_nothing_else_covers_is_verified(place, written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossless"], root)
+def test_every_bit_of_a_record_that_nothing_else_covers_is_verified(place, copied):
+    root = copied("lossless")
     path = root / place
     step_dir = root / place.removesuffix("/digests.step.msgpack").partition("/embeddings")[0]
     for number, data in enumerate(flipped_bits(path.read_bytes())):
@@ -217,25 +227,19 @@ def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Ma
     (step_dir / naming.STEP_DIGESTS).write_bytes(integrity.digests_bytes(digests))
 
 
-def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]:
-    def change(record: manifest.Manifest) -> manifest.Manifest:
-        first, *others = record.segments
-        return dataclasses.replace(
-            record, segments=(dataclasses.replace(first, **changes), *others)
-        )
+def with_segments(change: Callable[[tuple], tuple]) -> Callable[[manifest.Manifest], Any]:
+    return lambda record: dataclasses.replace(record, segments=change(record.segments))
 
-    return change
+
+def first_segment(**changes) -> Callable[[manifest.Manifest], Any]:
+    return with_segments(lambda found: (dataclasses.replace(found[0], **changes), *found[1:]))
 
 
 @pytest.mark.parametrize(
     ("step", "change", "expected"),
     [
-        (0, lambda r: dataclasses.replace(r, segments=r.segments[1:]), "expected all"),
-        (
-            0,
-            lambda r: dataclasses.replace(r, segments=(*r.segments, r.segments[0])),
-            "expected each row in one segment",
-        ),
+        (0, with_segments(lambda found: found[1:]), "expected all"),
+        (0, with_segments(lambda found: (*found, found[0])), "expected each row in one segment"),
         (0, first_segment(ranges=((0, 3),)), "found ranges of 3"),
         (0, first_segment(ranges=((0, 10**9),)), "expected ascending ranges"),
         (0, first_segment(columns=(0, 99)), "expected columns within"),
@@ -244,11 +248,8 @@ def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]
     ],
     ids=["fewer", "twice", "count", "beyond", "columns", "arrays", "shape"],
 )
-def test_intact_records_with_impossible_contents_are_damage(
-    step, change, expected, written, tmp_path
-):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_intact_records_with_impossible_contents_are_damage(step, change, expected, copied):
+    root = copied("lossy")
     change_records(root / str(step) / "embeddings" / naming.manifest_name(0), change)
     report = verify_root(root)
     assert any(expected in str(problem) for problem in report.problems), report.problems
@@ -256,10 +257,9 @@ def test_intact_records_with_impossible_contents_are_damage(
     assert broken == list(range(step, 3))
 
 
-def test_wrong_row_indices_are_found_despite_valid_checksums(written, tmp_path):
+def test_wrong_row_indices_are_found_despite_valid_checksums(copied):
     """Simulates a faulty writer: rows beyond the end of their table."""
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+    root = copied("lossy")
     real = LayerReader.rows
 
     def beyond(layer, *arguments):
@@ -271,9 +271,8 @@ def test_wrong_row_indices_are_found_despite_valid_checksums(written, tmp_path):
     assert any("rows below" in str(problem) for problem in report.problems)
 
 
-def test_a_chunk_of_zeros_with_its_own_checksum_is_found(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["parts"], root)
+def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
+    root = copied("parts")
     victim = sorted(root.glob("10/embeddings/part.1/*/values/c/0/0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
@@ -286,20 +285,19 @@ def test_a_chunk_of_zeros_with_its_own_checksum_is_found(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    "move",
     [
-        (lambda root: os.rename(root / "2", root / "5"), "renamed or copied by hand"),
-        (lambda root: shutil.copytree(root / "1", root / "7"), "renamed or copied by hand"),
+        lambda root: os.rename(root / "2", root / "5"),
+        lambda root: shutil.copytree(root / "1", root / "7"),
     ],
     ids=["renamed", "copied"],
 )
-def test_steps_moved_by_hand_are_found(make, expected, written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
-    make(root)
+def test_steps_moved_by_hand_are_found(move, copied):
+    root = copied("lossy")
+    move(root)
     report = verify_root(root)
     assert not report.intact
-    assert expected in report.steps[-1].broken_by[0]
+    assert "renamed or copied by hand" in report.steps[-1].broken_by[0]
 
 
 def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):
@@ -308,25 +306,23 @@ def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):
     write_chain(other, 2)
     shutil.rmtree(root / "1")
     shutil.copytree(other / "1", root / "1")
-    assert [step.restorable for step in verify_root(root).steps] == [True, False, False]
+    assert restorable(verify_root(root)) == [True, False, False]
 
 
-def test_a_damaged_compacted_base_breaks_only_steps_without_another_chain(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossless"], root)
+def test_a_damaged_compacted_base_breaks_only_steps_without_another_chain(copied):
+    root = copied("lossless")
     flip(chunk(root / "compacted" / "1"), root)
     report = verify_root(root)
-    assert not report.intact and all(step.restorable for step in report.steps)
+    assert not report.intact and all(restorable(report))
     assert report.steps[2].chain == ("0", "1", "2")
     shutil.rmtree(root / "0")
     report = verify_root(root)
-    assert [step.restorable for step in report.steps] == [False, False]
+    assert restorable(report) == [False, False]
     assert "parent 0 (save id" in report.steps[-1].broken_by[0]
 
 
-def test_a_compacted_base_replaces_a_removed_chain(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossless"], root)
+def test_a_compacted_base_replaces_a_removed_chain(copied):
+    root = copied("lossless")
     for step in ("0", "1"):
         shutil.rmtree(root / step)
     report = verify_root(root)
@@ -336,9 +332,8 @@ def test_a_compacted_base_replaces_a_removed_chain(written, tmp_path):
 # Not damage.
 
 
-def test_leftovers_are_notes_and_an_unsigned_claim_is_not(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossless"], root)
+def test_leftovers_are_notes_and_an_unsigned_claim_is_not(copied):
+    root = copied("lossless")
     (root / "9.orbax-checkpoint-tmp").mkdir()
     (root / "deleted" / "abc" / "1").mkdir(parents=True)
     (root / "compacted" / naming.compaction_name("3")).mkdir()
@@ -352,25 +347,23 @@ def test_leftovers_are_notes_and_an_unsigned_claim_is_not(written, tmp_path):
     assert naming.lease_name(99) not in text and report.problems == ()
 
 
-def test_an_altered_lease_is_damage_that_stops_no_restore(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_an_altered_lease_is_damage_that_stops_no_restore(copied):
+    root = copied("lossy")
     (lease,) = root.glob("lease.*")
     for data in itertools.islice(flipped_bits(lease.read_bytes()), 0, None, 101):
         lease.write_bytes(data)
         report = verify_root(root)
         assert [problem.object_name for problem in report.problems] == [lease.name]
-        assert all(step.restorable for step in report.steps)
+        assert all(restorable(report))
 
 
 def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch):
     """Retention removes the chain while its files are read."""
     write_chain(tmp_path, 3)
     real = integrity.check_files
-    gone = iter([True])
 
     def checked(directory: StorePath, *args, **kwargs):
-        if directory.name == "1" and next(gone, False):
+        if directory.name == "1" and (tmp_path / "1").exists():
             trash = tmp_path / naming.TRASH / "x"
             trash.mkdir(parents=True)
             for step in ("2", "1", "0"):
@@ -383,29 +376,21 @@ def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch)
     assert "1: removed while it was verified" in report.notes
 
 
-def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path, monkeypatch):
+def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path):
     write_chain(tmp_path, 3)
-    real = integrity.check_files
-    first = iter([True])
 
-    def checked(directory: StorePath, *args, **kwargs):
-        if next(first, False):
-            run_compaction(tmp_path, 1)
-            for step in ("0", "1"):
-                shutil.rmtree(tmp_path / step)
-        return real(directory, *args, **kwargs)
+    def replace(*_):
+        run_compaction(tmp_path, 1)
+        for step in ("0", "1"):
+            shutil.rmtree(tmp_path / step)
 
-    monkeypatch.setattr(integrity, "check_files", checked)
-    report = verify_root(tmp_path)
+    with model.before_first_call(integrity, "check_files", replace):
+        report = verify_root(tmp_path)
     assert report.intact
     assert [(step.step, step.chain) for step in report.steps] == [(2, ("compacted/1", "2"))]
 
 
 def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
-    import model
-
-    import deltackpt
-
     state, touched = model.start()
     options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=2)}
     with manager(tmp_path, **options) as trainer:
@@ -450,9 +435,8 @@ def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_pa
 
 
 @pytest.mark.parametrize("steps", [None, [1]])
-def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, copied):
+    root = copied("lossy")
     path = root / "1" / "embeddings" / naming.manifest_name(0)
     path.unlink()
     path.symlink_to(path.name)
@@ -471,9 +455,8 @@ def test_a_wrong_path_never_verifies_as_intact(written, tmp_path):
     assert verify_root(tmp_path).intact
 
 
-def test_only_chosen_steps_and_what_they_need_are_verified(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_only_chosen_steps_and_what_they_need_are_verified(copied):
+    root = copied("lossy")
     flip(chunk(root / "2"), root)
     report = verify_root(root, steps=[1])
     assert report.intact and [save.name for save in report.saves] == ["0", "1"]
@@ -490,9 +473,8 @@ def test_a_foreign_directory_is_refused(tmp_path):
         verify_root(tmp_path)
 
 
-def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_an_unreadable_file_is_damage_by_name(copied):
+    root = copied("lossy")
     victim = root / "1" / "embeddings" / "layer.0"
     real = integrity.digest_file
 
@@ -504,58 +486,49 @@ def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
     with mock.patch.object(integrity, "digest_file", refused):
         report = verify_root(root)
     assert named(report, victim, root)
-    assert [step.restorable for step in report.steps] == [True, False, False]
+    assert restorable(report) == [True, False, False]
 
 
 def test_every_byte_is_counted_and_reported(written):
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     root = written["lossless"]
-    report = verify_root(root, progress=lambda done, total: told.append((done, total)))
+    report = verify_root(root, progress=lambda *done: reported.append(done))
     nbytes = sum(path.stat().st_size for path in saved_files(root))
-    assert report.bytes_read == nbytes == told[-1][0] == told[-1][1]
+    assert report.bytes_read == nbytes == reported[-1][0] == reported[-1][1]
     assert report.file_count == len(saved_files(root))
 
 
 # The command.
 
 
-def run(*arguments: object, program: str = ""):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{program}\nfrom deltackpt import cli; cli.main()"]
-        + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-    )
-
-
-#: Makes imports of some packages fail.
+#: The command line, in a process in which imports of some packages fail.
 WITHOUT = (
     "import sys\n"
-    "for name in ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'ray'): sys.modules[name] = None"
+    "for name in ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'ray'): sys.modules[name] = None\n"
+    "from deltackpt import cli; cli.main()"
 )
 
 
 @pytest.mark.processes
 def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_if_all_is_intact(written):
-    found = run("verify", written["lossless"], program=WITHOUT)
+    command = [sys.executable, "-W", "error", "-c", WITHOUT, "verify", written["lossless"]]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
     assert "3 of 3 steps can be restored, 0 damaged objects" in found.stdout
     assert "compacted/1 + 1 delta" in found.stdout
 
 
-def test_the_command_names_damage_and_exits_1(written, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(written["lossy"], root)
+def test_the_command_names_damage_and_exits_1(copied, tmp_path):
+    root = copied("lossy")
     [damaged_chunk, *_] = stored_chunks(root / "1")
     damaged_chunk.flip()
     found = command.run("verify", root)
     assert found.returncode == 1 and found.stderr == ""
     assert re.search(f"damaged: 1/embeddings/{damaged_chunk.name}: expected", found.stdout)
     assert "1 of 3 steps can be restored, 1 damaged object;" in found.stdout
-    told = json.loads(command.run("verify", root, "--json").stdout)
-    assert told["intact"] is False
-    assert [step["restorable"] for step in told["steps"]] == [True, False, False]
-    assert len(told["problems"]) == 1
+    described = json.loads(command.run("verify", root, "--json").stdout)
+    assert described["intact"] is False and len(described["problems"]) == 1
+    assert [step["restorable"] for step in described["steps"]] == [True, False, False]
     assert command.run("verify", root, "--step", 0).returncode == 0
     assert command.run("verify", tmp_path / "none").returncode == 1
     assert command.run("verify").returncode == 2
