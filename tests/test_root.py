@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import shutil
@@ -10,29 +11,20 @@ import socket
 import subprocess
 import threading
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import command as command_line
 import model
 import pytest
+from flat_options import manager_options
 from machine import required
+from model import before_first_call
 
 import deltackpt
-from deltackpt import inspect, serving
-from deltackpt.errors import (
-    DeltackptError,
-    FencedError,
-    ForeignDirectory,
-    FormatTooNew,
-    OptionError,
-    OutOfSpace,
-    SaveFailed,
-    StorageError,
-    UnsupportedRoot,
-)
+from deltackpt import errors, inspect, serving
 from deltackpt.format import naming
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
@@ -40,6 +32,24 @@ from deltackpt.storage import posix
 from deltackpt.testing import Disk
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+
+
+def manager_of(path: Path | str, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(path, handlers=HANDLERS, **options)
+
+
+def steps_in(path: Path) -> list[int]:
+    return sorted(Root.open(path, read_only=True).steps())
+
+
+def before_commit(act: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Runs ``act`` when the first save in flight is about to commit."""
+    return before_first_call(deltackpt.storage.digests, "digests_bytes", lambda *_: act())
+
+
+def point(link: Path, to: str) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(to)
 
 
 def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(tmp_path, monkeypatch):
@@ -51,7 +61,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(tmp_path, monkey
     log = deltackpt.WalOptions(backend=deltackpt.wal.LocalWal(directory="~/log"))
     options = deltackpt.ManagerOptions(wal=log)
     for given in ("~/run", Path("~/run")):
-        with deltackpt.CheckpointManager(given, handlers=HANDLERS, options=options) as manager:
+        with manager_of(given, options=options) as manager:
             if manager.latest_step() is None:
                 manager.save(0, model.initial())
     assert {path.name for path in home.iterdir()} == {"run", "log"}
@@ -76,12 +86,19 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(tmp_path, monkey
 
 def test_a_tilde_of_an_unknown_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match=r"'~user' of a user .* or \./~nobody\.here/run"):
-        deltackpt.CheckpointManager("~nobody.here/run", handlers=HANDLERS)
-    with pytest.raises(OptionError, match="~nobody"):
+    with pytest.raises(errors.OptionError, match=r"'~user' of a user .* or \./~nobody\.here/run"):
+        manager_of("~nobody.here/run")
+    with pytest.raises(errors.OptionError, match="~nobody"):
         inspect.open("~nobody.here/run")
-    deltackpt.CheckpointManager("./~nobody.here", handlers=HANDLERS).close()
+    manager_of("./~nobody.here").close()
     assert (tmp_path / "~nobody.here").is_dir()
+
+
+def fill(path: Path) -> None:
+    """Writes until the file system is full."""
+    path.mkdir()
+    with contextlib.suppress(OSError):
+        (path / "chunk").write_bytes(bytes(1 << 20))
 
 
 @contextlib.contextmanager
@@ -90,11 +107,8 @@ def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
     able = os.geteuid() == 0 and shutil.which("mount") is not None
     required(able, "mounting a small tmpfs needs root and mount")
     path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path],
-        capture_output=True,
-        text=True,
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+    done = subprocess.run(mount, capture_output=True, text=True)
     required(done.returncode == 0, f"a tmpfs is needed: {done.stderr.strip()}")
     try:
         yield path
@@ -111,7 +125,7 @@ def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
 @pytest.mark.parametrize("read_only", [False, True])
 def test_every_scheme_is_refused_at_once(directory, read_only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedRoot, match="mount it"):
+    with pytest.raises(errors.UnsupportedRoot, match="mount it"):
         Root.open(directory, read_only=read_only)
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +134,7 @@ def test_every_scheme_is_refused_at_once(directory, read_only, tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["notes.txt", "2024-report", "checkpoint_12", "lease.txt"])
 def test_a_foreign_directory_is_refused_and_left_alone(name, read_only, tmp_path):
     (tmp_path / name).write_text("somebody else's")
-    with pytest.raises(ForeignDirectory, match=name):
+    with pytest.raises(errors.ForeignDirectory, match=name):
         Root.open(tmp_path, read_only=read_only)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -141,7 +155,7 @@ def test_opening_creates_a_directory_and_its_parents(tmp_path):
 
 
 def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
-    with pytest.raises(StorageError, match="expected a directory to read"):
+    with pytest.raises(errors.StorageError, match="expected a directory to read"):
         Root.open(tmp_path / "none", read_only=True)
     (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
     reader = Root.open(tmp_path, read_only=True)
@@ -152,7 +166,7 @@ def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
 
 def test_a_path_that_is_a_file_is_a_typed_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file: expected to make a directory"):
+    with pytest.raises(errors.StorageError, match="file: expected to make a directory"):
         Root.open(tmp_path / "file")
 
 
@@ -161,18 +175,16 @@ def test_a_read_only_file_system_is_a_typed_error_for_a_trainer_only(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "1m") as path:
         (path / "3").mkdir()
         subprocess.run(["mount", "-o", "remount,ro", path], check=True)
-        with pytest.raises(StorageError, match="take the lease.*[Rr]ead-only file system"):
+        with pytest.raises(errors.StorageError, match="take the lease.*[Rr]ead-only file system"):
             Root.open(path)
-        assert Root.open(path, read_only=True).steps() == [3]
+        assert steps_in(path) == [3]
 
 
 @pytest.mark.processes
 def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "256k") as path:
         leftover = path / "9.orbax-checkpoint-tmp"
-        leftover.mkdir()
-        with contextlib.suppress(OSError):
-            (leftover / "chunk").write_bytes(bytes(1 << 20))
+        fill(leftover)
         assert posix.free_bytes(path) == 0
         Root.open(path).close()
         assert not leftover.exists()
@@ -181,28 +193,25 @@ def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
 @pytest.mark.processes
 def test_a_full_file_system_is_out_of_space(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "256k") as path:
-        (path / "3").mkdir()
-        with contextlib.suppress(OSError):
-            (path / "3" / "chunk").write_bytes(bytes(1 << 20))
-        with pytest.raises(OutOfSpace, match="make room or keep fewer steps"):
+        fill(path / "3")
+        with pytest.raises(errors.OutOfSpace, match="make room or keep fewer steps"):
             Root.open(path)
-        assert Root.open(path, read_only=True).steps() == [3]
+        assert steps_in(path) == [3]
 
 
 def test_only_canonical_step_names_are_steps(tmp_path):
     for name in ("0", "12", "007", "12.orbax-checkpoint-tmp", "٣", "rolled-back", "deleted"):
         (tmp_path / name).mkdir()
-    assert sorted(Root.open(tmp_path, read_only=True).steps()) == [0, 12]
+    assert steps_in(tmp_path) == [0, 12]
 
 
 def test_a_vanished_directory_is_a_typed_error(tmp_path):
     opened = Root.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(StorageError, match="expected to list it"):
+    with pytest.raises(errors.StorageError, match="expected to list it"):
         opened.steps()
-    with pytest.raises(
-        StorageError, match=r"run: expected the directory .* moved or removed; move it"
-    ):
+    message = r"run: expected the directory .* moved or removed; move it"
+    with pytest.raises(errors.StorageError, match=message):
         opened.check_lease()
 
 
@@ -214,46 +223,35 @@ def test_the_newest_starter_takes_over_and_the_older_is_fenced(tmp_path):
     first.check_lease()
     second = Root.open(tmp_path)
     second.check_lease()
-    with pytest.raises(FencedError) as caught:
+    with pytest.raises(errors.FencedError) as caught:
         first.check_lease()
-    message = str(caught.value)
-    for part in ("epoch 1", "epoch 2", f"process {os.getpid()}", socket.gethostname(), "UTC"):
-        assert part in message
-    assert "stop this trainer" in message
+    process = f"process {os.getpid()}"
+    for part in ("epoch 1", "epoch 2", process, socket.gethostname(), "UTC", "stop this trainer"):
+        assert part in str(caught.value)
 
 
 def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
     for _ in range(3):
         Root.open(tmp_path)
-    last = Root.open(tmp_path)
-    last.check_lease()
-    leases = [name for name in os.listdir(tmp_path) if name.startswith("lease.")]
-    assert leases == [naming.lease_name(4)]
+    Root.open(tmp_path).check_lease()
+    assert [path.name for path in tmp_path.glob("lease.*")] == [naming.lease_name(4)]
 
 
 def test_exactly_one_of_the_trainers_that_start_at_once_holds_the_lease(tmp_path):
-    starters, rounds = 8, 12
-    for number in range(rounds):
-        path = tmp_path / str(number)
-        barrier = threading.Barrier(starters)
-        opened: list[Root] = []
+    barrier = threading.Barrier(8)
 
-        def start(path=path, barrier=barrier, opened=opened) -> None:
-            barrier.wait()
-            opened.append(Root.open(path))
+    def start(path: Path) -> Root:
+        barrier.wait()
+        return Root.open(path)
 
-        threads = [threading.Thread(target=start) for _ in range(starters)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        holders = 0
-        for trainer in opened:
-            with contextlib.suppress(FencedError):
-                trainer.check_lease()
-                holders += 1
-        assert len(opened) == starters
-        assert holders == 1
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for number in range(12):
+            holders = 0
+            for trainer in [*pool.map(start, [tmp_path / str(number)] * 8)]:
+                with contextlib.suppress(errors.FencedError):
+                    trainer.check_lease()
+                    holders += 1
+            assert holders == 1
 
 
 def test_an_outdated_listing_never_claims_a_past_epoch(tmp_path):
@@ -279,10 +277,9 @@ def test_a_claim_interrupted_before_it_was_signed_still_counts(contents, tmp_pat
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     older = Root.open(tmp_path)
     (tmp_path / naming.lease_name(2)).write_bytes(contents)
-    with pytest.raises(FencedError, match="epoch 2 held by a trainer that is starting"):
+    with pytest.raises(errors.FencedError, match="epoch 2 held by a trainer that is starting"):
         older.check_lease()
-    newer = Root.open(tmp_path)
-    newer.check_lease()
+    Root.open(tmp_path).check_lease()
 
 
 def test_a_removed_lease_fences_its_holder(tmp_path):
@@ -290,58 +287,46 @@ def test_a_removed_lease_fences_its_holder(tmp_path):
     for _ in range(3):
         holder = Root.open(tmp_path)
     (tmp_path / naming.lease_name(3)).unlink()
-    with pytest.raises(FencedError, match="its file removed"):
+    with pytest.raises(errors.FencedError, match="its file removed"):
         holder.check_lease()
     Root.open(tmp_path)
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         holder.check_lease()
 
 
 def test_a_switched_root_is_fenced(tmp_path):
     """Both directories are at epoch 1; only their holders differ."""
     link = tmp_path / "current"
-    link.symlink_to("one")
+    point(link, "one")
     (tmp_path / "one").mkdir()
     state, touched = model.start()
-    with deltackpt.CheckpointManager(tmp_path / "two", handlers=HANDLERS) as other:
-        with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
+    with manager_of(tmp_path / "two") as other:
+        with manager_of(link) as manager:
             model.commit(manager, 1, state, touched=touched)
             switched = tmp_path / "switched"
             switched.symlink_to("two")
             switched.rename(link)
-            with pytest.raises(
-                FencedError, match=r"one: expected.*current.* points to another directory now"
-            ):
+            message = r"one: expected.*current.* points to another directory now"
+            with pytest.raises(errors.FencedError, match=message):
                 manager.save(2, state, touched=touched)
             assert manager.all_steps() == [1]
-            link.unlink()
-            link.symlink_to("one")
+            point(link, "one")
             manager.save(3, state, touched=touched)
         assert other.all_steps() == []
-    assert sorted(Root.open(link, read_only=True).steps()) == [1, 3]
+    assert steps_in(link) == [1, 3]
 
 
 def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(tmp_path):
     link = tmp_path / "current"
-    link.symlink_to("one")
+    point(link, "one")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     Root.open(tmp_path / "two").close()
-    state, touched = model.start()
-    with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
-        real = deltackpt.storage.digests.digests_bytes
-
-        def switch(*args, **kwargs):
-            link.unlink()
-            link.symlink_to("two")
-            return real(*args, **kwargs)
-
-        with mock.patch.object(deltackpt.storage.digests, "digests_bytes", switch):
-            manager.save(1, state, touched=touched)
-            with pytest.raises(FencedError, match="points to another directory now"):
-                manager.wait_until_finished()
-    for name in ("one", "two"):
-        assert Root.open(tmp_path / name, read_only=True).steps() == []
+    with manager_of(link) as manager, before_commit(lambda: point(link, "two")):
+        manager.save(1, model.initial())
+        with pytest.raises(errors.FencedError, match="points to another directory now"):
+            manager.wait_until_finished()
+    assert steps_in(tmp_path / "one") == steps_in(tmp_path / "two") == []
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -349,18 +334,17 @@ def test_a_backup_moved_into_place_is_fenced(tmp_path, in_place):
     """The backup has the same epoch but another holder."""
     Root.open(tmp_path / "backup").close()
     state, touched = model.start()
-    with deltackpt.CheckpointManager(tmp_path / "run", handlers=HANDLERS) as manager:
+    with manager_of(tmp_path / "run") as manager:
         model.commit(manager, 1, state, touched=touched)
         if in_place:
             shutil.copytree(tmp_path / "backup", tmp_path / "run", dirs_exist_ok=True)
         else:
             (tmp_path / "run").rename(tmp_path / "aside")
             (tmp_path / "backup").rename(tmp_path / "run")
-        with pytest.raises(FencedError, match="found .*epoch 1 held by process") as caught:
+        with pytest.raises(errors.FencedError, match="found .*epoch 1 held by process") as caught:
             manager.save(2, state, touched=touched)
         assert ("another directory in its place" in str(caught.value)) is not in_place
-    expected = [1] if in_place else []
-    assert Root.open(tmp_path / "run", read_only=True).steps() == expected
+    assert steps_in(tmp_path / "run") == ([1] if in_place else [])
 
 
 def test_a_copy_of_a_root_in_its_place_is_fenced_although_it_has_the_same_lease(tmp_path):
@@ -368,7 +352,7 @@ def test_a_copy_of_a_root_in_its_place_is_fenced_although_it_has_the_same_lease(
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copy").rename(tmp_path / "run")
-    with pytest.raises(FencedError, match="another directory in its place"):
+    with pytest.raises(errors.FencedError, match="another directory in its place"):
         opened.check_lease()
     opened.close()
 
@@ -376,10 +360,10 @@ def test_a_copy_of_a_root_in_its_place_is_fenced_although_it_has_the_same_lease(
 def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
     opened = Root.open(tmp_path)
     Root.open(tmp_path)
-    too_new = FormatTooNew("lease.2.msgpack: of a later version")
+    too_new = errors.FormatTooNew("lease.2.msgpack: of a later version")
     with (
         mock.patch.object(lease, "read_lease", side_effect=too_new),
-        pytest.raises(FencedError, match="epoch 2 held by a trainer of a newer deltackpt"),
+        pytest.raises(errors.FencedError, match="epoch 2 held by a trainer of a newer deltackpt"),
     ):
         opened.check_lease()
 
@@ -388,60 +372,40 @@ def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
 def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, in_flight):
     state, touched = model.start()
     run, moved = tmp_path / "run", tmp_path / "moved"
-    with deltackpt.CheckpointManager(run, handlers=HANDLERS) as manager:
+    with manager_of(run) as manager:
         model.commit(manager, 1, state, touched=touched)
         state, touched = model.train(state, touched, 1)
         if in_flight:
-            real = deltackpt.storage.digests.digests_bytes
-
-            def move(*args, **kwargs):
-                if run.exists():
-                    run.rename(moved)
-                return real(*args, **kwargs)
-
-            with mock.patch.object(deltackpt.storage.digests, "digests_bytes", move):
+            with before_commit(lambda: run.rename(moved)):
                 manager.save(2, state, touched=touched)
-                with pytest.raises(SaveFailed, match="step 2 failed"):
+                with pytest.raises(errors.SaveFailed, match="step 2 failed"):
                     manager.wait_until_finished()
         else:
             run.rename(moved)
-        with pytest.raises(StorageError, match="run: expected the directory where it was"):
+        with pytest.raises(errors.StorageError, match="run: expected the directory where it was"):
             manager.save(3, state, touched=touched)
         moved.rename(run)
-        saved = manager.save(4, state, touched=touched)
-        assert saved.kind == "delta"
+        assert manager.save(4, state, touched=touched).kind == "delta"
         manager.wait_until_finished()
-        found = manager.restore(4, state)
-        model.assert_same(found.state, state)
+        model.assert_same(manager.restore(4, state).state, state)
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
     """The commit checks the lease too, not only save(): a newer trainer starts in between."""
     state, touched = model.start()
-    older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
-    model.commit(older, 1, state, touched=touched)
-    real = deltackpt.storage.digests.digests_bytes
-    first = threading.Semaphore()
-
-    def start_another(*args, **kwargs):
-        if first.acquire(blocking=False):
-            Root.open(tmp_path)  # Another process.
-        return real(*args, **kwargs)
-
-    with mock.patch.object(deltackpt.storage.digests, "digests_bytes", start_another):
-        older.save(2, state, touched=touched)
-        with pytest.raises(DeltackptError) as caught:
-            older.wait_until_finished()
-    assert isinstance(caught.value, (FencedError, SaveFailed))
-    with pytest.raises(FencedError):
-        older.save(3, state, touched=touched)
-    older.close()
-    holder = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
-    result = holder.restore_latest(state)
-    assert result.step == 1
-    model.commit(holder, 2, result.state, touched=result.touched)
-    holder.close()
+    with manager_of(tmp_path) as older:
+        model.commit(older, 1, state, touched=touched)
+        with before_commit(lambda: Root.open(tmp_path)):
+            older.save(2, state, touched=touched)
+            with pytest.raises((errors.FencedError, errors.SaveFailed)):
+                older.wait_until_finished()
+        with pytest.raises(errors.FencedError):
+            older.save(3, state, touched=touched)
+    with manager_of(tmp_path) as holder:
+        result = holder.restore_latest(state)
+        assert result.step == 1
+        model.commit(holder, 2, result.state, touched=result.touched)
     assert not list(tmp_path.glob("*.orbax-checkpoint-tmp"))
 
 
@@ -468,8 +432,7 @@ def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path):
         pytest.warns(UserWarning, match=r"from step 110.*\[120, 130\].*rolled-back/run-b"),
     ):
         assert opened.roll_back(110, "run-b") == [130, 120]
-    moves = [Path(path).name for path in disk.paths("rename")]
-    assert moves == ["130", "120"]
+    assert [Path(path).name for path in disk.paths("rename")] == ["130", "120"]
     # Each is durable in both directories before the next one is moved.
     for number, call in enumerate(disk.calls):
         if call.name == "rename":
@@ -488,16 +451,13 @@ def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
 
 def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
     state, touched = model.start()
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+    with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
-            manager.save(step, state, touched=touched)
-        manager.wait_until_finished()
+            model.commit(manager, step, state, touched=touched)
         before = manager._root.saves()
         result = manager.restore(1, state)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            manager.save(2, result.state, touched=result.touched)
-        manager.wait_until_finished()
+        with pytest.warns(UserWarning, match="rolled-back"):
+            model.commit(manager, 2, result.state, touched=result.touched)
         after = manager._root.saves()
         assert set(after) == {1, 2}
         assert after[1] == before[1]
@@ -509,8 +469,9 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
 
 def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_path):
     for name in ("5.orbax-checkpoint-tmp", "deleted/3", "deleted/abc/4", "4"):
-        (tmp_path / name / "embeddings" / "part.0").mkdir(parents=True)
-        (tmp_path / name / "embeddings" / "part.0" / "chunk").write_bytes(b"bytes")
+        part = tmp_path / name / "embeddings" / "part.0"
+        part.mkdir(parents=True)
+        (part / "chunk").write_bytes(b"bytes")
     opened = Root.open(tmp_path)
     assert opened.steps() == [4]
     assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()
@@ -520,8 +481,7 @@ def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_pa
 
 def test_an_interrupted_deletion_is_not_a_step(tmp_path):
     opened = Root.open(tmp_path)
-    removed = tmp_path / opened.new_trash() / "8"
-    removed.mkdir(parents=True)
+    (tmp_path / opened.new_trash() / "8").mkdir(parents=True)
     assert opened.steps() == []
     assert opened.saves() == {}
 
@@ -532,19 +492,18 @@ def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path):
     removed.mkdir(parents=True)
     with Disk(tmp_path) as disk:
         opened.empty_trash()
-    trash = removed.parent
-    paths = (trash, trash.parent, tmp_path, removed)
-    assert [call.path for call in disk.calls[:4]] == [*map(str, paths)]
-    assert [call.name == "fsync" for call in disk.calls[:4]] == [True, True, True, False]
+    synced = (removed.parent, removed.parent.parent, tmp_path)
+    assert [(call.name, call.path) for call in disk.calls[:3]] == [
+        ("fsync", str(path)) for path in synced
+    ]
+    assert disk.calls[3].name != "fsync" and disk.calls[3].path == str(removed)
 
 
 def test_a_damaged_step_is_listed_as_unknown(tmp_path):
-    state = model.initial()
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+    with manager_of(tmp_path) as manager:
         for step in (1, 2):
-            manager.save(step, state)
-        manager.wait_until_finished()
-        (tmp_path / "2" / "embeddings" / naming.manifest_name(0)).write_bytes(b"damaged")
+            model.commit(manager, step, model.initial())
+    (tmp_path / "2" / "embeddings" / naming.manifest_name(0)).write_bytes(b"damaged")
     saves = Root.open(tmp_path, read_only=True).saves()
     assert saves[2] is None
     assert saves[1] is not None and saves[1].step_dir == "1"
@@ -552,12 +511,9 @@ def test_a_damaged_step_is_listed_as_unknown(tmp_path):
 
 def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     state, touched = model.start()
-    options = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1)),
-        writes=deltackpt.WriteOptions(durability="process"),
-        max_to_keep=1,
-    )
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
+    policy = deltackpt.policies.Consecutive(max_chain=1)
+    options = manager_options(policy=policy, durability="process", max_to_keep=1)
+    with manager_of(tmp_path, options=options) as manager:
         for step in range(1, 13):
             model.commit(manager, step, state, touched=touched)
             # Background removal may take long on a busy machine.
@@ -568,21 +524,16 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
 def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
-    with pytest.raises(UnsupportedRoot, match="treats them as glob patterns"):
+    with pytest.raises(errors.UnsupportedRoot, match="treats them as glob patterns"):
         Root.open(tmp_path / name)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(tmp_path, monkeypatch):
     opened = Root.open(tmp_path)
-    monkeypatch.setattr(
-        Root, "empty_trash", lambda _: (_ for _ in ()).throw(RuntimeError("broken"))
-    )
+    monkeypatch.setattr(Root, "empty_trash", mock.Mock(side_effect=RuntimeError("broken")))
     opened.collect()
     with pytest.raises(RuntimeError, match="broken"):
         opened.close()
-    assert str(tmp_path) not in [
-        os.readlink(f"/proc/self/fd/{one}")
-        for one in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{one}")
-    ]
+    opened_files = [one for one in Path("/proc/self/fd").iterdir() if one.exists()]
+    assert tmp_path not in [one.readlink() for one in opened_files]
