@@ -19,13 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltackpt import touched
-from deltackpt.errors import (
-    OptionError,
-    TableSelectionError,
-    TemplateMismatch,
-    TrackingError,
-)
+from deltackpt import errors, touched
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
 from deltackpt.policies import CodecChoice
@@ -67,7 +61,7 @@ def joined(template: Any, parts: Split, marks: Any = None) -> Any:
 
 
 def refused(state: Any, message: str, **chosen: Any) -> None:
-    with pytest.raises(TableSelectionError, match=message):
+    with pytest.raises(errors.TableSelectionError, match=message):
         split(state, Tables(**chosen))
 
 
@@ -323,7 +317,7 @@ def test_two_tables_of_one_name_are_an_error():
 
 @pytest.mark.parametrize("select", ["", [], 3, [3], None])
 def test_an_invalid_selection_is_an_option_error(select):
-    with pytest.raises(OptionError, match="select"):
+    with pytest.raises(errors.OptionError, match="select"):
         Tables(select=select)
 
 
@@ -501,13 +495,13 @@ def test_the_touch_state_is_never_saved_and_comes_back_fresh():
     assert int(back.opt_state.touched.clock) == 0
     assert not back.opt_state.touched.stamps["emb"].any()
     assert_same(joined(state, parts, parts.touched), state)
-    with pytest.raises(TrackingError, match="lacks tables\n  tower/emb"):
+    with pytest.raises(errors.TrackingError, match="lacks tables\n  tower/emb"):
         joined(state, parts, touched.init({"emb": state.params["emb"]}))
 
 
 def test_extra_leaves_of_a_template_are_named():
     state = {"emb": table(3), "w": jnp.ones(2)}
-    with pytest.raises(TemplateMismatch, match="found more:\n  more/x\n  v"):
+    with pytest.raises(errors.TemplateMismatch, match="found more:\n  more/x\n  v"):
         joined({**state, "v": 1, "more": {"x": 2}}, split(state, Tables(select="emb")))
 
 
@@ -599,5 +593,5 @@ def test_stamps_are_matched_by_name_then_by_the_longest_suffix(names):
     ],
 )
 def test_stamps_that_do_not_fit_are_named(names, rows, message):
-    with pytest.raises(TrackingError, match=message):
+    with pytest.raises(errors.TrackingError, match=message):
         match_touched(stamps(*names, rows=rows), split({"params": params()}, TABLES).layout)
