@@ -18,15 +18,7 @@ import pytest
 from flat_options import manager_options
 
 import deltackpt
-from deltackpt import events
-from deltackpt.errors import (
-    ClosedError,
-    OptionError,
-    SaveFailed,
-    StepNotFound,
-    TemplateMismatch,
-    WaitTimeout,
-)
+from deltackpt import errors, events
 from deltackpt.options import Timeouts
 from deltackpt.save import pending_save
 from deltackpt.testing import failing_saves, paused_saves
@@ -43,11 +35,22 @@ def manager(root: Path, handlers=None, event_handlers=(), **options) -> deltackp
     )
 
 
+def saver_of(root: Path, tables: deltackpt.Tables, **given) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(root, handlers={"embeddings": tables}, **given)
+
+
 @pytest.fixture
 def start() -> tuple[dict, deltackpt.TouchState]:
     """A state and its TouchState."""
-    state = model.initial()
-    return state, model.new_touched(state)
+    return model.start()
+
+
+def saved_twice(saver, state, marks):
+    """Saves steps 1 and 2; returns the state of step 2, and what training makes of it."""
+    model.commit(saver, 1, state, touched=marks)
+    last, marks = model.train(state, marks, 1)
+    model.commit(saver, 2, last, touched=marks)
+    return last, *model.train(last, marks, 2)
 
 
 # Threads.
@@ -62,7 +65,7 @@ def test_several_threads_may_use_one_manager(tmp_path, start):
             for method in methods:
                 try:
                     method()
-                except StepNotFound:
+                except errors.StepNotFound:
                     pass  # Removed in the meantime.
                 except BaseException as error:
                     problems.append(error)
@@ -139,11 +142,10 @@ def test_a_skipped_save_loses_no_row(tmp_path, start):
 
 def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, start):
     state, marks = start
-    limits = Timeouts(save_secs=0.2, close_secs=0.2)
-    saver = manager(tmp_path, timeouts=limits)
+    saver = manager(tmp_path, timeouts=Timeouts(save_secs=0.2, close_secs=0.2))
     with paused_saves(tmp_path) as held:
         saver.save(1, state, touched=marks)
-        with pytest.raises(WaitTimeout, match="timeouts"):
+        with pytest.raises(errors.WaitTimeout, match="timeouts"):
             saver.wait_until_finished()
         held.release()
         while saver.is_saving_in_progress():
@@ -155,28 +157,22 @@ def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, start):
 # Kinds of saves, and their reasons.
 
 
-def test_every_policy_reports_its_reason_and_restores_exactly(tmp_path, start):
-    for policy in (
-        deltackpt.policies.OneShot(max_chain=3),
-        deltackpt.policies.Consecutive(max_chain=3),
-        deltackpt.policies.Intermittent(max_chain=3),
-    ):
-        state, marks = start
-        root = tmp_path / type(policy).__name__
-        with manager(root, policy=policy) as saver:
-            for step in range(1, 8):
-                decided = saver.next_save(state, touched=marks)
-                saved = saver.save(step, state, touched=marks)
-                assert (saved.kind, saved.reason) == (decided.kind, decided.reason)
-                assert saved.reason.startswith(saved.kind)
-                saver.wait_until_finished()
-                last = state
-                state, marks = model.train(state, marks, step)
-            found = saver.restore_latest(last)
-            assert len(found.chain) <= 4
-            if isinstance(policy, deltackpt.policies.OneShot):
-                assert len(found.chain) <= 2
-            model.assert_same(found.state, last)
+@pytest.mark.parametrize(
+    ("policy", "longest"), [("OneShot", 2), ("Consecutive", 4), ("Intermittent", 4)]
+)
+def test_every_policy_reports_its_reason_and_restores_exactly(tmp_path, start, policy, longest):
+    state, marks = start
+    with manager(tmp_path, policy=getattr(deltackpt.policies, policy)(max_chain=3)) as saver:
+        for step in range(1, 8):
+            decided = saver.next_save(state, touched=marks)
+            saved = saver.save(step, state, touched=marks)
+            assert (saved.kind, saved.reason) == (decided.kind, decided.reason)
+            assert saved.reason.startswith(saved.kind)
+            saver.wait_until_finished()
+            last, (state, marks) = state, model.train(state, marks, step)
+        found = saver.restore_latest(last)
+    assert len(found.chain) <= longest
+    model.assert_same(found.state, last)
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "close"])
@@ -191,21 +187,23 @@ def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, 
         "close": lambda: saver.close(),
     }
 
-    class Listener:
-        def receive(self, event) -> None:
-            try:
-                calls[call]()
-            except ClosedError as error:
-                found.append(error)
-                raise
+    def receive(_) -> None:
+        try:
+            calls[call]()
+        except errors.ClosedError as error:
+            found.append(error)
+            raise
 
-    with manager(tmp_path, event_handlers=(Listener(),)) as saver:
+    with manager(tmp_path, event_handlers=(mock.Mock(receive=receive),)) as saver:
         saver.save(1, state, touched=marks, force_base=True)
         with pytest.warns(RuntimeWarning, match="its own event handlers"):
             saver.wait_until_finished()
         with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(2, state, touched=marks, force_base=True)
-            with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="step 2 failed"):
+            with (
+                pytest.warns(RuntimeWarning),
+                pytest.raises(errors.SaveFailed, match="step 2 failed"),
+            ):
                 saver.wait_until_finished()
         with pytest.warns(RuntimeWarning):
             model.commit(saver, 3, state, touched=marks)
@@ -216,9 +214,7 @@ def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, 
 @pytest.mark.parametrize("snapshot", ["hold", "block"])
 def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapshot):
     state, marks = start
-    move = jax.jit(
-        lambda tables: {name: table * 2 for name, table in tables.items()}, donate_argnums=0
-    )
+    move = jax.jit(lambda tables: jax.tree.map(lambda x: x * 2, tables), donate_argnums=0)
     expected = {name: np.array(table) for name, table in state["tables"].items()}
     with manager(tmp_path, base_snapshot=snapshot) as saver:
         with paused_saves(tmp_path) as held:
@@ -241,19 +237,19 @@ def test_a_table_that_has_grown_between_runs_keeps_the_additional_rows_of_the_te
     tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
     old = {"t": jnp.arange(36.0).reshape(9, 4), "a": jnp.arange(9.0), "w": jnp.ones(2)}
     marks = deltackpt.touched.init({"t": old["t"]})
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+    with saver_of(tmp_path, tables) as saver:
         saver.save(1, old, touched=marks)
         old = {**old, "t": old["t"].at[3].set(-1.0)}
         saver.save(2, old, touched=deltackpt.touched.mark(marks, {"t": jnp.array([3])}))
     grown = {"t": jnp.full((16, 4), 7.0), "a": jnp.full(16, 8.0), "w": jnp.zeros(2)}
     if sharded:
         mesh = jax.make_mesh((8,), ("x",))
-        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        by_rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
+        whole = jax.sharding.NamedSharding(mesh, jax.P())
         grown = jax.device_put(grown, {"t": by_rows, "a": by_rows, "w": whole})
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+    with saver_of(tmp_path, tables) as saver:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grown)
-        with pytest.raises(TemplateMismatch, match="has grown, pass a template of arrays"):
+        with pytest.raises(errors.TemplateMismatch, match="has grown, pass a template of arrays"):
             saver.restore_latest(abstract)
         found = saver.restore_latest(grown)
         assert found.state["t"].sharding == grown["t"].sharding
@@ -270,7 +266,7 @@ def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog)
     tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
     state = {"t": jnp.ones((9, 4)), "a": jnp.ones(9), "w": jnp.ones(2)}
     grown = {"t": jnp.zeros((16, 4)), "a": jnp.zeros(16), "w": jnp.ones(2)}
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+    with saver_of(tmp_path, tables) as saver:
         model.commit(saver, 1, state)
         saver.restore(1, state)
         assert "more rows" not in caplog.text
@@ -314,28 +310,26 @@ def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, start,
         found = saver.restore_latest(state)
         touched = None if marks is None else found.touched
         saved = saver.save(20, found.state, touched=touched, force=True)
-        assert (saved.kind, saver.wait_until_finished()) == (
-            None,
-            [],
-        ) and "it was restored" in saved.reason
-        for more in ({"metrics": {"loss": 1.0}}, {"custom_metadata": {"a": 1}}):
-            with pytest.raises(OptionError, match="expected a step above 20"):
-                saver.save(20, found.state, touched=touched, **more)
+        assert saved.kind is None and "it was restored" in saved.reason
+        assert saver.wait_until_finished() == []
+        other = {"touched": touched}
         if touched is None:
-            tables = found.state["tables"]
-            changed = {name: table + 1 for name, table in tables.items()}
-            with pytest.raises(OptionError, match="expected a step above 20"):
-                saver.save(20, {**found.state, "tables": changed})
-        if touched is not None:
-            moved = deltackpt.touched.mark(touched, {"users": np.array([1])})
-            with pytest.raises(OptionError, match="expected a step above 20"):
-                saver.save(20, found.state, touched=moved)
-        for changed in {"step": found.state["step"] + 1}, {"dense": {"kernel": None, "none": None}}:
-            with pytest.raises(OptionError, match="expected a step above 20"):
-                saver.save(20, {**found.state, **changed}, touched=touched)
+            trained = {"tables": jax.tree.map(lambda table: table + 1, found.state["tables"])}
+        else:
+            trained = {}
+            other["touched"] = deltackpt.touched.mark(touched, {"users": np.array([1])})
+        for changed, options in (
+            ({}, {"touched": touched, "metrics": {"loss": 1.0}}),
+            ({}, {"touched": touched, "custom_metadata": {"a": 1}}),
+            (trained, other),
+            ({"step": found.state["step"] + 1}, {"touched": touched}),
+            ({"dense": {"kernel": None, "none": None}}, {"touched": touched}),
+        ):
+            with pytest.raises(errors.OptionError, match="expected a step above 20"):
+                saver.save(20, {**found.state, **changed}, **options)
         found = saver.restore(10, state)
         touched = None if marks is None else found.touched
-        with pytest.raises(OptionError, match="expected a step above 10"):
+        with pytest.raises(errors.OptionError, match="expected a step above 10"):
             saver.save(10, found.state, touched=touched)
         with pytest.warns(UserWarning, match="were moved to rolled-back"):
             assert saver.save(21, found.state, touched=touched).kind is not None
@@ -346,18 +340,14 @@ def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, start,
 
 def test_a_restore_reports_what_it_read_and_its_progress(tmp_path, start):
     state, marks = start
+    reported = []
     with manager(tmp_path) as saver:
-        for step in (1, 2):
-            saver.save(step, state, touched=marks)
-            last = state
-            state, marks = model.train(state, marks, step)
-        saver.wait_until_finished()
-        told = []
-        found = saver.restore_latest(last, progress=lambda *done: told.append(done))
+        last, *_ = saved_twice(saver, state, marks)
+        found = saver.restore_latest(last, progress=lambda *done: reported.append(done))
     assert (found.step, found.chain, found.skipped) == (2, (1, 2), ())
     assert found.source == ("directory",) * len(found.chain) and found.seconds > 0
-    assert told[-1][0] == told[-1][1] == found.bytes_read
-    assert told == sorted(told)
+    assert reported[-1][0] == reported[-1][1] == found.bytes_read
+    assert reported == sorted(reported)
 
 
 def test_a_restore_without_a_template_returns_nested_dicts_of_numpy_arrays(tmp_path, start):
@@ -383,11 +373,7 @@ def test_an_abstract_template_is_enough(tmp_path, start):
 def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
-        for step in (1, 2):
-            saver.save(step, state, touched=marks)
-            last = state
-            state, marks = model.train(state, marks, step)
-        saver.wait_until_finished()
+        last, state, marks = saved_twice(saver, state, marks)
         whole = saver.restore(2, last)
         part = saver.read(2, {"tables/users": (100, 110), "tables/tiny": None})
         assert saver.save(3, state, touched=marks).kind == "delta"
@@ -411,7 +397,7 @@ def test_rows_that_do_not_exist_are_named(tmp_path, start, tables, match):
     state, marks = start
     with manager(tmp_path) as saver:
         model.commit(saver, 1, state, touched=marks)
-        with pytest.raises(TemplateMismatch, match=match):
+        with pytest.raises(errors.TemplateMismatch, match=match):
             saver.read(1, tables)
 
 
@@ -430,8 +416,7 @@ def test_dense_leaves_of_every_kind_are_restored(tmp_path):
         "none": None,
         "nested": [{"a": jnp.zeros(2)}, (jnp.ones(1), 4)],
     }
-    handlers = {"embeddings": deltackpt.Tables(select="t")}
-    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+    with saver_of(tmp_path, deltackpt.Tables(select="t")) as saver:
         model.commit(saver, 1, state)
         found = saver.restore_latest(state).state
         abstract = jax.eval_shape(lambda: {"int": 3, "float": 0.5})
@@ -459,15 +444,15 @@ def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, 
         assert reader.latest_step() == 1
         before = sorted(tmp_path.rglob("*"))
         model.assert_same(reader.restore_latest(state).state, state)
-        with pytest.raises(OptionError, match="access='read'"):
+        with pytest.raises(errors.OptionError, match="access='read'"):
             reader.save(2, state)
         assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("looks", ["restore_latest", "restore", "read", "read_state", "delete"])
+@pytest.mark.parametrize("reads", ["restore_latest", "restore", "read", "read_state", "delete"])
 @pytest.mark.parametrize("then", ["wait_until_finished", "check_for_errors", "save", "close"])
 def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
-    tmp_path, start, looks, then
+    tmp_path, start, reads, then
 ):
     state, marks = start
     saver = manager(tmp_path)
@@ -476,19 +461,11 @@ def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
     with failing_saves(tmp_path, errno.ENOSPC):
         saver.save(2, state, touched=marks)
         with pytest.warns(UserWarning, match="the save of step 2 failed: .*file system full"):
-            match looks:
-                case "restore_latest":
-                    assert saver.restore_latest(state).step == 1
-                case "restore":
-                    assert saver.restore(1, state).step == 1
-                case "read":
-                    assert saver.read(1, {"users": (0, 3)}).step == 1
-                case "read_state":
-                    assert saver.read_state(1, state).step == 1
-                case "delete":
-                    saver.delete(1)
+            arguments = {"restore_latest": [state], "delete": [1], "read": [1, {"users": (0, 3)}]}
+            found = getattr(saver, reads)(*arguments.get(reads, [1, state]))
+            assert reads == "delete" or found.step == 1
     state, marks = model.train(state, marks, 2)
-    with pytest.raises(SaveFailed, match="step 2 failed: .*file system full") as caught:
+    with pytest.raises(errors.SaveFailed, match="step 2 failed: .*file system full") as caught:
         if then == "save":
             saver.save(3, state, touched=marks)
         else:
@@ -498,7 +475,7 @@ def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
         return
     saved = caught.value.saved or saver.save(3, state, touched=marks)
     # The failed save resets nothing; only a deleted parent makes the next save a base.
-    assert saved.kind == ("base" if looks == "delete" else "delta")
+    assert saved.kind == ("base" if reads == "delete" else "delta")
     saver.check_for_errors()
     saver.wait_until_finished()
     model.assert_same(saver.restore_latest(state).state, state)
@@ -507,12 +484,9 @@ def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
 
 def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers_them(tmp_path):
     state, touched = model.start()
-    told = []
-    sink = mock.Mock(receive=told.append)
-    tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
-    with deltackpt.CheckpointManager(
-        tmp_path, handlers={"embeddings": tables}, event_handlers=(sink,)
-    ) as manager:
+    received = []
+    handler = mock.Mock(receive=received.append)
+    with saver_of(tmp_path, TABLES, event_handlers=(handler,)) as manager:
         model.commit(manager, 0, state, touched=touched)
         state, touched = model.train(state, touched, 0)
         failure = RuntimeError("transfer failed")
@@ -531,7 +505,7 @@ def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 2]
         model.assert_same(manager.restore_latest(state).state, state)
-    failures = [event for event in told if isinstance(event, events.FailureEvent)]
+    failures = [event for event in received if isinstance(event, events.FailureEvent)]
     assert [(event.operation, event.step) for event in failures] == [("save", 1)]
 
 
@@ -540,7 +514,7 @@ def test_new_containers_and_new_slots_in_the_middle_of_a_run_make_a_base(tmp_pat
     tables = deltackpt.Tables(select="tables/*", slots={"**": {"acc": "opt/{name}"}})
     other = collections.namedtuple("other", "tables opt")
     touched = deltackpt.touched.init({"tables/a": table})
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+    with saver_of(tmp_path, tables) as manager:
         first = {"tables": {"a": table}, "opt": {"a": jnp.full((50, 4), 7.0)}}
         model.commit(manager, 0, first, touched=touched)
         state = other({"a": table}, {"a": jnp.zeros((50, 4))})
@@ -550,10 +524,11 @@ def test_new_containers_and_new_slots_in_the_middle_of_a_run_make_a_base(tmp_pat
 
 
 def test_several_processes_without_a_coordination_service_are_refused(tmp_path):
-    handlers = {"embeddings": deltackpt.Tables(select="*")}
     with (
         mock.patch("deltackpt.coordination.process_count", return_value=2),
-        pytest.raises(OptionError, match=r"jax\.distributed\.initialize\(\).* found 2 processes"),
+        pytest.raises(
+            errors.OptionError, match=r"jax\.distributed\.initialize\(\).* found 2 processes"
+        ),
     ):
-        deltackpt.CheckpointManager(tmp_path, handlers=handlers)
+        saver_of(tmp_path, deltackpt.Tables(select="*"))
     assert not [*tmp_path.iterdir()]
