@@ -40,20 +40,10 @@ class Server:
     """Forks the processes of jobs from one that has imported everything."""
 
     def __init__(self, worker: str = many_worker.__file__, **environment: str):
-        """Starts it.
-
-        Args:
-          worker: the file that it imports and its processes run.
-          **environment: environment variables of its processes.
-        """
+        """Starts it; it imports and its processes run the file ``worker``."""
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment
-        self._process = subprocess.Popen(
-            [sys.executable, worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, worker], env=environment, **pipes)
         self._lock = threading.Lock()
 
     def start(self, task: dict[str, Any]) -> int:
@@ -131,11 +121,8 @@ class Process:
 
     def wait_reached(self, point: str) -> None:
         """Waits until it reports that it reached a point of a save."""
-        wait_until(
-            lambda: point in self.reached,
-            f"process {self.number} comes to {point!r}",
-            self._job.stacks,
-        )
+        what = f"process {self.number} reaches {point!r}"
+        wait_until(lambda: point in self.reached, what, self._job.stacks)
 
     def hang_up(self) -> None:
         """Closes the request stream, so that the process ends."""
@@ -186,12 +173,7 @@ class Process:
 
 
 class Job:
-    """Several processes that form one distributed JAX job; a context manager.
-
-    Example:
-      with Job(server, directory, processes=2) as job:
-          job.all("open", root=str(root))
-    """
+    """Several processes that form one distributed JAX job; a context manager."""
 
     def __init__(
         self,
@@ -205,13 +187,8 @@ class Job:
     ):
         """Starts nothing yet.
 
-        Args:
-          server: forks the processes.
-          directory: parent of a new directory for logs.
-          processes: how many.
-          devices: number of devices per process.
-          model: of the training state.
-          apart: whether JAX's coordinator runs in its own process instead of in process 0.
+        Each process has ``devices``. A new directory in ``directory`` is for logs. If ``apart``,
+        JAX's coordinator runs in its own process instead of in process 0.
         """
         self.count, self.devices = processes, devices
         self.model = model or many_worker.Model()
@@ -306,15 +283,13 @@ class Job:
 
     def stacks(self) -> str:
         """The end of the output of all processes, then the stacks of all their threads."""
-        said = self.diagnosis()
+        before = self.diagnosis()
         printed = [len(process.output()) for process in self.processes]
         for process in self.processes:
             process.kill(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACKS_SECS
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_SECS)
-        found = (p.output()[before:] for p, before in zip(self.processes, printed))
-        return "\n".join([said, *(f"[{number}] {text}" for number, text in enumerate(found))])
+        time.sleep(_STACKS_SECS)
+        found = (process.output()[end:] for process, end in zip(self.processes, printed))
+        return "\n".join([before, *(f"[{number}] {text}" for number, text in enumerate(found))])
 
     @property
     def _release(self) -> Path:

@@ -151,30 +151,27 @@ class Model:
     def at(self, step: int) -> dict[str, Any]:
         """The state at a step, numpy leaves."""
         rows = self.rows_at(step)
-        state: dict[str, Any] = {
-            "tables": {name: _initial(name, count) for name, count in rows.items()},
-            "slots": {
-                "rows": np.zeros(rows["rows"], np.float32),
-                "columns": np.zeros((rows["columns"], WIDTHS["columns"]), np.float32),
-            },
-            "dense": {},
+        tables = {name: _initial(name, count) for name, count in rows.items()}
+        slots = {
+            "rows": np.zeros(rows["rows"], np.float32),
+            "columns": np.zeros((rows["columns"], WIDTHS["columns"]), np.float32),
         }
         for now in range(1, step + 1):
             rng = np.random.default_rng([2, now])
             for name, ids in self.changed(now).items():
                 fresh = rng.standard_normal((len(ids), WIDTHS[name]), np.float32)
-                state["tables"][name][ids] = fresh
-                if name in state["slots"]:
-                    state["slots"][name][ids] += fresh[:, 0] if name == "rows" else fresh
+                tables[name][ids] = fresh
+                if name in slots:
+                    slots[name][ids] += fresh[:, 0] if name == "rows" else fresh
         rng = np.random.default_rng([3, step])
-        state["dense"] = {
+        dense = {
             "kernel": rng.standard_normal(KERNEL, np.float32),
             "bias": rng.standard_normal(KERNEL[1], np.float32),
         }
         if self.kernel is not None:
-            state["dense"]["kernel"] = self._kernel(step)
-        state["step"] = np.array(step, np.int32)
-        return state
+            dense["kernel"] = self._kernel(step)
+        step_leaf = np.array(step, np.int32)
+        return {"tables": tables, "slots": slots, "dense": dense, "step": step_leaf}
 
     def _kernel(self, step: int) -> np.ndarray:
         kernel = np.random.default_rng(3).standard_normal(self.kernel, np.float32)
@@ -218,11 +215,13 @@ class Place:
     def placed(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state as global arrays; each process makes its own shards."""
 
-        def place(path: Any, leaf: np.ndarray) -> jax.Array:
-            sharding = self.sharding(_name(path))
-            return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
-
-        return jax.tree.map_with_path(place, state)
+        return jax.tree.map(
+            lambda leaf, like: jax.make_array_from_callback(
+                leaf.shape, like.sharding, leaf.__getitem__
+            ),
+            state,
+            self.template(state),
+        )
 
     def template(self, state: dict[str, Any]) -> dict[str, Any]:
         """The template to restore a state like this one into."""
@@ -317,12 +316,7 @@ class Worker:
         )
 
     def join(self, address: str, apart: bool = False) -> None:
-        """Starts JAX together with the other processes.
-
-        Args:
-          address: address of the coordinator.
-          apart: whether the coordinator already exists; else process 0 starts it, as JAX does.
-        """
+        """Starts JAX with the other processes, and, unless ``apart``, the coordinator."""
         task = self._task
         if apart:
             service = mock.Mock(return_value=None)
@@ -358,19 +352,18 @@ class Worker:
         Args:
           root: its directory.
           processes_secs: timeout for other processes.
-          policy: one of ``POLICIES``.
-          bounds: options of the policy.
+          policy: one of ``POLICIES``; ``bounds`` are its options.
           notes: whether steps have another item, with an Orbax handler.
           tiers: options of ``Tiers`` if the root is a bucket.
           dense: how deltas hold the dense leaves.
-          event_handlers: event handlers of the manager.
-          **options: other options of the manager.
         """
         self._notes = notes
         handlers: dict[str, Any] = {"embeddings": tables()}
+        if notes:
+            handlers["notes"] = ocp.JsonCheckpointHandler()
         self._manager = deltackpt.CheckpointManager(
             root,
-            handlers=handlers | ({"notes": ocp.JsonCheckpointHandler()} if notes else {}),
+            handlers=handlers,
             options=manager_options(
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(processes_secs=processes_secs),
@@ -403,12 +396,7 @@ class Worker:
         self._marks = self._fresh()
 
     def train(self, to: int, forget: list[int] | None = None) -> None:
-        """Trains up to step ``to``.
-
-        Args:
-          to: the step.
-          forget: processes that lose the marks of these steps.
-        """
+        """Trains up to step ``to``; the processes in ``forget`` lose the marks of these steps."""
         kept = self._marks
         while self._step < to:
             before = self._model.rows_at(self._step)
@@ -522,10 +510,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Restores the newest intact step and continues from it.
 
-        Args:
-          place: placement of the state; None restores without a template.
-          like: the step whose state is the template.
-          arrays: whether the template is that state itself, so that a table may have grown.
+        The template is the state of step ``like``, abstract or as ``arrays`` (then a table may have
+        grown); without a ``place`` there is none.
         """
         template = None
         if place is not None:
@@ -573,12 +559,9 @@ class Worker:
         return {"wrong": wrong, "kinds": [save.kind for save in found.chain]}
 
     def arm(self, at: str, action: str, after: int = 0) -> None:
-        """Kills, stops or blocks this process when it reaches a point of a save.
+        """Kills or stops this process at one of ``POINTS``, passing it ``after`` times first.
 
-        Args:
-          at: one of ``POINTS``.
-          action: "kill", "stop", or "hold", which blocks until the test releases it.
-          after: how many times it passes the point first.
+        The action "hold" blocks it until the test releases it.
         """
         left = iter([False] * after + [True])
 
@@ -627,11 +610,7 @@ class Worker:
         assert difference(found, self._model.at(step)) is None
 
     def share(self, first: int) -> dict[str, Any]:
-        """Bytes that a base and its deltas hold for the tables and slots of this process's devices.
-
-        Args:
-          first: the step of the base; the steps after it are deltas.
-        """
+        """Bytes that base ``first`` and its deltas hold of the tables of this process's devices."""
         fields = deltackpt.handlers.split(self._state, tables()).fields
         changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
         total = 0
@@ -752,33 +731,22 @@ def _await(path: Path) -> None:
         time.sleep(_POLL_SECS)
 
 
-def _before(owner: Any, name: str, argument: Any = None) -> Callable[[Callable[[], None]], None]:
-    """Calls a hook before each call of a function, or each with an argument."""
+#: Replaces a function by one that calls the given hook.
+Point = Callable[[Callable[[], None]], None]
+
+
+def _around(owner: Any, name: str, chosen: Callable[..., bool], *, before: bool) -> Point:
+    """Calls a hook before or after each call of a function with chosen arguments."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = getattr(owner, name)
 
         @functools.wraps(real)
         def call(*arguments: Any, **options: Any) -> Any:
-            if argument is None or argument in arguments:
+            if before and chosen(*arguments):
                 reached()
-            return real(*arguments, **options)
-
-        mock.patch.object(owner, name, call).start()
-
-    return arm
-
-
-def _after(owner: Any, name: str, argument: Any = None) -> Callable[[Callable[[], None]], None]:
-    """Calls a hook after each call of a function, or each with an argument."""
-
-    def arm(reached: Callable[[], None]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def call(*arguments: Any, **options: Any) -> Any:
             result = real(*arguments, **options)
-            if argument is None or argument in arguments:
+            if not before and chosen(*arguments):
                 reached()
             return result
 
@@ -787,51 +755,31 @@ def _after(owner: Any, name: str, argument: Any = None) -> Callable[[Callable[[]
     return arm
 
 
-def _each(
-    *points: Callable[[Callable[[], None]], None],
-) -> Callable[[Callable[[], None]], None]:
+def _before(owner: Any, name: str, argument: Any = None) -> Point:
+    """Calls a hook before each call of a function, or each with an argument."""
+    return _around(owner, name, lambda *all_: argument in (None, *all_), before=True)
+
+
+def _after(owner: Any, name: str, argument: Any = None) -> Point:
+    """Calls a hook after each call of a function, or each with an argument."""
+    return _around(owner, name, lambda *all_: argument in (None, *all_), before=False)
+
+
+def _each(*points: Point) -> Point:
     """Calls a hook at each of several points."""
-
-    def arm(reached: Callable[[], None]) -> None:
-        for point in points:
-            point(reached)
-
-    return arm
+    return lambda reached: [point(reached) for point in points] and None
 
 
-def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]:
-    """Calls a hook before or after the step is renamed into place."""
-
-    def arm(reached: Callable[[], None]) -> None:
-        real = DurableDir.publish
-
-        def publish(self: DurableDir, source: Path, target: Path) -> None:
-            step = target.name.isdecimal()
-            if step and reached_before:
-                reached()
-            real(self, source, target)
-            if step and not reached_before:
-                reached()
-
-        mock.patch.object(DurableDir, "publish", publish).start()
-
-    return arm
+def _publishes_step(_: DurableDir, source: Path, target: Path) -> bool:
+    return target.name.isdecimal()
 
 
-def _after_system_rename(reached: Callable[[], None]) -> None:
-    """Calls a hook after the rename of a step, which is not fsynced yet."""
-    real = os.rename
-
-    def rename(source: str, target: str, **folders: int) -> None:
-        real(source, target, **folders)
-        if target.isdecimal():
-            reached()
-
-    mock.patch.object(os, "rename", rename).start()
+def _renames_step(source: str, target: str) -> bool:
+    return target.isdecimal()
 
 
 #: Points of a save at which a process can be stopped. Only process 0 passes those of the commit.
-POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
+POINTS: dict[str, Point] = {
     "before its part": _before(pending_save.PendingSave, "write"),
     "during its part": _each(
         _after(zarr_writer.ZarrWriter, "_write_chunk"), _after(DirectFile, "write")
@@ -847,9 +795,9 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(commit, "_commit"),
     "commit: after the digests": _after(commit, "_write_digests"),
-    "commit: before the rename": _around_rename(True),
-    "commit: between the rename and the fsync": _after_system_rename,
-    "commit: after the rename": _around_rename(False),
+    "commit: before the rename": _around(DurableDir, "publish", _publishes_step, before=True),
+    "commit: between the rename and the fsync": _around(os, "rename", _renames_step, before=False),
+    "commit: after the rename": _around(DurableDir, "publish", _publishes_step, before=False),
     "checking the options": _before(runtime.Runtime, "__init__"),
     "the end of a start": _before(manager, "Catalog"),
     "before the save": _before(saving.Saver, "_start"),

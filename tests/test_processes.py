@@ -29,6 +29,8 @@ from deltackpt.maintenance import compact
 from deltackpt.storage import arrays
 from deltackpt.testing import StoredChunk, stored_chunks
 
+PLACE = {"mesh": [2, 2]}
+TURNED = {"mesh": [4, 1], "layout": "turned"}
 #: Deadline of a save with a missing process; longer than the skew on a busy machine.
 PEERS_SECS = 2.0
 #: Far longer than any wait that ends by itself.
@@ -50,6 +52,37 @@ def saved(job: Job, step: int, **arguments: Any) -> tuple[Answer, list[dict[str,
         [report] = found["reports"]
         reports.append(report)
     return answer, reports
+
+
+@contextlib.contextmanager
+def running(
+    server: Server,
+    directory: Path,
+    place: dict[str, Any] | None = None,
+    *,
+    steps: int = 0,
+    processes: int = 2,
+    model: Model | None = None,
+    **options: Any,
+) -> Iterator[Job]:
+    """A job on ``root`` that has saved its first steps, and ends cleanly."""
+    with Job(server, directory / "jobs", processes=processes, model=model) as job:
+        started(job, directory / "root", place or PLACE, **options)
+        for step in range(steps):
+            saved(job, step)
+        yield job
+        job.close()
+
+
+def assert_each_restores(
+    job: Job, step: int, place: dict[str, Any] | None = None, **more: Any
+) -> list[Answer]:
+    """Each process of a job restores the newest step, bit for bit."""
+    expected = {"step": step, "wrong": None, **more.pop("expected", {})}
+    answers = job.all("restore_latest", place=place, **more)
+    for answer in answers:
+        assert {key: answer[key] for key in expected} == expected
+    return answers
 
 
 def assert_restores(
@@ -77,8 +110,7 @@ def assert_restores(
             after = newest + 1
             answer, _ = saved(job, after)
             assert answer["kind"] == "delta", answer
-            [*again] = job.all("restore_latest", place=place, like=after)
-            assert {(found["step"], found["wrong"]) for found in again} == {(after, None)}
+            assert_each_restores(job, after, place, like=after)
         job.close()
 
 
@@ -103,31 +135,31 @@ def assert_read_alone(root: Path, step: int, model: Model | None = None) -> None
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_save_of_several_processes_restores_on_fewer_and_on_more(server, tmp_path, processes):
     root, model = tmp_path / "root", Model()
-    place = {"mesh": [2, 2]} if processes == 2 else {"mesh": [4, 2], "across": "y"}
-    with Job(server, tmp_path / "jobs", processes=processes) as job:
-        started(job, root, place)
+    place = PLACE if processes == 2 else {"mesh": [4, 2], "across": "y"}
+    with running(server, tmp_path, place, processes=processes) as job:
         base, reports = saved(job, 0)
         assert base["kind"] == "base"
         assert_counts(reports, model.rows, place, processes)
         for step in (1, 2):
             delta, reports = saved(job, step)
             assert delta["kind"] == "delta"
-            changed = {name: len(ids) for name, ids in model.changed(step).items()}
-            assert_counts(reports, changed, place, processes)
+            assert_counts(reports, changed_rows(model, step), place, processes)
         # Each process reads its own shards correctly.
-        for answer in job.all("restore_latest", place=place):
-            assert (answer["step"], answer["chain"], answer["wrong"]) == (2, [0, 1, 2], None)
-        job.close()
+        assert_each_restores(job, 2, place, expected={"chain": [0, 1, 2]})
     assert step_numbers(root) == [0, 1, 2]
     for step in (0, 1, 2):
         assert_read_alone(root, step)
     others = 4 if processes == 2 else 2
-    turned = {"mesh": [4, 1], "layout": "turned"} if others == 4 else {"mesh": [1, 4]}
+    turned = TURNED if others == 4 else {"mesh": [1, 4]}
     shutil.copytree(root, tmp_path / "copy")
     assert_restores(server, root, None, turned, processes=others, devices=4 // others)
     rows = {"mesh": [2, 2], "layout": "turned", "across": "y"}
-    copy = tmp_path / "copy"
-    assert_restores(server, copy, 1, rows, processes=1, devices=4, goes_on=False)
+    topology = {"processes": 1, "devices": 4}
+    assert_restores(server, tmp_path / "copy", 1, rows, goes_on=False, **topology)
+
+
+def changed_rows(model: Model, step: int) -> dict[str, int]:
+    return {name: len(ids) for name, ids in model.changed(step).items()}
 
 
 def assert_counts(
@@ -151,37 +183,28 @@ def assert_counts(
 
 def test_a_process_reports_the_rows_of_its_own_shards(server, tmp_path):
     model = Model(reach=0.5)
-    with Job(server, tmp_path, processes=2, model=model) as job:
-        started(job, tmp_path / "root", {"mesh": [2, 2]})
-        saved(job, 0)
+    with running(server, tmp_path, steps=1, model=model) as job:
         # All changed rows of this table are in the shards of process 0.
         _, reports = saved(job, 1)
         field = "tables/rows:values"
         assert [report["tables"].get(field, 0) for report in reports] == [model.batch, 0]
         assert reports[0]["bytes"] > reports[1]["bytes"]
-        job.close()
     assert_read_alone(tmp_path / "root", 1, model)
 
 
 def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
-    root, model, place = tmp_path / "root", Model(), {"mesh": [2, 2]}
-    turned = {"mesh": [4, 1], "layout": "turned"}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place, tracking="fingerprints")
-        saved(job, 0)
+    model = Model()
+    with running(server, tmp_path, steps=1, tracking="fingerprints") as job:
         delta, reports = saved(job, 1)
         assert delta["kind"] == "delta"
-        assert_counts(reports, {name: len(ids) for name, ids in model.changed(1).items()}, place, 2)
-        for answer in job.all("restore_latest", place=turned):
-            assert (answer["step"], answer["wrong"]) == (1, None)
+        assert_counts(reports, changed_rows(model, 1), PLACE, 2)
+        assert_each_restores(job, 1, TURNED)
         delta, reports = saved(job, 2)
         assert delta["kind"] == "delta"
         # A row counts once for each process that holds columns of it.
         assert max(report["rows"] for report in reports) <= len(model.rows) * model.batch
-        for answer in job.all("restore_latest", place=place):
-            assert (answer["step"], answer["wrong"]) == (2, None)
-        job.close()
-    assert_read_alone(root, 2)
+        assert_each_restores(job, 2, PLACE)
+    assert_read_alone(tmp_path / "root", 2)
 
 
 #: Each policy makes bases and deltas within a few saves.
@@ -194,11 +217,10 @@ POLICIES = {
 
 def test_policies_decide_the_same_on_every_process(server, tmp_path):
     """Parts differ in size, but policies decide by the sizes of whole saves."""
-    place = {"mesh": [2, 2]}
     with Job(server, tmp_path, processes=2, model=Model(reach=0.8, batch=240)) as job:
         for policy, bounds in POLICIES.items():
             root, kinds = tmp_path / policy, []
-            started(job, root, place, policy=policy, bounds=bounds)
+            started(job, root, PLACE, policy=policy, bounds=bounds)
             while min(kinds.count("base"), kinds.count("delta")) < 2:
                 step = len(kinds)
                 assert step < 10, (policy, kinds)
@@ -209,31 +231,25 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
                 parts = [found["reports"][0]["bytes"] for found in job.all("wait")]
                 assert answer["kind"] == "base" or parts[0] != parts[1], parts
                 kinds.append(answer["kind"])
-            for answer in job.all("restore_latest", place=place):
-                assert (answer["step"], answer["wrong"]) == (len(kinds) - 1, None)
+            assert_each_restores(job, len(kinds) - 1, PLACE)
             job.all("close")
 
 
 def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_path):
-    root = tmp_path / "root"
     options = {"bounds": {"max_chain": 2}, "max_to_keep": 2, "base_snapshot": "block"}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, {"mesh": [2, 2]}, **options)
+    with running(server, tmp_path, **options) as job:
         kinds = [saved(job, step)[0]["kind"] for step in range(6)]
         assert kinds == ["base", "delta", "delta"] * 2
         # The last two, and the base that they need.
         assert job.one("steps")["steps"] == [3, 4, 5]
-        for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=5):
-            assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [3, 4, 5])
-        job.close()
-    assert step_numbers(root) == [3, 4, 5]
+        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [3, 4, 5]})
+    assert step_numbers(tmp_path / "root") == [3, 4, 5]
 
 
 def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server, tmp_path):
     root = tmp_path / "root"
     options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "max_to_keep": 1}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, {"mesh": [2, 2]}, bases="compacted", **options)
+    with running(server, tmp_path, bases="compacted", **options) as job:
         kinds = [saved(job, step)[0]["kind"] for step in range(3)]
         assert kinds == ["base", "delta", "delta"]
         assert 0 in step_numbers(root)
@@ -241,9 +257,7 @@ def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server,
         assert done is not None and (done.step, done.deltas) == (2, 1)
         # The first save announces the base to both processes; the second builds on it.
         assert [saved(job, step)[0]["kind"] for step in (3, 4, 5)] == ["delta"] * 3
-        for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=5):
-            assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [2, 5])
-        job.close()
+        assert_each_restores(job, 5, {"mesh": [1, 4]}, like=5, expected={"chain": [2, 5]})
     # The trainer's own base is no longer needed.
     assert step_numbers(root) == [5]
     assert_read_alone(root, 5)
@@ -251,9 +265,7 @@ def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server,
 
 @pytest.mark.parametrize(("when_busy", "held_up"), [("skip", 1), ("coalesce", 0)])
 def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
-    with Job(server, tmp_path, processes=2) as job:
-        started(job, tmp_path / "root", {"mesh": [2, 2]}, when_busy=when_busy)
-        saved(job, 0)
+    with running(server, tmp_path, steps=1, when_busy=when_busy) as job:
         job.all("train", to=1)
         holder = job.processes[held_up]
         holder.ask("arm", at="during its part", action="hold")
@@ -275,7 +287,6 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
         for answer in job.all("wait"):
             # It includes the changes of the skipped save.
             assert [report["step"] for report in answer["reports"]] == [3]
-        job.close()
     assert step_numbers(tmp_path / "root") == [0, 1, 3]
     assert_read_alone(tmp_path / "root", 3)
 
@@ -283,41 +294,32 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
 def test_a_table_that_grows_between_saves_gives_a_delta_on_every_process(server, tmp_path):
     root = tmp_path / "root"
     model = Model(grown=[(2, {"rows": 3600, "replicated": 2000})])
-    with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
-        started(job, root, {"mesh": [2, 2]})
-        saved(job, 0)
+    with running(server, tmp_path, steps=1, model=model) as job:
         assert saved(job, 1)[0]["kind"] == "delta"
         grown, reports = saved(job, 2)
         assert grown["kind"] == "delta", grown["reason"]
         assert sum(report["tables"]["tables/rows:values"] for report in reports) >= 1200
         assert saved(job, 3)[0]["kind"] == "delta"
-        job.close()
     for step in (1, 3):
         assert_read_alone(root, step, model)
-    turned = {"mesh": [4, 1], "layout": "turned"}
-    assert_restores(server, root, None, turned, model=model, processes=1, devices=4)
+    assert_restores(server, root, None, TURNED, model=model, processes=1, devices=4)
 
 
 def test_a_table_that_grows_between_runs_is_refused_by_every_process(server, tmp_path):
-    root, place = tmp_path / "root", {"mesh": [2, 2]}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place)
-        saved(job, 0)
-        saved(job, 1)
-        job.close()
+    root = tmp_path / "root"
+    with running(server, tmp_path, steps=2):
+        pass
     model = Model(grown=[(2, {"rows": 3600})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
         job.all("open", root=str(root))
-        for answer in job.each("restore_latest", place=place, like=2):
+        for answer in job.each("restore_latest", place=PLACE, like=2):
             error = answer["error"]
             assert error["type"] == "TemplateMismatch", error
             assert "table tables/rows" in error["text"]
             assert "[3600" in error["text"] and "[2400" in error["text"]
         # Arrays of the new size keep their extra rows; with the old size, the table grows later.
-        for answer in job.all("restore_latest", place=place, like=2, arrays=True):
-            assert (answer["step"], answer["wrong"]) == (1, None)
-        for answer in job.all("restore_latest", place=place, like=1):
-            assert (answer["step"], answer["wrong"]) == (1, None)
+        assert_each_restores(job, 1, PLACE, like=2, arrays=True)
+        assert_each_restores(job, 1, PLACE, like=1)
         assert saved(job, 2)[0]["kind"] == "delta"
         job.close()
     assert_read_alone(root, 2, model)
@@ -325,37 +327,26 @@ def test_a_table_that_grows_between_runs_is_refused_by_every_process(server, tmp
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
 def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tmp_path, tracking):
-    root, place = tmp_path / "root", {"mesh": [2, 2]}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place, tracking=tracking)
-        saved(job, 0)
-        saved(job, 1)
+    with running(server, tmp_path, steps=2, tracking=tracking) as job:
         same = [("copy", {"process": 0}), ("copy", {"process": 1}), ("train", {"to": 1})]
         for change, arguments in same:
-            for answer in job.all("restore_latest", place=place, like=1):
-                assert (answer["step"], answer["wrong"]) == (1, None)
+            assert_each_restores(job, 1, PLACE, like=1)
             job.all(change, **arguments)
             answer = job.one("save")
             assert answer["kind"] is None and "it was restored" in answer["reason"]
         for process in (0, 1):
-            job.all("restore_latest", place=place, like=1)
+            job.all("restore_latest", place=PLACE, like=1)
             job.all("alter", process=process)
             for answer in job.each("save"):
                 assert answer["error"]["type"] == "OptionError", answer
                 assert "expected a step above 1" in answer["error"]["text"]
-        job.close()
 
 
 def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):
-    root, place = tmp_path / "root", {"mesh": [2, 2]}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place)
-        saved(job, 0)
+    with running(server, tmp_path, steps=1) as job:
         job.all("fault", at="reading through Orbax")
-        for where in (place, {"mesh": [4, 1], "layout": "turned"}, None):
-            for answer in job.all("restore_latest", place=where):
-                assert (answer["step"], answer["wrong"]) == (0, None)
-        job.close()
+        for where in (PLACE, TURNED, None):
+            assert_each_restores(job, 0, where)
 
 
 def chunk_of(root: Path, step: int, process: int, field: str) -> StoredChunk:
@@ -367,18 +358,14 @@ def chunk_of(root: Path, step: int, process: int, field: str) -> StoredChunk:
 
 def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place)
-        for step in (0, 1, 2):
-            saved(job, step)
-        job.close()
+    with running(server, tmp_path, place, steps=3):
+        pass
     chunk = chunk_of(root, 2, 1, "values")
     chunk.flip()
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root))
-        found = job.all("restore_latest", place=place)
+        found = assert_each_restores(job, 1, place, expected={"chain": [0, 1]})
         for number, answer in enumerate(found):
-            assert (answer["step"], answer["wrong"], answer["chain"]) == (1, None, [0, 1])
             [[step, error]] = answer["skipped"]
             assert step == 2
             assert re.search(chunk.name, error["text"])
@@ -388,8 +375,7 @@ def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_pa
             assert any("step 2 is skipped" in warning for warning in answer["warnings"])
         # The next save moves the damaged step aside for all processes.
         assert saved(job, 3)[0]["kind"] == "delta"
-        for answer in job.all("restore_latest", place=place):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
+        assert_each_restores(job, 3, place, expected={"skipped": []})
         job.close()
     assert step_numbers(root) == [0, 1, 3]
     chunk_of(root, 0, 0, "values").flip()
@@ -402,17 +388,14 @@ def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_pa
 
 def test_a_damaged_base_read_by_one_process_loses_its_steps_for_every_process(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place)
-        for step in range(5):
+    with running(server, tmp_path, place, steps=2) as job:
+        for step in (2, 3, 4):
             saved(job, step, force_base=step == 2)
-        job.close()
     chunk = chunk_of(root, 2, 1, "values")
     chunk.flip()
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root))
-        for answer in job.all("restore_latest", place=place):
-            assert (answer["step"], answer["wrong"], answer["chain"]) == (1, None, [0, 1])
+        for answer in assert_each_restores(job, 1, place, expected={"chain": [0, 1]}):
             assert [step for step, _ in answer["skipped"]] == [4, 3, 2]
             for text in (*(error["text"] for _, error in answer["skipped"]), *answer["warnings"]):
                 assert re.search(f"2/embeddings/{chunk.name}", text)
@@ -428,12 +411,9 @@ def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("start", place={"mesh": [2, 2]}, step=3)
         job.all("stock_save", root=str(root), api=api)
-        turned = {"mesh": [4, 1], "layout": "turned"}
-        for answer in job.all("stock_load", root=str(root), api=api, place=turned, step=3):
-            assert (answer["wrong"], answer["kinds"]) == (None, ["base"])
-        other = {"v0": "v1", "v1": "v0"}[api]
-        for answer in job.all("stock_load", root=str(root), api=other, place=turned, step=3):
-            assert answer["wrong"] is None
+        for reader in ("v0", "v1"):
+            for answer in job.all("stock_load", root=str(root), api=reader, place=TURNED, step=3):
+                assert (answer["wrong"], answer["kinds"]) == (None, ["base"])
     assert (root / "3" / "embeddings" / "part.1").is_dir()
 
 
@@ -513,17 +493,15 @@ def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, sa
     digested and restored.
     """
     root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=savers, model=LARGE) as job:
-        started(job, root, {"mesh": [savers, 2], "layout": "cut"}, durability="process")
-        saved(job, 0)
-        saved(job, 1)
-        job.close()
+    place = {"mesh": [savers, 2], "layout": "cut"}
+    options = {"model": LARGE, "durability": "process"}
+    with running(server, tmp_path, place, steps=2, processes=savers, **options):
+        pass
     place = {"mesh": [readers, 2], "layout": "cut"}
     with Job(server, tmp_path / "jobs", processes=readers, model=LARGE) as job:
         job.all("open", root=str(root), durability="process")
         with traced(job, tmp_path) as folders:
-            found = job.all("restore_latest", place=place)
-        assert {(answer["step"], answer["wrong"]) for answer in found} == {(1, None)}
+            assert_each_restores(job, 1, place)
         shares = [answer["bytes"] for answer in job.all("share", first=0)]
         job.close()
     files = {path: path.stat().st_size for path in root.rglob("*") if path.is_file()}
@@ -614,9 +592,9 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
     """JAX's coordinator runs elsewhere here, as it does under a cluster's own launcher."""
     root, survivor = tmp_path / "root", 1 - victim
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        started(job, root, {"mesh": [2, 2]})
-        saved(job, 0)
-        saved(job, 1)
+        started(job, root, PLACE)
+        for step in (0, 1):
+            saved(job, step)
         job.all("train", to=2)
         # Process 0 already has the other's part and commits without it.
         committed = victim == 1 and phase == "commit"
@@ -633,10 +611,9 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
         assert "error" not in left.answer()
         assert_missed_again(left, victim)
     assert step_numbers(root) == ([0, 1, 2] if committed else [0, 1])
-    place = {"mesh": [4, 1], "layout": "turned"}
     # With more processes, or with fewer.
     processes = 4 if phase == "after" else 1
-    assert_restores(server, root, None, place, processes=processes, devices=4 // processes)
+    assert_restores(server, root, None, TURNED, processes=processes, devices=4 // processes)
 
 
 @pytest.mark.parametrize("phase", ["during", "commit"])
@@ -649,7 +626,7 @@ def test_jax_aborts_the_survivors_if_process_0_dies_with_the_coordinator(server,
     """
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, {"mesh": [2, 2]})
+        started(job, root, PLACE)
         saved(job, 0)
         job.all("train", to=1)
         waits = kill_in_a_save(job, 0, phase)
@@ -663,7 +640,7 @@ def test_jax_aborts_the_survivors_if_process_0_dies_with_the_coordinator(server,
 def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, tmp_path, stalled):
     root, other = tmp_path / "root", 1 - stalled
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        started(job, root, {"mesh": [2, 2]})
+        started(job, root, PLACE)
         saved(job, 0)
         job.all("train", to=1)
         process = job.processes[stalled]
@@ -685,13 +662,10 @@ def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, t
 
 
 def test_processes_that_only_read_a_step_continue_from_their_own_state(server, tmp_path):
-    root, place = tmp_path / "root", {"mesh": [2, 2]}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, place)
-        saved(job, 0)
+    root = tmp_path / "root"
+    with running(server, tmp_path, steps=1) as job:
         assert saved(job, 1)[0]["kind"] == "delta"
         assert {answer["wrong"] for answer in job.all("look", step=0)} == {None}
         assert saved(job, 2)[0]["kind"] == "delta"
         assert step_numbers(root) == [0, 1, 2]
-        job.close()
-    assert_restores(server, root, 2, place, processes=2)
+    assert_restores(server, root, 2, PLACE, processes=2)
