@@ -2068,7 +2068,7 @@ INLINE int KERNEL(encode_linear)(struct block_encoding *one, int type, int bits,
 
 /*
  * The base-2 logarithm of a positive normal number, in points of the grid: `whole` plus the returned
- * value, to 0.0003. Numpy computes the same bits in `save.encode_logarithms`.
+ * value, to 0.0003. Numpy computes the same bits in `save.encode_blocks`.
  */
 INLINE float KERNEL(logarithm)(uint32_t bits, int32_t *whole)
 {

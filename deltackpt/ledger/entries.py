@@ -59,7 +59,7 @@ Hidden = frozenset[tuple[ObjectKey, SaveId]]
 
 
 def prefix_of(unit: ObjectKey, epoch: int, token: str) -> str:
-    """Returns the prefix of a unit's files; the ``token`` (8 to 32 hex digits) is unique."""
+    """Returns the prefix of a unit's files, never reused: the 8 to 32 hex digits are unique."""
     if unit.item is None:
         return f"{SAVES}/{unit.step}.{epoch}.{token}"
     return f"{BASES}/{unit.step}.{epoch}.{token}/{unit.item}"
@@ -210,7 +210,10 @@ class State:
 
     @property
     def trainer(self) -> LeaseClaim | None:
-        """The claim of the trainer that may be running; None if none can be."""
+        """The claim of the trainer that may be running; None if none can be.
+
+        A pending claim may be withdrawn, so it does not hide an earlier trainer.
+        """
         starting = None
         for claim in reversed(self.entry.claims):
             if not claim.lease.pending:

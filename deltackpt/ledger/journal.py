@@ -4,7 +4,8 @@
 ``docs/reference/format.md`` specifies how the state changes. Each claim, commit or rollback is one
 such write, without a rename, a lock or a clock, so a fenced trainer can never commit. A write
 without a response may still take effect: files named by a sent entry are kept until its number is
-known to hold an entry, and a change is re-evaluated against the newest one.
+known to hold an entry, and a change is re-evaluated against the newest one. The holder copies a
+rollback before it commits anything else.
 
 A trainer that claims the directory skips an unreadable entry. The holder of a claim stops there,
 since the entry may be another trainer's claim. A claim is pending until its trainer has started;

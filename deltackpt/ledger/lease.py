@@ -5,10 +5,10 @@ The newest epoch's lease file, created with ``O_EXCL``, holds the lease. A resta
 therefore never waits for a dead holder; an older holder is fenced at its next commit. The name
 alone is the claim, so it is valid even if the holder was killed before it wrote the contents.
 
-A claim is pending until its trainer has started, which removes the names of older epochs, or
-withdraws it. The previous holder commits nothing beside a pending claim, but waits for the outcome,
-up to ``GRACE_SECS`` for each and ``GRACE_PERIODS`` times that for all: it is then fenced rather
-than stalled for ever.
+A claim is pending until its trainer has started and removes the names of older epochs; a trainer
+that fails before withdraws it. The previous holder commits nothing beside a pending claim, but
+waits for the outcome, up to ``GRACE_SECS`` for each and ``GRACE_PERIODS`` times that for all: it is
+then fenced rather than stalled for ever.
 
 A backup has the same epochs. A holder therefore keeps the directory open, which pins its inode, and
 checks before every commit that this directory is still at its path.

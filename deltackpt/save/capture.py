@@ -159,7 +159,7 @@ class _ClockedPiece:
 def encode_ahead(
     codec: Codec, pieces: Iterable[RowPiece], runtime: Runtime
 ) -> Iterator[tuple[RowPiece, Encoded]]:
-    """Yields pieces in order with their encoded rows; requests ``AHEAD`` pieces in advance."""
+    """Yields encoded pieces; each must stay valid until ``AHEAD`` more are requested."""
     waiting: collections.deque[tuple[RowPiece, Task[Encoded]]] = collections.deque()
     for piece in pieces:
         waiting.append((piece, runtime.submit(piece.encoded, codec)))

@@ -248,7 +248,7 @@ class SaveReport:
     dense: tuple[LeafFigures, ...] = ()  # of blocks only
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class PendingSave(Item):
     """A save whose rows were captured: an item of a step, written once, in the background."""
 

@@ -61,6 +61,7 @@ class RowTracking:
         self._left: RowTracker | None = None
         #: Whether rows were hashed for a save or a record since the start or a restore.
         self._hashed = False
+        #: Whether rows were hashed before a restore: training may return to its state in memory.
         self.hashed_before_restore = False
         #: What the last save or record used, and how often that has changed.
         self._used: TrackingName | None = None
@@ -134,7 +135,10 @@ class RowTracking:
             self.tracker.start(fields, layout, identity)
 
     def accepts_touch_state(self, recorded: TrackingName) -> bool:
-        """Returns whether the next save may use the TouchState of the restored step."""
+        """Returns whether the next save may use the TouchState of the restored step.
+
+        With "auto", training may continue with either if the step records neither.
+        """
         return self.tracker is None or (self._mode == "auto" and recorded != "fingerprints")
 
     def touch_state(self, split: Split, given: TouchState | None) -> TouchState | None:
@@ -434,7 +438,7 @@ class Run:
         )
 
     def roll_back(self, step: int) -> None:
-        """Moves steps later than the restored one aside, once, before ``step`` is saved first."""
+        """Moves steps later than the restored one aside, once, before the first save (``step``)."""
         if self.restored is None:
             return
         # The others list no steps before process 0 has moved them.

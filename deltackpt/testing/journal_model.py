@@ -150,7 +150,7 @@ class _FaultyStore:
         put()
         if fate < self.faults:
             if absent and self._drawn.random() < 0.5:
-                raise Exists("the client tried again by itself")
+                raise Exists("an entry that the client sent twice")
             raise Unanswered("its answer lost")
 
     def delete(self, keys):
