@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -31,6 +32,14 @@ def test_compact_merges_the_newest_step_and_reports_it(tmp_path):
         0,
         "nothing to compact: the chain of the step is only a base\n",
     )
+
+
+def test_every_command_of_the_modules_is_listed():
+    for module, names in cli._COMMANDS.items():
+        held = vars(importlib.import_module(f"deltackpt.cli.{module}")).values()
+        top = {one.name for one in held if isinstance(one, click.Command)}
+        inner = {name for one in held if isinstance(one, click.Group) for name in one.commands}
+        assert top - inner == {*names}, module
 
 
 def test_compact_prints_json_on_request(tmp_path):

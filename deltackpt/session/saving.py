@@ -128,7 +128,7 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``parts``, without marks if rows are hashed; ``tracking="auto"`` decides it here."""
+        """Returns ``parts``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.parts(state, touched), touched)
 
     def parts(self, state: PyTree, touched: TouchState | None) -> Split:

@@ -271,7 +271,7 @@ class RowReplica:
         return None
 
     def _load(self, chain: Sequence[StoredSave], goal: Goal) -> None:
-        """Loads a complete chain, base first; into new memory, the step alone."""
+        """Loads a complete chain, base first; the step alone if nothing is held in its layout."""
         held = self.loaded
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.plan, goal)
@@ -287,10 +287,12 @@ class RowReplica:
                 tables = self._new_tables(goal.save.layout, previous=self.nbytes)
                 try:
                     reader.fill(chain, tables.targets)
+                    lossless = _are_lossless(reader.layers_of(chain, tables.targets))
                 except BaseException:
                     tables.memory.close()
                     raise
-            lossless = _are_lossless(reader.layers_of(chain, tables.targets))
+            else:
+                lossless = _are_lossless(reader.layers_of(chain, tables.targets))
             with self._changing(tables) as changing:
                 if not is_new:
                     reader.fill(chain, changing.targets)

@@ -206,7 +206,7 @@ class SharedMemory(MappedMemory):
         self._bytes[:_TOKEN_BYTES] = np.frombuffer(self._token, np.uint8)
         self._sequence, self._waiting = _word(self._bytes, 0), _word(self._bytes, 1)
         self._sequence[0] = 1  # Nothing has been written yet.
-        # Not another opening of the file: see ``leases``.
+        # Not another opening of the file: see ``is_open_elsewhere``.
         self.readers = ReadLock(self._leased, self._bytes)
 
     @property

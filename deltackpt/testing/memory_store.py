@@ -39,7 +39,7 @@ class MemoryStore:
         data = self.get(key)
         wanted = sum(part.nbytes for part in parts)
         first = first_byte(f"{self.url}/{key}", start, wanted, len(data), whole=whole)
-        fill(parts, data[first:])
+        fill(parts, memoryview(data)[first:])
 
     def length(self, key: str) -> int:
         """Returns the length in bytes."""

@@ -4,7 +4,9 @@
 All processes count calls alike, including calls that append nothing. The count numbers the record
 and decides whether it is full, so a failure on one process invalidates one recovery point but not
 the next. If a call saves a step instead of appending a record, all processes do (``agreement``). A
-process therefore raises an error only after everything that the others wait for.
+process therefore raises an error only after everything that the others wait for, so that all stay
+at the same collective. Process 0 writes the header of an epoch. ``epoch.EndedWal`` replaces the
+recorder in a manager without a WAL.
 """
 
 from __future__ import annotations
