@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from packaging.utils import canonicalize_name
 import deltackpt
 from deltackpt import errors
 from deltackpt.errors import MissingExtra
+from deltackpt.storage import store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODULES = sorted(
@@ -478,6 +480,18 @@ def test_error_codes_are_unique_and_errors_share_one_base():
     assert all(issubclass(value, errors.DeltackptError) for value in classes)
     codes = [value.code for value in classes]
     assert sorted(set(codes)) == sorted(codes)
+
+
+def test_errors_reach_other_processes_whole():
+    for kind in [*vars(errors).values(), store.Exists, store.Missing]:
+        if inspect.isclass(kind) and issubclass(kind, Exception):
+            words = ["found"]
+            if inspect.isfunction(kind.__init__):
+                every = inspect.signature(kind).parameters.values()
+                words = [one.name for one in every if one.kind == one.POSITIONAL_OR_KEYWORD]
+            error = kind(*words)
+            again = pickle.loads(pickle.dumps(error))
+            assert (str(again), vars(again)) == (str(error), vars(error)), kind
 
 
 def copy_of_sources(target: Path) -> Path:

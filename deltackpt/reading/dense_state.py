@@ -185,7 +185,7 @@ def to_files(state: RecordedState, layout: Layout) -> dict[str, bytes | memoryvi
 
 
 def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> RecordedState:
-    """Returns the argument of ``to_files``, which shares the memory of the files."""
+    """Returns the argument of ``to_files``; the memory of the files, which it shares, must stay."""
     rows = {}
     for table in layout.tables:
         name = _ROWS + table.name

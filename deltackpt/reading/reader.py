@@ -110,10 +110,9 @@ def restore_tables(
     cannot be read, ``chains.read_whole`` tries another one. Raises Damaged, DamagedWal, StepGone,
     and TemplateMismatch if a wanted table or box does not exist.
     """
-    started = time.perf_counter()
 
     def restored(saves: Sequence[StoredSave]) -> RestoredTables:
-        layout = saves[-1].layout
+        started, layout = time.perf_counter(), saves[-1].layout
         buffers, targets = empty_buffers(layout, wanted)
         records = () if plan is None else wal_rows.layers_of(plan, layout)
         bytes_read = fill(saves, targets, progress, records=records, seen=seen)

@@ -258,7 +258,7 @@ def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str
 
 
 def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
-    """Returns a step's entry in a chain, and checks nothing else: see ``read_save``."""
+    """Returns a step's entry in a chain; checks its manifest, but no shards: see ``read_save``."""
     step_dir = store_path(step_dir)
     at = step_dir / item / naming.manifest_name(0)
     name = at.below(step_dir.parent)

@@ -131,7 +131,7 @@ class KvStore(Store):
             data = data[first_byte(shown, start, wanted, len(data), whole=whole) :]
         else:
             data = self._range(key, start, wanted)
-            first_byte(shown, start, wanted, start + len(data))
+            first_byte(shown, start, wanted, start + len(data), whole=True)
         fill(parts, data)
 
     def length(self, key: str) -> int:

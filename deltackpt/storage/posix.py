@@ -428,7 +428,7 @@ class DurableDir(NamedTuple):
 
     @contextlib.contextmanager
     def opened(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Opens a descriptor of a folder; a missing one is made, or raises an ``OSError``."""
+        """Opens a folder, without following links; a missing one is made, or raises ``OSError``."""
         descriptor = os.open(self.path, _FOLDER)
         try:
             for name in folder.relative_to(self.path).parts:

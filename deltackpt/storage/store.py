@@ -34,8 +34,11 @@ class Missing(StorageError):
     """No object exists under a key; readers describe what they expected."""
 
     def __init__(self, where: str, found: str = "no such file"):
-        self.found = found
+        self.where, self.found = where, found
         super().__init__(f"{where}: expected an object, found {found}; check what removed it")
+
+    def __reduce__(self):
+        return type(self), (self.where, self.found)
 
 
 class Exists(StorageError):
@@ -45,9 +48,13 @@ class Exists(StorageError):
     """
 
     def __init__(self, where: str, found: str = "an object"):
+        self.where, self.found = where, found
         super().__init__(
             f"{where}: expected nothing there, found {found}; check which program wrote it"
         )
+
+    def __reduce__(self):
+        return type(self), (self.where, self.found)
 
 
 class Unanswered(StorageError):
@@ -133,7 +140,10 @@ class Store(Protocol):
         ...
 
     def stamp(self, folder: str) -> Stamp | None:
-        """Returns the identity of a folder, equal for equal bytes; None if it does not exist."""
+        """Returns the identity of a folder; None if it does not exist.
+
+        The default derives it from the objects, so it is equal for equal bytes.
+        """
         found = self.keys(folder)
         if not found:
             return None
@@ -285,7 +295,7 @@ def first_byte(shown: str, start: int, wanted: int, total: int, *, whole: bool =
     first = start + total if start < 0 else start
     stop = first + wanted
     if first < 0 or stop > total or (whole and stop != total):
-        expected = wanted if whole or first < 0 else stop
+        expected = max(wanted, -start) if first < 0 else stop
         raise Damaged(shown, f"{expected} bytes", f"{total} bytes")
     return first
 
