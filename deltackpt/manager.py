@@ -148,7 +148,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._read_only = options.read_only
         self._closed = True  # Until it is open.
-        #: Why something other than the owner closed it.
+        #: Why the end of the program, or another manager of the directory, closed it.
         self._ended: str | None = None
         #: Whether the program has ended.
         self._leaving = False
@@ -853,7 +853,7 @@ class CheckpointManager:
                 parts.callback(self._watch.cancel)
 
     def _end(self, reason: str, ending: exits.Ending) -> None:
-        """Closes the manager on behalf of its owner; see ``exits.Watch``."""
+        """Waits for the saves, then closes or leaves as ``ending`` says; see ``exits.Watch``."""
         limit = self.options.timeouts.close_secs
         if not self._lock.acquire(timeout=limit):
             raise WaitTimeout(
@@ -889,7 +889,7 @@ class CheckpointManager:
             self._lock.release()
 
     def _wait_or_warn(self) -> None:
-        """Warns of background failures instead of raising them, so that a restore can proceed."""
+        """Waits for the save and the WAL; warns of failures, so that a restore can proceed."""
         self._saved_by_append = None
         self._saver.wait_finished_or_warn()
         if self._recorder is not None:
@@ -921,7 +921,7 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _use(self, *, writing: bool = False) -> Iterator[None]:
-        """Serializes calls; raises ``FencedError`` for failures that a takeover caused."""
+        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
         with placement.neutral(), self._lock:
             self._check_usable(writing=writing)

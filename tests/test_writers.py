@@ -213,7 +213,7 @@ def test_a_failure_that_cannot_be_reported_raises_no_second_error(job):
 def test_process_0_waits_for_everything_that_processes_write_of_a_step(job):
     for process in (1, 3):
         job.at(process).report("written", {})
-    with pytest.raises(ProcessMissing, match="expected process 2 to write its dense leaves"):
+    with pytest.raises(ProcessMissing, match="expected process 2 to write its files of the step"):
         job.at(0).wait("written")
     job.at(2).report("written", {})
     job.at(0).wait("written")

@@ -38,7 +38,7 @@ KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "dense_blocks"
 ENCODINGS = "encodings"
 #: Required for saves by several processes: only process 0's manifest describes the tables.
 PARTS = "parts"
-#: Needed by a delta whose dense leaves are in our item, complete or relative to its parent's.
+#: Required for deltas whose dense leaves are in our item, complete or relative to the parent's.
 DENSE_BLOCKS = "dense_blocks"
 #: Required for deltas whose arrays are in a layer file.
 LAYERS = "layers"
@@ -50,7 +50,7 @@ _ALIKE = frozenset(
 _sound_paths = records.IdentityCache()
 _Record = TypeVar("_Record")
 
-#: Names of parents in a manifest: what is read ahead at once.
+#: Most entries of ``Manifest.parents``, all of which a restore reads ahead at once.
 MOST_PARENTS = 64
 #: Kinds of the steps of a key path.
 _PATH_KINDS = ("dict", "seq", "attr", "flat")
@@ -215,7 +215,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One process's part of a save.
+    """One process's part of a save, also called its shard.
 
     With several processes, process 0's manifest is written last and describes all: only it contains
     ``groups``, ``tables``, ``dense`` and ``tracking_paths``.
@@ -232,8 +232,8 @@ class Manifest:
     segments: tuple[Segment, ...]
     dense: tuple[DenseEntry, ...] = ()
     tracking_paths: tuple[KeyPath, ...] = ()
-    #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
-    #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
+    #: Which digest files were promised: "item", and "step" under our own commit. "dense" in a
+    #: compacted base whose item contains Orbax's dense files: its item digests cover them.
     digests: tuple[str, ...] = ("item",)
     #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``; 0 if it has a layer.
     item_digests_crc32c: int = 0
@@ -250,10 +250,10 @@ class Manifest:
     features: tuple[str, ...] = ()
     #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
     plan_crc32c: int = 0
-    #: Group to how many cells of all fields it writes in a base; nothing where it writes none.
+    #: In a base: group to the cells (rows times columns, all fields) that this process writes.
     owned_cells: dict[str, int] = dataclasses.field(default_factory=dict)
     covers: tuple[Cover, ...] = ()
-    #: What was touched of the rows whose stamps other processes hold too; of parts but process 0's.
+    #: Checksums of the touched rows in stamp shards that others hold, too; empty in process 0's.
     shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Every part, by process; only in process 0's manifest, for several processes.
     parts: tuple[Part, ...] = ()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges layers into host buffers; the newest layer wins. Numpy only.
+"""Merges saves and WAL records into host buffers; the newest wins. Numpy only.
 
 The planner reads row indices from the newest layer backwards, and skips rows that a newer layer
 contains. Each row is therefore decoded and written once. Two kinds of rows are merged whole first,
 oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
-raw rows of which at least half are needed.
+raw rows of which at least half are needed. Groups whose segments overlap in a part of their fields
+or columns are merged oldest first, too.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> None:
 class Piece:
     """Rows at positions ``[start, stop)`` of one field of a segment.
 
-    Those of a table are within one chunk, and blocks of dense leaves within one target. ``rows``
+    Table rows are within one chunk, and blocks of dense leaves within one target. ``rows``
     are their virtual rows. ``needed``, (rows,) bool, has those that no newer layer has; None if all
     are needed.
     """
@@ -533,6 +534,8 @@ class _SegmentRows(NamedTuple):
 
 
 class _Planner:
+    """Plans one merge; ``stages`` runs once, on one thread. Only ``_read`` runs on others too."""
+
     def __init__(
         self,
         layers: Sequence[Sequence[Layer]],
@@ -576,6 +579,7 @@ class _Planner:
         yield (piece for part in chosen for piece in self._pieces(part))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
+        """Returns whether a segment has row indices instead of ranges."""
         is_overlapping = one.segment.group in self._overlapping
         return one.segment.ranges is None and is_overlapping == overlapping
 
@@ -599,15 +603,16 @@ class _Planner:
     def _oldest_first(
         self, number: int, parts: Sequence[_SegmentRows], gapped: Sequence[_Found]
     ) -> Iterator[Piece]:
-        """Pieces of one save that are merged as a whole."""
+        """Yields the pieces of one save that are merged whole."""
         for part in parts:
             yield from self._pieces(part)
         for one in gapped:
-            if (held := self._rows(one)) is not None:
-                yield from self._pieces(_SegmentRows(number, one, held))
+            if (stored := self._rows(one)) is not None:
+                yield from self._pieces(_SegmentRows(number, one, stored))
 
     def _newest_first(self, ranges: Sequence[Sequence[_SegmentRows]]) -> Iterator[_SegmentRows]:
         """Yields the segments of each save with the rows that newer saves do not have."""
+        #: Kind to the number of its gapped segments in saves older than the current one.
         older = collections.Counter(
             one.kind for of_save in self._found for one in of_save if self._is_gapped(one)
         )

@@ -91,7 +91,7 @@ class Decision:
 
 
 class BaseOrDelta(Protocol):
-    """Decides whether the next save is a base or a delta. Called once per save; must be pure."""
+    """Decides whether the next save is a base or a delta. Must be pure: any thread may ask."""
 
     def decide(self, history: SaveHistory) -> Decision:
         """Returns the decision, given at least one committed base."""

@@ -170,10 +170,11 @@ def fill(
 ) -> int:
     """Reads and merges saves and WAL records into buffers; returns the stored bytes that were read.
 
-    ``saves`` are a chain of ``read_chain`` or the end of one; none if ``over_parent``: the buffers
-    then contain the parent of the first save or record. All rows of ``records`` are verified and
-    reported to ``seen``, wanted or not. If row indices need much memory, only some layers are
-    merged at a time, the oldest first. After an error, the contents of the buffers are undefined.
+    ``saves`` are a chain of ``read_chain`` or the end of one. If ``over_parent``, the buffers
+    contain the parent of the first save or record: ``saves`` may be empty, and coverage is not
+    checked. All rows of ``records`` are verified and reported to ``seen``, wanted or not. If row
+    indices need much memory, only some saves are merged at a time, the oldest first. After an
+    error, the contents of the buffers are undefined.
     """
     if records:
         indices = wal_rows.all_rows(seen, indices)
@@ -184,10 +185,11 @@ def fill(
             wal_rows.verified(records),
         ):
             layers = [*layers_of(saves, targets, runtime), *records]
-            for part in _parts(layers, targets):
+            for part in _runs(layers, targets):
                 cached = _cached(indices)
                 stages = [[*one] for one in merge.plan(part, targets, cached, runtime=runtime)]
                 if not over_parent:
+                    # Ends with the saves: records cover nothing.
                     for parent, save, shards in zip((None, *saves)[done:], saves[done:], part):
                         check_covered(save, shards, targets, cached, parent=parent)
                 done += len(part)
@@ -202,15 +204,15 @@ def fill(
     return meter.done
 
 
-def _parts(
+def _runs(
     layers: Sequence[Sequence[Shard]], targets: Targets
 ) -> Iterator[Sequence[Sequence[Shard]]]:
-    """Cuts layers into parts whose row indices fit into memory; there is at least one part."""
+    """Returns runs of saves whose row indices fit into memory; there is at least one."""
     target_bytes = sum(target.buffer.nbytes for target in targets.all)
     most = max(_ROW_INDICES_BYTES, target_bytes // 4) // _ROW_INDEX_BYTES
     start = rows = 0
-    for number, layer in enumerate(layers):
-        own = sum(_row_indices(shard, targets) for shard in layer)
+    for number, of_save in enumerate(layers):
+        own = sum(_row_indices(shard, targets) for shard in of_save)
         if rows and rows + own > most:
             yield layers[start:number]
             start, rows = number, 0
@@ -234,7 +236,7 @@ def _cached(indices: RowIndices) -> RowIndices:
     found: dict[tuple[int, str], StoredRows | None] = {}
 
     def cached(part: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
-        key = id(part), segment.name
+        key = id(part), segment.name  # The caller keeps the parts alive, so ids stay unique.
         if key not in found:
             found[key] = indices(part, segment, targets)
         return found[key]

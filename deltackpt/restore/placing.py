@@ -90,7 +90,7 @@ def check_width(what: str, leaf: object) -> None:
 
 
 def wanted_of(templates: Mapping[str, Mapping[str, object]]) -> Wanted:
-    """Returns what this process needs of some tables: its shards' boxes, or everything."""
+    """Returns the boxes of each field on this process's devices; all of it for unsharded leaves."""
     return {
         name: {
             field: sorted(set(placement.device_boxes(leaf).values()))
@@ -105,7 +105,7 @@ def place(
 ) -> dict[str, dict[str, Leaf]]:
     """Places what ``restore_tables`` read for ``wanted_of(templates)`` as the template's leaves.
 
-    A numpy leaf returns the buffer itself, a table of a stacked array a ``RestoredMember``.
+    A numpy leaf becomes the buffer itself, a table of a stacked array a ``RestoredMember``.
     """
     rows = {table.name: table.rows for table in merged.layout.tables}
     placed: dict[str, dict[str, Leaf]] = {}
@@ -159,7 +159,7 @@ def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, MemberRows)):
         [buffer] = held.values()
         return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template)
-    # The buffer is not shared, and is aligned.
+    # The leaf may alias the buffer: it is aligned for that, and nothing writes to it any more.
     return placement.assembled(template, placement.device_boxes(template), held, may_alias=True)
 
 

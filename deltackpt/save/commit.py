@@ -47,7 +47,7 @@ Phase = Literal["shard", "written", "done"]
 
 _DEEDS: dict[Phase, str] = {
     "shard": "write its shard",
-    "written": "write its dense leaves",
+    "written": "write its files of the step",
     "done": "commit the step",
 }
 _SHOWN = 8
@@ -199,7 +199,7 @@ class Item(Protocol):
     """One directory of a step; its methods are called in the background."""
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's share into the item's existing directory, through ``batch``."""
+        """Writes this process's part into the item's existing directory, through ``batch``."""
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
@@ -232,7 +232,7 @@ def temporary_dir(final: Path, attempt: str) -> Path:
 
 
 def write(step: StepTransaction) -> Committed:
-    """Writes a step and commits it, on all processes; after an error, nothing is committed."""
+    """Writes a step and commits it on all processes; after an error, it may be committed or not."""
     writers, temporary = step.writers, step.writers.temporary
     try:
         with writers.working():

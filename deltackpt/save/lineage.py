@@ -71,7 +71,7 @@ class Intent:
 
 
 class Lineage:
-    """Decides between base and delta, and records committed saves; thread-safe."""
+    """Decides between base and delta; thread-safe: polls and asks the policy under its lock."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Lineage:
         self._begun = 0
         #: Why the next saves are bases, until one is committed.
         self._distrusted: str | None = None
-        #: How many saves had been begun then: a base among them does not end it.
+        #: ``_begun`` at that time: only the commit of a base begun later ends the distrust.
         self._distrusted_at = 0
         #: Step of the oldest lost save, if that is the reason.
         self._lost: int | None = None
@@ -193,7 +193,7 @@ class Lineage:
                 self._distrusted_at = self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
-        """Returns what ``start_save`` would decide now, without side effects.
+        """Returns what ``start_save`` would decide now, without starting a save.
 
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
@@ -392,7 +392,7 @@ class Lineage:
             return self._branch.protected
 
     def _poll(self) -> Known | None:
-        """Promotes the save in flight if it was found to be committed."""
+        """Promotes and returns the save in flight if it was committed. Under the lock."""
         known = self._branch.in_flight
         head = None if known is None else _committed_manifest(known, self._item)
         if known is None or head is None:

@@ -279,13 +279,13 @@ class PendingSave(Item):
         return self.rows.released
 
     def wait_copied(self) -> None:
-        """Waits until copied rows have left the training state; held rows stay in it."""
+        """Waits until staged rows are copied from the training state; pinned rows stay in it."""
         started = time.perf_counter()
         self.rows.wait()
         self.extract_secs += time.perf_counter() - started
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's shard into the item's directory, its manifest last."""
+        """Writes this process's shard, its manifest last; always releases the rows."""
         plan, encoding = self.plan, BusyClock()
         started = time.perf_counter()
         try:

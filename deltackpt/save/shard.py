@@ -50,7 +50,7 @@ class Field:
     bounds: np.ndarray
     choice: CodecChoice  # the user's
     planned: PlannedCodec  # the codec to try first
-    held: bool = False  # its rows are views of the training state, which may change meanwhile
+    held: bool = False  # its rows are views of the state; a change during the write is detected
 
     @property
     def count(self) -> int:
@@ -311,30 +311,30 @@ def write_segments(
     *,
     threads: int | None = None,
 ) -> list[Segment]:
-    """Writes the arrays of all captured rows, ``threads`` at the same time; by default many."""
-    places, writes = [], []
+    """Writes all captured rows to sinks by segment name, ``described`` as fields, on threads."""
+    sinks, writes = [], []
     for number, source in enumerate(rows.segments):
-        place = sink_of(f"{source.group}.{number}")
-        places.append(place)
-        writes.append(functools.partial(parts.write_rows, place, source.rows))
+        sink = sink_of(f"{source.group}.{number}")
+        sinks.append(sink)
+        writes.append(functools.partial(parts.write_rows, sink, source.rows))
         for field in described(source):
-            if source.evicted:
+            if source.evicted:  # Rows without ids: constant codecs stand for the fields.
                 codec = codecs.ONES if field.name == source.key else codecs.ZEROS
                 writes.append(functools.partial(constant, field, codec))
                 continue
             pieces = functools.partial(_pieces, rows, encoding, number, field.name)
-            writes.append(functools.partial(write_field, place, field, pieces, runtime))
+            writes.append(functools.partial(write_field, sink, field, pieces, runtime))
     stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
     return [
         parts.stored_segment(
-            place,
+            sink,
             source.group,
             source.columns,
             source.rows,
             next(stored),
             [next(stored) for _ in source.fields],
         )
-        for place, source in zip(places, rows.segments, strict=True)
+        for sink, source in zip(sinks, rows.segments, strict=True)
     ]
 
 

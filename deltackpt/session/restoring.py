@@ -104,7 +104,7 @@ class Restorer:
                 again = self._chooser.newest(tried, wal=wal)
                 gone = again is not None and again != choice and again.number >= step
                 gone = gone or _is_gone(error) or self._chooser.is_rolled_back(choice)
-                # A trainer may remove steps faster than they are read.
+                # No limit if there is another choice: a trainer may remove steps faster.
                 is_replaced = _is_gone(error) and again not in (None, choice)
                 if gone and (is_replaced or len(tried.gone) < _LISTINGS):
                     tried.gone.append((step, error))
@@ -298,7 +298,8 @@ class Restorer:
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._run.coordinator.agree("choosing a save", own))
         straight = self._run.coordinator.gather("reading dense leaves", found.straight is not None)
-        if not all(straight):  # Orbax's handler needs all processes.
+        # Straight: without Orbax's handler, which needs all processes.
+        if not all(straight):
             found = dataclasses.replace(found, straight=None)
         with self._run.coordinator.together(f"restoring step {found.step}"):
             loaded = self._steps.load(found, agreed, progress, held)
@@ -460,7 +461,7 @@ class Restorer:
     ) -> None:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
-        # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
+        # Dense leaves of a delta in Orbax's item may go with a compaction: the next are whole.
         if not split.layout.dense or not found.target.has_dense:
             return
         try:

@@ -64,7 +64,7 @@ _REPORTS = 1000
 
 
 class Saver:
-    """Starts saves and waits for them; used by one thread at a time."""
+    """Starts saves and waits for them; one caller at a time. ``_write`` runs on another thread."""
 
     def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
         """Starts nothing yet; ``owner``, the manager, is kept alive while a save is in flight."""
@@ -105,12 +105,13 @@ class Saver:
             arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
-        met = self.unreported
+        already_warned = self.unreported
         failure = self.wait_finished(run.options.timeouts.save_secs)
         self.due = None
         is_first = run.lineage.newest_committed is None
-        if failure is not None and isinstance(failure.cause, ProcessMissing) and failure is not met:
-            # It would be missing for this save as well; a restore since has shown that it is not.
+        is_missing = failure is not None and isinstance(failure.cause, ProcessMissing)
+        if failure is not None and is_missing and failure is not already_warned:
+            # It is still missing, unless a restore has warned of it and succeeded since.
             raise failure.error(None) from failure.cause
         try:
             saved = self._start(step, state, arguments, started)
@@ -149,7 +150,7 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # The epoch first: without the later steps, points above the restored one would count again.
+        # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
             run.wal.begin_epoch(split)
         run.roll_back(step)
@@ -332,6 +333,7 @@ class Saver:
         except BaseException:
             _release(planned.items)  # Some items were never started.
             if keeper is not None and save_id is not None:
+                # If it was committed nevertheless, the next delta has no references.
                 keeper.references.failed(save_id)
             run.writable_root.remove_remade(planned.writers.temporary)
             raise
