@@ -33,9 +33,7 @@ MEMORY = 64 << 20
     [(Copies(2, memory_bytes=MEMORY), 3, 1), (Erasure(2, 2, memory_bytes=MEMORY), 5, 2)],
     ids=["copies", "erasure"],
 )
-def test_the_whole_step_is_restored_from_the_remaining_nodes(
-    tmp_path, monkeypatch, how, count, lost
-):
+def test_the_whole_step_is_restored_from_the_remaining_nodes(tmp_path, how, count, lost):
     with contextlib.ExitStack() as stack:
         s3 = stack.enter_context(servers.s3(tmp_path))
         stack.enter_context(servers.environment_of(s3))
@@ -44,7 +42,7 @@ def test_the_whole_step_is_restored_from_the_remaining_nodes(
         other = NeighbourNode(url, s3.endpoint, tmp_path / "other")
         cluster = stack.enter_context(ray_nodes.nodes(count))
         one.how = how
-        with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        with root_out_of_reach(one), one.manager() as manager:
             for step in range(3):
                 one.save(manager, step, metrics={"loss": 1.0})
             manager.wait_until_finished()
@@ -63,7 +61,7 @@ def test_the_whole_step_is_restored_from_the_remaining_nodes(
         assert other.root() == [0, 1, 2, 3]
 
 
-def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path, monkeypatch):
+def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path):
     with contextlib.ExitStack() as stack:
         s3 = stack.enter_context(servers.s3(tmp_path))
         stack.enter_context(servers.environment_of(s3))
@@ -71,7 +69,7 @@ def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path, monkeypatch):
         url = s3.bucket("of-a-cluster") + "/run"
         one = NeighbourNode(url, s3.endpoint, tmp_path / "one")
         one.how = Copies(1, memory_bytes=MEMORY)
-        with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        with root_out_of_reach(one), one.manager() as manager:
             one.save(manager, 0)
             manager.wait_until_finished()
             [holding] = [
