@@ -91,9 +91,11 @@ class Plan:
 
     def tell(self) -> None:
         """Releases late and stalled requests, and waits until they have arrived."""
-        self._go_on(lambda number: True)
-        with self._arrived:
-            self._arrived.wait_for(lambda: not self._on_their_way)
+        arrived = False
+        while not arrived:  # A client may send another one meanwhile.
+            self._go_on(lambda number: True)
+            with self._arrived:
+                arrived = self._arrived.wait_for(lambda: not self._on_their_way, timeout=0.1)
 
     def met(self, request: Request) -> tuple[str | None, threading.Event]:
         """Records a request; returns its fate, and the event that releases it."""
