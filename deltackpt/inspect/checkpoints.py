@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from deltackpt import vocab
-from deltackpt.errors import (
-    Damaged,
-    OptionError,
-    RestoreError,
-    StepGone,
-    StepNotFound,
-    StorageError,
-)
+from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
 from deltackpt.inspect import descriptions
@@ -271,13 +264,7 @@ class Checkpoints:
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
-                dense_nbytes = 0
-                for record in save.manifests:
-                    if record.dense_blocks is None:
-                        shown = f"{save.name}/{naming.manifest_name(record.process)}"
-                        wanted = "blocks of dense leaves, as in the first shard"
-                        raise Damaged(shown, wanted, "none")
-                    dense_nbytes += record.dense_blocks.nbytes
+                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)

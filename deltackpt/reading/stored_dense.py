@@ -333,12 +333,8 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
     """Yields the dense leaves that each process wrote, for a save with them in its layers."""
-    for part in save.parts():
-        record, process = part.record.dense_blocks, part.record.process
-        if record is None or not isinstance(part.arrays, LayerArrays):
-            shown = f"{save.name}/{naming.manifest_name(process)}"
-            raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
-        yield DenseShard(part.arrays, record, f"{save.name}, process {process}", on_bytes)
+    for process, arrays, record in save.dense_parts():
+        yield DenseShard(arrays, record, f"{save.name}, process {process}", on_bytes)
 
 
 def values_of(

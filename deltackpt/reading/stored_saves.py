@@ -24,9 +24,9 @@ from deltackpt.errors import (
 )
 from deltackpt.format import chain, manifest, naming
 from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo
-from deltackpt.format.row_blocks import FieldSpec
+from deltackpt.format.row_blocks import DenseBlocks, FieldSpec
 from deltackpt.reading import bounds
-from deltackpt.reading.part_arrays import Shard, arrays_of
+from deltackpt.reading.part_arrays import LayerArrays, Shard, arrays_of
 from deltackpt.storage.store import Stamp, StorePath, store_path
 
 _GONE_CHECKS = 5
@@ -140,6 +140,15 @@ class StoredSave:
             for part in self.head.parts
             if wanted is None or any(map(wanted, part.covers))
         ]
+
+    def dense_parts(self) -> Iterator[tuple[int, LayerArrays, DenseBlocks]]:
+        """Yields each process with its layer and the dense leaves in it; Damaged if it has none."""
+        for part in self.parts():
+            record, process = part.record.dense_blocks, part.record.process
+            if record is None or not isinstance(part.arrays, LayerArrays):
+                shown = f"{self.name}/{naming.manifest_name(process)}"
+                raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
+            yield process, part.arrays, record
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
