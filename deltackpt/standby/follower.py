@@ -285,14 +285,14 @@ class RowReplica:
             if tables is None or is_new:
                 # The held state is kept until the new one is loaded, if there is room.
                 tables = self._new_tables(goal.save.layout, previous=self.nbytes)
-                try:
+            try:
+                if is_new:
                     reader.fill(chain, tables.targets)
-                    lossless = _are_lossless(reader.layers_of(chain, tables.targets))
-                except BaseException:
-                    tables.memory.close()
-                    raise
-            else:
                 lossless = _are_lossless(reader.layers_of(chain, tables.targets))
+            except BaseException:
+                if is_new:
+                    tables.memory.close()
+                raise
             with self._changing(tables) as changing:
                 if not is_new:
                     reader.fill(chain, changing.targets)
