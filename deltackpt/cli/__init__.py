@@ -4,18 +4,18 @@
 Exit codes: 0 done, or nothing to do; 1 failed, with one line on stderr that states what to do;
 2 invalid usage; 75 in use by another process, so try again later.
 
-Modules of commands import what a command needs when it runs, so that ``ls`` starts fast.
+A command imports what it needs when it runs, so that ``ls`` and ``--help`` start fast.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 
 import click
 
 from deltackpt.__about__ import __version__
+from deltackpt.cli import daemons, exchange, inspect_commands, maintenance_commands, service
 from deltackpt.cli.terminal import as_commands
 from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
 
@@ -43,33 +43,33 @@ def _fail(error: Exception, code: int) -> None:
     sys.exit(code)
 
 
-#: Modules, and the commands in each. A command runs without the modules of the others.
-_COMMANDS = {
-    "inspect_commands": ("diff", "history", "ls", "report", "show"),
-    "maintenance_commands": ("compact", "copy", "doctor", "gc", "plan", "verify"),
-    "daemons": ("follow", "node-store", "upload"),
-    "exchange": ("export", "import"),
-    "service": ("peers", "service"),
-}
-
-
-class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(name for names in _COMMANDS.values() for name in names)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for module, names in _COMMANDS.items():
-            if cmd_name in names:
-                held = vars(importlib.import_module(f"deltackpt.cli.{module}")).values()
-                commands = (one for one in held if isinstance(one, click.Command))
-                return next(one for one in commands if one.name == cmd_name)
-        return None
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
     """Inspect and maintain directories of deltackpt checkpoints."""
+
+
+for command in (
+    inspect_commands.ls,
+    inspect_commands.show,
+    inspect_commands.diff,
+    inspect_commands.history,
+    inspect_commands.report,
+    maintenance_commands.verify,
+    maintenance_commands.plan,
+    maintenance_commands.gc,
+    maintenance_commands.copy,
+    maintenance_commands.compact,
+    daemons.upload,
+    daemons.node_store,
+    daemons.follow,
+    maintenance_commands.doctor,
+    exchange.export,
+    exchange.import_,
+    service.group,
+    service.peers,
+):
+    cli.add_command(command)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Steps:
 
     @property
     def wal_location(self) -> WalLocation:
-        """Where the WAL is read."""
+        """The location of the WAL."""
         return WalFolder(self.store_path / naming.LOG, self.topics)
 
     def at(self, step: int) -> StorePath:
