@@ -8,9 +8,6 @@ show what the comparison can detect: raw deltas (no difference at all), a pertur
 initial tables by 1e-7 (the noise floor), and a deliberately biased codec (which must fail).
 
 Data: synthetic Zipf traffic, and a generated file in Criteo's format.
-
-python benchmarks/accuracy.py --results accuracy.jsonl --json accuracy.json --plots docs/assets
-python benchmarks/accuracy.py --steps 20 --seeds 2 --restores 1 2 --codecs adaptive2   # smoke test
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +24,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ways  # noqa: F401  (makes the example importable)
+import report as reports
+import ways
 from dlrm_jax import data, model, trainer
-from report import Report, Sample, arguments, count, percent
+from report import Report, Sample, count, percent
 from rich.progress import track as progress
 from running.digest import digest
 from scipy import stats
 
-import deltackpt
 from deltackpt import codecs
 from deltackpt.codecs import row_codecs
 
@@ -71,19 +67,15 @@ class Traffic(NamedTuple):
     test: list[data.Batch]
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Run:
+class Run(NamedTuple):
     """One training run; ``codec`` may be ``uninterrupted`` or ``perturbed``."""
 
-    traffic: str
-    steps: int
     seed: int
     codec: str
     restores: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Results of a run; ``relative_error`` is the mean over its saves."""
 
     run: Run
@@ -190,31 +182,21 @@ class Study:
     def _interrupted(
         self, root: Path, run: Run, state: trainer.TrainState, batches: list[data.Batch]
     ) -> tuple[trainer.TrainState, list[float]]:
-        errors = []
-        options = deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(
-                policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-            ),
-            writes=deltackpt.WriteOptions(durability="process"),
-        )
-        handlers = {"embeddings": trainer.checkpoint_tables(run.codec)}
-        with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
-            manager.save(0, state)
-            manager.wait_until_finished()
-            done = 0
-            for number in range(1, run.restores + 1):
-                stop = len(batches) * number // (run.restores + 1)
-                state = self._trained(state, batches, done, stop)
-                # Step numbers must grow even if there are more restores than steps.
-                saved = manager.save(1 + stop + number, state)
-                (report,) = manager.wait_until_finished()
-                assert saved.kind == "delta", saved.reason
-                values = [f for f in report.tables if f.field == "values"]
-                assert all(f.codec == run.codec for f in values), values
-                errors.append(max((f.relative_error for f in values), default=0.0))
-                result = manager.restore_latest(state)
-                assert result is not None
-                state, done = result.state, stop
+        errors, done = [], 0
+        way = ways.Deltas(root, "process", tables=trainer.checkpoint_tables(run.codec))
+        way.saved(0, state)
+        for number in range(1, run.restores + 1):
+            stop = len(batches) * number // (run.restores + 1)
+            state = self._trained(state, batches, done, stop)
+            # Step numbers must grow even if there are more restores than steps.
+            saved = way.manager.save(1 + stop + number, state)
+            report = way.manager.wait_until_finished()[-1]
+            assert saved.kind == "delta", saved.reason
+            values = [f for f in report.tables if f.field == "values"]
+            assert all(f.codec == run.codec for f in values), values
+            errors.append(max((f.relative_error for f in values), default=0.0))
+            state, done = way.restore(state), stop
+        way.close()
         return self._trained(state, batches, done, len(batches)), errors
 
     def _tested(self, state: trainer.TrainState) -> tuple[float, float]:
@@ -231,43 +213,13 @@ def _logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
     return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
 
 
-def runs(options: argparse.Namespace, traffic: str) -> Iterator[Run]:
+def runs(options: argparse.Namespace) -> Iterator[Run]:
     """All runs over one kind of traffic, those of a seed together."""
     middle = sorted(options.restores)[len(options.restores) // 2]
     for seed in range(options.seeds):
         kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
-        kinds += itertools.product(options.codecs, options.restores)
-        for codec, restores in kinds:
-            yield Run(traffic, options.steps, seed, codec, restores)
-
-
-def measure(options: argparse.Namespace, place: Path) -> list[Outcome]:
-    """Runs everything that is not yet in ``--results``, and appends it there."""
-    known = {outcome.run: outcome for outcome in read(options.results)}
-    found = []
-    for kind in options.traffic:
-        if kind == "criteo":
-            write_criteo(place / "criteo.txt", options.steps)
-            traffic = criteo(place / "criteo.txt")
-        else:
-            traffic = synthetic()
-        study = Study(traffic, options.steps)
-        for run in progress(list(runs(options, traffic.name)), traffic.name):
-            if run not in known:
-                known[run] = study.run(run)
-                if options.results is not None:
-                    with options.results.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(known[run])) + "\n")
-            found.append(known[run])
-    return found
-
-
-def read(path: Path | None) -> list[Outcome]:
-    """Outcomes of earlier runs."""
-    if path is None or not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Outcome(**{**line, "run": Run(**line["run"])}) for line in lines]
+        for codec, restores in (*kinds, *itertools.product(options.codecs, options.restores)):
+            yield Run(seed, codec, restores)
 
 
 class Change(NamedTuple):
@@ -279,12 +231,11 @@ class Change(NamedTuple):
     same_bits: bool
 
 
-def changes(outcomes: list[Outcome], traffic: str) -> dict[tuple[str, int], Change]:
+def changes(outcomes: list[Outcome]) -> dict[tuple[str, int], Change]:
     """Maps (codec, restores) to its changes."""
-    mine = [outcome for outcome in outcomes if outcome.run.traffic == traffic]
-    reference = {o.run.seed: o for o in mine if o.run.codec == REFERENCE}
+    reference = {o.run.seed: o for o in outcomes if o.run.codec == REFERENCE}
     grouped: dict[tuple[str, int], list[Outcome]] = {}
-    for outcome in sorted(mine, key=lambda outcome: outcome.run.seed):
+    for outcome in outcomes:
         grouped.setdefault((outcome.run.codec, outcome.run.restores), []).append(outcome)
     return {
         key: Change(
@@ -365,21 +316,19 @@ def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) ->
     from matplotlib import pyplot, ticker
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    floor = interval(found[PERTURBED, 0].log_loss), interval(found[PERTURBED, 0].auc)
-    names = [codec for codec in dict.fromkeys(codec for codec, _ in found)]
-    shown_codecs = [name for name in names if name not in (REFERENCE, PERTURBED, "raw")]
-    for panel, what, noise in zip(panels, ("log_loss", "auc"), floor, strict=True):
-        panel.axhspan(100 * noise[0], 100 * noise[1], color="0.85", label="noise floor (1e-7)")
+    names = dict.fromkeys(codec for codec, _ in found)
+    codecs_ = [name for name in names if name not in (REFERENCE, PERTURBED, "raw")]
+    for panel, what, bar in zip(panels, ("log_loss", "auc"), (BAR, -BAR), strict=True):
+        low, high = interval(getattr(found[PERTURBED, 0], what))
+        panel.axhspan(100 * low, 100 * high, color="0.85", label="noise floor (1e-7)")
         panel.axhline(0, color="0.5", linewidth=0.8)
-        bar = 100 * BAR if what == "log_loss" else -100 * BAR
-        panel.axhline(bar, color="0.3", linestyle=":", linewidth=0.8, label="0.01 %")
-        for shift, codec in enumerate(shown_codecs):
+        panel.axhline(100 * bar, color="0.3", linestyle=":", linewidth=0.8, label="0.01 %")
+        for shift, codec in enumerate(codecs_):
             places = sorted(restores for name, restores in found if name == codec)
             values = [getattr(found[codec, restores], what) for restores in places]
-            means = np.array([100 * value.mean() for value in values])
-            ends = [interval(value) for value in values]
-            halves = np.array([50 * (high - low) for low, high in ends])
-            where = np.array(places) * 1.06 ** (shift - len(shown_codecs) / 2)
+            means = [100 * value.mean() for value in values]
+            halves = [50 * (high - low) for low, high in map(interval, values)]
+            where = np.array(places) * 1.06 ** (shift - len(codecs_) / 2)
             marker = "x" if codec == BIASED else "o"
             panel.errorbar(where, means, halves, marker=marker, capsize=3, label=codec)
         panel.set_xscale("log")
@@ -393,42 +342,39 @@ def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) ->
     panels[1].set_ylabel("change of the AUC in % (lower is worse)")
     panels[0].legend(fontsize="small")
     figure.suptitle(f"{traffic}: mean and 95 % interval, paired by seed")
-    path = directory / f"accuracy-{traffic.lower().replace(' ', '-')}.svg"
     directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"accuracy-{traffic.lower().replace(' ', '-')}.svg"
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=1)
-    add, kinds = parser.add_argument, ("synthetic", "criteo")
-    add("--steps", type=int, default=600, help="training steps of a run")
-    add("--seeds", type=int, default=12)
-    add("--codecs", nargs="+", default=CODECS)
-    add("--restores", nargs="+", type=int, default=RESTORES)
-    add("--traffic", nargs="+", choices=kinds, default=kinds)
-    add("--results", type=Path, help="keep outcomes here; known ones are not run")
-    add("--plots", type=Path, help="write plots into this directory")
-    options = parser.parse_args()
+def accuracy(report: Report, options: argparse.Namespace, place: Path) -> None:
+    """Trains over both kinds of traffic."""
+    report.sizes = (
+        f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
+        f"{_TEST_BATCHES * _BATCH:,} samples"
+    )
     row_codecs._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     warnings.filterwarnings("ignore", message=".*donated buffers.*")
-    with tempfile.TemporaryDirectory(prefix="accuracy-", dir=options.directory) as place:
-        outcomes = measure(options, Path(place))
-    report = Report(
-        "Accuracy after restores from quantized deltas",
-        sizes=f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
-        f"{_TEST_BATCHES * _BATCH:,} samples",
-    )
-    for kind in dict.fromkeys(outcome.run.traffic for outcome in outcomes):
-        found = changes(outcomes, kind)
-        add_lines(report, found, kind)
-        publish(report, found, kind)
+    write_criteo(place / "criteo.txt", options.steps)
+    for traffic in (synthetic(), criteo(place / "criteo.txt")):
+        study = Study(traffic, options.steps)
+        found = changes([study.run(run) for run in progress(list(runs(options)), traffic.name)])
+        add_lines(report, found, traffic.name)
+        publish(report, found, traffic.name)
         report.section()
-        if options.plots is not None:
-            plot(found, kind, options.plots)
-    report.show(options)
+        if options.plots:
+            plot(found, traffic.name, Path(options.plots))
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Accuracy after restores from quantized deltas",
+        accuracy,
+        repeats=1,
+        steps=600,  # Of a run.
+        seeds=12,
+        codecs=CODECS,
+        restores=RESTORES,
+        plots="",  # A directory for plots.
+    )

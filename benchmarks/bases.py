@@ -3,16 +3,13 @@
 
 Each trial is a fresh process whose training step donates the state. `hold` and `block` are the two
 modes of `base_snapshot`. `compacted` writes deltas, which another process merges into a base.
-
-python benchmarks/bases.py --json bases.json
-python benchmarks/bases.py --scale 0.01 --repeats 1      # a smoke test
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import shutil
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -20,9 +17,10 @@ from statistics import median
 
 import compact_once
 import fresh
+import report as reports
 import state as states
 import ways
-from report import Report, arguments, interleaved, secs, times
+from report import Report, interleaved, secs, times
 
 TOUCHED = 0.05
 #: Saves of a trial: their median, and the worst blocking and memory.
@@ -44,8 +42,7 @@ def trial(mode: str, root: str, scale: float) -> dict[str, float]:
     place = Path(root)
     warm = ways.Deltas(place / "warm")
     for step in range(2):  # One-time loading is not measured.
-        warm.save(step, states.make(0.001))
-        warm.wait()
+        warm.saved(step, states.make(0.001))
     warm.close()
     training = states.Loop(states.make(scale))
     training.change(TOUCHED, 0)
@@ -54,8 +51,7 @@ def trial(mode: str, root: str, scale: float) -> dict[str, float]:
     manager = ways.Deltas(place / "steps", base_snapshot="hold" if mode == "hold" else "block")
     bases = mode in ("hold", "block")
     if not bases:
-        manager.save(0, training.state, base=True)
-        manager.wait()
+        manager.saved(0, training.state, base=True)
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(1, SAVES + 1):
         training.change(TOUCHED, number)
@@ -99,28 +95,22 @@ def compaction(training: states.Loop, root: Path, nbytes: int) -> dict[str, floa
     }
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.set_defaults(scale=0.4, repeats=5)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="to measure")
-    options = parser.parse_args()
+def bases(report: Report, options: argparse.Namespace, place: Path) -> None:
+    """Measures all modes."""
     modes = list(dict.fromkeys(("block", *options.modes)))
 
-    def measure(mode: str, place: Path) -> dict[str, float]:
+    def measure(mode: str) -> dict[str, float]:
         found = fresh.call(trial, mode, place / mode, options.scale)
         shutil.rmtree(place / mode)
         return found
 
-    with tempfile.TemporaryDirectory(prefix="bases-", dir=options.directory) as place:
-        candidates = {mode: functools.partial(measure, mode, Path(place)) for mode in modes}
-        found = interleaved(options.repeats, candidates, warm_up=0)
+    candidates = {mode: functools.partial(measure, mode) for mode in modes}
+    found = interleaved(options.repeats, candidates, warm_up=0)
     nbytes = ways.nbytes(states.template(options.scale))
-    report = Report(
-        "Bases",
-        sizes=f"State W at {options.scale:g} of its rows, {nbytes / 1e6:.0f} MB; {TOUCHED:.0%} of "
-        f"the rows touched between saves; {SAVES} saves a trial (memory, blocking and stall: the "
-        "worst of them), each in a fresh process",
+    report.sizes = (
+        f"State W at {options.scale:g} of its rows, {nbytes / 1e6:.0f} MB; {TOUCHED:.0%} of the "
+        f"rows touched between saves; {SAVES} saves a trial (memory, blocking and stall: the worst "
+        "of them), each in a fresh process"
     )
     base = found("block", "written")
     for mode in modes:
@@ -128,24 +118,22 @@ def main() -> None:
         report.state(f"extra memory in states, {mode}", found(mode, "memory"), times, bar=bar)
         for what in ("blocked", "stall", "lost", "written"):
             bar = _BLOCKED_BAR if what == "blocked" and mode != "delta" else None
-            report.compare(f"{what}, {mode}", found(mode, what), "a base", base, secs, bar=bar)
+            report.compare(f"{what}, {mode}", found(mode, what), "a base", base, bar=bar)
     remarks = []
     if "compacted" in modes:
         memory = found("compacted", "compaction memory")
         report.state("extra memory in states, compaction", memory, times, bar=_MEMORY_BAR)
         for what in ("compaction", "compaction lost"):
-            report.compare(what, found("compacted", what), "a base", base, secs)
+            report.compare(what, found("compacted", what), "a base", base)
         lost = found("compacted", "compaction lost").shown(secs)
         remarks = [f"A compaction on the trainer's cores cost training {lost}."]
-    figures = {"memory": times, "blocked": secs, "stall": secs}
-    report.publish(
-        "bases",
-        ("mode", "extra memory", "`save()` blocks", "longest stall"),
-        [[MODES[m], *((found(m, f), unit) for f, unit in figures.items())] for m in modes],
-        *remarks,
-    )
-    report.show(options)
+    columns = ("mode", "extra memory", "`save()` blocks", "longest stall")
+    rows = [
+        [MODES[mode], (found(mode, "memory"), times), *found.cells(mode, "blocked", "stall")]
+        for mode in modes
+    ]
+    report.publish("bases", columns, rows, *remarks)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("Bases", bases, scale=0.4, repeats=5, modes=tuple(MODES))

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import ways
-from report import Report, Sample, interleaved, percent, speed
+from report import Report, Sample, interleaved, percent, speed, timed
 
 from deltackpt.codecs import block_codecs
 from deltackpt.format.dtypes import dtype_of
@@ -32,47 +31,32 @@ _THREADS = 2
 
 
 class Case(NamedTuple):
-    """A leaf and how it is coded.
-
-    Attributes:
-      name: its name in the table.
-      codec: its codec.
-      before: (blocks, 256), what the parent decodes to.
-      now: the same shape, one step later.
-    """
+    """A leaf of (blocks, 256), and how it is coded."""
 
     name: str
     codec: str
-    before: np.ndarray
-    now: np.ndarray
+    before: np.ndarray  # What the parent decodes to.
+    now: np.ndarray  # One step later.
 
 
 def cases(count: int) -> Iterator[Case]:
-    """The cases, one at a time.
-
-    Args:
-      count: blocks of a leaf.
-    """
+    """The cases with so many blocks, one at a time."""
     random = np.random.default_rng(0)
     before = random.standard_normal((count, BLOCK), np.float32)
     # An optimizer step: most changes are small, some are not.
     change = random.standard_normal((count, BLOCK), np.float32)
     change *= np.float32(1e-3) * random.standard_exponential((count, 1), np.float32)
+    moments = np.square(before)
+    later = moments * np.exp2(20 * change)
     for dtype in ("float32", "bfloat16"):
         kind = dtype_of(dtype)
-        for codec in ("ef4", "ef8", "int8"):
-            yield Case(
-                f"{codec} of {dtype}", codec, before.astype(kind), (before + change).astype(kind)
-            )
-        moments = np.square(before)
-        later = moments * np.exp2(20 * change)
-        for codec in ("log4", "log8"):
-            yield Case(f"{codec} of {dtype}", codec, moments.astype(kind), later.astype(kind))
+        for codec in ("ef4", "ef8", "int8", "log4", "log8"):
+            old, new = (moments, later) if "log" in codec else (before, before + change)
+            yield Case(f"{codec} of {dtype}", codec, old.astype(kind), new.astype(kind))
         weights = before.astype(kind)
         found = weights.copy()
         places = random.integers(0, found.size, found.size // 100)
-        patterns = found.reshape(-1).view(block_codecs.bits_dtype(kind))
-        patterns[places] ^= 1
+        found.reshape(-1).view(block_codecs.bits_dtype(kind))[places] ^= 1
         yield Case(f"exact, 1 % of {dtype} changed", "lossless", weights, found)
 
 
@@ -80,12 +64,19 @@ def measure(case: Case, pool: Runtime) -> dict[str, float]:
     """Copies, encodes and decodes a leaf: seconds per GB, and the stored share and error."""
     out = host_memory.empty_buffer(case.now.shape, case.now.dtype)
     bits = block_codecs.bits_dtype(case.now.dtype)
-    seconds = {"copy": ways.copy_secs(case.now, out, pool)}
-    started = time.perf_counter()
-    leaf = block_codes.encode_leaf(case.now, case.before, case.codec, None, pool)
-    seconds["encode"] = time.perf_counter() - started
+    leaves: list[LeafDelta] = []
+
+    def encode() -> None:
+        leaves.append(block_codes.encode_leaf(case.now, case.before, case.codec, None, pool))
+
+    def decode() -> None:
+        work = [one for piece in leaf.pieces for one in _spans(piece, out.dtype)]
+        list(pool.map(lambda piece: _apply(piece, out), work))
+
+    seconds = {"copy": ways.copy_secs(case.now, out, pool), "encode": timed(encode)}
+    [leaf] = leaves
     np.copyto(out, case.before)
-    seconds["decode"] = _decode(leaf, out, pool)
+    seconds["decode"] = timed(decode)
     assert np.array_equal(out.view(bits), np.asarray(leaf.decoded).view(bits))
     stored = sum(piece.nbytes for piece in leaf.pieces) / case.now.nbytes
     other = {"stored": stored, "error": leaf.error}
@@ -93,29 +84,19 @@ def measure(case: Case, pool: Runtime) -> dict[str, float]:
     return {what: value / case.now.nbytes * 1e9 for what, value in seconds.items()} | other
 
 
-def _decode(leaf: LeafDelta, out: np.ndarray, pool: Runtime) -> float:
-    """Seconds to decode the leaf in place, over its parent."""
-    started = time.perf_counter()
-    work = [one for piece in leaf.pieces for one in _spans(piece, out.dtype)]
-    list(pool.map(lambda piece: _apply(piece, out), work))
-    return time.perf_counter() - started
-
-
 def _spans(piece: EncodedBlocks, dtype: np.dtype) -> Iterator[EncodedBlocks]:
+    """Parts of encoded blocks, which threads decode over the parent."""
     stored = block_codecs.get(piece.codec).stored(dtype)
-    ends = None
-    if any(array.ragged for array in stored.values()):
-        ends = np.concatenate([[0], np.cumsum(piece.arrays["count"], dtype=np.int64)])
+    counts = piece.arrays["count"] if any(one.ragged for one in stored.values()) else ()
+    ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     for start in range(0, len(piece.blocks), _SPAN_BLOCKS):
-        stop = min(start + _SPAN_BLOCKS, len(piece.blocks))
-        arrays = {}
-        for suffix, array in stored.items():
-            part = slice(start, stop)
-            if array.ragged:
-                assert ends is not None
-                part = slice(ends[start], ends[stop])
-            arrays[suffix] = piece.arrays[suffix][part]
-        yield EncodedBlocks(piece.codec, piece.blocks[start:stop], arrays)
+        part = slice(start, min(start + _SPAN_BLOCKS, len(piece.blocks)))
+        values = slice(*ends[[part.start, part.stop]]) if len(counts) else part
+        arrays = {
+            suffix: piece.arrays[suffix][values if one.ragged else part]
+            for suffix, one in stored.items()
+        }
+        yield EncodedBlocks(piece.codec, piece.blocks[part], arrays)
 
 
 def _apply(piece: EncodedBlocks, out: np.ndarray) -> None:
@@ -129,10 +110,8 @@ def add(report: Report, count: int, rounds: int) -> None:
     with Runtime(_THREADS, memory_bytes=1 << 30) as pool:
         for case in cases(count):
             found = interleaved(rounds, {"": functools.partial(measure, case, pool)})
-            for what, bar in (
-                ("encode", BARS.get(case.name, ENCODE_BAR)),
-                ("decode", DECODE_BAR),
-            ):
+            bars = {"encode": BARS.get(case.name, ENCODE_BAR), "decode": DECODE_BAR}
+            for what, bar in bars.items():
                 mine, copied = found("", what), found("", "copy")
                 report.compare(f"{case.name}: {what}", mine, "a copy", copied, speed, bar=bar)
             if case.codec == "lossless" and case.now.dtype.name == "bfloat16":

@@ -6,9 +6,6 @@ of a step in the page cache, including Zarr metadata and checksums ("encode and 
 timed from stored arrays in memory to rows in a table. ``blocks.py`` measures blocks of leaves.
 Everything uses two threads, as saves and restores do. All bars are ratios to a plain copy of the
 same bytes by two threads in the same round.
-
-python benchmarks/codecs.py --json codecs.json
-python benchmarks/codecs.py --scale 0.02 --repeats 2 --steps 5      # a smoke test
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ import argparse
 import functools
 import itertools
 import shutil
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +23,10 @@ from typing import NamedTuple
 import blocks
 import jax
 import numpy as np
+import report as reports
 import ways
 from dlrm_jax import data, trainer
-from report import Figures, Report, Sample, arguments, interleaved, percent, speed
+from report import Figures, Report, Sample, interleaved, percent, speed, timed
 
 from deltackpt import codecs, kernels
 from deltackpt.codecs import Codec
@@ -108,10 +106,7 @@ def encode_secs(name: str, rows: np.ndarray, pool: Runtime) -> float:
     """Seconds until all rows are encoded in memory."""
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
-    started = time.perf_counter()
-    for _ in encode_ahead(codec, pieces, pool):
-        pass
-    return time.perf_counter() - started
+    return timed(lambda: deque(encode_ahead(codec, pieces, pool), maxlen=0))
 
 
 def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:
@@ -119,6 +114,7 @@ def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> 
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
     columns = (0, table.shape[1])
     target = Target(group="g", field=VALUES, rows=(0, len(table)), columns=columns, buffer=table)
+    step = 1 << 14  # As a restore does: decoded rows stay in the cache.
 
     def merged(start: int) -> None:
         stop = min(start + step, len(table))
@@ -126,10 +122,7 @@ def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> 
         block = EncodedBlock("g", range(start, stop), columns, part)
         merge.apply(codecs.decode_block(block, [spec]), [target])
 
-    step = 1 << 14  # As a restore does: decoded rows stay in the cache.
-    started = time.perf_counter()
-    list(pool.map(merged, range(0, len(table), step)))
-    return time.perf_counter() - started
+    return timed(lambda: list(pool.map(merged, range(0, len(table), step))))
 
 
 def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -193,8 +186,7 @@ def add_errors(
     """Adds lines of bits and errors; returns bytes of a row and error, by input and codec."""
     found: dict[tuple[str, str], tuple[float, Sample]] = {}
     with Runtime(_THREADS) as pool:
-        for source, name in itertools.product(inputs, ALL):
-            rows = inputs[source]
+        for (source, rows), name in itertools.product(inputs.items(), ALL):
             try:
                 codecs.get(name).check(rows.shape[1:], rows.dtype)
             except OptionError:
@@ -205,71 +197,47 @@ def add_errors(
                 continue
             bits = Sample((8 * stored.encoding.nbytes / len(rows),))
             raw = Sample((float(32 * np.prod(rows.shape[1:])),))
-            report.compare(
-                f"{source}, {name}: bits of a row", bits, "float32", raw, "{:.1f}".format
-            )
+            title = f"{source}, {name}"
+            report.compare(f"{title}: bits of a row", bits, "float32", raw, "{:.1f}".format)
             error = Sample((stored.relative_error,))
-            report.state(f"{source}, {name}: relative l2 error", error, percent)
+            report.state(f"{title}: relative l2 error", error, percent)
             found[source, name] = bits.median / 8, error
     report.section()
     return found
 
 
-def run(options: argparse.Namespace, root: Path) -> None:
-    """Measures and prints the table."""
+def all_codecs(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """Measures speeds, then bits and errors."""
+    jax.config.update("jax_platforms", "cpu")
     count = max(1000, round(ROWS * options.scale))
     random = np.random.default_rng(0)
     rows = host_memory.empty_buffer((count, WIDTH), np.dtype(np.float32))
     rows[:] = random.standard_normal((count, WIDTH), np.float32)
     values, slots = trained(options.steps, options.scale)
     heavy = random.standard_t(3, (min(count, 50_000), WIDTH)).astype(np.float32)
-    inputs = {
-        "Gaussian": rows[:50_000],
-        "Student t, 3": heavy,
-        "trained rows": values,
-        "trained slots": slots,
-    }
-    report = Report(
-        "Codecs",
-        sizes=f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; leaves: as many "
+    inputs = {"Gaussian": rows[:50_000], "Student t, 3": heavy}
+    inputs |= {"trained rows": values, "trained slots": slots}
+    report.sizes = (
+        f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; leaves: as many "
         f"elements; trained: {len(values):,} rows that {_DELTA_STEPS} of {options.steps} steps of "
-        f"the thesis DLRM touched (Zipf 1.07)",
+        f"the thesis DLRM touched (Zipf 1.07)"
     )
     found = measure_speeds(root, rows, options.repeats)
     add_speeds(report, found)
     blocks.add(report, max(100, rows.size // BLOCK), options.repeats)
     errors = add_errors(report, root, inputs)
-    report.publish(
-        "codecs",
-        ("codec", "encode and store", "decode", "error"),
-        [
-            [
-                f"`{name}`",
-                (found(name, "encode and store"), speed),
-                (found(name, "decode"), speed),
-                (error[1], percent) if (error := errors.get(("trained rows", name))) else "",
-            ]
-            for name in PUBLISHED
-        ],
-    )
-    sizes = {n: one for n in PUBLISHED if (one := errors.get(("Gaussian", n)))}
-    report.publish(
-        "sizes",
-        ("codec", f"bytes per row of {WIDTH}", "relative L2 error"),
-        [[f"`{n}`", f"{nbytes:.0f}", (loss, percent)] for n, (nbytes, loss) in sizes.items()],
-    )
-    report.show(options)
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=150, help="training steps for trained rows")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    with tempfile.TemporaryDirectory(prefix="codecs-", dir=options.directory) as place:
-        run(options, Path(place))
+    speeds: list[list] = []
+    sizes: list[list] = []
+    for name in PUBLISHED:
+        cells = [(found(name, what), speed) for what in ("encode and store", "decode")]
+        error = errors.get(("trained rows", name))
+        speeds.append([f"`{name}`", *cells, (error[1], percent) if error else ""])
+        if error := errors.get(("Gaussian", name)):
+            sizes.append([f"`{name}`", f"{error[0]:.0f}", (error[1], percent)])
+    report.publish("codecs", ("codec", "encode and store", "decode", "error"), speeds)
+    report.publish("sizes", ("codec", f"bytes per row of {WIDTH}", "relative L2 error"), sizes)
 
 
 if __name__ == "__main__":
-    main()
+    # Training steps, for trained rows.
+    reports.main("Codecs", all_codecs, steps=150)

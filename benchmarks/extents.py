@@ -9,23 +9,22 @@ directory of 20 files, with an fsync of each file and of the directory. "The sam
 it" writes these files past the page cache and fsyncs them together in threads. The limit is one
 write past the page cache, from aligned memory, into an existing file: no checksum, no copy. CPU is
 that of this process.
-
-    python benchmarks/extents.py --json extents.json
-    python benchmarks/extents.py --scale 6 --directory /nvme
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import fresh
 import numpy as np
-from report import Figures, Report, arguments, count, interleaved, metered, secs
+import report as reports
+import ways
+from report import Figures, Report, count, interleaved, metered
 
 from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.resources.runtime import FSYNCS, Runtime
@@ -106,8 +105,8 @@ def _ways(
         new.mkdir()
         for number, piece in enumerate(pieces):
             _write(new / str(number), piece)
-        _force(new)
-        _force(folder)
+        ways.fsync(new)
+        ways.fsync(folder)
 
     def as_save() -> None:
         new.mkdir()
@@ -115,11 +114,11 @@ def _ways(
         for number, piece in enumerate(pieces):
             batch.write_chunk(new / str(number), piece)
         batch.force()
-        _force(folder)
+        ways.fsync(folder)
 
     def as_file() -> None:
         _write(file, data)
-        _force(folder)
+        ways.fsync(folder)
 
     def in_place() -> None:
         os.pwrite(descriptor, aligned.data, 0)
@@ -143,14 +142,6 @@ def _write(path: Path, data: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def _force(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def file_system(directory: Path) -> str:
     """The type of the file system that contains a directory."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -158,38 +149,29 @@ def file_system(directory: Path) -> str:
     return max(above, key=lambda mount: len(mount[0]))[1]
 
 
-def main() -> None:
-    """Runs the command line."""
-    options = arguments(__doc__, repeats=9).parse_args()
-    directory = options.directory or Path(tempfile.gettempdir())
+def extents(report: Report, options: argparse.Namespace, place: Path) -> None:
+    """Measures alone, and beside another process."""
     nbytes = int(NBYTES * options.scale)
-    report = Report(
-        "A save made durable on a disk of the node",
-        sizes=f"{nbytes / 1e6:g} MB, {file_system(directory)}",
-    )
-    found: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory(prefix="extents-", dir=directory) as folder:
-        found[_WHEN[0]] = measure(Path(folder, "alone"), nbytes, options.repeats)
-        Path(folder, "other").mkdir()
-        with fresh.started(disturb, Path(folder, "other")) as other:
-            fresh.heard(other)
-            try:
-                found[_WHEN[1]] = measure(Path(folder, "beside"), nbytes, options.repeats)
-            finally:
-                other.kill()
-    rows = []
-    for name in found[_WHEN[0]].candidates:
+    report.sizes = f"{nbytes / 1e6:g} MB, {file_system(place)}"
+    found = {_WHEN[0]: measure(place / "alone", nbytes, options.repeats)}
+    (place / "other").mkdir()
+    with fresh.started(disturb, place / "other") as other:
+        fresh.heard(other)
+        try:
+            found[_WHEN[1]] = measure(place / "beside", nbytes, options.repeats)
+        finally:
+            other.kill()
+    rows, alone = [], found[_WHEN[0]]
+    for name in alone.candidates:
         for when, figures in found.items():
-            mine, theirs = figures(_EXTENT, "secs"), figures(name, "secs")
             if name != _EXTENT:
-                bar = _BAR if name == _REFERENCE else None
-                report.compare(f"{_EXTENT}, {when}", mine, name, theirs, secs, bar=bar)
-        for what, unit in (("cpu", secs), ("fsyncs", count)):
-            report.state(f"{name}: {what}", found[_WHEN[0]](name, what), unit)
-        rows.append([name, *((figures(name, "secs"), secs) for figures in found.values())])
+                bars = [_BAR] if name == _REFERENCE else ()
+                report.against(f"{_EXTENT}, {when}", figures, "secs", _EXTENT, [name], bars=bars)
+        report.state(f"{name}: cpu", alone(name, "cpu"))
+        report.state(f"{name}: fsyncs", alone(name, "fsyncs"), count)
+        rows.append([name, *(cell for one in found.values() for cell in one.cells(name, "secs"))])
     report.publish("extents", (f"{nbytes / 1e6:g} MB as", *_WHEN), rows)
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("A save made durable on a disk of the node", extents, repeats=9)

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of many tables: state W's rows in 10 tables and in 1,000, the same rows touched.
-
-python benchmarks/many.py --json many.json
-python benchmarks/many.py --scale 0.01 --repeats 1      # a smoke test
-"""
+"""The cost of many tables: state W's rows in 10 tables and in 1,000, the same rows touched."""
 
 from __future__ import annotations
 
+import argparse
 import functools
-import tempfile
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import report as reports
 import state as states
-from report import Report, Sample, arguments, interleaved, ratio, secs
+import ways
+from report import Report, Sample, interleaved, ratio
 
 import deltackpt
 
@@ -25,15 +23,7 @@ _FEW, _MANY = "10 tables", "1,000 tables"
 _SHARE = 0.05
 #: Bar of blocked time and CPU with many tables.
 _BAR = 2.0
-_OPTIONS = deltackpt.ManagerOptions(
-    deltas=deltackpt.DeltaOptions(
-        policy=deltackpt.policies.Consecutive(max_chain=100_000, max_restore_ratio=1e9)
-    ),
-    writes=deltackpt.WriteOptions(durability="process"),
-)
-_HANDLERS = {
-    "embeddings": deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "slots/{name}"}})
-}
+_TABLES = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "slots/{name}"}})
 
 
 class Trainer:
@@ -49,7 +39,7 @@ class Trainer:
             "slots": {name: jnp.asarray(random.random(shape[:1], np.float32)) for name in names},
         }
         self._touched = deltackpt.touched.init(self.state["tables"])
-        self.manager = deltackpt.CheckpointManager(root, handlers=_HANDLERS, options=_OPTIONS)
+        self.way = ways.Deltas(root, "process", tables=_TABLES)
         self._step = 0
 
     def save(self, share: float) -> dict[str, float]:
@@ -63,49 +53,35 @@ class Trainer:
         self._touched = self._touched._replace(clock=jnp.int32(clock), stamps=stamps)
         jax.block_until_ready((self._touched, self.state))
         cpu, started = time.process_time(), time.perf_counter()
-        self.manager.save(self._step, self.state, touched=self._touched)
+        self.way.save(self._step, self.state, touched=self._touched)
         blocked = time.perf_counter() - started
-        self.manager.wait_until_finished()
+        self.way.wait()
         self._step += 1
         durable = time.perf_counter() - started
         return {"blocked": blocked, "CPU": time.process_time() - cpu, "durable": durable}
 
 
-def many_tables(report: Report, directory: Path, scale: float, repeats: int) -> None:
+def many(report: Report, options: argparse.Namespace, place: Path) -> None:
     """Compares 1,000 tables with 10."""
-    rows = round(sum(states.ROWS.values()) * scale)
+    rows = round(sum(states.ROWS.values()) * options.scale)
+    report.sizes = f"{rows:,} rows of {states.WIDTH} float32, {_SHARE:.0%} of them touched."
     trainers = {
-        name: Trainer(directory / name, int(name.split()[0].replace(",", "")), rows, states.WIDTH)
+        name: Trainer(place / name, int(name.split()[0].replace(",", "")), rows, states.WIDTH)
         for name in (_FEW, _MANY)
     }
     saves = {name: functools.partial(one.save, _SHARE) for name, one in trainers.items()}
     # First a base, and deltas whose memory is reused.
-    found = interleaved(repeats, saves, warm_up=3)
+    found = interleaved(options.repeats, saves, warm_up=3)
     for trainer in trainers.values():
-        trainer.manager.close()
+        trainer.way.close()
     figures = ("blocked", "CPU", "durable")
     for what in figures:
-        report.compare(
-            f"a delta of {_MANY}, {what}", found(_MANY, what), _FEW, found(_FEW, what), secs
-        )
+        report.against(f"a delta of {_MANY}, {what}", found, what, _MANY, [_FEW])
     ratios = [found(_MANY, what).over(found(_FEW, what)).values for what in figures[:2]]
     report.state(_MANY, Sample(tuple(map(max, *ratios))), ratio, bar=_BAR)
-    report.publish(
-        "tables",
-        ("a delta of", "`save()` blocks", "CPU time", "durable after"),
-        [[name, *((found(name, what), secs) for what in figures)] for name in (_FEW, _MANY)],
-    )
-
-
-def main() -> None:
-    """Runs the command line."""
-    options = arguments(__doc__).parse_args()
-    rows = f"{sum(states.ROWS.values()) * options.scale:,.0f} rows of {states.WIDTH} float32"
-    report = Report("Many tables", sizes=f"{rows}, {_SHARE:.0%} of them touched.")
-    with tempfile.TemporaryDirectory(prefix="many-", dir=options.directory) as place:
-        many_tables(report, Path(place), options.scale, options.repeats)
-    report.show(options)
+    columns = ("a delta of", "`save()` blocks", "CPU time", "durable after")
+    report.publish("tables", columns, found.rows((_FEW, _MANY), *figures))
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("Many tables", many)

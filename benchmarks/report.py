@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -105,6 +106,32 @@ class Figures:
         """The candidates, in the order of their first values."""
         return list(dict.fromkeys(candidate for candidate, _ in self._values))
 
+    def cells(self, candidate: str, *figures: str, **units: Unit) -> list[Any]:
+        """Cells of a published table: figures in seconds, then others with their units."""
+        return [
+            (self(candidate, f), unit) for f, unit in ({f: secs for f in figures} | units).items()
+        ]
+
+    def rows(self, candidates: Iterable[str], *figures: str, **units: Unit) -> list[list[Any]]:
+        """Rows of a published table, which begin with the candidate."""
+        return [[name, *self.cells(name, *figures, **units)] for name in candidates]
+
+
+def slowest(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest value of each figure, over the processes of a job."""
+    return {key: max(part[key] for part in parts) for key in parts[0] if key != "name"}
+
+
+def joined(
+    views: Sequence[Sequence[Mapping[str, Any]]],
+    combine: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, float]] = slowest,
+) -> Figures:
+    """Combines what each process of a job measured; ``name`` is the candidate of a view."""
+    found = Figures()
+    for parts in zip(*views, strict=True):
+        found.add(parts[0]["name"], combine(parts))
+    return found
+
 
 def interleaved(
     repeats: int,
@@ -124,22 +151,13 @@ def interleaved(
 
 
 class Cost(NamedTuple):
-    """What a block of code cost this process.
-
-    Attributes:
-      secs: wall time.
-      cpu: CPU seconds of all threads.
-      switches: context switches.
-      threads: threads that were started on this machine.
-      calls: system calls that read or write.
-      fsyncs: calls of ``os.fsync`` and ``os.fdatasync``.
-    """
+    """What a block of code cost this process."""
 
     secs: float
-    cpu: float
-    switches: float
-    threads: float
-    calls: float
+    cpu: float  # Seconds of all threads.
+    switches: float  # Context switches.
+    threads: float  # Started on this machine.
+    calls: float  # System calls that read or write.
     fsyncs: float
 
 
@@ -202,13 +220,13 @@ def timed(call: Callable[[], object]) -> float:
 class Report:
     """Collects comparisons, and prints them as lines of one table."""
 
-    def __init__(self, title: str, *, sizes: str):
+    def __init__(self, title: str, *, sizes: str = ""):
         """Starts an empty report; ``sizes`` describes what is measured, in a line."""
+        self.sizes = sizes
         self._table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for number, name in enumerate(("what", "measured", "against", "measured", "ratio", "bar")):
             justify = "left" if number in (0, 2) else "right"
             self._table.add_column(name, justify=justify, no_wrap=True)
-        self._sizes = sizes
         self._rows: list[dict[str, Any]] = []
         self._bars: list[dict[str, Any]] = []
         self._notes: list[str] = []
@@ -220,12 +238,12 @@ class Report:
         ours: Sample,
         against: str,
         theirs: Sample,
-        unit: Unit,
+        unit: Unit | None = None,
         *,
         bar: float | None = None,
     ) -> None:
         """Adds a line: ours over theirs round by round, and whether the median meets the bar."""
-        ratios = ours.over(theirs)
+        ratios, unit = ours.over(theirs), unit or secs
         verdict = self._judge(f"{what} against {against}", ratios.median, bar, ratio)
         self._rows.append(
             {"name": what, **_cell(ours, unit), "against": against, "theirs": theirs.values}
@@ -233,8 +251,26 @@ class Report:
         shown = ours.shown(unit), against, theirs.shown(unit), ratios.shown(ratio)
         self._table.add_row(what, *shown, verdict)
 
-    def state(self, what: str, measured: Sample, unit: Unit, *, bar: float | None = None) -> None:
+    def against(
+        self,
+        what: str,
+        found: Figures,
+        figure: str,
+        ours: str,
+        theirs: Iterable[str],
+        unit: Unit | None = None,
+        *,
+        bars: Sequence[float | None] = (),
+    ) -> None:
+        """Compares a figure of ours with that of each other candidate."""
+        for other, bar in itertools.zip_longest(theirs, bars):
+            self.compare(what, found(ours, figure), other, found(other, figure), unit, bar=bar)
+
+    def state(
+        self, what: str, measured: Sample, unit: Unit | None = None, *, bar: float | None = None
+    ) -> None:
         """Adds a line of a figure that is compared only with its bar."""
+        unit = unit or secs
         verdict = self._judge(what, measured.median, bar, unit)
         self._rows.append({"name": what, **_cell(measured, unit)})
         self._table.add_row(what, measured.shown(unit), "", "", "", verdict)
@@ -261,14 +297,7 @@ class Report:
         rows: Sequence[Sequence[str | tuple[Sample, Unit]]],
         *remarks: str,
     ) -> None:
-        """Adds a table that a page of the documentation shows.
-
-        Args:
-          name: the page asks for it by this name.
-          columns: headings.
-          rows: texts, and figures with their unit.
-          remarks: sentences below the table.
-        """
+        """Adds a table that a page shows: texts, figures with units, and sentences below it."""
         cells = [[c if isinstance(c, str) else _cell(*c) for c in row] for row in rows]
         self._tables[name] = {"columns": list(columns), "rows": cells, "remarks": list(remarks)}
 
@@ -276,13 +305,13 @@ class Report:
         """Prints the table, and writes the result if the command line names a file."""
         console = Console(width=max(_WIDTH, Console().width), highlight=False)
         console.print(self._table)
-        for text in (*self._notes, self._sizes):
+        for text in (*self._notes, self.sizes):
             console.print(text)
         if options.json is None:
             return
         result = provenance() | {
             "rounds": options.repeats,
-            "sizes": self._sizes,
+            "sizes": self.sizes,
             "tables": self._tables,
             "bars": self._bars,
             "rows": self._rows,
@@ -342,10 +371,14 @@ def arguments(description: str | None, *, repeats: int = 7) -> argparse.Argument
     return parser
 
 
+#: A part of a benchmark: measures in a directory of its own, and adds lines to the report.
+Part = Callable[[Report, argparse.Namespace, Path], None]
+
+
 def run_parts(
     report: Report,
     options: argparse.Namespace,
-    parts: Mapping[str, Callable[[Report, argparse.Namespace, Path], None]],
+    parts: Mapping[str, Part],
     names: Iterable[str],
 ) -> None:
     """Runs parts of a benchmark, each in a temporary directory of its own; shows the report."""
@@ -355,13 +388,42 @@ def run_parts(
     report.show(options)
 
 
-def ratio(value: float) -> str:
-    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above.
+def main(
+    title: str,
+    measure: Part | Mapping[str, Part],
+    sizes: Callable[[argparse.Namespace], str] = lambda _: "",
+    **options: Any,
+) -> None:
+    """Runs a benchmark: parses the command line, measures, and shows the report.
 
-    Example:
-      >>> ratio(0.05), ratio(1.5)
-      ('1/20.0', 'x1.50')
+    Args:
+      title: of the report.
+      measure: the benchmark, or its parts, of which ``--only`` chooses some.
+      sizes: describes what is measured, unless the benchmark does.
+      options: defaults of further options. A tuple takes several values.
     """
+    parser = arguments(sys.modules["__main__"].__doc__)
+    parts = measure if isinstance(measure, Mapping) else {Path(sys.argv[0]).stem: measure}
+    for name, default in {"only": tuple(parts), **options}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("repeats", "scale"):
+            parser.set_defaults(**{name: default})
+        elif isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            choices = default if name == "only" else None
+            kind = type(default[0])
+            parser.add_argument(flag, type=kind, nargs="+", choices=choices, default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default)
+    given = parser.parse_args()
+    run_parts(
+        Report(title, sizes=sizes(given)), given, parts, given.only if parts is measure else parts
+    )
+
+
+def ratio(value: float) -> str:
+    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above."""
     return f"1/{1 / value:.1f}" if 0 < value < 0.5 else f"x{value:.2f}"
 
 

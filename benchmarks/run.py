@@ -43,24 +43,30 @@ class Benchmark(NamedTuple):
     needs: str = ""
 
 
+#: Small sizes of scripts with several results.
+_WAL = "--scale 0.01 --repeats 1 --batch 64 --steps 4 --every 2 --hidden 32"
+_SERVING = (
+    "--repeats 2 --rows 20000 --changed 2000 --records 10 --lookups 10000 --patch-bytes 4194304"
+)
+
 #: By the name of the result.
 BENCHMARKS = {
     "plain": Benchmark(
         "plain.py --steps 120", 12, "--scale 0.01 --repeats 1 --steps 40", "--repeats 3"
     ),
     "step": Benchmark("step.py", 3, quick="--repeats 5"),
-    "training-lost": Benchmark("save_restore.py --parts training", 4),
-    "restores": Benchmark("save_restore.py --parts restores", 4, quick="--repeats 3"),
+    "training-lost": Benchmark("save_restore.py --only training", 4),
+    "restores": Benchmark("save_restore.py --only restores", 4, quick="--repeats 3"),
     "bases": Benchmark("bases.py", 8, "--scale 0.01 --repeats 1 --modes hold compacted"),
     "tables": Benchmark("many.py", 2, quick="--repeats 5"),
     "imports": Benchmark("imports.py", 1, quick=""),
     "codecs": Benchmark("codecs.py", 4, "--scale 0.01 --repeats 1 --steps 5", "--repeats 3"),
-    "wal": Benchmark("wal.py --only training", 3, "--quick", "--repeats 3"),
-    "wal-recovery": Benchmark("wal.py --only recovery", 3, "--quick"),
-    "kafka": Benchmark("wal.py --only kafka", 2, "--quick", needs="make servers"),
-    "serving": Benchmark("serving.py --only lag", 1, "--quick", ""),
-    "serving-kafka": Benchmark("serving.py --only kafka", 1, "--quick", needs="make servers"),
-    "lookups": Benchmark("serving.py --only lookups patches", 2, "--quick"),
+    "wal": Benchmark("wal.py --only training", 3, _WAL, "--repeats 3"),
+    "wal-recovery": Benchmark("wal.py --only recovery", 3, _WAL),
+    "kafka": Benchmark("wal.py --only kafka", 2, _WAL, needs="make servers"),
+    "serving": Benchmark("serving.py --only lag", 1, _SERVING, ""),
+    "serving-kafka": Benchmark("serving.py --only kafka", 1, _SERVING, needs="make servers"),
+    "lookups": Benchmark("serving.py --only lookups patches", 2, _SERVING),
     "tracking": Benchmark("tracking.py", 1, "--scale 0.01 --repeats 2 --batch 64", "--repeats 15"),
     "processes": Benchmark("scaling.py", 5, "--scale 0.02 --repeats 1 --processes 1 2"),
     "thesis": Benchmark("thesis.py", 45, "--quick", needs="make servers"),

@@ -40,15 +40,19 @@ def rows_at(scale: float) -> dict[str, int]:
 
 def make(scale: float, seed: int = 0) -> State:
     """Returns a state of random values: regular ones would compress better than trained ones."""
-    rows = rows_at(scale)
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + _KERNELS))
+    return random_state(rows_at(scale), {f"kernel{i}": _KERNEL for i in range(_KERNELS)}, seed)
+
+
+def random_state(rows: dict[str, int], kernels: dict[str, int], seed: int) -> State:
+    """Returns a state with so many rows, and square kernels of some widths."""
+    keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + len(kernels)))
     tables = {name: jax.random.normal(next(keys), (n, WIDTH)) for name, n in rows.items()}
     return State(
         tables=tables,
         accumulators={name: jax.random.uniform(next(keys), (n,)) for name, n in rows.items()},
         dense={
-            f"kernel{i}": jax.random.normal(next(keys), (_KERNEL, _KERNEL)) / _KERNEL**0.5
-            for i in range(_KERNELS)
+            name: jax.random.normal(next(keys), (width, width)) / width**0.5
+            for name, width in kernels.items()
         },
         step=jnp.zeros((), jnp.int32),
         touched=deltackpt.touched.init(tables),
