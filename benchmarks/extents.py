@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fresh
@@ -67,23 +67,6 @@ def disturb(folder: str) -> None:
 def measure(folder: Path, nbytes: int, repeats: int) -> Figures:
     """Makes bytes durable in all ways, in turn."""
     folder.mkdir()
-    with _ways(folder, nbytes) as found:
-
-        def once(save: Callable[[], None], forget: Callable[[], None]) -> dict[str, float]:
-            with metered() as spent:
-                save()
-            forget()
-            return spent[0]._asdict()
-
-        candidates = {n: lambda pair=pair: once(*pair) for n, pair in found.items()}
-        return interleaved(repeats, candidates)
-
-
-@contextmanager
-def _ways(
-    folder: Path, nbytes: int
-) -> Iterator[dict[str, tuple[Callable[[], None], Callable[[], None]]]]:
-    """Yields what makes the bytes durable, and what cleans up before the next round, by name."""
     data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     crc = crc32c(data)
     pieces = np.array_split(data, _FILES)
@@ -124,16 +107,25 @@ def _ways(
         os.pwrite(descriptor, aligned.data, 0)
         os.fdatasync(descriptor)
 
+    def once(save: Callable[[], None], forget: Callable[[], object]) -> dict[str, float]:
+        with metered() as spent:
+            save()
+        forget()
+        return spent[0]._asdict()
+
+    # What makes the bytes durable, and what cleans up before the next round.
+    candidates = {
+        _EXTENT: partial(once, as_extent, lambda: held.delete(held.refs())),
+        _REFERENCE: partial(once, as_directory, lambda: shutil.rmtree(new)),
+        "the same as a save writes it": partial(once, as_save, lambda: shutil.rmtree(new)),
+        "a new file": partial(once, as_file, file.unlink),
+        "one write in place, the limit": partial(once, in_place, lambda: None),
+    }
     with Runtime(FSYNCS) as runtime:
-        yield {
-            _EXTENT: (as_extent, lambda: held.delete(held.refs())),
-            _REFERENCE: (as_directory, lambda: shutil.rmtree(new)),
-            "the same as a save writes it": (as_save, lambda: shutil.rmtree(new)),
-            "a new file": (as_file, lambda: file.unlink()),
-            "one write in place, the limit": (in_place, lambda: None),
-        }
+        found = interleaved(repeats, candidates)
     os.close(descriptor)
     held.close()
+    return found
 
 
 def _write(path: Path, data: np.ndarray) -> None:

@@ -54,16 +54,11 @@ class Sample(NamedTuple):
 
     def over(self, other: Sample) -> Sample:
         """Ratios round by round, so that noise that lasts longer than a round cancels out."""
-        return self.with_each(other, lambda a, b: a / b)
+        return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
     def minus(self, other: Sample) -> Sample:
         """Differences round by round."""
-        return self.with_each(other, lambda a, b: a - b)
-
-    def with_each(self, other: Sample, combine: Callable[[float, float], float]) -> Sample:
-        """Combines the values of each round."""
-        pairs = zip(self.values, other.values, strict=True)
-        return Sample(tuple(combine(a, b) for a, b in pairs))
+        return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def mapped(self, function: Callable[[float], float]) -> Sample:
         """Applies a function to each value."""
@@ -86,7 +81,6 @@ class Figures:
     """Measured values by candidate and figure, one per round."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._values: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def add(self, candidate: str, values: Mapping[str, float]) -> None:

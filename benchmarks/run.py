@@ -4,7 +4,6 @@
 python benchmarks/run.py                            # all; the pages show these results
 python benchmarks/run.py --quick-set                # the bars that matter most
 python benchmarks/run.py step restores              # some of them
-python benchmarks/run.py --list
 
 ``tools/tables.py`` then renders the tables of the documentation. Measure on an idle machine, from a
 clean checkout: a result records the load, and whether the checkout had changes.
@@ -26,21 +25,13 @@ RESULTS = HERE / "results"
 
 
 class Benchmark(NamedTuple):
-    """A command whose result has a name.
+    """A command whose result has a name."""
 
-    Attributes:
-      command: the script and its arguments.
-      minutes: about how long it takes on two idle cores.
-      tiny: arguments of a smoke test, which measure nothing.
-      quick: arguments within the quick set, after the others; None if it is not part of it.
-      needs: what must be installed besides the package.
-    """
-
-    command: str
-    minutes: float
-    tiny: str = "--scale 0.01 --repeats 1"
-    quick: str | None = None
-    needs: str = ""
+    command: str  # The script and its arguments.
+    minutes: float  # About how long it takes on two idle cores.
+    tiny: str = "--scale 0.01 --repeats 1"  # Arguments of a smoke test, which measure nothing.
+    quick: str | None = None  # Arguments within the quick set; None if it is not part of it.
+    needs: str = ""  # What must be installed besides the package.
 
 
 #: Small sizes of scripts with several results.
@@ -145,26 +136,22 @@ def main() -> int:
         chosen |= {name: one.quick for name, one in BENCHMARKS.items() if one.quick is not None}
     elif not chosen:
         chosen = dict.fromkeys((n for n, one in BENCHMARKS.items() if one.needs != "a GPU"), "")
-    minutes = 0.0
+    total = 0.0
     for name, more in chosen.items():
         one = BENCHMARKS[name]
-        share = 0.6 if more else 1.0  # Fewer rounds; loading and warming up stay.
-        minutes += share * one.minutes
+        minutes = one.minutes * (0.6 if more else 1.0)  # Fewer rounds; warming up stays.
+        total += minutes
         needs = f"; needs {one.needs}" if one.needs else ""
-        print(f"{name}: about {share * one.minutes:.1f} min: {one.command} {more}{needs}")
-    print(f"about {minutes:.0f} minutes in all; load average {os.getloadavg()[0]:.2f}", flush=True)
+        print(f"{name}: about {minutes:.1f} min: {one.command} {more}{needs}")
+    print(f"about {total:.0f} minutes in all; load average {os.getloadavg()[0]:.2f}", flush=True)
     if options.list:
         return 0
     options.results.mkdir(parents=True, exist_ok=True)
     place = [f"--directory={options.directory}"] if options.directory else []
-    failed = [
-        name
-        for name, more in chosen.items()
-        if not run(name, *more.split(), *place, results=options.results)
+    wrote = [
+        run(name, *more.split(), *place, results=options.results) for name, more in chosen.items()
     ]
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return 0 if all(wrote) else 1
 
 
 if __name__ == "__main__":
