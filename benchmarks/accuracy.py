@@ -153,7 +153,6 @@ class Study:
         self._batches: tuple[int, list[data.Batch]] = (-1, [])
 
     def run(self, run: Run) -> Outcome:
-        """Trains, saves, restores and tests."""
         state = trainer.init_state(self._sizes, run.seed)
         if run.codec == PERTURBED:
             state = state._replace(tables={k: v * (1 + 1e-7) for k, v in state.tables.items()})
@@ -267,7 +266,6 @@ def claimed(values: np.ndarray) -> float:
 
 
 def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
-    """Adds the lines of one kind of traffic."""
     for (codec, restores), change in found.items():
         title = f"{traffic}, {codec}, {restores} restores"
         if codec == "raw":
@@ -349,7 +347,6 @@ def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) ->
 
 
 def accuracy(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Trains over both kinds of traffic."""
     report.sizes = (
         f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
         f"{_TEST_BATCHES * _BATCH:,} samples"

@@ -96,7 +96,6 @@ def compaction(training: states.Loop, root: Path, nbytes: int) -> dict[str, floa
 
 
 def bases(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Measures all modes."""
     modes = list(dict.fromkeys(("block", *options.modes)))
 
     def measure(mode: str) -> dict[str, float]:

@@ -190,7 +190,6 @@ def measure(name: str, options: argparse.Namespace, place: Path, address: str) -
 
 
 def bucket(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Trains without saves, with deltackpt and with Orbax, in turn."""
     nbytes = ways.nbytes(states.template(options.scale))
     report.sizes = (
         f"State of {nbytes / 1e6:.0f} MB, {_TOUCHED:.0%} of the rows touched between saves, "

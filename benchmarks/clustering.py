@@ -55,7 +55,6 @@ class Appended:
         self._way.manager.wait_appended()
 
     def check(self, state: kmeans.State) -> None:
-        """Compares what a restore returns with the newest state."""
         found = self._way.restore(jax.eval_shape(lambda: state))
         equal = jax.tree.map(np.array_equal, found, state)
         assert all(jax.tree.leaves(equal)), "the restored state differs"
@@ -137,7 +136,6 @@ class Clustering:
 
 
 def clustering(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Clusters without saves, and with each kind of them."""
     points = max(kmeans.CLUSTERS, round(kmeans.POINTS * options.scale))
     loop = Clustering(points, options.iterations)
     nbytes = sum(leaf.nbytes for leaf in loop.state.values())

@@ -103,14 +103,12 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
 
 
 def encode_secs(name: str, rows: np.ndarray, pool: Runtime) -> float:
-    """Seconds until all rows are encoded in memory."""
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
     return timed(lambda: deque(encode_ahead(codec, pieces, pool), maxlen=0))
 
 
 def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:
-    """Seconds until all rows are decoded into the table."""
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
     columns = (0, table.shape[1])
     target = Target(group="g", field=VALUES, rows=(0, len(table)), columns=columns, buffer=table)
@@ -207,7 +205,6 @@ def add_errors(
 
 
 def all_codecs(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """Measures speeds, then bits and errors."""
     jax.config.update("jax_platforms", "cpu")
     count = max(1000, round(ROWS * options.scale))
     random = np.random.default_rng(0)

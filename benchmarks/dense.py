@@ -363,7 +363,6 @@ def add_sparse(report: Report, root: Path, scale: float, rounds: int) -> None:
 
 
 def dense(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Measures the chosen parts."""
     report.sizes = (
         f"T5 {options.size} (loss: {options.loss_size}), batch {options.batch}, "
         f"{options.first} steps before the first save, {options.gap} between two. {ways.TUNED}"

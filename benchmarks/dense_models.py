@@ -108,8 +108,6 @@ class Model:
         self.batch, self.starts_from = corpus.batch, starts_from
 
     def init(self) -> State:
-        """Returns the first state."""
-
         @jax.jit
         def first() -> State:
             some = jnp.zeros((1, 1), jnp.int32)
@@ -120,13 +118,11 @@ class Model:
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(self, state: State, batch: texts.Batch) -> State:
-        """Trains on a batch."""
         gradient = jax.grad(functools.partial(self._loss, z_loss=1e-4))(state.params, batch)
         params, opt_state = self._optimizer.apply(gradient, state.opt_state, state.params)
         return State(state.table, params, opt_state, state.step + 1, marked(state.touched))
 
     def tested(self, state: State) -> float:
-        """The mean loss on held-out data."""
         return float(np.mean([self._test_loss(state.params, one) for one in self._corpus.test]))
 
     def _loss(self, kept: Any, batch: texts.Batch, z_loss: float) -> jax.Array:

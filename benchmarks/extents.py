@@ -142,7 +142,6 @@ def file_system(directory: Path) -> str:
 
 
 def extents(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Measures alone, and beside another process."""
     nbytes = int(NBYTES * options.scale)
     report.sizes = f"{nbytes / 1e6:g} MB, {file_system(place)}"
     found = {_WHEN[0]: measure(place / "alone", nbytes, options.repeats)}

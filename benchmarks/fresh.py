@@ -45,7 +45,6 @@ def started(
 
 
 def say(result: Any) -> None:
-    """Sends a result to the parent process."""
     print(_MARK + json.dumps(result), flush=True)
 
 
@@ -146,7 +145,6 @@ def _join_job(address: str, processes: str, rank: str, limit: str) -> None:
 
 
 def main() -> None:
-    """Calls the function that the command line names."""
     arguments, module, name = sys.argv[1:]
     job = os.environ.pop("BENCHMARK_JOB", "")
     if job:

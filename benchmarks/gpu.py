@@ -127,7 +127,6 @@ class Loop:
         self._room.release(AHEAD)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._pending.put(None)
         self._watcher.join()
 
@@ -141,7 +140,6 @@ class Loop:
 def disturbed(
     loop: Loop, manager: ways.Way, step: int, kind: str, quiet_steps: int, pool: ThreadPoolExecutor
 ) -> dict[str, float]:
-    """Measures one save during training."""
     loop.begin()
     loop.steps(quiet_steps)
     first = loop.dispatched
@@ -224,7 +222,6 @@ def alike(name: str, rows: jax.Array) -> float:
 
 
 def gpu(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """Measures saves during training, and encoding on the device."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         if not options.allow_cpu:

@@ -39,7 +39,6 @@ def saved(root: str, scale: float) -> int:
 
 
 def imports(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Starts all programs in turn."""
     report.sizes = "Wall time of whole processes, page cache warm"
     fresh.call(saved, place, 0.01 * options.scale)
     programs = _PROGRAMS | {

@@ -83,7 +83,6 @@ class Training:
         return float(multihost_utils.broadcast_one_to_all(np.float64(took)))
 
     def step(self) -> None:
-        """Runs one training step and waits for it."""
         self._number += 1
         ids = states.random_ids(self.state, _TOUCHED, self._number)
         self.state = states.change(self.state, ids)
@@ -203,7 +202,6 @@ def add(report: Report, found: Figures, title: str) -> list[list]:
 
 
 def interference(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Trains with a free core, and with none."""
     nbytes = sum(scaling.ROWS.values()) * options.scale * (states.WIDTH + 1) * 4
     report.sizes = (
         f"{options.ranks} ranks over gloo, {nbytes / 1e6:.0f} MB each; {options.steps} steps "

@@ -62,7 +62,6 @@ class Trainer:
 
 
 def many(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Compares 1,000 tables with 10."""
     rows = round(sum(states.ROWS.values()) * options.scale)
     report.sizes = f"{rows:,} rows of {states.WIDTH} float32, {_SHARE:.0%} of them touched."
     trainers = {

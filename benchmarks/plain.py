@@ -66,7 +66,6 @@ def opened(name: str, root: Path) -> ways.Way | None:
 def run(
     name: str, scale: float, batches: Batches, steps: int, every: int, root: Path
 ) -> dict[str, float]:
-    """Trains from a fresh state with one candidate."""
     state = states.make(scale)
     if name != MARKS:
         state = state._replace(touched=None)
@@ -125,7 +124,6 @@ def add(report: Report, size: str, found: Figures, saves: int) -> list[list]:
 
 
 def plain(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Trains with all candidates, in states of two sizes."""
     report.sizes = (
         f"{options.steps} steps, a save every {options.every} (a base, then deltas), "
         f"{_SHARE:.0%} of the rows changed between two saves. {ways.TUNED}"

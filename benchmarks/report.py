@@ -49,7 +49,6 @@ class Sample(NamedTuple):
 
     @property
     def median(self) -> float:
-        """The middle value."""
         return median(self.values)
 
     def over(self, other: Sample) -> Sample:
@@ -57,11 +56,9 @@ class Sample(NamedTuple):
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
     def minus(self, other: Sample) -> Sample:
-        """Differences round by round."""
         return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def mapped(self, function: Callable[[float], float]) -> Sample:
-        """Applies a function to each value."""
         return Sample(tuple(map(function, self.values)))
 
     def shown(self, unit: Unit) -> str:
@@ -84,7 +81,6 @@ class Figures:
         self._values: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def add(self, candidate: str, values: Mapping[str, float]) -> None:
-        """Adds the values of a round."""
         for figure, value in values.items():
             self._values[candidate, figure].append(value)
 
@@ -204,7 +200,6 @@ def _io_calls() -> int:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
     gc.collect()
     started = time.perf_counter()
     call()
@@ -277,11 +272,9 @@ class Report:
         return f"{unit(bar)} {'[green]holds' if holds else '[red]missed'}"
 
     def section(self) -> None:
-        """Draws a line below the last row."""
         self._table.add_section()
 
     def note(self, text: str) -> None:
-        """Adds a line below the table."""
         self._notes.append(text)
 
     def publish(
@@ -422,12 +415,10 @@ def ratio(value: float) -> str:
 
 
 def secs(value: float) -> str:
-    """Seconds in a readable unit."""
     return f"{value * 1e3:.3g} ms" if abs(value) < 0.9995 else f"{value:.2f} s"
 
 
 def megabytes(value: float) -> str:
-    """Bytes in units of 10^6."""
     return f"{value / 1e6:.1f} MB"
 
 
@@ -437,7 +428,6 @@ def times(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction as a percentage."""
     return f"{value:.3%}"
 
 
@@ -447,7 +437,6 @@ def speed(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A whole number."""
     return f"{value:,.0f}"
 
 

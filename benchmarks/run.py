@@ -119,7 +119,6 @@ def run(name: str, *more: str, results: Path = RESULTS) -> bool:
 
 
 def main() -> int:
-    """Runs the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

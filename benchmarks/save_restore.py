@@ -31,7 +31,6 @@ _RESTORE, _RESTORE_LIMIT = (1 / 2.5, 0.75), {"warm": 1.3, "cold": 1.1}
 
 
 def sizes(options: argparse.Namespace) -> str:
-    """Describes what is measured."""
     scale = options.scale
     rows, nbytes = sum(states.rows_at(scale).values()), ways.nbytes(states.template(scale))
     return (

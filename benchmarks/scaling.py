@@ -136,7 +136,6 @@ def combined(parts: Sequence[Any]) -> dict[str, float]:
 
 
 def add(report: Report, found: Figures, title: str) -> None:
-    """Adds the lines of one set of processes."""
     for (kind, figure), bars in BARS.items():
         report.against(f"{title}: {kind} {figure}", found, figure, kind, ways.THEIRS, bars=bars)
     for kind in ("delta", "base"):
@@ -147,7 +146,6 @@ def add(report: Report, found: Figures, title: str) -> None:
 
 
 def processes(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Saves with each number of processes."""
     rows = sum(ROWS.values()) * options.scale
     report.sizes = (
         f"Each process: {rows:,.0f} rows of {states.WIDTH} float32 in {len(ROWS)} tables, "

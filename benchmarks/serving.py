@@ -49,7 +49,6 @@ class Trainer:
     """Appends records whose rows hold the step."""
 
     def __init__(self, root: Path, rows: int, backend: KafkaWal | None = None):
-        """Saves step 0."""
         tables = deltackpt.Tables(select="tables/*", slots={})
         wal = deltackpt.WalOptions(max_wal_ratio=1e9, backend=backend or LocalWal())
         self.way = ways.Deltas(root, tables=tables, wal=wal)
@@ -59,7 +58,6 @@ class Trainer:
 
     @property
     def state(self) -> dict[str, object]:
-        """The state."""
         return {"tables": self.tables, "step": jnp.int32(self.step)}
 
     def append(self, ids: np.ndarray) -> float:
@@ -211,7 +209,6 @@ def patch(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def sizes(options: argparse.Namespace) -> str:
-    """Describes what is measured."""
     return f"2 tables of {options.rows:,} x {_WIDTH} float32; {options.records} records"
 
 

@@ -112,7 +112,6 @@ def succeed(source: str, root: str, scale: float, address: str, digest: bool) ->
 
 @contextlib.contextmanager
 def node() -> Iterator[str]:
-    """Starts a Ray node and yields its address."""
     os.environ.update(_ENVIRONMENT)
     import ray
 

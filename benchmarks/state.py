@@ -34,7 +34,6 @@ class State(NamedTuple):
 
 
 def rows_at(scale: float) -> dict[str, int]:
-    """Rows of the tables."""
     return {name: max(LOOKUPS, round(rows * scale)) for name, rows in ROWS.items()}
 
 
@@ -60,7 +59,6 @@ def random_state(rows: dict[str, int], kernels: dict[str, int], seed: int) -> St
 
 
 def template(scale: float) -> State:
-    """Returns the shapes of the state."""
     return jax.eval_shape(lambda: make(scale))
 
 
@@ -130,7 +128,6 @@ class Loop:
         self._pool = ThreadPoolExecutor(1, "wait")
 
     def change(self, share: float, seed: int) -> None:
-        """Touches a share of the rows."""
         self.state = change(self.state, random_ids(self.state, share, seed))
         jax.block_until_ready(self.state)
 
@@ -146,7 +143,6 @@ class Loop:
         return time.perf_counter() - started, longest, number
 
     def quiet(self) -> float:
-        """Seconds of an undisturbed step."""
         return self.steps(self.QUIET_STEPS.__eq__)[0] / self.QUIET_STEPS
 
     def until(self, end: Callable[[], object]) -> tuple[float, float, int]:

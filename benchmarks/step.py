@@ -108,13 +108,11 @@ class Round:
         return found | {"write": ways.write_secs(self._root / "plain", nbytes)}
 
     def close(self) -> None:
-        """Closes all managers."""
         for way in self._ways.values():
             way.close()
 
 
 def add(report: Report, name: str, case: Case, found: reports.Figures) -> None:
-    """Adds the lines of one save."""
     blocked, durable, write = (found(name, what) for what in ("blocked", "durable", "write"))
     tuned = ways.THEIRS[1:]
     blocked_bar = None if name == BASE else 1.0
@@ -148,7 +146,6 @@ _NO_THREADS = {"threads": 0}
 
 
 def step(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """Measures, and adds the results and which bars hold."""
     report.sizes = f"State W at {options.scale:g} of its rows. {ways.TUNED}"
     running = Round(place, options.scale)
     candidates = {

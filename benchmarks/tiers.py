@@ -68,7 +68,6 @@ def shapes(name: str, scale: float) -> list[tuple[int, ...]]:
 
 
 def nbytes(name: str, scale: float) -> int:
-    """Size of a state in bytes."""
     return sum(4 * math.prod(shape) for shape in shapes(name, scale))
 
 
@@ -276,7 +275,6 @@ def _memory(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def sizes(_: argparse.Namespace) -> str:
-    """Describes what is measured."""
     return (
         f"Steps pause for {_PAUSE_SECS} s, in which the cores are free. Shared store: "
         f"{_SHARED / 1e6:g} MB/s."

@@ -89,7 +89,6 @@ def dense_step(
 
 
 def tracking(report: Report, options: argparse.Namespace, _: Path) -> None:
-    """Measures all kinds of tracking in turn."""
     rows = data.table_rows("thesis", options.scale)
     sizes = trainer.ModelOptions(rows=rows)
     traffic = data.ZipfTraffic(rows, options.batch, exponent=options.zipf, seed=0)

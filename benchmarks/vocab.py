@@ -178,7 +178,6 @@ def nanoseconds(value: float) -> str:
 
 
 def vocabularies(report: Report, options: argparse.Namespace, _: Path) -> None:
-    """Measures speeds, and replays a stream with all rules."""
     scale = options.scale
     rows, size = max(2000, int(ROWS * scale)), max(500, int(STREAM_BATCH * scale))
     batch = max(1000, int(BATCH * scale))

@@ -78,11 +78,9 @@ class Loop:
             state = self.advance(state, batch)
 
     def start(self) -> trainer.TrainState:
-        """Returns a fresh state."""
         return jax.block_until_ready(trainer.init_state(self._sizes, 0, self._placement))
 
     def advance(self, state: trainer.TrainState, batch: data.Batch) -> trainer.TrainState:
-        """Runs one step."""
         placed = batch if self._placement is None else self._placement.batch(batch)
         return jax.block_until_ready(self._step(state, placed))[0]
 
@@ -235,7 +233,6 @@ class Trained:
     """A manager with a WAL, whose tables change at each step."""
 
     def __init__(self, place: Path, backend: LocalWal | KafkaWal, rows: int, batch: int):
-        """Saves the first step."""
         self._random = np.random.default_rng(7)
         self._rows, self._batch, self._step = rows, batch, 0
         tables = {f"{number}": jnp.zeros((rows, states.WIDTH)) for number in range(8)}
@@ -316,7 +313,6 @@ def kafka(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def sizes(options: argparse.Namespace) -> str:
-    """Describes what is measured."""
     rows = max(data.table_rows("thesis", options.scale).values())
     return (
         f"Thesis DLRM, 8 tables of {rows:,} x 64, batch {options.batch}, {options.steps} steps, "

@@ -212,12 +212,10 @@ def keep_only(root: Path, first: int) -> None:
 
 
 def files_in(root: str | Path) -> list[Path]:
-    """All files below a directory."""
     return [path for path in Path(root).rglob("*") if path.is_file()]
 
 
 def tree_bytes(step_dir: Path) -> int:
-    """Bytes of all files of a step."""
     return sum(path.stat().st_size for path in files_in(step_dir))
 
 

@@ -107,7 +107,6 @@ class Job:
 
     @property
     def base_bytes(self) -> float:
-        """Bytes of a host's share of a base, raw."""
         return self.rows * self.row_bytes + self.dense_bytes
 
     def delta_bytes(self, steps: float, share: float = 1.0) -> float:
@@ -322,7 +321,6 @@ class Outcome:
 
     @property
     def total_secs(self) -> float:
-        """Returns the simulated time."""
         return self.useful_secs + self.rework_secs + self.stall_secs + self.recovery_secs
 
     @property
@@ -372,7 +370,6 @@ class _Chain:
             self.deltas = (*self.deltas, saved.nbytes)
 
     def history(self, *, replaces: bool) -> SaveHistory:
-        """Returns what a policy decides from."""
         length = min(1, len(self.deltas)) if replaces else len(self.deltas)
         return SaveHistory(
             base_bytes=round(self.base),
@@ -548,14 +545,6 @@ class Simulation:
         self._plan_save()
 
 
-def poisson(mean_secs: float, seed: int) -> Iterator[float]:
-    """Yields times of failures with exponential gaps, without end."""
-    rng, now = np.random.default_rng(seed), 0.0
-    while True:
-        now += float(rng.exponential(mean_secs))
-        yield now
-
-
 # --- The ways that are compared ------------------------------------------------------------------
 
 
@@ -609,7 +598,6 @@ def simulated(job: Job, way: Way, inputs: Inputs, hours: float, seed: int, load:
 
 
 def web_scale(report: Report, options: argparse.Namespace, _: Path) -> None:
-    """Simulates all ways."""
     inputs = Inputs(store=options.store_gb * GB, readers=options.readers)
     job = Job(hosts=options.hosts, failure_secs=options.failure_secs)
     report.sizes = (
