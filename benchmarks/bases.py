@@ -57,20 +57,18 @@ def trial(mode: str, root: str, scale: float) -> dict[str, float]:
         training.change(TOUCHED, number)
         ways.warm_memory(training.state)
         fresh.reset_peak()
-        quiet = training.quiet()
+        training.quiet()
         # Staging memory left by the previous save is shared memory, and counts.
         before = fresh.status_bytes("VmHWM") - fresh.status_bytes("RssShmem")
         fresh.reset_peak()
-        started = time.perf_counter()
-        manager.save(number, training.state, base=bases)
-        found["blocked"].append(time.perf_counter() - started)
-        busy, longest, steps = training.until(manager.wait)
-        found["written"].append(time.perf_counter() - started)
-        peak = fresh.status_bytes("VmHWM")
-        quiet = (quiet + training.quiet()) / 2
-        found["lost"].append(found["blocked"][-1] + busy - steps * quiet)
-        found["stall"].append(max(found["blocked"][-1], longest - quiet))
-        found["memory"].append((peak - before) / nbytes)
+
+        def save(step: int = number) -> None:
+            manager.save(step, training.state, base=bases)
+
+        cost = training.disturbed(save, manager.wait)
+        cost["memory"] = (fresh.status_bytes("VmHWM") - before) / nbytes
+        for figure, value in cost.items():
+            found[figure].append(value)
     figures = {name: median(values) for name, values in found.items()}
     figures |= {name: max(found[name]) for name in ("blocked", "stall", "memory")}
     if mode == "compacted":

@@ -20,18 +20,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import report as reports
 import state as states
 import ways
-from jax import lax
 from report import Figures, Report, Sample, interleaved, percent, speed, timed, times
 
-import deltackpt
 from deltackpt import codecs
 from deltackpt.save import capture, encode
 
@@ -60,28 +56,6 @@ CODECS = ("bf16", "int8", "int4", "adaptive4", "adaptive2")
 ENCODED_ROWS = 1 << 18
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def train(state: states.State, ids: dict[str, Any], work: int) -> tuple[states.State, jax.Array]:
-    """A training step: lookups, ``work`` times the matrix products, updates."""
-    looked_up = [state.tables[name][rows] for name, rows in ids.items()]
-    batch = jnp.concatenate(looked_up, axis=1)
-    width = next(iter(state.dense.values())).shape[0]
-    hidden = jnp.pad(batch, ((0, 0), (0, width - batch.shape[1])))
-
-    def layers(_: int, hidden: jax.Array) -> jax.Array:
-        for kernel in state.dense.values():
-            hidden = jnp.tanh(hidden @ kernel)
-        return hidden
-
-    loss = jnp.mean(lax.fori_loop(0, work, layers, hidden))
-    tables, accumulators = dict(state.tables), dict(state.accumulators)
-    for name, rows in ids.items():
-        tables[name] = tables[name].at[rows].add(-1e-6 * loss)
-        accumulators[name] = accumulators[name].at[rows].add(1e-6)
-    touched = deltackpt.touched.mark(state.touched, ids)
-    return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss
-
-
 class Loop:
     """Training that runs ahead of the device; a thread records when each step completes."""
 
@@ -97,7 +71,7 @@ class Loop:
         self._work = 1
 
         def once() -> None:
-            self.state, loss = train(self.state, self._ids[0], self._work)
+            self.state, loss = states.train(self.state, self._ids[0], self._work)
             jax.block_until_ready((self.state, loss))
 
         while min(timed(once) for _ in range(3)) < step_secs:
@@ -110,7 +84,7 @@ class Loop:
         for _ in range(count):
             self._room.acquire()
             ids = self._ids[self.dispatched % len(self._ids)]
-            self.state, loss = train(self.state, ids, self._work)
+            self.state, loss = states.train(self.state, ids, self._work)
             self._pending.put(loss)
             self.dispatched += 1
 

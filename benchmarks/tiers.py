@@ -31,7 +31,6 @@ from typing import Any
 import fresh
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import report as reports
 import scaling
 import ways
@@ -106,31 +105,24 @@ class Tiered(ways.Deltas):
         super().save(step, state, touched=marks, base=True)
 
 
-class Orbax:
+class Orbax(ways.Orbax):
     """Stock Orbax, synchronous and uncompressed; its bytes cross the link during the save."""
 
     def __init__(self, root: Path, url: str, size: int):
-        self._manager = ocp.CheckpointManager(
-            root,
-            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
-        )
+        super().__init__(root, keep=1, asynchronous=False)
         address = url.removeprefix("nodes://").partition("/")[0]
         self._node = Node(address, os.environ[_TOKEN], deadline_secs=600)
         self._sender = ThreadPoolExecutor(1, "link")
         self._nbytes = size // jax.process_count()
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], **_: Any) -> None:
         sent = self._sender.submit(self._send)
-        self._manager.save(step, args=ocp.args.PyTreeSave(state))
+        super().save(step, state)
         sent.result()
         multihost_utils.sync_global_devices("saved")
 
-    def wait(self) -> None:
-        pass
-
     def close(self) -> None:
-        self._manager.close()
+        super().close()
         self._sender.shutdown()
         self._node.close()
 

@@ -101,23 +101,37 @@ class Deltas:
 class Orbax:
     """Stock Orbax: the whole state each time."""
 
-    def __init__(self, root: Path, *, compressed: bool = False, keep: int | None = None):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        compressed: bool = False,
+        keep: int | None = None,
+        asynchronous: bool = True,
+    ):
         self.root = root
         self._manager = ocp.CheckpointManager(
             root,
             item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=asynchronous
+            ),
         )
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
         del base
-        self._manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
+        self._manager.save(step, args=ocp.args.PyTreeSave(untracked(state)))
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
+    def saved(self, step: int, state: Any) -> None:
+        """Saves, and waits until the save is committed."""
+        self.save(step, state)
+        self.wait()
+
     def restore(self, template: Any) -> Any:
-        item = jax.tree.map(_on_device, template._replace(touched=()))
+        item = jax.tree.map(_on_device, untracked(template))
         kinds = ocp.checkpoint_utils.construct_restore_args(item)
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=kinds)
         return jax.block_until_ready(
@@ -126,6 +140,11 @@ class Orbax:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def untracked(state: Any) -> Any:
+    """A state without its TouchState."""
+    return state._replace(touched=()) if hasattr(state, "touched") else state
 
 
 #: One checkpoint manager over one directory. States have the fields of ``TrainState``.
@@ -172,8 +191,7 @@ def warm_memory(state: Any, most: int = 1 << 62) -> None:
 
 def nbytes(state: Any) -> int:
     """Size in bytes of the arrays of a state or its shapes, without the TouchState."""
-    state = state._replace(touched=()) if hasattr(state, "touched") else state
-    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype")]
+    leaves = [leaf for leaf in jax.tree.leaves(untracked(state)) if hasattr(leaf, "dtype")]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -240,7 +258,7 @@ def read_through(root: Path) -> None:
 def checksum(state: Any) -> int:
     """CRC32 over every leaf but the TouchState."""
     total = 0
-    for leaf in jax.tree.leaves(state._replace(touched=())):
+    for leaf in jax.tree.leaves(untracked(state)):
         total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
     return total
 
