@@ -45,11 +45,11 @@ BENCHMARKS = {
     "plain": Benchmark(
         "plain.py --steps 120", 12, "--scale 0.01 --repeats 1 --steps 40", "--repeats 3"
     ),
-    "step": Benchmark("step.py", 3, quick="--repeats 5"),
+    "step": Benchmark("step.py --only deltas", 3, quick="--repeats 5"),
     "training-lost": Benchmark("save_restore.py --only training", 4),
     "restores": Benchmark("save_restore.py --only restores", 4, quick="--repeats 3"),
     "bases": Benchmark("bases.py", 8, "--scale 0.01 --repeats 1 --modes hold compacted"),
-    "tables": Benchmark("many.py", 2, quick="--repeats 5"),
+    "tables": Benchmark("step.py --only tables", 2, quick="--repeats 5"),
     "imports": Benchmark("imports.py", 1, quick=""),
     "codecs": Benchmark("codecs.py", 4, "--scale 0.01 --repeats 1 --steps 5", "--repeats 3"),
     "wal": Benchmark("wal.py --only training", 3, _WAL, "--repeats 3"),

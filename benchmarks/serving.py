@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import report as reports
-import serving_job
 import ways
+import without_jax
 from report import Report, Sample, count, interleaved, megabytes, ratio, secs
 from running import kafka_cluster
 
@@ -74,7 +74,7 @@ class Trainer:
 @contextlib.contextmanager
 def followed(root: Path, address: Path, *kafka: str) -> Iterator[subprocess.Popen[str]]:
     """Runs the follower; ``kafka`` is the topic of the WAL, and the servers."""
-    follow = serving_job.follow
+    follow = without_jax.follow
     with fresh.started(follow, root, address, kafka, stdin=subprocess.PIPE) as process:
         fresh.heard(process)
         assert process.stdin is not None
@@ -145,11 +145,11 @@ def lookups(report: Report, options: argparse.Namespace, root: Path) -> None:
         for batch in (2048, 65536):
             title = f"lookup of 1 M rows by {batch:,}, CPU"
             more = options.rows, batch, options.repeats
-            speeds.append(Sample(tuple(fresh.call(serving_job.gather, address, *more))))
+            speeds.append(Sample(tuple(fresh.call(without_jax.gather, address, *more))))
             report.state(title, speeds[-1], bar=LOOKUP_SECS)
         share = options.lookups // 2
         readers = [
-            fresh.started(serving_job.read, address, len(hot), share, 16, seed) for seed in range(2)
+            fresh.started(without_jax.read, address, len(hot), share, 16, seed) for seed in range(2)
         ]
         while any(one.poll() is None for one in readers):
             trainer.append(hot)
