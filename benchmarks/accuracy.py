@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ BIASED = "biased2"
 REFERENCE, PERTURBED = "uninterrupted", "perturbed"
 _BATCH = 512
 _TEST_BATCHES = 128
+#: A codec, which may be ``uninterrupted`` or ``perturbed``, and the number of restores.
+Kind = tuple[str, int]
 #: Batches of synthetic traffic between those of two seeds.
 _SEED_STRIDE = 10**6
 _EXPONENT = 1.07
@@ -67,18 +69,9 @@ class Traffic(NamedTuple):
     test: list[data.Batch]
 
 
-class Run(NamedTuple):
-    """One training run; ``codec`` may be ``uninterrupted`` or ``perturbed``."""
-
-    seed: int
-    codec: str
-    restores: int
-
-
 class Outcome(NamedTuple):
     """Results of a run; ``relative_error`` is the mean over its saves."""
 
-    run: Run
     log_loss: float
     auc: float
     relative_error: float
@@ -140,7 +133,6 @@ class Study:
         self._sizes = trainer.ModelOptions(
             rows=traffic.rows, width=32, bottom=(64,), top=(128, 64), table_rate=0.05
         )
-        self._step = trainer.train_step(self._sizes)
         # Learning rates fall at the end, as in practice; this also reduces the noise of a run's
         # last steps in the comparison.
         calm = dataclasses.replace(
@@ -148,77 +140,72 @@ class Study:
             table_rate=self._sizes.table_rate / _CALMER,
             dense_rate=self._sizes.dense_rate / _CALMER,
         )
-        self._calm_step, self._calm_from = trainer.train_step(calm), round(steps * _CALM_FROM)
-        self._logits = jax.jit(_logits)
-        self._batches: tuple[int, list[data.Batch]] = (-1, [])
+        step, calm_step = trainer.train_step(self._sizes), trainer.train_step(calm)
+        calm_from = round(steps * _CALM_FROM)
+        self._step_at = lambda number: step if number < calm_from else calm_step
 
-    def run(self, run: Run) -> Outcome:
-        state = trainer.init_state(self._sizes, run.seed)
-        if run.codec == PERTURBED:
+        @jax.jit
+        def logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
+            rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
+            return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
+
+        self._logits = logits
+
+    def runs(self, seed: int, kinds: Iterable[Kind]) -> dict[Kind, Outcome]:
+        """Trains, saves, restores and tests; all runs have the same batches."""
+        batches = [self.traffic.train(seed, step) for step in range(self._steps)]
+        return {kind: self._run(seed, kind, batches) for kind in kinds}
+
+    def _run(self, seed: int, kind: Kind, batches: list[data.Batch]) -> Outcome:
+        state, (codec, restores) = trainer.init_state(self._sizes, seed), kind
+        if codec == PERTURBED:
             state = state._replace(tables={k: v * (1 + 1e-7) for k, v in state.tables.items()})
-        if self._batches[0] != run.seed:
-            found = [self.traffic.train(run.seed, step) for step in range(self._steps)]
-            self._batches = (run.seed, found)
-        batches = self._batches[1]
-        errors: list[float] = []
-        if run.codec in (REFERENCE, PERTURBED):
-            state = self._trained(state, batches, 0, len(batches))
+        if codec in (REFERENCE, PERTURBED):
+            state, errors = self._trained(state, batches, 0, len(batches)), [0.0]
         else:
             with tempfile.TemporaryDirectory(prefix="accuracy-") as root:
-                state, errors = self._interrupted(Path(root), run, state, batches)
-        log_loss, auc = self._tested(state)
-        error = float(np.mean(errors)) if errors else 0.0
-        return Outcome(run, log_loss, auc, error, digest(state))
+                state, errors = self._interrupted(Path(root), codec, restores, state, batches)
+        return Outcome(*self._tested(state), float(np.mean(errors)), digest(state))
 
     def _trained(
-        self, state: trainer.TrainState, batches: Sequence[data.Batch], start: int, stop: int
+        self, state: trainer.TrainState, batches: list[data.Batch], start: int, stop: int
     ) -> trainer.TrainState:
         for number in range(start, stop):
-            step = self._step if number < self._calm_from else self._calm_step
-            state, _, _ = step(state, batches[number])
+            state, _, _ = self._step_at(number)(state, batches[number])
         return state
 
     def _interrupted(
-        self, root: Path, run: Run, state: trainer.TrainState, batches: list[data.Batch]
+        self,
+        root: Path,
+        codec: str,
+        restores: int,
+        state: trainer.TrainState,
+        batches: list[data.Batch],
     ) -> tuple[trainer.TrainState, list[float]]:
         errors, done = [], 0
-        way = ways.Deltas(root, "process", tables=trainer.checkpoint_tables(run.codec))
+        way = ways.Deltas(root, "process", tables=trainer.checkpoint_tables(codec))
         way.saved(0, state)
-        for number in range(1, run.restores + 1):
-            stop = len(batches) * number // (run.restores + 1)
+        for number in range(1, restores + 1):
+            stop = len(batches) * number // (restores + 1)
             state = self._trained(state, batches, done, stop)
             # Step numbers must grow even if there are more restores than steps.
             saved = way.manager.save(1 + stop + number, state)
             report = way.manager.wait_until_finished()[-1]
             assert saved.kind == "delta", saved.reason
             values = [f for f in report.tables if f.field == "values"]
-            assert all(f.codec == run.codec for f in values), values
+            assert all(f.codec == codec for f in values), values
             errors.append(max((f.relative_error for f in values), default=0.0))
             state, done = way.restore(state), stop
         way.close()
         return self._trained(state, batches, done, len(batches)), errors
 
     def _tested(self, state: trainer.TrainState) -> tuple[float, float]:
-        labels = np.concatenate([batch.labels for batch in self.traffic.test])
-        scores = np.concatenate(
-            [np.asarray(self._logits(state, batch)) for batch in self.traffic.test]
-        ).astype(np.float64)
+        test = self.traffic.test
+        labels = np.concatenate([batch.labels for batch in test])
+        scores = np.concatenate([np.asarray(self._logits(state, batch)) for batch in test])
+        scores = scores.astype(np.float64)
         losses = np.logaddexp(0, scores) - scores * labels
         return float(losses.mean()), model.area_under_curve(scores, labels)
-
-
-def _logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
-    rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
-    return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
-
-
-def runs(options: argparse.Namespace) -> Iterator[Run]:
-    """All runs over one kind of traffic, those of a seed together."""
-    middle = sorted(options.restores)[len(options.restores) // 2]
-    for seed in range(options.seeds):
-        kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
-        for codec, restores in (*kinds, *itertools.product(options.codecs, options.restores)):
-            yield Run(seed, codec, restores)
 
 
 class Change(NamedTuple):
@@ -230,21 +217,18 @@ class Change(NamedTuple):
     same_bits: bool
 
 
-def changes(outcomes: list[Outcome]) -> dict[tuple[str, int], Change]:
-    """Maps (codec, restores) to its changes."""
-    reference = {o.run.seed: o for o in outcomes if o.run.codec == REFERENCE}
-    grouped: dict[tuple[str, int], list[Outcome]] = {}
-    for outcome in outcomes:
-        grouped.setdefault((outcome.run.codec, outcome.run.restores), []).append(outcome)
-    return {
-        key: Change(
-            np.array([o.log_loss / reference[o.run.seed].log_loss - 1 for o in group]),
-            np.array([o.auc / reference[o.run.seed].auc - 1 for o in group]),
-            float(np.mean([o.relative_error for o in group])),
-            all(o.digest == reference[o.run.seed].digest for o in group),
+def changes(by_seed: list[dict[Kind, Outcome]]) -> dict[Kind, Change]:
+    """Compares the runs of each seed with its uninterrupted one."""
+    found = {}
+    for kind in by_seed[0]:
+        pairs = [(runs[kind], runs[REFERENCE, 0]) for runs in by_seed]
+        found[kind] = Change(
+            np.array([mine.log_loss / reference.log_loss - 1 for mine, reference in pairs]),
+            np.array([mine.auc / reference.auc - 1 for mine, reference in pairs]),
+            float(np.mean([mine.relative_error for mine, _ in pairs])),
+            all(mine.digest == reference.digest for mine, reference in pairs),
         )
-        for key, group in grouped.items()
-    }
+    return found
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -265,7 +249,7 @@ def claimed(values: np.ndarray) -> float:
     return max(high, (high - low) / 2)
 
 
-def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
+def add_lines(report: Report, found: dict[Kind, Change], traffic: str) -> None:
     for (codec, restores), change in found.items():
         title = f"{traffic}, {codec}, {restores} restores"
         if codec == "raw":
@@ -283,7 +267,7 @@ def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str
             report.state(f"{title}: error of the rows", error, percent)
 
 
-def publish(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
+def publish(report: Report, found: dict[Kind, Change], traffic: str) -> None:
     """Adds the published table of one kind of traffic: the mean, its interval and the verdict."""
 
     def cell(codec: str, restores: int) -> str:
@@ -305,7 +289,7 @@ def publish(report: Report, found: dict[tuple[str, int], Change], traffic: str) 
     )
 
 
-def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) -> None:
+def plot(found: dict[Kind, Change], traffic: str, directory: Path) -> None:
     """Changes of log loss and AUC over the restores, with their intervals, as an SVG."""
     import matplotlib
 
@@ -353,10 +337,14 @@ def accuracy(report: Report, options: argparse.Namespace, place: Path) -> None:
     )
     row_codecs._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     warnings.filterwarnings("ignore", message=".*donated buffers.*")
+    middle = sorted(options.restores)[len(options.restores) // 2]
+    kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
+    kinds += itertools.product(options.codecs, options.restores)
     write_criteo(place / "criteo.txt", options.steps)
     for traffic in (synthetic(), criteo(place / "criteo.txt")):
         study = Study(traffic, options.steps)
-        found = changes([study.run(run) for run in progress(list(runs(options)), traffic.name)])
+        seeds = progress(range(options.seeds), traffic.name)
+        found = changes([study.runs(seed, kinds) for seed in seeds])
         add_lines(report, found, traffic.name)
         publish(report, found, traffic.name)
         report.section()
