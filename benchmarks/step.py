@@ -142,16 +142,13 @@ def add(report: Report, name: str, case: Case, found: reports.Figures) -> None:
         bars = [case.nbytes]
         report.against(f"{name}: bytes", found, "bytes", name, [other], megabytes, bars=bars)
     report.against(f"{name}: CPU", found, "cpu", name, tuned)
-    for what in ("switches", "calls", "fsyncs", "threads"):
-        report.state(f"{name}: {what}", found(name, what), count, bar=_NO_THREADS.get(what))
+    for what in ("switches", "calls", "fsyncs"):
+        report.state(f"{name}: {what}", found(name, what), count)
+    report.state(f"{name}: threads", found(name, "threads"), count, bar=0)
     report.section()
 
 
-#: A save starts no threads.
-_NO_THREADS = {"threads": 0}
-
-
-def step(report: Report, options: argparse.Namespace, place: Path) -> None:
+def deltas(report: Report, options: argparse.Namespace, place: Path) -> None:
     report.sizes = f"State W at {options.scale:g} of its rows. {ways.TUNED}"
     running = Round(place, options.scale)
     candidates = {
@@ -240,4 +237,4 @@ def many(report: Report, options: argparse.Namespace, place: Path) -> None:
 
 
 if __name__ == "__main__":
-    reports.main("One save", {"deltas": step, "tables": many})
+    reports.main("One save", {"deltas": deltas, "tables": many})
