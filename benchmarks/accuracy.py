@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy cost of quantized checkpoints: log loss and AUC after L restores, against none.
 
-Trains a DLRM. At L evenly spaced steps, a real CheckpointManager saves the state as a delta with
-the codec and restores it, and training continues from the restored state. Each run is compared with
-the uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs
-show what the comparison can detect: raw deltas (no difference at all), a perturbation of the
-initial tables by 1e-7 (the noise floor), and a deliberately biased codec (which must fail).
-
-Data: synthetic Zipf traffic, and a generated file in Criteo's format.
+Trains a DLRM. At L evenly spaced steps, a manager saves the state as a delta with the codec and
+restores it, and training continues from the restored state. Each run is compared with the
+uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs show
+what the comparison can detect: raw deltas (no difference), a perturbation of the initial tables by
+1e-7 (the noise floor), and a deliberately biased codec (which must fail).
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 """PyMM's table: k-means on points of MNIST's size, made durable at every iteration.
 
 An iteration changes 0.27 MB of assignments and centroids; the 188 MB of points never change. The
-time lost to an iteration is that of a loop that saves, less that of one that does not, in the same
-round. ``append()`` makes an iteration durable with one write and one fdatasync. pickle and
-``numpy.save`` write all arrays to a new file, and fsync it and its directory. The map is a
-``numpy.memmap``, into which changes are written and flushed; a crash in the middle leaves a mixture
-of two iterations.
+time lost to an iteration is that of a loop that saves, less that of one that does not. ``append()``
+needs one write and one fdatasync. pickle and ``numpy.save`` write all arrays to a new file. The map
+is a ``numpy.memmap``; a crash during its flush leaves a mixture of two iterations.
 """
 
 from __future__ import annotations

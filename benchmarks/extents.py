@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes 10 MB durable: as an extent, as a new directory, as a new file, and in place.
 
-Measured once with the disk otherwise idle, once beside a process that writes 4 MB files and fsyncs
-each.
-
-All variants take the same bytes from memory and end when these are on disk. The reference is a
-directory of 20 files, with an fsync of each file and of the directory. "The same as a save writes
-it" writes these files past the page cache and fsyncs them together in threads. The limit is one
-write past the page cache, from aligned memory, into an existing file: no checksum, no copy. CPU is
-that of this process.
+All variants take the same bytes from memory and end when these are on disk, which is otherwise idle
+or has another writer. The reference is a directory of 20 files, with an fsync of each file and of
+the directory; a save fsyncs them together in threads. The limit is one write past the page cache,
+from aligned memory, into an existing file: no checksum, no copy. CPU is that of this process.
 """
 
 from __future__ import annotations

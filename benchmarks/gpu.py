@@ -2,11 +2,9 @@
 """Saves of a state on a GPU: their cost to training, against Orbax, and encoding on the device.
 
 A loop dispatches training steps a few ahead, as real loops do, and records when the device
-completes each. A save comes between two dispatches; the time of save() includes the steps in
-flight, which every save waits for. The completions give three figures: the time without a step at
-the save (the gap between the last step dispatched before it and the first one after it, less an
-undisturbed step: the device is idle then, or gathers and encodes), the time of steps while the save
-is in flight, and the training time lost until its commit. Every step donates the tables.
+completes each. The time of save() includes the steps in flight, which every save waits for. The
+completions give the time without a step at the save (the gap around it, less an undisturbed step),
+the time of steps while the save is in flight, and the training time lost until its commit.
 """
 
 from __future__ import annotations

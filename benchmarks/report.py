@@ -42,6 +42,43 @@ _STARTED = os.getloadavg()[0], time.time()
 Unit = Callable[[float], str]
 
 
+def ratio(value: float) -> str:
+    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above."""
+    return f"1/{1 / value:.1f}" if 0 < value < 0.5 else f"x{value:.2f}"
+
+
+def secs(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if abs(value) < 0.9995 else f"{value:.2f} s"
+
+
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:.1f} MB"
+
+
+def times(value: float) -> str:
+    """A multiple, of the undisturbed time or of the state."""
+    return f"x{value:.2f}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.3%}"
+
+
+def speed(value: float) -> str:
+    """Seconds per GB as GB per second."""
+    return f"{1 / value:.2f} GB/s"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+#: Units by name, for results.
+UNITS: dict[str, Unit] = {
+    unit.__name__: unit for unit in (ratio, secs, megabytes, times, percent, speed, count)
+}
+
+
 class Sample(NamedTuple):
     """Measurements of repeated runs, in the order of the rounds."""
 
@@ -227,12 +264,12 @@ class Report:
         ours: Sample,
         against: str,
         theirs: Sample,
-        unit: Unit | None = None,
+        unit: Unit = secs,
         *,
         bar: float | None = None,
     ) -> None:
         """Adds a line: ours over theirs round by round, and whether the median meets the bar."""
-        ratios, unit = ours.over(theirs), unit or secs
+        ratios = ours.over(theirs)
         verdict = self._judge(f"{what} against {against}", ratios.median, bar, ratio)
         self._rows.append(
             {"name": what, **_cell(ours, unit), "against": against, "theirs": theirs.values}
@@ -247,7 +284,7 @@ class Report:
         figure: str,
         ours: str,
         theirs: Iterable[str],
-        unit: Unit | None = None,
+        unit: Unit = secs,
         *,
         bars: Sequence[float | None] = (),
     ) -> None:
@@ -256,10 +293,9 @@ class Report:
             self.compare(what, found(ours, figure), other, found(other, figure), unit, bar=bar)
 
     def state(
-        self, what: str, measured: Sample, unit: Unit | None = None, *, bar: float | None = None
+        self, what: str, measured: Sample, unit: Unit = secs, *, bar: float | None = None
     ) -> None:
         """Adds a line of a figure that is compared only with its bar."""
-        unit = unit or secs
         verdict = self._judge(what, measured.median, bar, unit)
         self._rows.append({"name": what, **_cell(measured, unit)})
         self._table.add_row(what, measured.shown(unit), "", "", "", verdict)
@@ -407,40 +443,3 @@ def main(
     run_parts(
         Report(title, sizes=sizes(given)), given, parts, given.only if parts is measure else parts
     )
-
-
-def ratio(value: float) -> str:
-    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above."""
-    return f"1/{1 / value:.1f}" if 0 < value < 0.5 else f"x{value:.2f}"
-
-
-def secs(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if abs(value) < 0.9995 else f"{value:.2f} s"
-
-
-def megabytes(value: float) -> str:
-    return f"{value / 1e6:.1f} MB"
-
-
-def times(value: float) -> str:
-    """A multiple, of the undisturbed time or of the state."""
-    return f"x{value:.2f}"
-
-
-def percent(value: float) -> str:
-    return f"{value:.3%}"
-
-
-def speed(value: float) -> str:
-    """Seconds per GB as GB per second."""
-    return f"{1 / value:.2f} GB/s"
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-#: Units by name, for results.
-UNITS: dict[str, Unit] = {
-    unit.__name__: unit for unit in (ratio, secs, megabytes, times, percent, speed, count)
-}

@@ -2,10 +2,8 @@
 """Weak scaling: saves of 1, 2 and 4 processes, with equal rows per process, against Orbax.
 
 The processes are real ones on this machine, joined by gloo on loopback. Tables and slots are
-sharded by rows over all devices; the dense part is replicated. Each set of processes saves in all
-ways in turn, so every ratio is taken within one round of one run. A save blocks for the time of the
-slowest process's call. It is durable when ``wait()`` has returned on every process, counted from a
-barrier before the call.
+sharded by rows over all devices; the dense part is replicated. A save blocks for the time of the
+slowest process's call. It is durable when ``wait()`` has returned on every process.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving: how soon a record is served, how fast lookups are, and how small patches are.
 
-A trainer appends WAL records of 200,000 rows (2 tables of 64 float32) to a local disk. A follower
-in another process serves them. Its lag is measured from the moment when the trainer knows that the
-record is durable, and from its capture; the same with the WAL in a real Kafka broker. Then two
-reader processes look up rows while the trainer appends small records; every element that they see
-must hold the step of the version. Patches are those of bf16 weights of which 1% of the elements
-changed.
+A trainer appends WAL records of 200,000 rows (2 tables of 64 float32), to a disk or to Kafka. A
+follower in another process serves them; its lag starts when the trainer knows that the record is
+durable. Then two reader processes look up rows while records are applied; every element that they
+see must hold the step of the version. Patches are of bf16 weights of which 1% changed.
 """
 
 from __future__ import annotations

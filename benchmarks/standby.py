@@ -2,12 +2,10 @@
 """Recovery from a trainer's death: hot standby, storage and Orbax.
 
 A trainer is killed with SIGKILL, and a new process restores its newest step: stock Orbax from one
-full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby that
-follows the same directory. The *call* opens the directory and restores, until the arrays are on
-the device; the bars apply to it. The *whole* time starts at the kill, and includes the start and
-imports of the new process and its connection to Ray (hot standby only). The standby maps its arrays
-copy-on-write, which moves some of the wait to training: a first step that changes every element
-measures this.
+full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby. The
+*call* opens the directory and restores, until the arrays are on the device; the bars apply to it.
+The *whole* time starts at the kill, and includes the start of the new process. The standby maps its
+arrays copy-on-write; a first step that changes every element measures what this costs training.
 """
 
 from __future__ import annotations

@@ -30,21 +30,13 @@ import deltackpt
 
 
 class Case(NamedTuple):
-    """A save, and its bars.
+    """A save, and its bars."""
 
-    Attributes:
-      rows: as a count, or as a share below 1.
-      way: its name in ``ways.WAYS``.
-      durable: bars against Orbax's defaults and tuned.
-      nbytes: the same of its bytes.
-      limit_secs: it may take so long beside the limits of the machine; None without such a bar.
-    """
-
-    rows: float
-    way: str
-    durable: tuple[float | None, float | None] = (1 / 25, 1 / 20)
-    nbytes: float | None = None
-    limit_secs: float | None = None
+    rows: float  # As a count, or as a share below 1.
+    way: str  # Its name in ``ways.WAYS``.
+    durable: tuple[float | None, float | None] = (1 / 25, 1 / 20)  # Over Orbax's.
+    nbytes: float | None = None  # Over both of Orbax's.
+    limit_secs: float | None = None  # Beside the limits of the machine.
 
 
 BASE, RAW = "a base", "200,000 rows, `raw`"

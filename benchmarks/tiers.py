@@ -2,10 +2,9 @@
 """The tables of DeepFreeze and CHFS: what a save blocks and costs, and a store over several nodes.
 
 ``freeze``: the processes of a job save a dense state to a remote directory behind a link of
-100 MB/s, each through a staging directory in memory. Against it, synchronous Orbax, in its best
-case: it writes to memory while as many bytes as its files have cross the same link, and a save is
-done when both are. A step updates all parameters, pauses (which frees the cores, as an
-accelerator's step does), and waits for all processes.
+100 MB/s, through staging directories in memory. Against it, synchronous Orbax in its best case: it
+writes to memory while as many bytes cross the same link. A step updates all parameters, pauses
+(which frees the cores, as an accelerator's step does), and waits for all processes.
 
 ``stores``: one process saves to node stores, and to one shared store as fast as each of them.
 """

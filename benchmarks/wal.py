@@ -94,11 +94,8 @@ class Loop:
     ) -> tuple[dict[str, float], trainer.TrainState]:
         """Runs a whole training from a durable base; returns its figures and the last state.
 
-        Args:
-          way: how it is saved; None for no saves.
-          every: steps between saves; 0 appends a record at each step.
-          waits: whether to wait for each save.
-          meet: waits for the other processes of the job.
+        It saves ``every`` so many steps, and ``waits`` for each save; 0 appends a record at each
+        step. ``meet`` waits for the other processes of the job.
         """
         state = self.start()
         if way is not None:
