@@ -408,6 +408,7 @@ def run_parts(
     for name in names:
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=options.directory) as place:
             parts[name](report, options, Path(place))
+        report.section()
     report.show(options)
 
 

@@ -71,7 +71,6 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
     report.against("durable under training, power", found, "written", "power", ways.THEIRS)
     for name in managers:
         report.state(f"steps meanwhile, {name}", found(name, "slower"), times)
-    report.section()
 
 
 def restores(report: Report, options: argparse.Namespace, root: Path) -> None:
@@ -100,7 +99,6 @@ def restores(report: Report, options: argparse.Namespace, root: Path) -> None:
         what, bar = "a read of the files", _RESTORE_LIMIT[cache]
         report.compare(f"{title}, power, {cache}", mine, what, limit, bar=bar)
     report.note("Every state restored from raw rows was equal, by checksum.")
-    report.section()
     rows = []
     for cache in caches:
         others = [cell for other in (*ways.THEIRS, "limit") for cell in found.cells(other, cache)]

@@ -118,7 +118,6 @@ def lag(
     report.state("from captured to served, p99", Sample((float(np.percentile(ages, 99)),)))
     skipped = len(durable) - sum(step in shown for step in durable)
     report.note(f"{len(steps)} versions measured; {skipped} records were served with the next one")
-    report.section()
     measured = f"median {p50.shown(secs)}, p99 {p99.shown(secs)}"
     report.publish("kafka" if kafka else "lag", _COLUMNS, [[title, measured, secs(bar)]])
 
@@ -159,7 +158,6 @@ def lookups(report: Report, options: argparse.Namespace, root: Path) -> None:
     report.note(f"{done:,} lookups by 16 rows; {trainer.step} records, {versions} seen by a reader")
     each = Sample(tuple(one["secs"] / one["done"] for one in seen))
     report.state("CPU time of a lookup of 16 rows", each)
-    report.section()
     millions = f"{1 / max(speeds[0].values):.0f} to {1 / min(speeds[0].values):.0f}"
     speed = f"{millions} million rows per second and core"
     mixing = f"mixed versions in {done:,} lookups of two processes, {trainer.step} records"

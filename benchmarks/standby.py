@@ -178,7 +178,6 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
         report.against(f"{what}, {STORAGE}", found, what, STORAGE, ways.THEIRS)
     for what in (start, connection):
         report.state(f"of it {what}", found(STANDBY, what))
-    report.section()
     columns = ("restore from", "call", "since the kill", "call, page cache cold")
     report.publish("recovery", columns, found.rows(SOURCES, *compared[:3]))
 

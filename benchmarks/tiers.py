@@ -218,7 +218,6 @@ def freeze(report: Report, options: argparse.Namespace, _: Path) -> None:
     ]
     remark = "Overhead: of the step that saves and the next one, over two steps without a save."
     report.publish("freeze", ("state", "processes", *columns), rows, remark)
-    report.section()
 
 
 def stores(report: Report, options: argparse.Namespace, _: Path) -> None:
@@ -255,7 +254,6 @@ def stores(report: Report, options: argparse.Namespace, _: Path) -> None:
         report.state(f"{title}: CPU of this process", found("nodes", "cpu"))
     speed = f"Each store transfers {_SLOW / 1e6:g} MB/s. Restores are by a new manager."
     report.publish("stores", ("stores", "time", "one store of all"), rows, speed)
-    report.section()
 
 
 @contextlib.contextmanager

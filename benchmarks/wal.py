@@ -180,7 +180,6 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
             report.state(f"fsyncs, {mode}", found(mode, "syncs"), "{:.0f}".format)
             more = found.cells(mode, "blocked", "durable")
         rows.append([words, (mine.over(found(none, "secs")), times), *more])
-    report.section()
     columns = ("training with", "time", "`append()` blocks", "a record is durable after")
     report.publish("training", columns, rows)
 
@@ -221,7 +220,6 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
     found = interleaved(options.repeats, candidates, warm_up=0)
     report.against("recovery of W", found, "secs", "wal", ways.THEIRS, bars=(1.0, 1.0))
     report.state("recovery of W: bytes of the WAL", Sample((float(nbytes),)), megabytes)
-    report.section()
     rows = [[text, *found.cells(name, "secs")] for name, text in words.items()]
     report.publish("recovery", ("recovery of state W from", "time"), rows)
 
@@ -299,7 +297,6 @@ def kafka(report: Report, options: argparse.Namespace, root: Path) -> None:
     report.compare(what, mine, "local WAL, fsynced", local, bar=_KAFKA_BAR)
     limit, size = Sample((nbytes / _READ_BAR,) * options.repeats), f"{nbytes / 1e6:,.0f} MB"
     report.compare(f"{size} read", read, "300 MB/s", limit, bar=1.0)
-    report.section()
     over = f"local WAL, fsynced: {local.shown(secs)} ({mine.over(local).median:.1f} times)"
     speed = f"{nbytes / read.median / 1e6:.0f} MB/s; target: 300 MB/s"
     table = [
