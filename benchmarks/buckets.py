@@ -151,8 +151,7 @@ def train(way: Any, options: argparse.Namespace) -> dict[str, float]:
     ids = [states.random_ids(state, _TOUCHED, number) for number in range(options.saves)]
     state = jax.block_until_ready(states.change(state, ids[0]))
     if way is not None:
-        way.save(0, state)  # The base, or Orbax's first save: not measured.
-        way.wait()
+        way.saved(0, state)  # The base, or Orbax's first save: not measured.
     gc.collect()
     blocked, started = 0.0, time.perf_counter()
     for number in range(options.saves):

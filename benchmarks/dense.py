@@ -152,8 +152,7 @@ def measure_bytes(
     for name in ways.THEIRS:
         shutil.rmtree(root)
         other = ways.WAYS[name](root)
-        other.save(1, pair[1])
-        other.wait()
+        other.saved(1, pair[1])
         other.close()
         found.add(name, {"bytes": ways.tree_bytes(root / "1")})
     return found

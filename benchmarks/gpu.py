@@ -156,8 +156,7 @@ def measure_training(root: Path, state: states.State, options: argparse.Namespac
         nonlocal step
         step += 2
         if kind == "delta":
-            managers[way].save(step - 1, loop.state, base=True)
-            managers[way].wait()
+            managers[way].saved(step - 1, loop.state, base=True)
         ids = states.random_ids(loop.state, TOUCHED, step)
         loop.state = jax.block_until_ready(states.change(loop.state, ids))
         ways.warm_memory(loop.state)

@@ -45,8 +45,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
     loop, step = states.Loop(states.make(options.scale), batches=8), 0
     managers = ways.opened(root, (*OURS, *ways.THEIRS))
     for name in OURS:
-        managers[name].save(0, loop.state, base=True)
-        managers[name].wait()
+        managers[name].saved(0, loop.state, base=True)
 
     def save(name: str) -> dict[str, float]:
         nonlocal step
@@ -120,8 +119,7 @@ def build_chains(root: str | Path, scale: float, names: tuple[str, ...]) -> int:
     for number in range(CHAIN + 1):
         state = states.change(state, states.random_ids(state, TOUCHED, 5000 + number))
         for name in names:
-            managers[name].save(number, state, base=number == 0)
-            managers[name].wait()
+            managers[name].saved(number, state, base=number == 0)
     for name in ways.THEIRS:
         managers[name].save(0, state)
     for manager in managers.values():

@@ -71,8 +71,7 @@ class Round:
         """Saves so many rows, or bases, and returns the medians."""
         if name not in self._ways:
             self._ways[name] = WAYS[name](self._root / name)
-            self._ways[name].save(self._step, self._state, base=True)
-            self._ways[name].wait()
+            self._ways[name].saved(self._step, self._state, base=True)
             for _ in range(WARM_UP):
                 self._once(name, 1000)
         # The first delta also has the rows that steps of other methods touched.

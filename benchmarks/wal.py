@@ -202,8 +202,7 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
         written = sum(event.bytes_written for event in appended(way))
     way.close()
     for other in ways.opened(root, ways.THEIRS).values():
-        other.save(number, state)
-        other.wait()
+        other.saved(number, state)
         other.close()
     nbytes = ways.tree_bytes(root / "wal" / naming.LOG)
     digest = ways.checksum(state)

@@ -125,9 +125,9 @@ class Orbax:
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
-    def saved(self, step: int, state: Any) -> None:
+    def saved(self, step: int, state: Any, *, base: bool = False) -> None:
         """Saves, and waits until the save is committed."""
-        self.save(step, state)
+        self.save(step, state, base=base)
         self.wait()
 
     def restore(self, template: Any) -> Any:
