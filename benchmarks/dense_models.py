@@ -108,13 +108,13 @@ class Model:
         self.batch, self.starts_from = corpus.batch, starts_from
 
     def init(self) -> State:
-        @jax.jit
-        def first() -> State:
-            some = jnp.zeros((1, 1), jnp.int32)
-            params = self._kept(self._network.init(jax.random.key(0), some, some)["params"])
-            return state_of(params, self._optimizer.init(params))
+        return jax.device_put(self._first(), jax.local_devices()[0])
 
-        return jax.device_put(first(), jax.local_devices()[0])
+    @functools.partial(jax.jit, static_argnums=0)
+    def _first(self) -> State:
+        some = jnp.zeros((1, 1), jnp.int32)
+        params = self._kept(self._network.init(jax.random.key(0), some, some)["params"])
+        return state_of(params, self._optimizer.init(params))
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(self, state: State, batch: texts.Batch) -> State:
