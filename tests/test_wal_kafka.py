@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
 from left_running import promoters
-from many import Job, Server
+from many import Job, Server, wait_until
 from servers import Certificate
 
 import deltackpt
@@ -213,6 +213,66 @@ def test_several_processes_write_a_partition_each(cluster, tmp_path):
                 assert (found["step"], found["point"], found["wrong"]) == (6, 6, None)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("where", ["kafka", "directory"])
+def test_processes_with_their_own_staging_directories_share_a_wal(cluster, tmp_path, where):
+    """Of the staging directories, one is lost; the next job has another number of processes."""
+    log: dict[str, Any] = {"directory": str(tmp_path / "log")}
+    if where == "kafka":
+        topic = cluster.topic("own-stages", 4)
+        log = {"kafka": {"topic": topic, "config": cluster.config, "chunk_bytes": CHUNK_BYTES}}
+    (tmp_path / "s3").mkdir()
+
+    def opened(job: Job, url: str, endpoint: str) -> None:
+        for number, process in enumerate(job.processes):
+            stage = str(tmp_path / f"node{number}")
+            tiers = {"staging_dir": stage, "endpoint": endpoint, "shared": False}
+            process.ask("open", root=url, log=log, tiers=tiers)
+        for answer in job.answers():
+            assert "error" not in answer, answer
+
+    def logged(job: Job, to: int) -> None:
+        assert job.one("run_on", to=to)["saved"] == []
+        for answer in job.all("wait_recovery", step=to):
+            assert answer["recovery"] == [to, True]
+
+    with servers.s3(tmp_path / "s3") as bucket, servers.environment_of(bucket):
+        url, server = (
+            bucket.bucket("own-stages") + "/run",
+            Server(many_wal_worker.__file__, **bucket.environment),
+        )
+        try:
+            with Job(server, tmp_path / "jobs", processes=2) as job:
+                opened(job, url, bucket.endpoint)
+                job.all("start", place={"mesh": [2, 2]})
+                assert job.one("log")["saved"] == "base"
+                job.all("wait")
+                logged(job, 4)
+                # A restore begins another epoch.
+                for found in job.all("restore", step=3, place={"mesh": [2, 2]}, like=3):
+                    assert (found["step"], found["wrong"]) == (3, None)
+                logged(job, 6)
+                steps = open_steps(url, endpoint=bucket.endpoint)
+                wait_until(lambda: len(steps.wal_location.numbers()) == 2, "its header is uploaded")
+                for process in job.processes:
+                    process.kill()
+            for number in range(2):
+                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
+            shutil.rmtree(tmp_path / "node0")
+            with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
+                opened(job, url, bucket.endpoint)
+                for found in job.all("restore_latest", place={"mesh": [2, 2]}, like=6):
+                    assert (found["step"], found["point"], found["wrong"]) == (6, 6, None), found
+                logged(job, 8)
+                job.all("train", to=9)
+                assert job.one("save")["kind"] == "delta"
+                job.all("wait")
+                job.close()
+        finally:
+            server.close()
+            for number in range(4):
+                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
 
 
 def test_trimming_deletes_the_records_that_no_restore_needs(run):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deltackpt.maintenance.estimate import RestorePlan
     from deltackpt.maintenance.verify import RootReport, StepVerdict
     from deltackpt.maintenance.verify_wal import PointVerdict
+    from deltackpt.wal import KafkaWal
 
 
 @click.command(
@@ -89,9 +90,15 @@ def compact(
 )
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
 def verify(
-    directory: str, steps: tuple[int, ...], item: str | None, endpoint: str | None, as_json: bool
+    directory: str,
+    steps: tuple[int, ...],
+    item: str | None,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
 ) -> None:
     """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
@@ -103,7 +110,12 @@ def verify(
 
     with terminal.progress("verifying", quiet=as_json) as progress:
         report = verification.verify_root(
-            directory, item=item, steps=steps or None, endpoint=endpoint, progress=progress
+            directory,
+            item=item,
+            steps=steps or None,
+            endpoint=endpoint,
+            wal=wal,
+            progress=progress,
         )
     if as_json:
         plain = terminal.plain(report)
@@ -334,6 +346,7 @@ def copy(
 @click.argument("step", type=terminal.STEP, required=False)
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @click.option("--tables", is_flag=True, help="Also list what is read for each table.")
 @terminal.as_json
 def plan(
@@ -341,6 +354,7 @@ def plan(
     step: int | None,
     item: str | None,
     endpoint: str | None,
+    wal: KafkaWal | None,
     tables: bool,
     as_json: bool,
 ) -> None:
@@ -355,7 +369,7 @@ def plan(
     from deltackpt.maintenance import estimate
 
     item = _found_item(directory, item, endpoint)
-    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint)
+    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint, wal=wal)
     if as_json:
         plain = terminal.plain(found)
         plain["estimate"]["seconds"] = found.estimate.seconds
@@ -381,8 +395,8 @@ def plan(
         where = units.count(found.dense_file_count, "file")
     else:
         where = "the WAL"
-        wal, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
-        click.echo(f"WAL: {wal} in {records} up to {found.point}")
+        replayed, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
+        click.echo(f"WAL: {replayed} in {records} up to {found.point}")
     click.echo(f"dense leaves: {units.size(found.dense_bytes)} in {where}")
     click.echo(
         f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
@@ -434,8 +448,15 @@ _TERMINATED = 128 + signal.SIGTERM
 @click.argument("directory", metavar="[DIRECTORY|URL]", required=False)
 @click.option("--read-only", is_flag=True, help="Write nothing; fsync is not measured.")
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
-def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json: bool) -> None:
+def doctor(
+    directory: str | None,
+    read_only: bool,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
+) -> None:
     """Check DIRECTORY, machine and installation for problems with saves and restores.
 
     For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
@@ -462,7 +483,7 @@ def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json
     # As an exception, so that the temporary directory is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint)
+        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint, wal=wal)
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:

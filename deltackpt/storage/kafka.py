@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deltackpt import events
@@ -75,6 +76,33 @@ def check_config(config: Mapping[str, object]) -> None:
                 f"KafkaWal.config: expected {name} of 1 to 5, so that messages stay in order, "
                 "found another value"
             )
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    """Returns the settings of librdkafka in a file of lines ``name=value``.
+
+    Raises ``OptionError`` if it is not such a file; the error has nothing of its contents.
+    """
+    found = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"{path}: expected a file of librdkafka's settings, found "
+            f"{getattr(error, 'strerror', 'no text')}; pass another file"
+        ) from None
+    for number, line in enumerate(lines, 1):
+        name, equals, value = (one.strip() for one in line.partition("="))
+        if not name or name.startswith("#"):
+            continue
+        if not equals:
+            raise OptionError(
+                f"{path}: expected a setting such as name=value in line {number}, found none; see "
+                "docs/how-to/kafka.md"
+            )
+        found[name] = value
+    check_config(found)
+    return found
 
 
 class Offsets(NamedTuple):
