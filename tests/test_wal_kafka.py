@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import logging
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import many_wal_worker
 import numpy as np
 import pytest
 import servers
+import test_follower
 from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +43,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_topics import Partition, WalTopics
+from deltackpt.standby.follower import Follower
 from deltackpt.storage.kafka import Message, Offsets, Topic
 from deltackpt.testing import states
 from deltackpt.testing.training_run import TrainingRun
@@ -471,6 +475,30 @@ def test_a_serving_process_follows_the_records(cluster, run):
                 run.log()
 
 
+def test_a_standby_follows_the_records_and_the_next_run(cluster, run):
+    wal = KafkaWal(config=lambda: cluster.config)
+    with contextlib.ExitStack() as managers:
+        managers.enter_context(run.open())
+        run.start(2)
+        followers = [
+            Follower(run.root, item="embeddings", shard=shard, shards=2, wal=wal, soft=False)
+            for shard in range(2)
+        ]
+        for moves in (run.log, run.save, run.log, None, run.log):
+            if moves is None:
+                managers.close()
+                managers.enter_context(run.open())
+                run.resume()
+            else:
+                moves()
+            for one in followers:
+                one.advance()
+                assert one.health == "follows"
+                held = one.loaded
+                assert (held.save.save_id if held.point is None else held.point).step == run.step
+                test_follower.assert_rows(one, test_follower.in_state(run.state))
+
+
 _EPOCH = EpochRef(number=3, crc32c=77)
 
 
@@ -692,6 +720,92 @@ def test_a_refused_token_is_a_typed_error_before_training(secure, tmp_path):
     expired = token(-60.0)[0]
     config = oauth(secure, lambda _: (expired, time.time() + 300))
     assert_refused(tmp_path, config, "(?i)authentication", expired)
+
+
+@pytest.fixture(scope="module")
+def settings_file(secure, tmp_path_factory) -> Path:
+    """What ``--kafka-config`` names."""
+    found = tmp_path_factory.mktemp("settings") / "kafka.properties"
+    lines = [f"{name} = {value}" for name, value in secure.config.items()]
+    found.write_text("\n".join(["# of the trainer", "", *lines]))
+    return found
+
+
+def test_the_command_line_reads_the_records(secure, settings_file, tmp_path):
+    run = KafkaRun(tmp_path, secure.topic("commands"), secure.config).started(3)
+    exported = tmp_path / "exported"
+
+    def told(*command: object) -> str:
+        name, *rest = command
+        found = output(_COMMAND, name, *rest, "--kafka-config", settings_file)
+        assert PASSWORD not in found
+        return found
+
+    points = json.loads(told("ls", run.root, "--wal", "--json"))["recovery_points"]
+    assert [one["save_id"]["step"] for one in points] == [3, 2, 1]
+    assert "recovery point 3" in told("show", run.root, 3)
+    assert "tables/users" in told("diff", run.root, 0, 2)
+    assert "full" in told("history", run.root, "tables/users", 0)
+    assert "3 of 3 full recovery points can be restored" in told("verify", run.root)
+    assert "up to recovery point 2" in told("plan", run.root, 2)
+    assert "3 full recovery points, newest 3" in told("doctor", run.root)
+    told("report", run.root, "-o", tmp_path / "report.html")
+    for kind in ("safetensors", "parquet", "orbax"):
+        assert "step 3" in output(
+            _COMMAND, "export", kind, run.root, exported / kind, "--step", 3,
+            "--kafka-config", settings_file,
+        )  # fmt: skip
+    from safetensors.numpy import load_file
+
+    [file] = (exported / "safetensors").glob("*.safetensors")
+    assert (load_file(file)["tables/users"] == np.asarray(run.state["tables"]["users"])).all()
+    without = output(_COMMAND, "show", run.root, 3, check=False)
+    assert "pass --kafka-config FILE" in without and "[option]" in without
+
+
+def test_the_command_follow_serves_the_records(secure, settings_file, tmp_path):
+    run = KafkaRun(tmp_path, secure.topic("follow"), secure.config)
+    with run.open():
+        run.start(2)
+        command = [_COMMAND, "follow", str(run.root), "--tables", "**", "--json"]
+        process = subprocess.Popen(
+            [*command, "--kafka-config", str(settings_file)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            shown = "".join(itertools.takewhile(lambda line: line != "}\n", process.stdout))
+            url = json.loads(shown + "}")["url"]
+            for _ in range(2):
+                wait_until(
+                    lambda: f"deltackpt_serving_step {float(run.step)}" in page(url), "it is served"
+                )
+                run.log()
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+            process.stdout.close()
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sasl.password", "name=value in line 1"),
+        ("acks=0", "acks"),
+        ("sasl.password=pa55\nnonsense pa55", "in line 2"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_has_no_settings_is_refused_without_its_contents(tmp_path, text, expected):
+    path = tmp_path / "settings"
+    if text is not None:
+        path.write_text(text)
+    found = output(_COMMAND, "ls", tmp_path, "--kafka-config", path, check=False)
+    assert expected in found and "[option]" in found and "pa55" not in found
 
 
 def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):

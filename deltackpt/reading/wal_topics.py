@@ -142,7 +142,7 @@ class WalTopics:
                 process: Offsets(max(partition.offset, there[process].start), ends[process])
                 for process, partition in partitions.items()
             }
-            for message in topic.read(spans):
+            for message in topic.read(spans, follow=until is None):
                 partitions[message.partition].add(message)
             for process, partition in partitions.items():
                 # Past messages that are not there, too.
