@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -182,11 +183,18 @@ def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic
         run.root = f"{server.bucket('bucket')}/run"
         with run.open(staged("lost")):
             run.start(4)
+        wal_of_topic = KafkaWal(config=cluster.config)
+        standby = Follower(
+            run.root, item="embeddings", endpoint=server.endpoint, wal=wal_of_topic, soft=False
+        )
+        assert standby.advance() and standby.loaded.point.step == 4
         end_uploaders(tmp_path / "lost")
         shutil.rmtree(tmp_path / "lost")
         with run.open(staged("other")):
             assert run.resume().step == 4
             run.log()
+            # Once the header of the new epoch is uploaded.
+            wait_until(lambda: standby.advance() and standby.loaded.point.step == 5, "it follows")
         with run.open(staged("other")):
             assert run.resume().step == 5
         end_uploaders(tmp_path / "other")
@@ -460,6 +468,13 @@ def test_a_follower_reads_only_what_is_new(cluster, run, monkeypatch):
     assert counts[0] >= 3 * counts[1] > 0 and counts[1] == counts[2]
 
 
+def test_a_recovery_point_is_read_after_its_checkpoints_object_is_gone(cluster, run):
+    run.started(2)
+    step = open_checkpoints(run.root, wal=KafkaWal(config=cluster.config)).at(2)
+    gc.collect()
+    assert (np.asarray(step.tables["tables/users"]) == run.state["tables"]["users"]).all()
+
+
 def test_a_serving_process_follows_the_records(cluster, run):
     with run.open():
         run.start(2)
@@ -651,7 +666,8 @@ def test_readers_without_the_configuration_name_the_topic(run):
         found = manager.restore_latest(run.state, wal=False)
         assert found is not None and found.step == 0
     for command in ("verify", "doctor"):
-        assert f"KafkaWal('{run.topic}'" in output(_COMMAND, command, run.root, check=False)
+        found = output(_COMMAND, command, run.root, check=False)
+        assert f"topic '{run.topic}'" in found and "pass --kafka-config FILE" in found
     for command in (["ls"], ["gc", "--dry-run"]):
         output(_COMMAND, *command, run.root)
     assert f"topic '{run.topic}'" in open_checkpoints(run.root).wal.epochs[0].problem

@@ -15,6 +15,7 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
+from deltackpt.cli.terminal import as_commands
 
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor.machine import Finding
@@ -157,7 +158,7 @@ def _print_report(report: RootReport) -> None:
         for note in save.notes:
             click.echo(f"note: {save.name}: {note}")
     for note in report.notes:
-        click.echo(f"note: {note}")
+        click.echo(f"note: {as_commands(note)}")
     if report.points:
         click.echo(_points_text(report.points))
     whole = sum(verdict.restorable for verdict in report.steps)
@@ -512,7 +513,7 @@ def _print(findings: tuple[Finding, ...]) -> None:
             click.echo(" " * indent + line)
         for line in _wrapped(finding.meaning, indent):
             click.echo(" " * indent + click.style(line, dim=True))
-        for line in _wrapped(finding.action and f"-> {finding.action}", indent):
+        for line in _wrapped(finding.action and f"-> {as_commands(finding.action)}", indent):
             click.echo(" " * indent + line)
     count = collections.Counter(finding.severity for finding in findings)
     parts = [units.count(count[name], name) for name in ("problem", "warning", "note")]
