@@ -449,14 +449,14 @@ def test_repeated_and_foreign_messages_change_nothing(run):
 def test_a_follower_reads_only_what_is_new(cluster, run, monkeypatch):
     steps_read, counts, real = [], [], Topic.read
 
-    def counted(topic: Topic, spans: dict[int, Offsets]):
+    def counted(topic: Topic, spans: dict[int, Offsets], **how: Any):
         counts.append(sum(span.stop - span.start for span in spans.values()))
-        return real(topic, spans)
+        return real(topic, spans, **how)
 
     with run.open():
         run.start(3)
         follower = open_steps(run.root)
-        follower.topics = WalTopics(cluster.config)
+        follower.topics = WalTopics(cluster.config, follow=True)
         logs = WalReader(follower.wal_location)
         monkeypatch.setattr(Topic, "read", counted)
         for _ in range(3):

@@ -93,7 +93,7 @@ def open_steps(
     if wal is not None:
         from deltackpt.reading.wal_topics import WalTopics
 
-        opened.topics = WalTopics(wal.config)
+        opened.topics = WalTopics(wal.config, follow=True)
     return opened
 
 

@@ -101,9 +101,12 @@ class Partition:
 class WalTopics:
     """Copies of the topics that one checkpoint directory's WAL epochs use; thread-safe."""
 
-    def __init__(self, config: Config):
-        """Connects when an epoch is read; see ``storage.kafka.Topic`` for ``config``."""
-        self._config = config
+    def __init__(self, config: Config, *, follow: bool = False):
+        """Connects when an epoch is read; see ``storage.kafka.Topic`` for ``config``.
+
+        With ``follow``, messages of the newest epoch are fetched ahead, up to 64 MiB.
+        """
+        self._config, self._follow = config, follow
         self._lock = threading.Lock()
         self._copies: FileStore | None = None
         self._topics: dict[str, Topic] = {}
@@ -142,7 +145,7 @@ class WalTopics:
                 process: Offsets(max(partition.offset, there[process].start), ends[process])
                 for process, partition in partitions.items()
             }
-            for message in topic.read(spans, follow=until is None):
+            for message in topic.read(spans, follow=self._follow and until is None):
                 partitions[message.partition].add(message)
             for process, partition in partitions.items():
                 # Past messages that are not there, too.

@@ -460,10 +460,9 @@ class _KafkaClient:
         handled = codes._PARTITION_EOF, codes._ALL_BROKERS_DOWN, *gone
         if error is not None and code not in handled and not error.retriable():
             raise self._error("read", self._kafka.KafkaException(error))
-        if code is None:
-            self._positions[partition] = offset + 1
         start, stop = left.get(partition, Offsets(0, 0))
         if code is None:
+            self._positions[partition] = offset + 1
             is_wanted = start <= offset < stop or (follow and offset >= stop)
             if is_wanted and message.value() is not None:
                 yield Message(partition, offset, message.value())
