@@ -472,7 +472,7 @@ def test_a_recovery_point_is_read_after_its_checkpoints_object_is_gone(cluster, 
     run.started(2)
     step = open_checkpoints(run.root, wal=KafkaWal(config=cluster.config)).at(2)
     gc.collect()
-    assert (np.asarray(step.tables["tables/users"]) == run.state["tables"]["users"]).all()
+    assert (np.asarray(step.tables["tables/users"][:]) == run.state["tables"]["users"]).all()
 
 
 def test_a_serving_process_follows_the_records(cluster, run):
