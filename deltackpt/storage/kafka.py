@@ -33,6 +33,8 @@ _BATCH_BYTES = 512
 #: librdkafka logs twenty lines a second while a broker is away.
 _LOG_SECS = 1.0
 _POLL_SECS = 0.1
+#: Within this time, every broker knows a topic that was just created.
+_NEW_TOPIC_SECS = 3.0
 #: Messages that a reader takes at once.
 _READ_MESSAGES = 64
 _GROUP = "deltackpt"
@@ -342,7 +344,8 @@ class _KafkaClient:
 
     def metadata(self, timeout_secs: float = REQUEST_SECS) -> Any:
         """Returns the metadata of the cluster and the topic; raises if the topic is not usable."""
-        deadline, kafka = time.monotonic() + timeout_secs, self._kafka
+        started, kafka = time.monotonic(), self._kafka
+        deadline = started + timeout_secs
         while True:
             error = None
             try:
@@ -363,6 +366,9 @@ class _KafkaClient:
                     "KafkaWal.config"
                 )
             if code in (codes.UNKNOWN_TOPIC_OR_PART, codes._UNKNOWN_TOPIC):
+                if time.monotonic() < min(deadline, started + _NEW_TOPIC_SECS):
+                    time.sleep(_POLL_SECS)
+                    continue
                 raise OptionError(
                     f"{self._name}: expected it to exist, found no such topic; create it, see "
                     "docs/how-to/kafka.md"
