@@ -480,6 +480,7 @@ class Root(WritableRoot):
                     self.check_lease()
                     self.empty_trash()
         finally:
+            super().close()
             if self._lease is not None:
                 self._lease.close()
 

@@ -591,6 +591,7 @@ class StagedRoot(WritableRoot):
         self.stop_waiting()
         self._tender.shutdown()
         with contextlib.ExitStack() as parts:
+            parts.callback(super().close)
             parts.callback(self._client.close)
             parts.callback(self._local.close)
             self._tended.result()
