@@ -20,11 +20,10 @@ import model
 import numpy as np
 import pytest
 from test_exits import opened
-from test_wal_lagging_processes import Job
 
 import deltackpt
 from deltackpt import serving
-from deltackpt.errors import AppendFailed, ClosedError, DeltackptError, FencedError, OptionError
+from deltackpt.errors import ClosedError, DeltackptError, FencedError, OptionError
 from deltackpt.ledger.directory import Root
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
@@ -38,7 +37,6 @@ from deltackpt.tiers import copy, copy_locations
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.staging import StagingDir
-from deltackpt.wal.save_requests import SaveRequests
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
@@ -186,43 +184,6 @@ def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
     told = stage.progress("", "peers")
     assert told.problem == "ZeroDivisionError: of nobody's making"
     assert told.code == DeltackptError.code
-
-
-def test_an_error_of_the_agreement_thread_is_kept_for_the_next_call(tmp_path):
-    job, again = Job(tmp_path, 1), threading.Event()
-    one = job.all[0]
-    outcomes = iter([ZeroDivisionError("of nobody's making")])
-
-    def listen() -> None:
-        for error in outcomes:
-            raise error
-        again.set()
-        one._closed.wait(LIMIT_SECS)
-
-    with mock.patch.object(one, "run_round", listen):
-        one.start()
-        assert again.wait(LIMIT_SECS)
-        one.close()
-    assert isinstance(one.pop_failure(), ZeroDivisionError)
-    assert one.pop_failure() is None
-
-
-def test_an_error_of_the_agreement_thread_is_raised_by_the_next_append(
-    tmp_path,
-):
-    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
-    states = leaver.states(3)
-    with deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options) as one:
-        one.save(1, states[1][0], touched=states[1][1])
-        broken = mock.patch.object(SaveRequests, "pop_failure", lambda _: ZeroDivisionError("why"))
-        with broken, pytest.raises(AppendFailed, match="found ZeroDivisionError") as caught:
-            one.append(2, states[2][0], touched=states[2][1])
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert one.append(3, states[3][0], touched=states[3][1]).kind == "full"
-        one.wait_until_finished()
-        found = one.restore_latest(states[3][0])
-    assert found is not None and found.step == 3
-    leaver.model.assert_same(found.state, states[3][0])
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):
