@@ -300,6 +300,12 @@ def test_no_code_changes_the_environment_of_its_process():
     assert not [path.name for path in files if change.search(path.read_text())]
 
 
+def test_few_modules_force_data_to_disk():
+    files = [*Path(deltackpt.__file__).parent.rglob("*.py")]
+    found = [path.name for path in files if re.search(r"os\.f(data)?sync\b", path.read_text())]
+    assert len(found) <= 4, found
+
+
 def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
     expected = "TENSORSTORE_GCS_HTTP_URL=http://a:1 in the environment.*found none; set it"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from job import MemoryService, coordinators
 
 from deltackpt.errors import StorageError
 from deltackpt.resources.runtime import Runtime, Task
@@ -18,41 +19,14 @@ NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 ANEW = SaveRequest("rows were left out", restarts_wal=True)
 
 
-class MemoryBoard:
-    """The board of all processes; ``of`` is how one of them sees it."""
+class CountingService(MemoryService):
+    """Counts its requests."""
 
-    def __init__(self, count: int):
-        self.count, self.index = count, 0
-        self.values: dict[str, bytes] = {}
-        self.changes = 0
-        self.refuses = False
+    requests = 0
 
-    def of(self, index: int) -> Any:
-        """Returns the view of a process, which never waits."""
-        found: Any = object.__new__(type(self))
-        found.__dict__ = {**vars(self), "index": index, "whole": self}
-        return found
-
-    def replace(self, key: str, data: bytes) -> None:
-        self._check()
-        self.values[key] = data
-
-    def put_first(self, key: str, data: bytes) -> bytes:
-        self._check()
-        return self.values.setdefault(key, data)
-
-    def folder(self, key: str) -> dict[str, bytes]:
-        self._check()
-        return {k.removeprefix(key): v for k, v in self.values.items() if k.startswith(key)}
-
-    def delete(self, key: str) -> None:
-        self.values.pop(key)
-
-    def _check(self) -> None:
-        whole: MemoryBoard = vars(self).get("whole", self)
-        whole.changes += 1
-        if whole.refuses:
-            raise StorageError("the service is away")
+    def _locked(self):
+        self.requests += 1
+        return super()._locked()
 
 
 class Background:
@@ -74,13 +48,13 @@ class Job:
     """Some processes, whose background work a test runs."""
 
     def __init__(self, count: int, *, calls: int = 0, base_bytes: int = 1 << 30):
-        self.board, self.backgrounds = MemoryBoard(count), [Background() for _ in range(count)]
+        self.service, self.backgrounds = CountingService(), [Background() for _ in range(count)]
         #: The newest durable record of each process.
         self.durable = [0] * count
         self.calls, self.saved = [calls] * count, [list[int]() for _ in range(count)]
         self.all = [
             JointSaves(
-                self.board.of(process),
+                coordinator,
                 "log",
                 cast(WalProgress, self),
                 cast(Runtime, background),
@@ -88,7 +62,9 @@ class Job:
                 max_wal_ratio=1.0,
                 base_bytes=base_bytes,
             )
-            for process, background in enumerate(self.backgrounds)
+            for coordinator, background in zip(
+                coordinators(self.service, count, 60.0), self.backgrounds, strict=True
+            )
         ]
 
     def of_all(self) -> int:
@@ -165,9 +141,9 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
 def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered():
     job = Job(2)
     for _ in range(5 * _EVERY):
-        before = job.board.changes
+        before = job.service.requests
         assert job.call(0) is None
-        assert job.board.changes == before
+        assert job.service.requests == before
         job.backgrounds[0].run()
 
 
@@ -178,12 +154,12 @@ def test_process_0_removes_the_answers_of_calls_that_all_have_passed():
         job.call_all()
         job.durable = [*job.calls]
     assert job.saved[0] == job.saved[1] != []
-    assert len([key for key in job.board.values if "/calls/" in key]) <= 2
+    assert len([key for key in job.service.values if "/calls/" in key]) <= 2
     # A process that lags still needs the later ones.
     job.durable[1] = 3 * _EVERY
-    before = {key for key in job.board.values if "/calls/" in key}
+    before = {key for key in job.service.values if "/calls/" in key}
     job.call_all(4 * _EVERY)
-    assert before <= {*job.board.values}
+    assert before <= {*job.service.values}
 
 
 def test_the_total_bytes_of_all_processes_trigger_a_step():
@@ -222,13 +198,13 @@ def test_a_request_for_a_new_epoch_outlasts_a_save_and_comes_first():
 def test_a_service_that_does_not_answer_fails_the_call_that_needs_it_and_the_next_ones_work():
     job = Job(2)
     job.all[1].request_save(NEEDED)
-    job.board.refuses = True
+    job.service.refuses = True
     for _ in range(_EVERY - 1):
         assert job.call(1) is None
     job.backgrounds[1].run()
     with pytest.raises(StorageError):
         job.call(1)
-    job.board.refuses = False
+    job.service.refuses = False
     for _ in range(_EVERY):
         assert job.call(0) is None
     assert job.call_all(2 * _EVERY) == [NEEDED] * 2
