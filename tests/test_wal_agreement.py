@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from job import MemoryService, coordinators
 
-from deltackpt.errors import StorageError
+from deltackpt.errors import ProcessMissing, StorageError
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.wal.epoch import LagWatch, WalProgress
 from deltackpt.wal.save_requests import _EVERY, JointSaves, SaveRequest
@@ -209,6 +211,33 @@ def test_a_service_that_does_not_answer_fails_the_call_that_needs_it_and_the_nex
         assert job.call(0) is None
     assert job.call_all(2 * _EVERY) == [NEEDED] * 2
     job.check()
+
+
+def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
+    job, asked, stopped = Job(2), threading.Event(), threading.Event()
+
+    def wait(_: str) -> list[tuple[str, bytes]]:
+        asked.set()
+        stopped.wait(60)
+        return []
+
+    with Runtime(2) as runtime, mock.patch.object(job.service, "key_value_dir_get_bytes", wait):
+        one = JointSaves(
+            coordinators(job.service, 2, 0.2)[1],
+            "log",
+            cast(WalProgress, job),
+            runtime,
+            calls=0,
+            max_wal_ratio=1.0,
+            base_bytes=1,
+        )
+        for _ in range(_EVERY - 1):
+            assert one.call() is None
+        assert asked.wait(60)
+        with pytest.raises(ProcessMissing, match="which process 0 runs, within 0.2 s") as caught:
+            one.call()
+        stopped.set()
+    assert caught.value.processes == (0,)
 
 
 def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up():

@@ -16,10 +16,12 @@ although a process is lost, the save fails and names it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 from typing import NamedTuple
 
 from deltackpt.coordination import Coordinator
+from deltackpt.errors import ProcessMissing
 from deltackpt.format.manifest import Layout
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save.pending_save import base_bytes
@@ -84,9 +86,19 @@ class JointSaves:
         answer, self._answer = self._answer, None
         if (self._calls + 1) % _EVERY == 0:
             self._answer = self._ask(self._calls + 1)
-        if self._calls % _EVERY == 0:
-            return (answer or self._ask(self._calls)).result()
-        return None
+        if self._calls % _EVERY:
+            return None
+        if answer is None or answer.cancel():  # No thread was free.
+            return self._find_answer(self._calls, self._status, self._saved)
+        secs = self._coordinator.timeout_secs
+        if not concurrent.futures.wait([answer.future], secs).done:
+            raise ProcessMissing(
+                f"append: expected an answer of JAX's coordination service, which process 0 runs, "
+                f"within {secs:g} s (timeouts.processes_secs), found nothing; check the log of "
+                "process 0, then restart the job",
+                (0,),
+            )
+        return answer.future.result()
 
     def request_save(self, request: SaveRequest) -> None:
         """Requests a step of all processes, unless more was requested."""
