@@ -37,6 +37,8 @@ _LEAST_BASE_BYTES = 16 << 20
 _FAILURES = 2
 #: Growth is reported in this many parts of the limit.
 _SHARES = 16
+#: Limit for the text of a request: a message has at most 64 KiB.
+_MOST_CHARACTERS = 8 << 10
 _GROWN = "the WAL has grown to WalOptions.max_wal_ratio"
 
 
@@ -216,7 +218,7 @@ class SaveRequests:
     def request_save(self, reason: str, *, restarts_wal: bool = False) -> None:
         """Requests that all processes save a step."""
         if self._joint is not None:
-            self._joint.request_save(SaveRequest(reason, restarts_wal))
+            self._joint.request_save(SaveRequest(reason[:_MOST_CHARACTERS], restarts_wal))
 
     def saved(self, writer: WalWriter | None) -> None:
         """Called when a save has started, which contains everything appended."""
