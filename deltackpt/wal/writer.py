@@ -161,6 +161,7 @@ class WalWriter:
                     f"{self._memory.reserved_bytes:,} bytes that are not; check the disk, then "
                     "wait again"
                 )
+            self.require_thread()  # It may have ended meanwhile.
 
     def close(self) -> None:
         """Stops the thread once all is written, or after ``deadline_secs``; submit nothing later.
