@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,8 +201,13 @@ def test_an_error_that_ends_the_thread_of_the_wal_is_raised_by_the_next_calls(tm
     one = deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options)
     one.save(1, states[1][0], touched=states[1][1])
     one.wait_until_finished()
+
+    def write(_: object) -> None:
+        time.sleep(0.5 if waits else 0)  # It ends during the wait.
+        raise OSError("broken")
+
     with (
-        mock.patch.object(WalWriter, "_write", side_effect=OSError("broken")),
+        mock.patch.object(WalWriter, "_write", side_effect=write),
         mock.patch.object(WalWriter, "_fail_pending", side_effect=error),
     ):
         one.append(2, states[2][0], touched=states[2][1])
