@@ -128,6 +128,8 @@ class Coordinator:
         self._lock = threading.Lock()
         #: How many blocks of ``alive`` run, and whether a thread shows it.
         self._working, self._is_beating = 0, False
+        #: The unexpected error that has ended that thread, until a call raises it.
+        self._died: Exception | None = None
         if self.count == 1:
             return
         # The only public way to the client; a single process does not need Orbax.
@@ -241,11 +243,21 @@ class Coordinator:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Shows during a block that this process is alive."""
+        """Shows during a block that this process is alive.
+
+        Raises ``StorageError`` if an unexpected error has ended the thread that showed it before.
+        """
         if self.count == 1:
             yield
             return
         with self._lock:
+            died, self._died = self._died, None
+            if died is not None:
+                raise StorageError(
+                    f"{self._directory}: expected the thread that shows that process {self.index} "
+                    f"is alive to run, found that it has ended with {type(died).__name__}: {died}; "
+                    "the others may have missed this process: check their logs, then try again"
+                ) from died
             self._working += 1
             if not self._is_beating:
                 self._is_beating = True
@@ -403,13 +415,17 @@ class Coordinator:
 
     def _show(self) -> None:
         """Beats as long as this process works; ends in a pause, until the next work."""
-        while True:
-            self._beat()
-            time.sleep(self.timeout_secs / _BEATS)
+        try:
+            while True:
+                self._beat()
+                time.sleep(self.timeout_secs / _BEATS)
+                with self._lock:
+                    if not self._working:
+                        self._is_beating = False
+                        return
+        except Exception as error:
             with self._lock:
-                if not self._working:
-                    self._is_beating = False
-                    return
+                self._died, self._is_beating = error, False
 
     def _missing(self, what: str, late: set[int], deed: str, secs: float) -> ProcessMissing:
         named = sorted(late)

@@ -507,6 +507,8 @@ class CheckpointManager:
           AppendFailed: earlier records could not be made durable, and ``on_failure="raise"``.
           WaitTimeout: the buffer was full for ``deadline_secs``.
           TrackingError: a ``TouchState`` does not fit the tables.
+          ProcessMissing: with several processes, process 0 did not answer within
+            ``timeouts.processes_secs``.
           FencedError: another trainer took over the directory.
           SaveFailed: as for ``save``, if the step was saved instead.
         """

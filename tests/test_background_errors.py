@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,16 @@ import model
 import numpy as np
 import pytest
 from test_exits import opened
-from test_wal_lagging_processes import Job
 
 import deltackpt
 from deltackpt import serving
-from deltackpt.errors import AppendFailed, ClosedError, DeltackptError, FencedError, OptionError
+from deltackpt.errors import (
+    ClosedError,
+    DeltackptError,
+    FencedError,
+    OptionError,
+    StorageError,
+)
 from deltackpt.ledger.directory import Root
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
@@ -38,7 +44,7 @@ from deltackpt.tiers import copy, copy_locations
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.staging import StagingDir
-from deltackpt.wal.save_requests import SaveRequests
+from deltackpt.wal.writer import WalWriter
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
@@ -188,41 +194,43 @@ def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
     assert told.code == DeltackptError.code
 
 
-def test_an_error_of_the_agreement_thread_is_kept_for_the_next_call(tmp_path):
-    job, again = Job(tmp_path, 1), threading.Event()
-    one = job.all[0]
-    outcomes = iter([ZeroDivisionError("of nobody's making")])
-
-    def listen() -> None:
-        for error in outcomes:
-            raise error
-        again.set()
-        one._closed.wait(LIMIT_SECS)
-
-    with mock.patch.object(one, "run_round", listen):
-        one.start()
-        assert again.wait(LIMIT_SECS)
-        one.close()
-    assert isinstance(one.pop_failure(), ZeroDivisionError)
-    assert one.pop_failure() is None
-
-
-def test_an_error_of_the_agreement_thread_is_raised_by_the_next_append(
-    tmp_path,
-):
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_error_that_ends_the_thread_of_the_wal_is_raised_by_the_next_calls(tmp_path, waits):
     options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
-    states = leaver.states(3)
-    with deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options) as one:
-        one.save(1, states[1][0], touched=states[1][1])
-        broken = mock.patch.object(SaveRequests, "pop_failure", lambda _: ZeroDivisionError("why"))
-        with broken, pytest.raises(AppendFailed, match="found ZeroDivisionError") as caught:
-            one.append(2, states[2][0], touched=states[2][1])
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert one.append(3, states[3][0], touched=states[3][1]).kind == "full"
-        one.wait_until_finished()
-        found = one.restore_latest(states[3][0])
-    assert found is not None and found.step == 3
-    leaver.model.assert_same(found.state, states[3][0])
+    states, error = leaver.states(4), ZeroDivisionError("of nobody's making")
+    one = deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options)
+    one.save(1, states[1][0], touched=states[1][1])
+    one.wait_until_finished()
+
+    def write(_: object) -> None:
+        time.sleep(0.5 if waits else 0)  # It ends during the wait.
+        raise OSError("broken")
+
+    with (
+        mock.patch.object(WalWriter, "_write", side_effect=write),
+        mock.patch.object(WalWriter, "_fail_pending", side_effect=error),
+    ):
+        one.append(2, states[2][0], touched=states[2][1])
+        with pytest.raises(StorageError, match="ended with ZeroDivisionError") as caught:
+            if waits:
+                one.wait_appended()
+            else:
+                for thread in threading.enumerate():
+                    if thread.name == "deltackpt-wal":
+                        thread.join(LIMIT_SECS)
+                one.append(3, states[3][0], touched=states[3][1])
+    assert caught.value.__cause__ is error
+    # As the error says, a step contains all rows, and the next manager appends again.
+    one.save(3, states[3][0], touched=states[3][1])
+    with pytest.raises(StorageError, match="ended with ZeroDivisionError"):
+        one.close()
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as another:
+        found = another.restore_latest(states[3][0])
+        assert found is not None and found.step == 3
+        leaver.model.assert_same(found.state, states[3][0])
+        assert another.append(4, found.state, touched=found.touched).kind == "full"
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):
@@ -337,6 +345,12 @@ def test_no_code_changes_the_environment_of_its_process():
     )
     files = Path(deltackpt.__file__).parent.rglob("*.py")
     assert not [path.name for path in files if change.search(path.read_text())]
+
+
+def test_few_modules_force_data_to_disk():
+    files = [*Path(deltackpt.__file__).parent.rglob("*.py")]
+    found = [path.name for path in files if re.search(r"os\.f(data)?sync\b", path.read_text())]
+    assert len(found) <= 4, found
 
 
 def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):

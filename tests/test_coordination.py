@@ -7,6 +7,7 @@ import concurrent.futures
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 from job import MemoryService, coordinators
@@ -144,6 +145,24 @@ def test_a_service_that_does_not_answer_is_named():
     job.service.refuses = True
     with pytest.raises(StorageError, match="an answer of JAX's coordination service, found UNAV"):
         job.all[0].gather("asking", 0)
+
+
+def test_an_error_that_ends_the_thread_of_a_process_is_raised_by_its_next_work():
+    job, error = Job(2, 0.1), ZeroDivisionError("of nobody's making")
+    one, real = job.all[1], job.service.key_value_set_bytes
+
+    def refuse(key: str, *arguments: Any, **options: Any) -> None:
+        if key.startswith("deltackpt/alive/"):
+            raise error
+        real(key, *arguments, **options)
+
+    with mock.patch.object(job.service, "key_value_set_bytes", refuse), one.alive():
+        wait_until(lambda: one._died is not None, "it dies")
+    with pytest.raises(StorageError, match="ended with ZeroDivisionError") as caught, one.alive():
+        pass
+    assert caught.value.__cause__ is error
+    with one.alive():
+        wait_until(lambda: "deltackpt/alive/1" in job.service.values, "it is shown again")
 
 
 def test_one_process_needs_no_service():

@@ -1,251 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement on a call at which all processes save: all interleavings of a small job, and more."""
+"""The calls at which all processes save, over a board in memory, and reports of those that lag."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import TypeVar
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+from unittest import mock
 
 import pytest
+from job import MemoryService, coordinators
 
-from deltackpt.wal.agreement import (
-    AgreedOutcome,
-    Leader,
-    Member,
-    ProcessStatus,
-    Proposal,
-    SaveRequest,
-    too_long,
-)
+from deltackpt.errors import ProcessMissing, StorageError
+from deltackpt.resources.runtime import Runtime, Task
+from deltackpt.wal.epoch import LagWatch, WalProgress
+from deltackpt.wal.save_requests import _EVERY, JointSaves, SaveRequest
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
-DEADLINE_SECS = 10.0
-_T = TypeVar("_T")
+ANEW = SaveRequest("rows were left out", restarts_wal=True)
+
+
+class CountingService(MemoryService):
+    """Counts its requests."""
+
+    requests = 0
+
+    def _locked(self):
+        self.requests += 1
+        return super()._locked()
+
+
+class Background:
+    """Runs what was submitted when a test says so, or when its result is needed."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task[Any]] = []
+
+    def submit(self, call: Callable[..., Any], *arguments: object) -> Task[Any]:
+        self.tasks.append(Task(lambda: call(*arguments)))
+        return self.tasks[-1]
+
+    def run(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0).run()
 
 
 class Job:
-    """Some processes and their messages, each of which is delayed or lost."""
+    """Some processes, whose background work a test runs."""
 
-    def __init__(self, count: int, calls: int, *, requesting: int):
-        self.members = [Member() for _ in range(count)]
-        self.calls = [0] * count
-        self.most_calls = calls
-        self.requesting: int | None = requesting
-        self.leader = Leader(count, DEADLINE_SECS)
-        self.now = 0.0
-        self.proposal: Proposal | None = None
-        self.statuses: dict[int, ProcessStatus] = {}
-        self.outcomes: dict[int, bool] = {}
-        #: For each process, the proposal whose outcome it waits for.
-        self.waits: list[Proposal | None] = [None] * count
-        self.saved: list[tuple[int, ...]] = [()] * count
-        self.dead: set[int] = set()
-        self.losses = 1
+    def __init__(self, count: int, *, calls: int = 0, base_bytes: int = 1 << 30):
+        self.service, self.backgrounds = CountingService(), [Background() for _ in range(count)]
+        #: The newest durable record of each process.
+        self.durable = [0] * count
+        self.calls, self.saved = [calls] * count, [list[int]() for _ in range(count)]
+        self.all = [
+            JointSaves(
+                coordinator,
+                "log",
+                cast(WalProgress, self),
+                cast(Runtime, background),
+                calls=calls,
+                max_wal_ratio=1.0,
+                base_bytes=base_bytes,
+            )
+            for coordinator, background in zip(
+                coordinators(self.service, count, 60.0), self.backgrounds, strict=True
+            )
+        ]
 
-    def key(self) -> object:
-        members = tuple((m._calls, m._last_proposal, m._accepted) for m in self.members)
-        leader = tuple(vars(self.leader).values())
-        told = tuple(sorted(self.statuses.items()))
-        outcomes = tuple(sorted(self.outcomes.items()))
-        rest = (self.requesting, self.now, self.proposal, tuple(self.waits), tuple(self.saved))
-        return members, leader, told, outcomes, rest, frozenset(self.dead)
+    def of_all(self) -> int:
+        """See ``WalProgress``."""
+        return min(self.durable)
 
-    # Events that may happen next, in any order.
-
-    def events(self) -> Iterator[tuple[str, int]]:
-        for process, member in enumerate(self.members):
-            if process in self.dead:
-                continue
-            if self.waits[process] is not None:
-                yield "give up", process
-                if self.waits[process].id in self.outcomes:
-                    yield "learn", process
-            elif self.calls[process] < self.most_calls:
-                yield "call", process
-            if self.proposal is not None and self.proposal.id >= member.next_id:
-                yield "hear", process
-            if self.statuses.get(process) != self._status(process):
-                yield "tell", process
-            if process and self.losses:
-                yield "die", process
-        if 0 not in self.dead:
-            yield "lead", 0
-
-    def do(self, event: str, process: int) -> None:
-        getattr(self, event.replace(" ", "_"))(process)
-
-    def call(self, process: int) -> None:
+    def call(self, process: int) -> SaveRequest | None:
+        """Appends in one process, and saves if all do."""
         self.calls[process] += 1
-        self.waits[process] = self.members[process].call()
+        if (found := self.all[process].call()) is not None:
+            self.saved[process].append(self.calls[process])
+            self.all[process].saved()
+        return found
 
-    def learn(self, process: int) -> None:
-        proposal = self.waits[process]
-        assert proposal is not None
-        self.waits[process] = None
-        if self.outcomes[proposal.id]:
-            self.saved[process] += (proposal.number,)
-            if process == self.requesting:
-                self.requesting = None
-
-    def give_up(self, process: int) -> None:
-        proposal = self.waits[process]
-        assert proposal is not None
-        self.outcomes.setdefault(proposal.id, False)
-        self.learn(process)
-
-    def hear(self, process: int) -> None:
-        assert self.proposal is not None
-        self.members[process].receive(self.proposal)
-
-    def tell(self, process: int) -> None:
-        self.statuses[process] = self._status(process)
-
-    def die(self, process: int) -> None:
-        self.dead.add(process)
-        self.losses -= 1
-
-    def lead(self, _: int) -> None:
-        found = self.leader.next_action(self.now, self.statuses, None)
-        if isinstance(found, Proposal):
-            self.proposal = found
-        elif isinstance(found, AgreedOutcome):
-            is_agreed = self.outcomes.setdefault(found.proposal.id, found.is_agreed)
-            answers = [s for s in self.statuses.values() if s.last_proposal == found.proposal.id]
-            refused = not all(one.accepted for one in answers)
-            self.leader.record_outcome(self.now, is_agreed=is_agreed, refused=refused)
-
-    def _status(self, process: int) -> ProcessStatus:
-        return self.members[process].status(NEEDED if process == self.requesting else None)
+    def call_all(self, times: int = 1) -> list[SaveRequest]:
+        """Appends in all processes, which work in the background in between."""
+        found: list[SaveRequest | None] = []
+        for _ in range(times):
+            found += map(self.call, range(len(self.all)))
+            for background in self.backgrounds:
+                background.run()
+        return [one for one in found if one is not None]
 
     def check(self) -> None:
-        """Checks that if one process saves, every other that reaches the call does, or will."""
-        for numbers in self.saved:
-            for number in numbers:
-                for process, calls in enumerate(self.calls):
-                    waits = self.waits[process]
-                    undecided = waits is not None and waits.number == number
-                    passed = calls >= number and not undecided
-                    assert not passed or number in self.saved[process], vars(self)
+        """Checks that all that have made a call saved at it, or none did."""
+        for one in self.saved:
+            for number in one:
+                for calls, other in zip(self.calls, self.saved, strict=True):
+                    assert calls < number or number in other, (number, self.calls, self.saved)
 
 
-def copied(one: _T) -> _T:
-    """Copies the attributes: ``copy.copy`` would take most of the time of the loop below."""
-    found = object.__new__(type(one))
-    vars(found).update(vars(one))
-    return found
+@pytest.mark.parametrize("requesting", [0, 2])
+@pytest.mark.parametrize("calls", range(_EVERY))
+def test_if_one_process_needs_a_save_all_save_at_the_same_call_exactly_once(requesting, calls):
+    job = Job(3, calls=calls)
+    assert not job.call_all()
+    job.all[requesting].request_save(NEEDED)
+    assert job.call_all(5 * _EVERY) == [NEEDED] * 3
+    job.check()
+    assert job.saved[0][0] <= calls + 2 + 2 * _EVERY
 
 
-@pytest.mark.parametrize(("count", "calls", "losses"), [(2, 3, 1), (2, 4, 0), (3, 2, 0)])
-def test_in_every_interleaving_all_that_reach_the_call_save_or_none_does(count, calls, losses):
-    first = Job(count, calls, requesting=count - 1)
-    first.losses = losses
-    seen, waiting, agreed, refused, lost = {first.key()}, [first], 0, 0, 0
-    while waiting:
-        job = waiting.pop()
-        job.check()
-        agreed += any(job.saved)
-        refused += False in job.outcomes.values()
-        lost += bool(job.dead) and any(job.saved)
-        if job.leader._id > 1 + (count == 2):
-            continue
-        for event in job.events():
-            after = copied(job)
-            for name, value in vars(job).items():
-                if isinstance(value, (list, dict, set)):
-                    setattr(after, name, value.copy())
-            after.leader, after.members = copied(job.leader), [*map(copied, job.members)]
-            after.do(*event)
-            if (key := after.key()) not in seen:
-                seen.add(key)
-                waiting.append(after)
-    assert agreed and refused and bool(lost) == bool(losses)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("count", [2, 4, 7])
-def test_all_save_in_the_end_however_messages_are_delayed(count, seed):
-    rng = random.Random(f"{count} {seed}")
-    job = Job(count, 1 << 30, requesting=rng.randrange(count))
-    job.losses = 0
-    while job.requesting is not None or len({*job.saved}) > 1:
-        # Training keeps them within a step of each other.
-        ahead = {("call", p) for p in range(count) if job.calls[p] > min(job.calls)}
-        events = [e for e in job.events() if e[0] != "give up" and e not in ahead]
-        weights = [8 if event[0] == "call" else 1 for event in events]
-        job.do(*rng.choices(events, weights)[0])
-        job.check()
-        job.now += 0.01
-        assert min(job.calls) < 20_000
-    assert {len(numbers) for numbers in job.saved} == {1}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_if_a_process_is_lost_no_other_saves_alone_or_waits_forever(seed):
+@pytest.mark.parametrize("seed", range(50))
+def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
     rng = random.Random(seed)
-    job = Job(3, 400, requesting=1)
-    job.die(2)
-    while min(job.calls[:2]) < job.most_calls:
-        event = rng.choice(list(job.events()))
-        job.do(*event)
+    count = rng.randrange(2, 6)
+    job, requests = Job(count, calls=rng.randrange(20)), list[tuple[int, int]]()
+    # One process may be lost; it holds no other back.
+    living = [*range(count)][: count - rng.randrange(2)]
+    for _ in range(1500):
+        process = rng.choice(living)
+        kind = rng.choice(("call", "call", "call", "work", "request", "durable"))
+        if kind == "call":
+            job.call(process)
+        elif kind == "work":
+            job.backgrounds[process].run()
+        elif kind == "request" and rng.random() < 0.1:
+            job.all[process].request_save(NEEDED)
+            requests.append((process, job.calls[process]))
+        elif kind == "durable":
+            job.durable[process] = job.calls[process]
         job.check()
-        job.now += 0.1
-    assert job.saved == [(), (), ()]
+    last = max(job.calls)
+    for process in living * (last + 3 * _EVERY):
+        if job.calls[process] < last + 3 * _EVERY:
+            job.call(process)
+    job.check()
+    # Nobody asked in the last calls: every earlier request is met, and nothing follows.
+    for process, calls in requests:
+        assert any(number > calls for number in job.saved[process]), (process, calls)
+    assert not [number for number in job.saved[0] if number > last + 2 * _EVERY]
 
 
-def test_a_refusal_leads_to_a_proposal_further_ahead():
-    leader, ahead = Leader(1, DEADLINE_SECS), []
-    for now in range(4):
-        proposal = leader.next_action(
-            now, {0: ProcessStatus(calls=5, request=NEEDED, last_proposal=now)}, None
+def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered():
+    job = Job(2)
+    for _ in range(5 * _EVERY):
+        before = job.service.requests
+        assert job.call(0) is None
+        assert job.service.requests == before
+        job.backgrounds[0].run()
+
+
+def test_process_0_removes_the_answers_of_calls_that_all_have_passed():
+    job = Job(2)
+    job.all[1].request_save(NEEDED)
+    for _ in range(20 * _EVERY):
+        job.call_all()
+        job.durable = [*job.calls]
+    assert job.saved[0] == job.saved[1] != []
+    assert len([key for key in job.service.values if "/calls/" in key]) <= 2
+    # A process that lags still needs the later ones.
+    job.durable[1] = 3 * _EVERY
+    before = {key for key in job.service.values if "/calls/" in key}
+    job.call_all(4 * _EVERY)
+    assert before <= {*job.service.values}
+
+
+def test_the_total_bytes_of_all_processes_trigger_a_step():
+    job, found, grown = Job(2, base_bytes=1000), [], 0
+    while not found and grown < 2000:
+        grown += 10
+        for one in job.all:
+            one.grew(grown, 0)
+        found = job.call_all()
+    assert [one.reason for one in found] == ["the WAL has grown to WalOptions.max_wal_ratio"] * 2
+    # Each has appended little more than half a base.
+    assert 500 <= grown <= 500 + 1000 // 16 + 10 * (2 * _EVERY + 1)
+
+
+def test_what_a_save_has_met_is_not_requested_again_by_a_status_from_before():
+    job = Job(2)
+    job.all[1].request_save(NEEDED)
+    job.call_all(_EVERY - 1)  # Process 0 asks first: its answer is no, and the request is stored.
+    for one in job.all:
+        one.saved()
+    for _ in range(4 * _EVERY):
+        # Process 1 lags, and does not replace its status.
+        assert job.call(0) is None
+
+
+def test_a_request_for_a_new_epoch_outlasts_a_save_and_comes_first():
+    job = Job(2)
+    job.all[1].request_save(ANEW)
+    job.all[1].request_save(NEEDED)
+    job.all[0].request_save(NEEDED)
+    for one in job.all:
+        one.saved()
+    assert job.call_all(2 * _EVERY)[:2] == [ANEW] * 2
+
+
+def test_a_service_that_does_not_answer_fails_the_call_that_needs_it_and_the_next_ones_work():
+    job = Job(2)
+    job.all[1].request_save(NEEDED)
+    job.service.refuses = True
+    for _ in range(_EVERY - 1):
+        assert job.call(1) is None
+    job.backgrounds[1].run()
+    with pytest.raises(StorageError):
+        job.call(1)
+    job.service.refuses = False
+    for _ in range(_EVERY):
+        assert job.call(0) is None
+    assert job.call_all(2 * _EVERY) == [NEEDED] * 2
+    job.check()
+
+
+def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
+    job, asked, stopped = Job(2), threading.Event(), threading.Event()
+
+    def wait(_: str) -> list[tuple[str, bytes]]:
+        asked.set()
+        stopped.wait(60)
+        return []
+
+    with Runtime(2) as runtime, mock.patch.object(job.service, "key_value_dir_get_bytes", wait):
+        one = JointSaves(
+            coordinators(job.service, 2, 0.2)[1],
+            "log",
+            cast(WalProgress, job),
+            runtime,
+            calls=0,
+            max_wal_ratio=1.0,
+            base_bytes=1,
         )
-        assert isinstance(proposal, Proposal)
-        ahead.append(proposal.number - 5)
-        answer = ProcessStatus(calls=9, request=NEEDED, last_proposal=proposal.id, accepted=False)
-        found = leader.next_action(now, {0: answer}, None)
-        assert found == AgreedOutcome(proposal, False)
-        leader.record_outcome(now, is_agreed=False, refused=True)
-    assert ahead == [2, 4, 8, 16]
+        for _ in range(_EVERY - 1):
+            assert one.call() is None
+        assert asked.wait(60)
+        with pytest.raises(ProcessMissing, match="which process 0 runs, within 0.2 s") as caught:
+            one.call()
+        stopped.set()
+    assert caught.value.processes == (0,)
 
 
-def test_an_unanswered_proposal_is_withdrawn_and_the_next_comes_later():
-    leader = Leader(2, DEADLINE_SECS)
-    statuses = {0: ProcessStatus(request=NEEDED), 1: ProcessStatus()}
-    proposal = leader.next_action(0.0, statuses, None)
-    assert isinstance(proposal, Proposal)
-    assert leader.next_action(DEADLINE_SECS - 1, statuses, None) is None
-    assert leader.next_action(DEADLINE_SECS, statuses, None) == AgreedOutcome(proposal, False)
-    leader.record_outcome(DEADLINE_SECS, is_agreed=False, refused=False)
-    assert leader.next_action(DEADLINE_SECS + 0.5, statuses, None) is None
-    assert isinstance(leader.next_action(DEADLINE_SECS + 1, statuses, None), Proposal)
+def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up():
+    watch, found = LagWatch(10.0), []
+    for second in range(200):
+        numbers = [1 + second, 21 if 20 <= second < 150 else 1 + second, 1 + second]
+        error = watch.look(float(second), numbers.copy)
+        if error is not None:
+            found.append(second)
+            assert error.processes == (1,) and error.code == "wal-behind"
+            assert "process 1" in str(error) and "10 s" in str(error)
+    assert all(20 + 10 <= second < 150 + 10 for second in found)
+    assert len(found) == 2 and found[1] - found[0] >= 60
 
 
-def test_a_status_from_before_the_agreed_call_requests_no_second_step():
-    leader, requesting = Leader(1, DEADLINE_SECS), ProcessStatus(calls=5, request=NEEDED)
-    proposal = leader.next_action(0.0, {0: requesting}, None)
-    assert isinstance(proposal, Proposal)
-    accepted = requesting._replace(last_proposal=1, accepted=True)
-    assert leader.next_action(0.0, {0: accepted}, None) == AgreedOutcome(proposal, True)
-    leader.record_outcome(0.0, is_agreed=True, refused=False)
-    assert leader.next_action(0.0, {0: accepted}, None) is None
-    assert (
-        leader.next_action(0.0, {0: accepted._replace(calls=8, passed=1, request=None)}, None)
-        is None
-    )
-    again = leader.next_action(0.0, {0: accepted._replace(calls=9, passed=1)}, None)
-    assert isinstance(again, Proposal) and again.id == 2
-
-
-def test_a_request_for_a_new_epoch_takes_precedence_over_one_to_save():
-    anew = SaveRequest("rows were left out", restarts_wal=True)
-    proposal = Leader(2, 1.0).next_action(
-        0.0, {0: ProcessStatus(request=NEEDED), 1: ProcessStatus(request=anew)}, None
-    )
-    assert isinstance(proposal, Proposal) and proposal.request == anew
-
-
-def test_the_total_bytes_of_all_processes_make_a_wal_too_long():
-    statuses = {0: ProcessStatus(grown=60, dense=10), 1: ProcessStatus(grown=60, dense=10)}
-    assert too_long(statuses, 1.0, 99)
-    assert not too_long(statuses, 1.0, 100)
-    assert not too_long({0: statuses[0]}, 1.0, 99)
+def test_processes_that_are_all_idle_are_not_behind():
+    watch = LagWatch(10.0)
+    assert not any(watch.poll(float(second), [7, 8, 7]) for second in range(9))
+    assert watch.poll(11.0, [7, 8, 7]) == (0, 2)
+    rested = LagWatch(10.0)
+    assert not any(rested.poll(float(second), [8, 8, 8]) for second in range(100))

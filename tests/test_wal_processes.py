@@ -192,6 +192,25 @@ def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(
         job.close()
 
 
+def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(server, tmp_path):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, TRAINED, processes_secs=3.0)
+        logged(job, 1)
+        job.processes[0].kill(signal.SIGSTOP)
+        job.ask("run_on", to=9, of=[1])
+        error = job.processes[1].answer()["error"]
+        job.processes[0].kill(signal.SIGCONT)
+        assert (error["type"], error["processes"]) == ("ProcessMissing", [0]), error
+        # Nothing is lost that was durable before, and the next manager starts clean.
+        job.all("open", root=str(root), log={})
+        found = restored(job, "restore_latest", place=TRAINED, like=1)
+        assert (found["point"], found["wrong"]) == (1, None)
+        logged(job, 3)
+        job.close()
+    assert_reads_alone(root, 3)
+
+
 # Failures of one process.
 
 

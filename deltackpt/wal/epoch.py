@@ -10,10 +10,11 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ class OpenEpoch:
             self.progress: WalProgress = SentProgress(run.coordinator, head)
         else:
             self.progress = FileProgress(directory, run.coordinator.index, head.process_count)
+        self._watch = LagWatch(options.deadline_secs)
         backend, process = options.backend, run.coordinator.index
         self._process = process
         of: RecordsOf = {
@@ -134,6 +136,12 @@ class OpenEpoch:
         number = self.progress.of_all(fresh=fresh)
         with self._lock:
             return next((p for p in reversed(self._durable) if p.save_id.attempt <= number), None)
+
+    def lagging(self) -> WalBehind | None:
+        """Returns an error about processes that lag; only process 0 looks, and not at each call."""
+        if self._process or self.progress.count == 1:
+            return None
+        return self._watch.look(time.monotonic(), self.progress.of_each)
 
     def truncate(self, step: SaveId) -> None:
         """Removes records that no restore needs: those up to a step, and all earlier epochs.
@@ -293,7 +301,8 @@ class WalProgress(abc.ABC):
         self.process = process
         self.count = count
         self._own = 0
-        self._least, self._read_at = 0, 0.0
+        #: Of each process, as last read.
+        self._read, self._read_at = [0] * count, 0.0
 
     def record(self, number: int, step: int) -> None:
         """Stores this process's newest durable record: the ``append()`` call and the step."""
@@ -313,21 +322,22 @@ class WalProgress(abc.ABC):
         """Closes what is open; the next ``record`` opens it again."""
 
     def of_all(self, *, fresh: bool = False) -> int:
-        """Returns the newest record that all processes are known to have, or 0.
+        """Returns the newest record that all processes are known to have, or 0; see ``of_each``."""
+        return min(self.of_each(fresh=fresh))
+
+    def of_each(self, *, fresh: bool = False) -> list[int]:
+        """Returns the number of the newest record of each process, or 0.
 
         The others' progress is cached for a moment, unless ``fresh``.
         """
-        if self.count == 1:
-            return self._own
         now = time.monotonic()
-        if fresh or now - self._read_at >= _READ_SECS:
-            self._least, self._read_at = min(self._others().values()), now
-        return min(self._least, self._own)
-
-    def of_each(self) -> list[int]:
-        """Returns the number of the newest record of each process, or 0."""
-        found = {**self._others(), self.process: self._own}
-        return [found[number] for number in range(self.count)]
+        if self.count > 1 and (fresh or now - self._read_at >= _READ_SECS):
+            others = self._others()
+            self._read = [others.get(number, 0) for number in range(self.count)]
+            self._read_at = now
+        found = [*self._read]
+        found[self.process] = self._own
+        return found
 
 
 class SentProgress(WalProgress):
@@ -394,7 +404,15 @@ class LagWatch:
         self._deadline_secs = deadline_secs
         #: When a process had come so far, oldest first: the first is the newest that is long ago.
         self._tops: collections.deque[tuple[float, int]] = collections.deque()
-        self._reported_at: float | None = None
+        self._looked_at = self._reported_at = -math.inf
+
+    def look(self, now: float, numbers: Callable[[], Sequence[int]]) -> WalBehind | None:
+        """Returns an error about the processes that lag, at most once a minute."""
+        if now - self._looked_at < self._deadline_secs / 4:
+            return None
+        self._looked_at = now
+        lagging = self.poll(now, numbers())
+        return self._error(lagging) if lagging else None
 
     def poll(self, now: float, numbers: Sequence[int]) -> tuple[int, ...]:
         """Returns the processes to report now; none if they were reported recently."""
@@ -402,16 +420,14 @@ class LagWatch:
         tops.append((now, max(numbers)))
         while len(tops) > 1 and tops[1][0] <= before:
             tops.popleft()
-        if tops[0][0] > before or (
-            self._reported_at is not None and now < self._reported_at + _REPORT_SECS
-        ):
+        if tops[0][0] > before or now < self._reported_at + _REPORT_SECS:
             return ()
         lagging = tuple(process for process, at in enumerate(numbers) if at < tops[0][1])
         if lagging:
             self._reported_at = now
         return lagging
 
-    def error(self, lagging: tuple[int, ...]) -> WalBehind:
+    def _error(self, lagging: tuple[int, ...]) -> WalBehind:
         """Returns the error about processes that lag."""
         which = f"process{'es' if len(lagging) > 1 else ''} {', '.join(map(str, lagging))}"
         return WalBehind(

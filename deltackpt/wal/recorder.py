@@ -3,10 +3,10 @@
 
 All processes count calls alike, including calls that append nothing. The count numbers the record
 and decides whether it is full, so a failure on one process invalidates one recovery point but not
-the next. If a call saves a step instead of appending a record, all processes do (``agreement``). A
-process therefore raises an error only after everything that the others wait for, so that all stay
-at the same collective. Process 0 writes the header of an epoch. ``epoch.EndedWal`` replaces the
-recorder in a manager without a WAL.
+the next. If a call saves a step instead of appending a record, all processes do: see
+``save_requests``. A process therefore raises an error only after everything that the others wait
+for, so that all stay at the same collective. Process 0 writes the header of an epoch.
+``epoch.EndedWal`` replaces the recorder in a manager without a WAL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Literal
 
 from deltackpt import events
 from deltackpt.errors import (
-    AppendFailed,
     DeltackptError,
     OptionError,
     StorageError,
@@ -214,12 +213,6 @@ class Recorder(WalHooks):
             if refused or self._ended is not None:
                 why = self._ended or "this process waits for the next save of all processes"
                 return self._appended(step, None, f"skipped: {why}", started)
-            if (broken := self._save_requests.pop_failure()) is not None:
-                raise AppendFailed(
-                    "append: expected the processes to agree in the background on when all save, "
-                    f"found {broken!r}; this call appended nothing; the next one also appends its "
-                    "rows"
-                ) from broken
             if failure is not None and options.on_failure == "raise":
                 raise failure.error() from failure.cause
             if full is None:
@@ -410,7 +403,8 @@ class Recorder(WalHooks):
 
     def _report(self) -> WalFailure | None:
         """Reports what has happened in the background; returns what has failed."""
-        for behind in self._save_requests.alarms():
+        behind = None if self._epoch is None else self._epoch.lagging()
+        if behind is not None:
             began = time.perf_counter()
             self._run.emit_failure("append", None, behind, began, log_message=True)
         writer = self._writer
@@ -617,7 +611,7 @@ class Recorder(WalHooks):
 
     def refused(self, split: Split) -> None:
         """See ``WalHooks``: this process can append again only after a save of all processes."""
-        self._save_requests.refused(split.layout, "one of them failed in its part of the last save")
+        self._save_requests.missed(split.layout, "one of them failed in its part of the last save")
 
     def _suspect(self, found: str) -> None:
         """Invalidates the points of this run, and makes the next save of all processes a base."""

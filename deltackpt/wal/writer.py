@@ -161,6 +161,8 @@ class WalWriter:
                     f"{self._memory.reserved_bytes:,} bytes that are not; check the disk, then "
                     "wait again"
                 )
+            if self.failure is None:  # Else the caller raises that.
+                self.require_thread()
 
     def close(self) -> None:
         """Stops the thread once all is written, or after ``deadline_secs``; submit nothing later.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two trainers that fence each other, and a reader, on a real server and a bad network.
 
+Some trainers are killed before or after a request of a claim, a put, a retirement or a rollback.
 The fate of each request is drawn from the campaign's seed; the order of requests depends on the
 machine.
 """
@@ -13,7 +14,8 @@ import functools
 import random
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import proxy
 import pytest
@@ -27,7 +29,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView, entry_name
-from deltackpt.storage.store import Missing, StorePath
+from deltackpt.storage.store import Missing, Store, StorePath
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -35,8 +37,50 @@ _DEADLINE_SECS = 0.7
 _FILES = ("x", "commit.msgpack")
 
 
+#: Where trainers are killed, and how often: some are rarer than others.
+_PHASES = {"claim": 0.1, "put: files": 0.05, "put: entry": 0.05, "retire": 0.2, "rollback": 0.3}
+#: In a recorded run, at least so many kills on each server.
+_LEAST_KILLS = 20
+#: Rounds with one server: Azurite answers nothing for minutes while it collects garbage, which it
+#: does every ten minutes.
+_ROUNDS = 50
+_REQUESTS = ("get", "read_into", "length", "keys", "folders", "put", "delete")
+
+
 class _Died(Exception):
     """An operation failed too often."""
+
+
+class _Killed(Exception):
+    """A trainer was killed."""
+
+
+class _Mortal:
+    """A store whose client may be killed before or after one of its next requests."""
+
+    def __init__(self, held: Store):
+        self._held = held
+        #: How many moments before and after requests it survives; None for all.
+        self.left: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._held, name)
+        if name not in _REQUESTS:
+            return found
+
+        def request(*arguments: object, **options: object) -> Any:
+            self._survive()
+            answer = found(*arguments, **options)
+            self._survive()
+            return answer
+
+        return request
+
+    def _survive(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise _Killed
 
 
 def _tried(work, times: int = 6):
@@ -54,23 +98,40 @@ class _Trainer:
     """A trainer that resumes from the newest step until it is fenced, and then claims again."""
 
     def __init__(self, root: StorePath, drawn: random.Random, damaged: dict[str, bytes]):
-        self.root, self.drawn, self.claims = root, drawn, 3
+        self.live, self.drawn, self.claims = root, drawn, 3
+        self.root, self.store = root, _Mortal(root.store)
         #: The original contents of damaged entries.
         self.damaged = damaged
         self.committed: list[tuple[str, CatalogEntry]] = []
         self.fenced = 0
+        self.killed: Counter[str] = Counter()
 
     def train(self) -> None:
         for _ in range(self.claims):
             # A process that gets too many faults dies; another one follows.
-            with contextlib.suppress(_Died):
+            with contextlib.suppress(_Died, _Killed):
+                self.store = _Mortal(self.live.store)
+                self.root = StorePath(cast(Store, self.store), self.live.key)
                 try:
                     self._train(Journal(self.root), f"{self.drawn.getrandbits(64):016x}")
                 except (FencedError, BrokenChain, TargetDiffers):
                     self.fenced += 1
 
+    @contextlib.contextmanager
+    def _in(self, phase: str) -> Iterator[None]:
+        """Counts a kill in a phase; a killed process sends no other request."""
+        if self.drawn.random() < _PHASES[phase]:
+            self.store.left = self.drawn.randrange(10)
+        try:
+            yield
+        except _Killed:
+            self.killed[phase] += 1
+            raise
+        self.store.left = None
+
     def _train(self, ledger: Journal, run: str) -> None:
-        _tried(ledger.claim)
+        with self._in("claim"):
+            _tried(ledger.claim)
         parent = next(reversed(_tried(ledger.state).steps.values()), None)
         _tried(lambda: ledger.begin_run(parent.save_id if parent else None))
         for attempt in range(1, self.drawn.randrange(2, 6)):
@@ -85,11 +146,13 @@ class _Trainer:
                 steps = [*_tried(ledger.state).steps.values()]
                 first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
                 old = [one.prefix for one in steps[:first]]
-                _tried(functools.partial(ledger.retire, lambda state, old=old: old))
+                with self._in("retire"):
+                    _tried(functools.partial(ledger.retire, lambda state, old=old: old))
             if self.drawn.random() < 0.3:
                 _tried(ledger.sweep)
         if parent is not None and self.drawn.random() < 0.3:
-            _tried(lambda: ledger.roll_back(parent.step - 1, run))
+            with self._in("rollback"):
+                _tried(lambda: ledger.roll_back(parent.step - 1, run))
 
     def _damage(self, number: int) -> None:
         """Removes or alters an entry that has a copy."""
@@ -116,9 +179,11 @@ class _Trainer:
             step_dir=str(unit.step),
             nbytes=10,
         )
-        prefix = _tried(lambda: self._upload(ledger, unit))
+        with self._in("put: files"):
+            prefix = _tried(lambda: self._upload(ledger, unit))
         standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
-        stands = _tried(lambda: ledger.commit(standing))
+        with self._in("put: entry"):
+            stands = _tried(lambda: ledger.commit(standing))
         self.committed.append((prefix, stands))
         return stands
 
@@ -181,22 +246,27 @@ def test_two_trainers_on_a_bad_network_lose_no_commit(campaign, figures, tmp_pat
     drawn = campaign.random("bucket orders", scheme, faults)
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
-    with getattr(servers, scheme)(tmp_path) as server, faulty(server) as network:
-        for _ in range(campaign.count(400)):
-            seed = drawn.getrandbits(32)
-            try:
-                found, struck = _round(network, random.Random(seed), faults)
-            except BaseException as error:
-                error.add_note(f"round of {seed}, {scheme}, {faults}")
-                raise
-            counts += found
-            kinds += struck
-    figures("trainers behind a faulty network", **counts, faults=dict(kinds))
+    killed: Counter[str] = Counter(dict.fromkeys(_PHASES, 0))
+    seeds = [drawn.getrandbits(32) for _ in range(campaign.count(400))]
+    for first in range(0, len(seeds), _ROUNDS):
+        (folder := tmp_path / str(first)).mkdir()
+        with getattr(servers, scheme)(folder) as server, faulty(server) as network:
+            for seed in seeds[first : first + _ROUNDS]:
+                try:
+                    found, struck, kills = _round(network, random.Random(seed), faults)
+                except BaseException as error:
+                    error.add_note(f"round of {seed}, {scheme}, {faults}")
+                    raise
+                counts += found
+                kinds += struck
+                killed.update(kills)
+    figures(f"two trainers on {scheme}", **counts, faults=dict(kinds), killed_in=dict(killed))
+    assert not campaign.full or min(killed.values()) >= _LEAST_KILLS, killed
 
 
 def _round(
     network: proxy.Proxy, drawn: random.Random, faults: float
-) -> tuple[Counter[str], Counter[str]]:
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
     where = fresh(network)
     fates = [drawn.choice(proxy.KINDS) if drawn.random() < faults else None for _ in range(20_000)]
     plan = network.plan(where, lambda number: fates[number % len(fates)], after=drawn.randrange(40))
@@ -222,4 +292,5 @@ def _round(
     fenced = sum(trainer.fenced for trainer in trainers)
     found = Counter(rounds=1, entries=len(history), commits=committed, fenced=fenced, reads=reads)
     found["damaged"] = len(damaged)
-    return found, Counter(kind for _, kind in plan.struck)
+    killed = sum((trainer.killed for trainer in trainers), Counter[str]())
+    return found, Counter(kind for _, kind in plan.struck), killed
