@@ -312,9 +312,9 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
 
 def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
     """A sparse file costs nothing, but reading all of it would never finish."""
-    for name in (MANIFEST, LAYER, naming.STEP_DIGESTS):
-        root_dir = copied(written["raw"], tmp_path / name.replace("/", "."))
-        os.truncate(root_dir / "2" / name, 2**42)
+    for place in (f"2/{MANIFEST}", f"2/{LAYER}", f"0/{naming.STEP_DIGESTS}"):
+        root_dir = copied(written["raw"], tmp_path / place.replace("/", "."))
+        os.truncate(root_dir / place, 2**42)
         assert read_all(root_dir)
         assert contents(root_dir, 1) == contents(written["raw"], 1)
 

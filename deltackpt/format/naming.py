@@ -58,6 +58,8 @@ STEP_DIGESTS = "digests.step.msgpack"
 _NAME_BYTES = 255
 #: Orbax's metadata of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
+#: By this name, the metadata refers to the handler of our item.
+TABLES_HANDLER = "deltackpt.handlers.v1.DeltaCheckpointableHandler"
 #: Orbax's item of what was measured at a step, and the file in it.
 METRICS = "metrics"
 #: What Orbax looks for where directories cannot be renamed.
