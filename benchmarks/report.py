@@ -130,7 +130,7 @@ class Cost(NamedTuple):
       secs: wall time.
       cpu: CPU seconds of all threads.
       switches: context switches.
-      threads: threads that were started on this machine.
+      threads: threads that were started on this machine, without those of the kernel.
       calls: system calls that read or write.
       fsyncs: calls of ``os.fsync`` and ``os.fdatasync``.
     """
@@ -165,7 +165,7 @@ def metered() -> Iterator[list[Cost]]:
         for name, call in real.items():
             setattr(os, name, call)
         # Thread IDs increase, so threads that have already ended count too.
-        threads = _thread_id() - threads - 1
+        threads = _thread_id() - threads - 1 - _kernel_threads(threads)
         found.append(Cost(seconds, cpu, switches, threads, _io_calls() - calls, len(forced)))
 
 
@@ -185,6 +185,15 @@ def _thread_id() -> int:
     thread.start()
     thread.join()
     return found[0]
+
+
+def _kernel_threads(since: int) -> int:
+    """Returns the number of kernel threads with a greater ID: writes to a disk start some."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += int(path.name) > since and not (path / "cmdline").read_bytes()
+    return found
 
 
 def _io_calls() -> int:

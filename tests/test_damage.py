@@ -137,13 +137,13 @@ def test_a_chunk_of_another_save_is_detected(written, tmp_path):
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    victim = sorted((copy / "1").glob("embeddings/part.0/*/values/c/0/0"))[0]
+    victim = sorted((copy / "1").glob("embeddings/part.0/*/values/c.0.0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
     assert inventory.verify_step(copy / "1")
     step, messages = newest_intact(copy, states)
     assert step is None
-    assert "values/c/0/0" in messages[0]
+    assert "values/c.0.0" in messages[0]
 
 
 def test_a_flipped_bit_in_the_newest_record_never_blocks_an_older_step(
@@ -154,7 +154,7 @@ def test_a_flipped_bit_in_the_newest_record_never_blocks_an_older_step(
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     manifest_path = copy / str(STEPS) / "embeddings" / naming.manifest_name(0)
-    for path in (manifest_path, copy / "0" / naming.STEP_DIGESTS):
+    for path in (manifest_path, copy / "1" / naming.STEP_DIGESTS):
         data = path.read_bytes()
         for position in range(data.index(b"body")):
             for bit in range(8):

@@ -80,7 +80,7 @@ def assert_only(root: Path, committed: list[int]) -> None:
 MOMENTS = {
     "before anything": ("mkdir", r"^2[.][^/]*$", False),
     "before the tables": ({"mkdir", "open"}, "embeddings/", False),
-    "amid the tables": ("write", "embeddings/(.*/c/|layer)", False),
+    "amid the tables": ("write", "embeddings/(.*/c[.]|layer)", False),
     "after the tables": ("open", "embeddings/(digests|manifest)", False),
     "before the dense leaves": ({"mkdir", "open"}, "/dense$|embeddings/layer", False),
     "amid the dense leaves": ("write", "/dense/|embeddings/layer", False),

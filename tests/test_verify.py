@@ -280,7 +280,7 @@ def test_wrong_row_indices_are_found_despite_valid_checksums(copied):
 
 def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
     root = copied("parts")
-    victim = sorted(root.glob("10/embeddings/part.1/*/values/c/0/0"))[0]
+    victim = sorted(root.glob("10/embeddings/part.1/*/values/c.0.0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
     report = verify_root(root)

@@ -20,7 +20,7 @@ from deltackpt.storage.store import StorePath, store_path
 
 _Record = TypeVar("_Record")
 
-_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
+_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c\.[\d.]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
