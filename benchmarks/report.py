@@ -192,7 +192,8 @@ def _kernel_threads(since: int) -> int:
     found = 0
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found += int(path.name) > since and not (path / "cmdline").read_bytes()
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            found += int(path.name) > since and parent == "2"  # kthreadd
     return found
 
 

@@ -251,9 +251,12 @@ def write(step: StepTransaction) -> Committed:
 
 def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     writers, temporary = step.writers, step.writers.temporary
-    for name, item in step.items.items():
+    for name in step.items:
         batch.make(temporary / name)
-        item.write(temporary / name, batch, writers)
+    # Side by side: an item that computes leaves the disk to the others.
+    writers.runtime.map(
+        lambda name: step.items[name].write(temporary / name, batch, writers), step.items
+    )
     written_at = time.perf_counter()
     if writers.process > 0:
         if uncovered(batch, step.tables):

@@ -398,12 +398,13 @@ class PendingSave(Item):
         files = FileBatch(item_dir, fsync=self.fsync, runtime=self.runtime)
         with writers.working(), contextlib.closing(files) as batch:
             self.write(item_dir, batch, writers)
-            batch.force()
             if writers.process > 0:
+                batch.force()
                 writers.report("written", {})
                 writers.wait("done")
                 return
             if writers.count > 1:
+                batch.force()  # While the others write.
                 writers.wait("written")
             self.complete(item_dir, batch, writers)
             batch.force()
