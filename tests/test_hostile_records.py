@@ -219,6 +219,11 @@ CASES: dict[str, tuple[int, str, Callable[[Any], Any]]] = {
     "no block bytes": (0, DIGESTS, at("block_bytes", to=0)),
     "itself": (0, naming.STEP_DIGESTS, at("files", naming.STEP_DIGESTS, to=[1, 2, 3])),
     "one another": (0, naming.STEP_DIGESTS, at("files", "digests.step.1.msgpack", to=[1, 2, 3])),
+    "file of a delta above": (1, MANIFEST, at("files", "../x", to=[1, 2, 3])),
+    "short digest in a delta": (1, MANIFEST, at("files", "x", to=[1, 2])),
+    "impossible digest in a delta": (1, MANIFEST, at("files", "x", to=[1, 2**33, 3])),
+    "no files of a delta": (1, MANIFEST, at("files", to={})),
+    "another digest in a delta": (1, MANIFEST, at("files", naming.STEP_METADATA, to=[1, 2, 3])),
 }
 
 
