@@ -134,7 +134,7 @@ def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
     values = np.random.default_rng(0).normal(size=(100, 4)).astype(np.float32)
     entry = write(directory, values, zstd=zstd)
     checksums = tails(directory)
-    chunk = directory / "c" / "0" / "0"
+    chunk = directory / "c.0.0"
     data = chunk.read_bytes()
     if how == "removed":
         chunk.unlink()
