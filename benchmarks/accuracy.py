@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy cost of quantized checkpoints: log loss and AUC after L restores, against none.
 
-Trains a DLRM. At L evenly spaced steps, a real CheckpointManager saves the state as a delta with
-the codec and restores it, and training continues from the restored state. Each run is compared with
-the uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs
-show what the comparison can detect: raw deltas (no difference at all), a perturbation of the
-initial tables by 1e-7 (the noise floor), and a deliberately biased codec (which must fail).
-
-Data: synthetic Zipf traffic, and a generated file in Criteo's format.
-
-python benchmarks/accuracy.py --results accuracy.jsonl --json accuracy.json --plots docs/assets
-python benchmarks/accuracy.py --steps 20 --seeds 2 --restores 1 2 --codecs adaptive2   # smoke test
+Trains a DLRM. At L evenly spaced steps, a manager saves the state as a delta with the codec and
+restores it, and training continues from the restored state. Each run is compared with the
+uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs show
+what the comparison can detect: raw deltas (no difference), a perturbation of the initial tables by
+1e-7 (the noise floor), and a deliberately biased codec (which must fail).
 """
 
 from __future__ import annotations
@@ -18,24 +13,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ways  # noqa: F401  (makes the example importable)
+import report as reports
+import ways
 from dlrm_jax import data, model, trainer
-from report import Report, Sample, arguments, count, percent
+from report import Report, Sample, count, percent
 from rich.progress import track as progress
 from running.digest import digest
 from scipy import stats
 
-import deltackpt
 from deltackpt import codecs
 from deltackpt.codecs import row_codecs
 
@@ -47,6 +41,8 @@ BIASED = "biased2"
 REFERENCE, PERTURBED = "uninterrupted", "perturbed"
 _BATCH = 512
 _TEST_BATCHES = 128
+#: A codec, which may be ``uninterrupted`` or ``perturbed``, and the number of restores.
+Kind = tuple[str, int]
 #: Batches of synthetic traffic between those of two seeds.
 _SEED_STRIDE = 10**6
 _EXPONENT = 1.07
@@ -71,22 +67,9 @@ class Traffic(NamedTuple):
     test: list[data.Batch]
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Run:
-    """One training run; ``codec`` may be ``uninterrupted`` or ``perturbed``."""
-
-    traffic: str
-    steps: int
-    seed: int
-    codec: str
-    restores: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Results of a run; ``relative_error`` is the mean over its saves."""
 
-    run: Run
     log_loss: float
     auc: float
     relative_error: float
@@ -148,7 +131,6 @@ class Study:
         self._sizes = trainer.ModelOptions(
             rows=traffic.rows, width=32, bottom=(64,), top=(128, 64), table_rate=0.05
         )
-        self._step = trainer.train_step(self._sizes)
         # Learning rates fall at the end, as in practice; this also reduces the noise of a run's
         # last steps in the comparison.
         calm = dataclasses.replace(
@@ -156,118 +138,72 @@ class Study:
             table_rate=self._sizes.table_rate / _CALMER,
             dense_rate=self._sizes.dense_rate / _CALMER,
         )
-        self._calm_step, self._calm_from = trainer.train_step(calm), round(steps * _CALM_FROM)
-        self._logits = jax.jit(_logits)
-        self._batches: tuple[int, list[data.Batch]] = (-1, [])
+        step, calm_step = trainer.train_step(self._sizes), trainer.train_step(calm)
+        calm_from = round(steps * _CALM_FROM)
+        self._step_at = lambda number: step if number < calm_from else calm_step
 
-    def run(self, run: Run) -> Outcome:
-        """Trains, saves, restores and tests."""
-        state = trainer.init_state(self._sizes, run.seed)
-        if run.codec == PERTURBED:
+        @jax.jit
+        def logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
+            rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
+            return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
+
+        self._logits = logits
+
+    def runs(self, seed: int, kinds: Iterable[Kind]) -> dict[Kind, Outcome]:
+        """Trains, saves, restores and tests; all runs have the same batches."""
+        batches = [self.traffic.train(seed, step) for step in range(self._steps)]
+        return {kind: self._run(seed, kind, batches) for kind in kinds}
+
+    def _run(self, seed: int, kind: Kind, batches: list[data.Batch]) -> Outcome:
+        state, (codec, restores) = trainer.init_state(self._sizes, seed), kind
+        if codec == PERTURBED:
             state = state._replace(tables={k: v * (1 + 1e-7) for k, v in state.tables.items()})
-        if self._batches[0] != run.seed:
-            found = [self.traffic.train(run.seed, step) for step in range(self._steps)]
-            self._batches = (run.seed, found)
-        batches = self._batches[1]
-        errors: list[float] = []
-        if run.codec in (REFERENCE, PERTURBED):
-            state = self._trained(state, batches, 0, len(batches))
+        if codec in (REFERENCE, PERTURBED):
+            state, errors = self._trained(state, batches, 0, len(batches)), [0.0]
         else:
             with tempfile.TemporaryDirectory(prefix="accuracy-") as root:
-                state, errors = self._interrupted(Path(root), run, state, batches)
-        log_loss, auc = self._tested(state)
-        error = float(np.mean(errors)) if errors else 0.0
-        return Outcome(run, log_loss, auc, error, digest(state))
+                state, errors = self._interrupted(Path(root), codec, restores, state, batches)
+        return Outcome(*self._tested(state), float(np.mean(errors)), digest(state))
 
     def _trained(
-        self, state: trainer.TrainState, batches: Sequence[data.Batch], start: int, stop: int
+        self, state: trainer.TrainState, batches: list[data.Batch], start: int, stop: int
     ) -> trainer.TrainState:
         for number in range(start, stop):
-            step = self._step if number < self._calm_from else self._calm_step
-            state, _, _ = step(state, batches[number])
+            state, _, _ = self._step_at(number)(state, batches[number])
         return state
 
     def _interrupted(
-        self, root: Path, run: Run, state: trainer.TrainState, batches: list[data.Batch]
+        self,
+        root: Path,
+        codec: str,
+        restores: int,
+        state: trainer.TrainState,
+        batches: list[data.Batch],
     ) -> tuple[trainer.TrainState, list[float]]:
-        errors = []
-        options = deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(
-                policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-            ),
-            writes=deltackpt.WriteOptions(durability="process"),
-        )
-        handlers = {"embeddings": trainer.checkpoint_tables(run.codec)}
-        with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
-            manager.save(0, state)
-            manager.wait_until_finished()
-            done = 0
-            for number in range(1, run.restores + 1):
-                stop = len(batches) * number // (run.restores + 1)
-                state = self._trained(state, batches, done, stop)
-                # Step numbers must grow even if there are more restores than steps.
-                saved = manager.save(1 + stop + number, state)
-                (report,) = manager.wait_until_finished()
-                assert saved.kind == "delta", saved.reason
-                values = [f for f in report.tables if f.field == "values"]
-                assert all(f.codec == run.codec for f in values), values
-                errors.append(max((f.relative_error for f in values), default=0.0))
-                result = manager.restore_latest(state)
-                assert result is not None
-                state, done = result.state, stop
+        errors, done = [], 0
+        way = ways.Deltas(root, "process", tables=trainer.checkpoint_tables(codec))
+        way.saved(0, state)
+        for number in range(1, restores + 1):
+            stop = len(batches) * number // (restores + 1)
+            state = self._trained(state, batches, done, stop)
+            # Step numbers must grow even if there are more restores than steps.
+            saved = way.manager.save(1 + stop + number, state)
+            report = way.manager.wait_until_finished()[-1]
+            assert saved.kind == "delta", saved.reason
+            values = [f for f in report.tables if f.field == "values"]
+            assert all(f.codec == codec for f in values), values
+            errors.append(max((f.relative_error for f in values), default=0.0))
+            state, done = way.restore(state), stop
+        way.close()
         return self._trained(state, batches, done, len(batches)), errors
 
     def _tested(self, state: trainer.TrainState) -> tuple[float, float]:
-        labels = np.concatenate([batch.labels for batch in self.traffic.test])
-        scores = np.concatenate(
-            [np.asarray(self._logits(state, batch)) for batch in self.traffic.test]
-        ).astype(np.float64)
+        test = self.traffic.test
+        labels = np.concatenate([batch.labels for batch in test])
+        scores = np.concatenate([np.asarray(self._logits(state, batch)) for batch in test])
+        scores = scores.astype(np.float64)
         losses = np.logaddexp(0, scores) - scores * labels
         return float(losses.mean()), model.area_under_curve(scores, labels)
-
-
-def _logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
-    rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
-    return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
-
-
-def runs(options: argparse.Namespace, traffic: str) -> Iterator[Run]:
-    """All runs over one kind of traffic, those of a seed together."""
-    middle = sorted(options.restores)[len(options.restores) // 2]
-    for seed in range(options.seeds):
-        kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
-        kinds += itertools.product(options.codecs, options.restores)
-        for codec, restores in kinds:
-            yield Run(traffic, options.steps, seed, codec, restores)
-
-
-def measure(options: argparse.Namespace, place: Path) -> list[Outcome]:
-    """Runs everything that is not yet in ``--results``, and appends it there."""
-    known = {outcome.run: outcome for outcome in read(options.results)}
-    found = []
-    for kind in options.traffic:
-        if kind == "criteo":
-            write_criteo(place / "criteo.txt", options.steps)
-            traffic = criteo(place / "criteo.txt")
-        else:
-            traffic = synthetic()
-        study = Study(traffic, options.steps)
-        for run in progress(list(runs(options, traffic.name)), traffic.name):
-            if run not in known:
-                known[run] = study.run(run)
-                if options.results is not None:
-                    with options.results.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(known[run])) + "\n")
-            found.append(known[run])
-    return found
-
-
-def read(path: Path | None) -> list[Outcome]:
-    """Outcomes of earlier runs."""
-    if path is None or not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Outcome(**{**line, "run": Run(**line["run"])}) for line in lines]
 
 
 class Change(NamedTuple):
@@ -279,22 +215,18 @@ class Change(NamedTuple):
     same_bits: bool
 
 
-def changes(outcomes: list[Outcome], traffic: str) -> dict[tuple[str, int], Change]:
-    """Maps (codec, restores) to its changes."""
-    mine = [outcome for outcome in outcomes if outcome.run.traffic == traffic]
-    reference = {o.run.seed: o for o in mine if o.run.codec == REFERENCE}
-    grouped: dict[tuple[str, int], list[Outcome]] = {}
-    for outcome in sorted(mine, key=lambda outcome: outcome.run.seed):
-        grouped.setdefault((outcome.run.codec, outcome.run.restores), []).append(outcome)
-    return {
-        key: Change(
-            np.array([o.log_loss / reference[o.run.seed].log_loss - 1 for o in group]),
-            np.array([o.auc / reference[o.run.seed].auc - 1 for o in group]),
-            float(np.mean([o.relative_error for o in group])),
-            all(o.digest == reference[o.run.seed].digest for o in group),
+def changes(by_seed: list[dict[Kind, Outcome]]) -> dict[Kind, Change]:
+    """Compares the runs of each seed with its uninterrupted one."""
+    found = {}
+    for kind in by_seed[0]:
+        pairs = [(runs[kind], runs[REFERENCE, 0]) for runs in by_seed]
+        found[kind] = Change(
+            np.array([mine.log_loss / reference.log_loss - 1 for mine, reference in pairs]),
+            np.array([mine.auc / reference.auc - 1 for mine, reference in pairs]),
+            float(np.mean([mine.relative_error for mine, _ in pairs])),
+            all(mine.digest == reference.digest for mine, reference in pairs),
         )
-        for key, group in grouped.items()
-    }
+    return found
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -315,8 +247,7 @@ def claimed(values: np.ndarray) -> float:
     return max(high, (high - low) / 2)
 
 
-def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
-    """Adds the lines of one kind of traffic."""
+def add_lines(report: Report, found: dict[Kind, Change], traffic: str) -> None:
     for (codec, restores), change in found.items():
         title = f"{traffic}, {codec}, {restores} restores"
         if codec == "raw":
@@ -334,7 +265,7 @@ def add_lines(report: Report, found: dict[tuple[str, int], Change], traffic: str
             report.state(f"{title}: error of the rows", error, percent)
 
 
-def publish(report: Report, found: dict[tuple[str, int], Change], traffic: str) -> None:
+def publish(report: Report, found: dict[Kind, Change], traffic: str) -> None:
     """Adds the published table of one kind of traffic: the mean, its interval and the verdict."""
 
     def cell(codec: str, restores: int) -> str:
@@ -356,7 +287,7 @@ def publish(report: Report, found: dict[tuple[str, int], Change], traffic: str) 
     )
 
 
-def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) -> None:
+def plot(found: dict[Kind, Change], traffic: str, directory: Path) -> None:
     """Changes of log loss and AUC over the restores, with their intervals, as an SVG."""
     import matplotlib
 
@@ -365,21 +296,19 @@ def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) ->
     from matplotlib import pyplot, ticker
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    floor = interval(found[PERTURBED, 0].log_loss), interval(found[PERTURBED, 0].auc)
-    names = [codec for codec in dict.fromkeys(codec for codec, _ in found)]
-    shown_codecs = [name for name in names if name not in (REFERENCE, PERTURBED, "raw")]
-    for panel, what, noise in zip(panels, ("log_loss", "auc"), floor, strict=True):
-        panel.axhspan(100 * noise[0], 100 * noise[1], color="0.85", label="noise floor (1e-7)")
+    names = dict.fromkeys(codec for codec, _ in found)
+    codecs_ = [name for name in names if name not in (REFERENCE, PERTURBED, "raw")]
+    for panel, what, bar in zip(panels, ("log_loss", "auc"), (BAR, -BAR), strict=True):
+        low, high = interval(getattr(found[PERTURBED, 0], what))
+        panel.axhspan(100 * low, 100 * high, color="0.85", label="noise floor (1e-7)")
         panel.axhline(0, color="0.5", linewidth=0.8)
-        bar = 100 * BAR if what == "log_loss" else -100 * BAR
-        panel.axhline(bar, color="0.3", linestyle=":", linewidth=0.8, label="0.01 %")
-        for shift, codec in enumerate(shown_codecs):
+        panel.axhline(100 * bar, color="0.3", linestyle=":", linewidth=0.8, label="0.01 %")
+        for shift, codec in enumerate(codecs_):
             places = sorted(restores for name, restores in found if name == codec)
             values = [getattr(found[codec, restores], what) for restores in places]
-            means = np.array([100 * value.mean() for value in values])
-            ends = [interval(value) for value in values]
-            halves = np.array([50 * (high - low) for low, high in ends])
-            where = np.array(places) * 1.06 ** (shift - len(shown_codecs) / 2)
+            means = [100 * value.mean() for value in values]
+            halves = [50 * (high - low) for low, high in map(interval, values)]
+            where = np.array(places) * 1.06 ** (shift - len(codecs_) / 2)
             marker = "x" if codec == BIASED else "o"
             panel.errorbar(where, means, halves, marker=marker, capsize=3, label=codec)
         panel.set_xscale("log")
@@ -393,42 +322,42 @@ def plot(found: dict[tuple[str, int], Change], traffic: str, directory: Path) ->
     panels[1].set_ylabel("change of the AUC in % (lower is worse)")
     panels[0].legend(fontsize="small")
     figure.suptitle(f"{traffic}: mean and 95 % interval, paired by seed")
-    path = directory / f"accuracy-{traffic.lower().replace(' ', '-')}.svg"
     directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"accuracy-{traffic.lower().replace(' ', '-')}.svg"
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=1)
-    add, kinds = parser.add_argument, ("synthetic", "criteo")
-    add("--steps", type=int, default=600, help="training steps of a run")
-    add("--seeds", type=int, default=12)
-    add("--codecs", nargs="+", default=CODECS)
-    add("--restores", nargs="+", type=int, default=RESTORES)
-    add("--traffic", nargs="+", choices=kinds, default=kinds)
-    add("--results", type=Path, help="keep outcomes here; known ones are not run")
-    add("--plots", type=Path, help="write plots into this directory")
-    options = parser.parse_args()
+def accuracy(report: Report, options: argparse.Namespace, place: Path) -> None:
+    report.sizes = (
+        f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
+        f"{_TEST_BATCHES * _BATCH:,} samples"
+    )
     row_codecs._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     warnings.filterwarnings("ignore", message=".*donated buffers.*")
-    with tempfile.TemporaryDirectory(prefix="accuracy-", dir=options.directory) as place:
-        outcomes = measure(options, Path(place))
-    report = Report(
-        "Accuracy after restores from quantized deltas",
-        sizes=f"{options.steps} steps of batch {_BATCH}, {options.seeds} seeds, tested on up to "
-        f"{_TEST_BATCHES * _BATCH:,} samples",
-    )
-    for kind in dict.fromkeys(outcome.run.traffic for outcome in outcomes):
-        found = changes(outcomes, kind)
-        add_lines(report, found, kind)
-        publish(report, found, kind)
+    middle = sorted(options.restores)[len(options.restores) // 2]
+    kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
+    kinds += itertools.product(options.codecs, options.restores)
+    write_criteo(place / "criteo.txt", options.steps)
+    for traffic in (synthetic(), criteo(place / "criteo.txt")):
+        study = Study(traffic, options.steps)
+        seeds = progress(range(options.seeds), traffic.name)
+        found = changes([study.runs(seed, kinds) for seed in seeds])
+        add_lines(report, found, traffic.name)
+        publish(report, found, traffic.name)
         report.section()
-        if options.plots is not None:
-            plot(found, kind, options.plots)
-    report.show(options)
+        if options.plots:
+            plot(found, traffic.name, Path(options.plots))
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Accuracy after restores from quantized deltas",
+        accuracy,
+        repeats=1,
+        steps=600,  # Of a run.
+        seeds=12,
+        codecs=CODECS,
+        restores=RESTORES,
+        plots="",  # A directory for plots.
+    )

@@ -3,26 +3,24 @@
 
 Each trial is a fresh process whose training step donates the state. `hold` and `block` are the two
 modes of `base_snapshot`. `compacted` writes deltas, which another process merges into a base.
-
-python benchmarks/bases.py --json bases.json
-python benchmarks/bases.py --scale 0.01 --repeats 1      # a smoke test
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import shutil
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-import compact_once
 import fresh
+import report as reports
 import state as states
 import ways
-from report import Report, arguments, interleaved, secs, times
+import without_jax
+from report import Report, interleaved, secs, times
 
 TOUCHED = 0.05
 #: Saves of a trial: their median, and the worst blocking and memory.
@@ -44,8 +42,7 @@ def trial(mode: str, root: str, scale: float) -> dict[str, float]:
     place = Path(root)
     warm = ways.Deltas(place / "warm")
     for step in range(2):  # One-time loading is not measured.
-        warm.save(step, states.make(0.001))
-        warm.wait()
+        warm.saved(step, states.make(0.001))
     warm.close()
     training = states.Loop(states.make(scale))
     training.change(TOUCHED, 0)
@@ -54,27 +51,24 @@ def trial(mode: str, root: str, scale: float) -> dict[str, float]:
     manager = ways.Deltas(place / "steps", base_snapshot="hold" if mode == "hold" else "block")
     bases = mode in ("hold", "block")
     if not bases:
-        manager.save(0, training.state, base=True)
-        manager.wait()
+        manager.saved(0, training.state, base=True)
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(1, SAVES + 1):
         training.change(TOUCHED, number)
         ways.warm_memory(training.state)
         fresh.reset_peak()
-        quiet = training.quiet()
+        training.quiet()
         # Staging memory left by the previous save is shared memory, and counts.
         before = fresh.status_bytes("VmHWM") - fresh.status_bytes("RssShmem")
         fresh.reset_peak()
-        started = time.perf_counter()
-        manager.save(number, training.state, base=bases)
-        found["blocked"].append(time.perf_counter() - started)
-        busy, longest, steps = training.until(manager.wait)
-        found["written"].append(time.perf_counter() - started)
-        peak = fresh.status_bytes("VmHWM")
-        quiet = (quiet + training.quiet()) / 2
-        found["lost"].append(found["blocked"][-1] + busy - steps * quiet)
-        found["stall"].append(max(found["blocked"][-1], longest - quiet))
-        found["memory"].append((peak - before) / nbytes)
+
+        def save(step: int = number) -> None:
+            manager.save(step, training.state, base=bases)
+
+        cost = training.disturbed(save, manager.wait)
+        cost["memory"] = (fresh.status_bytes("VmHWM") - before) / nbytes
+        for figure, value in cost.items():
+            found[figure].append(value)
     figures = {name: median(values) for name, values in found.items()}
     figures |= {name: max(found[name]) for name in ("blocked", "stall", "memory")}
     if mode == "compacted":
@@ -88,7 +82,7 @@ def compaction(training: states.Loop, root: Path, nbytes: int) -> dict[str, floa
     quiet = training.quiet()
     limit = max(64 << 20, round(COMPACTION * nbytes))
     started = time.perf_counter()
-    with fresh.started(compact_once.compacted, root, limit) as process:
+    with fresh.started(without_jax.compacted, root, limit) as process:
         busy, _, steps = training.until(process.wait)
         extra = fresh.heard(process)["extra"]
     quiet = (quiet + training.quiet()) / 2
@@ -99,28 +93,21 @@ def compaction(training: states.Loop, root: Path, nbytes: int) -> dict[str, floa
     }
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.set_defaults(scale=0.4, repeats=5)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="to measure")
-    options = parser.parse_args()
+def bases(report: Report, options: argparse.Namespace, place: Path) -> None:
     modes = list(dict.fromkeys(("block", *options.modes)))
 
-    def measure(mode: str, place: Path) -> dict[str, float]:
+    def measure(mode: str) -> dict[str, float]:
         found = fresh.call(trial, mode, place / mode, options.scale)
         shutil.rmtree(place / mode)
         return found
 
-    with tempfile.TemporaryDirectory(prefix="bases-", dir=options.directory) as place:
-        candidates = {mode: functools.partial(measure, mode, Path(place)) for mode in modes}
-        found = interleaved(options.repeats, candidates, warm_up=0)
+    candidates = {mode: functools.partial(measure, mode) for mode in modes}
+    found = interleaved(options.repeats, candidates, warm_up=0)
     nbytes = ways.nbytes(states.template(options.scale))
-    report = Report(
-        "Bases",
-        sizes=f"State W at {options.scale:g} of its rows, {nbytes / 1e6:.0f} MB; {TOUCHED:.0%} of "
-        f"the rows touched between saves; {SAVES} saves a trial (memory, blocking and stall: the "
-        "worst of them), each in a fresh process",
+    report.sizes = (
+        f"State W at {options.scale:g} of its rows, {nbytes / 1e6:.0f} MB; {TOUCHED:.0%} of the "
+        f"rows touched between saves; {SAVES} saves a trial (memory, blocking and stall: the worst "
+        "of them), each in a fresh process"
     )
     base = found("block", "written")
     for mode in modes:
@@ -128,24 +115,22 @@ def main() -> None:
         report.state(f"extra memory in states, {mode}", found(mode, "memory"), times, bar=bar)
         for what in ("blocked", "stall", "lost", "written"):
             bar = _BLOCKED_BAR if what == "blocked" and mode != "delta" else None
-            report.compare(f"{what}, {mode}", found(mode, what), "a base", base, secs, bar=bar)
+            report.compare(f"{what}, {mode}", found(mode, what), "a base", base, bar=bar)
     remarks = []
     if "compacted" in modes:
         memory = found("compacted", "compaction memory")
         report.state("extra memory in states, compaction", memory, times, bar=_MEMORY_BAR)
         for what in ("compaction", "compaction lost"):
-            report.compare(what, found("compacted", what), "a base", base, secs)
+            report.compare(what, found("compacted", what), "a base", base)
         lost = found("compacted", "compaction lost").shown(secs)
         remarks = [f"A compaction on the trainer's cores cost training {lost}."]
-    figures = {"memory": times, "blocked": secs, "stall": secs}
-    report.publish(
-        "bases",
-        ("mode", "extra memory", "`save()` blocks", "longest stall"),
-        [[MODES[m], *((found(m, f), unit) for f, unit in figures.items())] for m in modes],
-        *remarks,
-    )
-    report.show(options)
+    columns = ("mode", "extra memory", "`save()` blocks", "longest stall")
+    rows = [
+        [MODES[mode], (found(mode, "memory"), times), *found.cells(mode, "blocked", "stall")]
+        for mode in modes
+    ]
+    report.publish("bases", columns, rows, *remarks)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("Bases", bases, scale=0.4, repeats=5, modes=tuple(MODES))

@@ -3,11 +3,7 @@
 
 A training loop saves state W at a fixed interval to a fake-gcs-server bucket behind a 100 MB/s
 link: deltas through the staging directory and uploader, and Orbax to a local directory that is
-copied in the background.
-
-    make servers
-    python benchmarks/buckets.py --json buckets.json
-    python benchmarks/buckets.py --scale 0.02 --repeats 2 --saves 3
+copied in the background. It needs ``make servers``.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -34,13 +29,13 @@ from typing import Any
 import fresh
 import jax
 import link
+import report as reports
 import state as states
 import ways
-from dlrm_jax import trainer
-from report import Report, arguments, interleaved, secs
+from report import Report, interleaved
 
 import deltackpt
-from deltackpt import events
+from deltackpt.events import UploadEvent
 from deltackpt.storage import buckets
 
 BYTES_PER_SEC = 100e6
@@ -50,53 +45,24 @@ _BUILT = Path(__file__).resolve().parents[1] / "build" / "servers" / "bin"
 _TOUCHED = 0.05
 _COPIERS = 8
 #: Bars of the time that save() blocks, and of the training time lost, against Orbax.
-_BLOCKED_BAR, _LOST_BAR = 0.1, 0.2
+_BARS = {"blocked": 0.1, "lost": 0.2}
 
 
-class Bucketed:
-    """deltackpt with a staging directory."""
+class Bucketed(ways.Deltas):
+    """deltackpt with a staging directory; ``options`` are those of the manager."""
 
     def __init__(
-        self, url: str, stage: Path, endpoint: str, *, wal: deltackpt.WalOptions | None = None
+        self, url: str, stage: Path, endpoint: str, *, shared: bool = True, **options: Any
     ):
-        #: Seconds that uploads took, the newest last.
-        self.uploads: list[float] = []
-        policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-        self._manager = deltackpt.CheckpointManager(
-            url,
-            handlers={"embeddings": trainer.checkpoint_tables()},
-            options=deltackpt.ManagerOptions(
-                deltas=deltackpt.DeltaOptions(policy=policy),
-                tiers=deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint),
-                wal=wal,
-            ),
-            event_handlers=(self,),
-        )
-
-    def receive(self, event: events.Event) -> None:
-        if isinstance(event, events.UploadEvent):
-            self.uploads.append(event.seconds)
-
-    def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        self._manager.save(step, state, force_base=base)
-
-    def append(self, step: int, state: Any, ids: Any = None) -> None:
-        self._manager.append(step, state, ids=ids)
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-        if self._manager.options.wal is not None:
-            self._manager.wait_appended()
-
-    def close(self) -> None:
-        self._manager.close()
+        tiers = deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint, shared=shared)
+        super().__init__(url, tiers=tiers, **options)
 
 
 class OrbaxCopied(ways.Orbax):
     """Stock Orbax to a local directory, whose steps are copied to the bucket in the background."""
 
     def __init__(self, local: Path, url: str, endpoint: str):
-        super().__init__(local, compressed=False)
+        super().__init__(local)
         self._bucket = buckets.locate(url, endpoint=endpoint).open()
         self._copier = ThreadPoolExecutor(1, "copy")
         self._copied: Future[None] | None = None
@@ -122,16 +88,13 @@ class OrbaxCopied(ways.Orbax):
 
 def put(folder: Path, bucket: Any) -> float:
     """Copies the files of a folder; returns the seconds."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    started = time.perf_counter()
+
+    def copy(path: Path) -> None:
+        bucket.store.put(path.relative_to(folder.parent).as_posix(), path.read_bytes())
+
+    found, started = ways.files_in(folder), time.perf_counter()
     with ThreadPoolExecutor(_COPIERS) as pool:
-        for done in [
-            pool.submit(
-                bucket.store.put, path.relative_to(folder.parent).as_posix(), path.read_bytes()
-            )
-            for path in found
-        ]:
-            done.result()
+        list(pool.map(copy, found))
     return time.perf_counter() - started
 
 
@@ -188,8 +151,7 @@ def train(way: Any, options: argparse.Namespace) -> dict[str, float]:
     ids = [states.random_ids(state, _TOUCHED, number) for number in range(options.saves)]
     state = jax.block_until_ready(states.change(state, ids[0]))
     if way is not None:
-        way.save(0, state)  # The base, or Orbax's first save: not measured.
-        way.wait()
+        way.saved(0, state)  # The base, or Orbax's first save: not measured.
     gc.collect()
     blocked, started = 0.0, time.perf_counter()
     for number in range(options.saves):
@@ -209,62 +171,51 @@ def measure(name: str, options: argparse.Namespace, place: Path, address: str) -
     """Trains once with a candidate, and measures the limit of an upload."""
     ways.warm_memory(states.template(options.scale))
     url, folder = f"gs://bench/{name.split()[0]}{time.monotonic_ns()}", place / "run"
-    way: Bucketed | OrbaxCopied | None = None
-    if name != NONE:
-        way = (Bucketed if name == OURS else OrbaxCopied)(*_places(name, url, folder), address)
+    way = None
+    if name == OURS:
+        way = Bucketed(url, folder, address)
+    elif name == THEIRS:
+        way = OrbaxCopied(folder, url, address)
     found = train(way, options)
     if way is not None:
         way.close()
     if isinstance(way, Bucketed):
-        found["upload"] = median(way.uploads[1:])
+        uploads = [event.seconds for event in way.events if isinstance(event, UploadEvent)]
+        found["upload"] = median(uploads[1:])
         steps = sorted((folder / "steps").glob("[0-9]*"), key=lambda path: int(path.name))
         found["copy"] = put(steps[-1], buckets.locate(f"{url}-copy", endpoint=address).open())
     shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
-def _places(name: str, url: str, folder: Path) -> tuple[Any, Any]:
-    return (url, folder) if name == OURS else (folder, url)
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    parser.set_defaults(scale=0.2)
-    parser.add_argument("--saves", type=int, default=6, help="of one run")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between two saves")
-    options = parser.parse_args()
+def bucket(report: Report, options: argparse.Namespace, place: Path) -> None:
     nbytes = ways.nbytes(states.template(options.scale))
-    report = Report(
-        "A bucket behind 100 MB/s",
-        sizes=f"State of {nbytes / 1e6:.0f} MB, {_TOUCHED:.0%} of the rows touched between saves, "
-        f"{options.saves} saves every {options.interval} s. {ways.TUNED}",
+    report.sizes = (
+        f"State of {nbytes / 1e6:.0f} MB, {_TOUCHED:.0%} of the rows touched between saves, "
+        f"{options.saves} saves every {options.interval} s. {ways.TUNED}"
     )
-    with tempfile.TemporaryDirectory(prefix="buckets-", dir=options.directory) as folder:
-        place = Path(folder)
-        with google(place) as address:
-            candidates = {
-                name: functools.partial(measure, name, options, place, address)
-                for name in (NONE, OURS, THEIRS)
-            }
-            found = interleaved(options.repeats, candidates, warm_up=0)
-    none = found(NONE, "ran")
-    # At least 1 ms, as it is a divisor.
-    lost = {n: found(n, "ran").minus(none).mapped(lambda s: max(1e-3, s)) for n in (OURS, THEIRS)}
+    with google(place) as address:
+        candidates = {
+            name: functools.partial(measure, name, options, place, address)
+            for name in (NONE, OURS, THEIRS)
+        }
+        found = interleaved(options.repeats, candidates, warm_up=0)
+    for name in (OURS, THEIRS):
+        for ran, none in zip(found(name, "ran").values, found(NONE, "ran").values, strict=True):
+            found.add(name, {"lost": max(1e-3, ran - none)})  # It is a divisor.
     rows: list[list] = []
-    for words, figure, bar in (
-        ("`save()` blocks", "blocked", _BLOCKED_BAR),
-        ("training time lost", "lost", _LOST_BAR),
-        ("until everything is in the bucket", "uploaded", None),
+    for words, figure in (
+        ("`save()` blocks", "blocked"),
+        ("training time lost", "lost"),
+        ("until everything is in the bucket", "uploaded"),
     ):
-        mine, theirs = (lost[n] if figure == "lost" else found(n, figure) for n in (OURS, THEIRS))
-        report.compare(words, mine, THEIRS, theirs, secs, bar=bar)
-        rows.append([words, (mine, secs), (theirs, secs)])
+        report.against(words, found, figure, OURS, [THEIRS], bars=[_BARS.get(figure)])
+        rows.append([words, *found.cells(OURS, figure), *found.cells(THEIRS, figure)])
     upload, copy = found(OURS, "upload"), found(OURS, "copy")
-    report.compare("upload of a delta", upload, "a plain copy of it", copy, secs)
+    report.compare("upload of a delta", upload, "a plain copy of it", copy)
     report.publish("bucket", (f"{options.saves} saves", OURS, THEIRS), rows)
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    # The interval is in seconds.
+    reports.main("A bucket behind 100 MB/s", bucket, repeats=5, scale=0.2, saves=6, interval=0.5)

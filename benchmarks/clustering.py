@@ -2,21 +2,16 @@
 """PyMM's table: k-means on points of MNIST's size, made durable at every iteration.
 
 An iteration changes 0.27 MB of assignments and centroids; the 188 MB of points never change. The
-time lost to an iteration is that of a loop that saves, less that of one that does not, in the same
-round. ``append()`` makes an iteration durable with one write and one fdatasync. pickle and
-``numpy.save`` write all arrays to a new file, and fsync it and its directory. The map is a
-``numpy.memmap``, into which changes are written and flushed; a crash in the middle leaves a mixture
-of two iterations.
-
-python benchmarks/clustering.py --json clustering.json
-python benchmarks/clustering.py --scale 0.01 --repeats 1 --iterations 2     # a smoke test
+time lost to an iteration is that of a loop that saves, less that of one that does not. ``append()``
+needs one write and one fdatasync. pickle and ``numpy.save`` write all arrays to a new file. The map
+is a ``numpy.memmap``; a crash during its flush leaves a mixture of two iterations.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,72 +19,62 @@ from typing import Any
 
 import jax
 import numpy as np
+import report as reports
 import ways
-from report import Report, arguments, interleaved, secs
+from report import Report, interleaved, secs
 from running import kmeans
 
 import deltackpt
 
-OURS, PICKLE, SAVE, MAP = "append()", "pickle", "numpy.save", "memmap and flush"
+NONE, OURS, PICKLE, SAVE, MAP = "none", "append()", "pickle", "numpy.save", "memmap and flush"
 #: Bars on the time lost to an iteration, and until it is on the disk.
 _BARS = {PICKLE: 1 / 15, SAVE: None, MAP: 3.0}
 #: At least this is lost: noise can make the difference of two times tiny or negative.
 _LEAST_SECS = 1e-4
+_TABLES = deltackpt.Tables(select="points", slots={})
 
 
 class Appended:
     """deltackpt: a WAL record of each iteration."""
 
     def __init__(self, directory: Path, state: kmeans.State):
-        policy = deltackpt.policies.Consecutive(max_chain=1_000_000, max_restore_ratio=1e9)
-        options = deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=policy),
-            wal=deltackpt.WalOptions(max_wal_ratio=1e9),
-        )
-        handlers = {"embeddings": deltackpt.Tables(select="points", slots={})}
-        self._manager = deltackpt.CheckpointManager(directory, handlers=handlers, options=options)
-        self._marks = kmeans.passed(None, state)
-        self._step = 0
-        self._manager.save(0, state, touched=self._marks)
-        self._manager.wait_until_finished()
+        wal = deltackpt.WalOptions(max_wal_ratio=1e9)
+        self._way = ways.Deltas(directory, tables=_TABLES, wal=wal)
+        self._marks, self._step = kmeans.passed(None, state), 0
+        self._way.saved(0, state, touched=self._marks)
 
     def save(self, state: kmeans.State) -> None:
         self._step += 1
         self._marks = kmeans.passed(self._marks, state)
         no_rows = {"points": np.zeros(0, np.int32)}
-        self._manager.append(self._step, state, touched=self._marks, ids=no_rows)
+        self._way.append(self._step, state, no_rows, touched=self._marks)
 
     def wait(self) -> None:
-        self._manager.wait_appended()
+        self._way.manager.wait_appended()
 
     def check(self, state: kmeans.State) -> None:
-        """Compares what a restore returns with the newest state."""
-        found = self._manager.restore_latest(jax.eval_shape(lambda: state))
-        assert found is not None
-        equal = jax.tree.map(np.array_equal, found.state, state)
+        found = self._way.restore(jax.eval_shape(lambda: state))
+        equal = jax.tree.map(np.array_equal, found, state)
         assert all(jax.tree.leaves(equal)), "the restored state differs"
-        self._manager.close()
+        self._way.close()
 
 
-class Whole:
+class Written:
     """Writes all arrays to a new file at each save."""
 
-    def __init__(self, folder: Path, write: Callable[[Any, Any], None]):
-        self._folder, self._write = folder, write
+    def __init__(self, folder: Path, write: Callable[[Any, dict[str, np.ndarray]], None]):
+        folder.mkdir()
+        self._path, self._write = folder / "newest", write
 
     def save(self, state: kmeans.State) -> None:
         arrays = {name: np.asarray(leaf) for name, leaf in state.items()}
-        ways.replace_file(self._folder / "newest", lambda file: self._write(file, arrays))
+        ways.replace_file(self._path, lambda file: self._write(file, arrays))
 
     def wait(self) -> None:
         pass
 
 
-def _pickle(file: Any, arrays: Any) -> None:
-    pickle.dump(arrays, file, protocol=5)
-
-
-def _save_each(file: Any, arrays: Any) -> None:
+def _save_each(file: Any, arrays: dict[str, np.ndarray]) -> None:
     for array in arrays.values():
         np.save(file, array)
 
@@ -98,6 +83,7 @@ class Mapped:
     """Writes changes to memory-mapped files and flushes them."""
 
     def __init__(self, folder: Path, state: kmeans.State):
+        folder.mkdir()
         self._known = np.array(state["assignments"])
         self._maps = {}
         for name, leaf in state.items():
@@ -147,54 +133,41 @@ class Clustering:
         return time.perf_counter() - started
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--iterations", type=int, default=20, help="in a round")
-    options = parser.parse_args()
+def clustering(report: Report, options: argparse.Namespace, place: Path) -> None:
     points = max(kmeans.CLUSTERS, round(kmeans.POINTS * options.scale))
     loop = Clustering(points, options.iterations)
     nbytes = sum(leaf.nbytes for leaf in loop.state.values())
-    report = Report(
-        "K-means, durable at every iteration",
-        sizes=f"{points:,} points of {kmeans.WIDTH} float32, {nbytes / 1e6:.0f} MB in all; "
-        f"{options.iterations} iterations in a round.",
+    report.sizes = (
+        f"{points:,} points of {kmeans.WIDTH} float32, {nbytes / 1e6:.0f} MB in all; "
+        f"{options.iterations} iterations in a round."
     )
-    with tempfile.TemporaryDirectory(prefix="clustering-", dir=options.directory) as place:
-        folders = {name: Path(place, str(number)) for number, name in enumerate(_BARS)}
-        for folder in folders.values():
-            folder.mkdir()
-        ours = Appended(Path(place, "ours"), loop.state)
-        made = {
-            OURS: ours,
-            PICKLE: Whole(folders[PICKLE], _pickle),
-            SAVE: Whole(folders[SAVE], _save_each),
-            MAP: Mapped(folders[MAP], loop.state),
-        }
-        candidates = {"none": functools.partial(loop.measure, None)}
-        candidates |= {name: functools.partial(loop.measure, way) for name, way in made.items()}
-        found = interleaved(options.repeats, candidates)
-        ours.save(loop.state)
-        ours.wait()
-        ours.check(loop.state)
-    none = found("none", "secs")
+    ours = Appended(place / "ours", loop.state)
+    made = {
+        OURS: ours,
+        PICKLE: Written(place / "pickle", lambda file, arrays: pickle.dump(arrays, file, 5)),
+        SAVE: Written(place / "save", _save_each),
+        MAP: Mapped(place / "map", loop.state),
+    }
+    candidates = {name: functools.partial(loop.measure, made.get(name)) for name in (NONE, *made)}
+    found = interleaved(options.repeats, candidates)
+    ours.save(loop.state)
+    ours.wait()
+    ours.check(loop.state)
     lost = {
-        name: found(name, "secs").minus(none).mapped(lambda value: max(_LEAST_SECS, value))
+        name: found(name, "secs").minus(found(NONE, "secs")).mapped(lambda s: max(_LEAST_SECS, s))
         for name in made
     }
     for name, bar in _BARS.items():
-        report.compare(
-            "lost to an iteration, append()", lost[OURS], name, lost[name], secs, bar=bar
-        )
-        mine, theirs = found(OURS, "durable"), found(name, "durable")
-        report.compare("on the disk after append()", mine, name, theirs, secs, bar=bar)
-    report.state("append() blocks", found(OURS, "blocked"), secs)
-    report.state("an iteration", none, secs)
+        what = "lost to an iteration, append()"
+        report.compare(what, lost[OURS], name, lost[name], bar=bar)
+        report.against("on the disk after append()", found, "durable", OURS, [name], bars=[bar])
+    report.state("append() blocks", found(OURS, "blocked"))
+    report.state("an iteration", found(NONE, "secs"))
     columns = ("an iteration is saved by", "time lost to it", "on the disk after")
-    rows = [[name, (lost[name], secs), (found(name, "durable"), secs)] for name in made]
+    rows = [[name, (lost[name], secs), *found.cells(name, "durable")] for name in made]
     report.publish("clustering", columns, rows)
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    title = "K-means, durable at every iteration"
+    reports.main(title, clustering, repeats=5, iterations=20)

@@ -3,12 +3,9 @@
 
 Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and to the arrays
 of a step in the page cache, including Zarr metadata and checksums ("encode and store"). Decoding is
-timed from stored arrays in memory to rows in a table. ``blocks.py`` measures blocks of leaves.
+timed from stored arrays in memory to rows in a table.
 Everything uses two threads, as saves and restores do. All bars are ratios to a plain copy of the
 same bytes by two threads in the same round.
-
-python benchmarks/codecs.py --json codecs.json
-python benchmarks/codecs.py --scale 0.02 --repeats 2 --steps 5      # a smoke test
 """
 
 from __future__ import annotations
@@ -17,29 +14,31 @@ import argparse
 import functools
 import itertools
 import shutil
-import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import blocks
 import jax
 import numpy as np
+import report as reports
 import ways
 from dlrm_jax import data, trainer
-from report import Figures, Report, Sample, arguments, interleaved, percent, speed
+from report import Figures, Report, Sample, interleaved, percent, speed, timed
 
 from deltackpt import codecs, kernels
-from deltackpt.codecs import Codec
+from deltackpt.codecs import Codec, block_codecs
 from deltackpt.errors import OptionError
+from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK, VALUES, EncodedBlock, Encoding, FieldSpec
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target
 from deltackpt.policies import CodecChoice, PlannedCodec
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import shard
+from deltackpt.save import block_codes, shard
+from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
 from deltackpt.save.capture import HostPiece, encode_ahead, piece_rows
 from deltackpt.save.shard import Field
 from deltackpt.storage import arrays
@@ -105,20 +104,16 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
 
 
 def encode_secs(name: str, rows: np.ndarray, pool: Runtime) -> float:
-    """Seconds until all rows are encoded in memory."""
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
-    started = time.perf_counter()
-    for _ in encode_ahead(codec, pieces, pool):
-        pass
-    return time.perf_counter() - started
+    return timed(lambda: deque(encode_ahead(codec, pieces, pool), maxlen=0))
 
 
 def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:
-    """Seconds until all rows are decoded into the table."""
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
     columns = (0, table.shape[1])
     target = Target(group="g", field=VALUES, rows=(0, len(table)), columns=columns, buffer=table)
+    step = 1 << 14  # As a restore does: decoded rows stay in the cache.
 
     def merged(start: int) -> None:
         stop = min(start + step, len(table))
@@ -126,10 +121,7 @@ def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> 
         block = EncodedBlock("g", range(start, stop), columns, part)
         merge.apply(codecs.decode_block(block, [spec]), [target])
 
-    step = 1 << 14  # As a restore does: decoded rows stay in the cache.
-    started = time.perf_counter()
-    list(pool.map(merged, range(0, len(table), step)))
-    return time.perf_counter() - started
+    return timed(lambda: list(pool.map(merged, range(0, len(table), step))))
 
 
 def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -193,8 +185,7 @@ def add_errors(
     """Adds lines of bits and errors; returns bytes of a row and error, by input and codec."""
     found: dict[tuple[str, str], tuple[float, Sample]] = {}
     with Runtime(_THREADS) as pool:
-        for source, name in itertools.product(inputs, ALL):
-            rows = inputs[source]
+        for (source, rows), name in itertools.product(inputs.items(), ALL):
             try:
                 codecs.get(name).check(rows.shape[1:], rows.dtype)
             except OptionError:
@@ -205,71 +196,151 @@ def add_errors(
                 continue
             bits = Sample((8 * stored.encoding.nbytes / len(rows),))
             raw = Sample((float(32 * np.prod(rows.shape[1:])),))
-            report.compare(
-                f"{source}, {name}: bits of a row", bits, "float32", raw, "{:.1f}".format
-            )
+            title = f"{source}, {name}"
+            report.compare(f"{title}: bits of a row", bits, "float32", raw, "{:.1f}".format)
             error = Sample((stored.relative_error,))
-            report.state(f"{source}, {name}: relative l2 error", error, percent)
+            report.state(f"{title}: relative l2 error", error, percent)
             found[source, name] = bits.median / 8, error
     report.section()
     return found
 
 
-def run(options: argparse.Namespace, root: Path) -> None:
-    """Measures and prints the table."""
+# Blocks of dense leaves.
+
+#: Bars for blocks, as multiples of the time of a plain copy: to encode some cases, to
+#: encode others, and to decode.
+BARS = {"ef4 of float32": 2.0}
+ENCODE_BAR, DECODE_BAR = 6.0, 4.0
+#: Seconds for a GB of bf16 weights of which 1 % changed, lossless.
+SPARSE_BAR = 1.0
+#: Blocks that a thread decodes at once.
+_SPAN_BLOCKS = 1 << 12
+
+
+class Case(NamedTuple):
+    """A leaf of (blocks, 256), and how it is coded."""
+
+    name: str
+    codec: str
+    before: np.ndarray  # What the parent decodes to.
+    now: np.ndarray  # One step later.
+
+
+def cases(count: int) -> Iterator[Case]:
+    """The cases with so many blocks, one at a time."""
+    random = np.random.default_rng(0)
+    before = random.standard_normal((count, BLOCK), np.float32)
+    # An optimizer step: most changes are small, some are not.
+    change = random.standard_normal((count, BLOCK), np.float32)
+    change *= np.float32(1e-3) * random.standard_exponential((count, 1), np.float32)
+    moments = np.square(before)
+    later = moments * np.exp2(20 * change)
+    for dtype in ("float32", "bfloat16"):
+        kind = dtype_of(dtype)
+        for codec in ("ef4", "ef8", "int8", "log4", "log8"):
+            old, new = (moments, later) if "log" in codec else (before, before + change)
+            yield Case(f"{codec} of {dtype}", codec, old.astype(kind), new.astype(kind))
+        weights = before.astype(kind)
+        found = weights.copy()
+        places = random.integers(0, found.size, found.size // 100)
+        found.reshape(-1).view(block_codecs.bits_dtype(kind))[places] ^= 1
+        yield Case(f"exact, 1 % of {dtype} changed", "lossless", weights, found)
+
+
+def measure_block(case: Case, pool: Runtime) -> dict[str, float]:
+    """Copies, encodes and decodes a leaf: seconds per GB, and the stored share and error."""
+    out = host_memory.empty_buffer(case.now.shape, case.now.dtype)
+    bits = block_codecs.bits_dtype(case.now.dtype)
+    leaves: list[LeafDelta] = []
+
+    def encode() -> None:
+        leaves.append(block_codes.encode_leaf(case.now, case.before, case.codec, None, pool))
+
+    def decode() -> None:
+        work = [one for piece in leaf.pieces for one in _spans(piece, out.dtype)]
+        list(pool.map(lambda piece: _apply(piece, out), work))
+
+    seconds = {"copy": ways.copy_secs(case.now, out, pool), "encode": timed(encode)}
+    [leaf] = leaves
+    np.copyto(out, case.before)
+    seconds["decode"] = timed(decode)
+    assert np.array_equal(out.view(bits), np.asarray(leaf.decoded).view(bits))
+    stored = sum(piece.nbytes for piece in leaf.pieces) / case.now.nbytes
+    other = {"stored": stored, "error": leaf.error}
+    pool.memory.give_back([leaf.decoded])
+    return {what: value / case.now.nbytes * 1e9 for what, value in seconds.items()} | other
+
+
+def _spans(piece: EncodedBlocks, dtype: np.dtype) -> Iterator[EncodedBlocks]:
+    """Parts of encoded blocks, which threads decode over the parent."""
+    stored = block_codecs.get(piece.codec).stored(dtype)
+    counts = piece.arrays["count"] if any(one.ragged for one in stored.values()) else ()
+    ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    for start in range(0, len(piece.blocks), _SPAN_BLOCKS):
+        part = slice(start, min(start + _SPAN_BLOCKS, len(piece.blocks)))
+        values = slice(*ends[[part.start, part.stop]]) if len(counts) else part
+        arrays = {
+            suffix: piece.arrays[suffix][values if one.ragged else part]
+            for suffix, one in stored.items()
+        }
+        yield EncodedBlocks(piece.codec, piece.blocks[part], arrays)
+
+
+def _apply(piece: EncodedBlocks, out: np.ndarray) -> None:
+    first, last = int(piece.blocks[0]), int(piece.blocks[-1]) + 1
+    rows = range(first, last) if last - first == len(piece.blocks) else piece.blocks
+    block_codecs.get(piece.codec).decode(piece.arrays, rows, out)
+
+
+def add_blocks(report: Report, count: int, rounds: int) -> None:
+    """Adds lines for leaves of ``count`` blocks."""
+    with Runtime(_THREADS, memory_bytes=1 << 30) as pool:
+        for case in cases(count):
+            found = interleaved(rounds, {"": functools.partial(measure_block, case, pool)})
+            bars = {"encode": BARS.get(case.name, ENCODE_BAR), "decode": DECODE_BAR}
+            for what, bar in bars.items():
+                mine, copied = found("", what), found("", "copy")
+                report.compare(f"{case.name}: {what}", mine, "a copy", copied, speed, bar=bar)
+            if case.codec == "lossless" and case.now.dtype.name == "bfloat16":
+                line = f"{case.name}: encode"
+                report.state(line, found("", "encode"), speed, bar=SPARSE_BAR)
+            for what in ("stored", "error"):
+                share = Sample(found("", what).values[:1])
+                report.state(f"{case.name}: {what}", share, percent)
+    report.section()
+
+
+def all_codecs(report: Report, options: argparse.Namespace, root: Path) -> None:
+    jax.config.update("jax_platforms", "cpu")
     count = max(1000, round(ROWS * options.scale))
     random = np.random.default_rng(0)
     rows = host_memory.empty_buffer((count, WIDTH), np.dtype(np.float32))
     rows[:] = random.standard_normal((count, WIDTH), np.float32)
     values, slots = trained(options.steps, options.scale)
     heavy = random.standard_t(3, (min(count, 50_000), WIDTH)).astype(np.float32)
-    inputs = {
-        "Gaussian": rows[:50_000],
-        "Student t, 3": heavy,
-        "trained rows": values,
-        "trained slots": slots,
-    }
-    report = Report(
-        "Codecs",
-        sizes=f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; leaves: as many "
+    inputs = {"Gaussian": rows[:50_000], "Student t, 3": heavy}
+    inputs |= {"trained rows": values, "trained slots": slots}
+    report.sizes = (
+        f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; leaves: as many "
         f"elements; trained: {len(values):,} rows that {_DELTA_STEPS} of {options.steps} steps of "
-        f"the thesis DLRM touched (Zipf 1.07)",
+        f"the thesis DLRM touched (Zipf 1.07)"
     )
     found = measure_speeds(root, rows, options.repeats)
     add_speeds(report, found)
-    blocks.add(report, max(100, rows.size // BLOCK), options.repeats)
+    add_blocks(report, max(100, rows.size // BLOCK), options.repeats)
     errors = add_errors(report, root, inputs)
-    report.publish(
-        "codecs",
-        ("codec", "encode and store", "decode", "error"),
-        [
-            [
-                f"`{name}`",
-                (found(name, "encode and store"), speed),
-                (found(name, "decode"), speed),
-                (error[1], percent) if (error := errors.get(("trained rows", name))) else "",
-            ]
-            for name in PUBLISHED
-        ],
-    )
-    sizes = {n: one for n in PUBLISHED if (one := errors.get(("Gaussian", n)))}
-    report.publish(
-        "sizes",
-        ("codec", f"bytes per row of {WIDTH}", "relative L2 error"),
-        [[f"`{n}`", f"{nbytes:.0f}", (loss, percent)] for n, (nbytes, loss) in sizes.items()],
-    )
-    report.show(options)
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=150, help="training steps for trained rows")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    with tempfile.TemporaryDirectory(prefix="codecs-", dir=options.directory) as place:
-        run(options, Path(place))
+    speeds: list[list] = []
+    sizes: list[list] = []
+    for name in PUBLISHED:
+        cells = [(found(name, what), speed) for what in ("encode and store", "decode")]
+        error = errors.get(("trained rows", name))
+        speeds.append([f"`{name}`", *cells, (error[1], percent) if error else ""])
+        if error := errors.get(("Gaussian", name)):
+            sizes.append([f"`{name}`", f"{error[0]:.0f}", (error[1], percent)])
+    report.publish("codecs", ("codec", "encode and store", "decode", "error"), speeds)
+    report.publish("sizes", ("codec", f"bytes per row of {WIDTH}", "relative L2 error"), sizes)
 
 
 if __name__ == "__main__":
-    main()
+    # Training steps, for trained rows.
+    reports.main("Codecs", all_codecs, steps=150)

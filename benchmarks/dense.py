@@ -2,11 +2,7 @@
 """Dense leaves of deltas: bytes, errors along a chain, the loss after a restore, speed.
 
 T5 with AdamW (float32, and bf16 with a float32 master) and adapters on a frozen backbone; state W;
-and bf16 weights of which 1 % change.
-
-python benchmarks/dense.py --text wiki.txt --json dense.json
-python benchmarks/dense.py --only sparse w          # what needs no training
-python benchmarks/dense.py --size tiny --first 2 --gap 1 --more 1 --scale 0.01 --repeats 1  # a test
+and bf16 weights of which 1 % change. ``sparse`` and ``w`` need no training.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,20 +19,19 @@ import dense_models
 import jax
 import jax.numpy as jnp
 import numpy as np
+import report as reports
 import state as states
 import ways
-from dense_models import Model
 from dlrm_jax import trainer as dlrm_trainer
 from report import (
+    Figures,
     Report,
     Sample,
-    arguments,
     count,
     interleaved,
     megabytes,
     percent,
     ratio,
-    secs,
     speed,
     timed,
     times,
@@ -51,6 +45,7 @@ from deltackpt.save import block_codes
 
 #: Deltas of a chain.
 CHAIN = 10
+OURS = "a delta"
 #: Number of data orders whose losses define the spread.
 ORDERS = 5
 LOSSLESS, EIGHT_BITS, FOUR_BITS, LINEAR = "lossless", "8 bits", "4 bits", "second moments as `int8`"
@@ -77,24 +72,15 @@ CODINGS: dict[str, Mapping[str, str]] = {
 
 
 class Case(NamedTuple):
-    """A model whose deltas are measured.
-
-    Attributes:
-      title: in the table.
-      model: its name.
-      coding: a key of ``CODINGS``.
-      small: whether the model is the T5 of ``--size``, not that of ``--loss-size``.
-      weights: whether the optimizer state is left out, as for inference processes.
-      raw_bar, orbax_bar: bars of the bytes, over raw ones and Orbax's defaults.
-    """
+    """A model whose deltas are measured."""
 
     title: str
     model: str
-    coding: str
-    small: bool = True
-    weights: bool = False
-    raw_bar: float | None = None
-    orbax_bar: float | None = None
+    coding: str  # A key of ``CODINGS``.
+    small: bool = True  # The T5 of ``--size``, not that of ``--loss-size``.
+    weights: bool = False  # Without the optimizer state, as for inference processes.
+    raw_bar: float | None = None  # Of the bytes, over raw ones.
+    orbax_bar: float | None = None  # The same over Orbax's defaults.
 
 
 CASES = (
@@ -111,12 +97,12 @@ CASES = (
 class Lab:
     """Models, their trained states, and a directory for checkpoints."""
 
-    def __init__(self, options: argparse.Namespace, size: str, text: str, place: Path):
+    def __init__(self, options: argparse.Namespace, size: str, place: Path):
+        text = texts.text_of(Path(options.text) if options.text else None)
         self.models = dense_models.t5_models(text, size, options.batch)
-        self.root = place / "checkpoints"
+        self.root, self.size = place / "checkpoints", size
         #: The steps of a base and the deltas on it.
         self.chain = tuple(options.first + options.gap * n for n in range(CHAIN + 1))
-        self.size = size
 
     def states(self, name: str, last: int | None = None) -> dict[int, Any]:
         """Trained states of a model, in host memory, by step of the chain up to ``last``."""
@@ -130,54 +116,51 @@ class Lab:
         for number in range(done, wanted[-1] + 1):
             if number in wanted:
                 found[number] = jax.tree.map(np.array, state)
-            state, _ = model.step(state, model.batch(0, number))
+            state = model.step(state, model.batch(0, number))
         return found
 
-    def saved_chain(self, model: Model, found: dict[int, Any], coding: str):
+    def saved_chain(self, found: dict[int, Any], coding: str) -> deltackpt.CheckpointManager:
         """A manager that has saved a base and the deltas on it."""
-        manager = opened(self.root, model, CODINGS[coding])
+        way = opened(self.root, CODINGS[coding])
         for step, state in found.items():
-            manager.save(step, jax.device_put(state))
-            manager.wait_until_finished()
-        return manager
+            way.saved(step, jax.device_put(state))
+        return way.manager
 
 
-def opened(root: Path, model: Model, codec: Mapping[str, str]) -> deltackpt.CheckpointManager:
+def opened(
+    root: Path, codec: Mapping[str, str], tables: deltackpt.Tables = dense_models.TABLES
+) -> ways.Deltas:
     """A manager over an empty directory, whose only base is its first save."""
     shutil.rmtree(root, ignore_errors=True)
-    policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-    return deltackpt.CheckpointManager(
-        root,
-        handlers={"embeddings": model.tables},
-        options=deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=policy),
-            writes=deltackpt.WriteOptions(durability="process"),
-            # Without an error budget, nothing prevents a linear code for second moments.
-            dense=deltackpt.Dense(deltas="blocks", codec=codec, max_error=None),
-        ),
-    )
+    # Without an error budget, nothing prevents a linear code for second moments.
+    dense = deltackpt.Dense(deltas="blocks", codec=codec, max_error=None)
+    return ways.Deltas(root, "process", tables=tables, dense=dense)
 
 
-def orbax_bytes(root: Path, name: str, state: Any) -> Sample:
-    """Bytes of a step that stock Orbax saves."""
-    shutil.rmtree(root, ignore_errors=True)
-    way = ways.WAYS[name](root)
-    way.save(1, state)
-    way.wait()
+def measure_bytes(
+    root: Path, codec: Mapping[str, str], pair: tuple[Any, Any], **tables: deltackpt.Tables
+) -> Figures:
+    """Bytes of a delta between two states, of raw ones, and of a step of stock Orbax."""
+    found, way = Figures(), opened(root, codec, **tables)
+    for number, state in enumerate(pair):
+        saved = way.manager.save(number, state)
+        way.wait()
+    assert saved.kind == "delta", saved.reason
     way.close()
-    return Sample((float(ways.tree_bytes(root / "1")),))
+    found.add(OURS, {"bytes": ways.tree_bytes(root / "1")})
+    found.add("raw", {"bytes": ways.nbytes(pair[1])})
+    for name in ways.THEIRS:
+        shutil.rmtree(root)
+        other = ways.WAYS[name](root)
+        other.saved(1, pair[1])
+        other.close()
+        found.add(name, {"bytes": ways.tree_bytes(root / "1")})
+    return found
 
 
-def delta_bytes(
-    root: Path, model: Model, codec: Mapping[str, str], states_: tuple[Any, Any]
-) -> Sample:
-    """Bytes of a delta between two states."""
-    with opened(root, model, codec) as manager:
-        for number, state in enumerate(states_):
-            saved = manager.save(number, state)
-            manager.wait_until_finished()
-        assert saved.kind == "delta", saved.reason
-    return Sample((float(ways.tree_bytes(root / "1")),))
+def over_cell(found: Figures, other: str) -> tuple[Sample, reports.Unit]:
+    """The bytes of a delta, of those of another, for the published table."""
+    return found(OURS, "bytes").over(found(other, "bytes")), ratio
 
 
 def add_bytes(report: Report, labs: Mapping[bool, Lab], chosen: list[Case]) -> list[list]:
@@ -185,22 +168,18 @@ def add_bytes(report: Report, labs: Mapping[bool, Lab], chosen: list[Case]) -> l
     rows = []
     for case in chosen:
         lab = labs[case.small]
-        pair = tuple(
+        first, second = (
             jax.device_put(state._replace(opt_state=()) if case.weights else state)
             for state in lab.states(case.model, 2).values()
         )
-        codec = dict(CODINGS[case.coding])
-        if case.model == "master":
-            codec = {"params/**": "lossless", **codec}
-        mine = delta_bytes(lab.root, lab.models[case.model], codec, pair)
-        raw = Sample((float(ways.nbytes(pair[1])),))
-        theirs = {name: orbax_bytes(lab.root, name, pair[1]) for name in ways.THEIRS}
+        exact = {"params/**": "lossless"} if case.model == "master" else {}
+        found = measure_bytes(lab.root, exact | dict(CODINGS[case.coding]), (first, second))
         title = f"T5 {lab.size}, {case.title}, {case.coding}"
-        report.compare(f"{title}: bytes", mine, "raw", raw, megabytes, bar=case.raw_bar)
-        for name, bar in zip(ways.THEIRS, (case.orbax_bar, None), strict=True):
-            report.compare(f"{title}: bytes", mine, name, theirs[name], megabytes, bar=bar)
-        over = mine.over(theirs[ways.THEIRS[0]])
-        rows.append([title, (mine, megabytes), (mine.over(raw), ratio), (over, ratio)])
+        bars = (case.raw_bar, case.orbax_bar)
+        others = ("raw", *ways.THEIRS)
+        report.against(f"{title}: bytes", found, "bytes", OURS, others, megabytes, bars=bars)
+        cells = [over_cell(found, other) for other in others[:2]]
+        rows.append([title, *found.cells(OURS, bytes=megabytes), *cells])
     report.section()
     return rows
 
@@ -209,20 +188,13 @@ def add_w(report: Report, root: Path, scale: float) -> list[list]:
     """Adds the bytes of a delta of state W, with 4 bits for rows and dense leaves."""
     tables = dlrm_trainer.checkpoint_tables("adaptive4")
     state = states.make(scale)
-    theirs = {name: orbax_bytes(root, name, state) for name in ways.THEIRS}
-    with opened(
-        root, dense_models.untrained(lambda: states.make(scale), tables), CODINGS[FOUR_BITS]
-    ) as manager:
-        for step in range(2):
-            manager.save(step, state)
-            manager.wait_until_finished()
-            state = states.change(state, states.random_ids(state, 0.05, 1))
-    mine, title = Sample((float(ways.tree_bytes(root / "1")),)), "state W, 4 bits"
-    for name in ways.THEIRS:
-        report.compare(f"{title}: bytes", mine, name, theirs[name], megabytes, bar=_W_BAR)
+    later = states.change(jax.tree.map(jnp.copy, state), states.random_ids(state, 0.05, 1))
+    found = measure_bytes(root, CODINGS[FOUR_BITS], (state, later), tables=tables)
+    title, bars = "state W, 4 bits: bytes", (_W_BAR, _W_BAR)
+    report.against(title, found, "bytes", OURS, ways.THEIRS, megabytes, bars=bars)
     report.section()
-    over = mine.over(theirs[ways.THEIRS[0]])
-    return [["state W, `adaptive4` rows, `ef4` dense leaves", (mine, megabytes), "", (over, ratio)]]
+    cells = [*found.cells(OURS, bytes=megabytes), "", over_cell(found, ways.THEIRS[0])]
+    return [["state W, `adaptive4` rows, `ef4` dense leaves", *cells]]
 
 
 # Errors along a chain.
@@ -232,7 +204,7 @@ def add_chain(report: Report, lab: Lab, coding: str) -> None:
     """Adds lines of the bytes, and of the error of each kind of leaf after 1 and 10 saves."""
     errors: dict[str, list[float]] = defaultdict(list)
     trained = lab.states("adamw")
-    with lab.saved_chain(lab.models["adamw"], trained, coding) as manager:
+    with lab.saved_chain(trained, coding) as manager:
         for step in lab.chain[1:]:
             state = jax.device_put(trained[step])
             for kind, error in leaf_errors(manager.restore(step, state).state, state).items():
@@ -295,13 +267,13 @@ def add_loss(report: Report, lab: Lab, more: int) -> None:
         for order in range(1, ORDERS + 1):
             state = start()
             for number in range(last, last + more):
-                state, _ = model.step(state, model.batch(order, number))
+                state = model.step(state, model.batch(order, number))
             found.append(model.tested(state))
         return Sample(tuple(found))
 
     losses = {"none, uninterrupted": trained(at_last)}
     for coding in CODINGS:
-        with lab.saved_chain(model, states_, coding) as manager:
+        with lab.saved_chain(states_, coding) as manager:
 
             def restored(manager: deltackpt.CheckpointManager = manager) -> Any:
                 return manager.restore(last, at_last()).state
@@ -330,14 +302,6 @@ def add_loss(report: Report, lab: Lab, more: int) -> None:
 # bf16 weights of which 1 % change.
 
 
-def sparse_state(weights: np.ndarray) -> dense_models.State:
-    """Weights as a train state."""
-    table = {"table": jnp.zeros((8, 8))}
-    marked = dense_models.marked(deltackpt.touched.init(table))
-    step = jnp.zeros((), jnp.int32)
-    return dense_models.State(table["table"], {"weights": jnp.asarray(weights)}, (), step, marked)
-
-
 def in_blocks(leaf: np.ndarray) -> np.ndarray:
     """Pads a leaf to whole blocks."""
     found = np.zeros((blocks_of(leaf.size), BLOCK), leaf.dtype)
@@ -350,28 +314,31 @@ def add_sparse(report: Report, root: Path, scale: float, rounds: int) -> None:
     random, size = np.random.default_rng(0), round(200e6 * scale)
     weights = np.asarray(jnp.asarray(random.standard_normal(size, np.float32) * 0.02, jnp.bfloat16))
     title, gigabytes = "bf16, 1 % changed", weights.nbytes / 1e9
-    model = dense_models.untrained(lambda: sparse_state(weights))
-    state = sparse_state(weights)
-    copies, encodings, sizes = list[float](), list[float](), list[float]()
-    with opened(root, model, {}) as manager, Runtime(2) as pool:
-        manager.save(0, state)
-        manager.wait_until_finished()
+    state, found = dense_models.state_of({"weights": jnp.asarray(weights)}), Figures()
+    way = opened(root, {})
+    manager = way.manager
+    with manager, Runtime(2) as pool:
+        way.saved(0, state)
         for number in range(1, CHAIN + 1):
             before, bits = in_blocks(weights), weights.view(np.uint16).copy()
             places = np.flatnonzero(random.random(size, np.float32) < 0.01)
             bits[places] += np.where(random.random(len(places)) < 0.5, 1, -1).astype(np.uint16)
             weights = bits.view(weights.dtype)
             now = in_blocks(weights)
-            copies.append(ways.copy_secs(now, np.empty_like(now), pool) / gigabytes)
             encode = functools.partial(block_codes.encode_leaf, now, before, "lossless", None, pool)
-            encodings.append(timed(lambda: pool.memory.give_back([encode().decoded])) / gigabytes)  # noqa: B023
+            speeds = {
+                "copy": ways.copy_secs(now, np.empty_like(now), pool) / gigabytes,
+                "encode": timed(lambda: pool.memory.give_back([encode().decoded])) / gigabytes,  # noqa: B023
+            }
+            if number > 1:  # The first one faults in memory.
+                found.add("", speeds)
             touched = dense_models.marked(state.touched)
-            state = sparse_state(weights)._replace(touched=touched)
-            manager.save(number, state)
-            manager.wait_until_finished()
-            sizes.append(float(ways.tree_bytes(root / str(number))))
-        found = manager.restore(CHAIN, state).state.params["weights"]
-        equal = bool((np.asarray(found).view(np.uint16) == weights.view(np.uint16)).all())
+            state = state._replace(params={"weights": jnp.asarray(weights)}, touched=touched)
+            way.saved(number, state)
+            nbytes = {"raw": weights.nbytes, "bytes": ways.tree_bytes(root / str(number))}
+            found.add("", nbytes)
+        restored = manager.restore(CHAIN, state).state.params["weights"]
+        equal = bool((np.asarray(restored).view(np.uint16) == weights.view(np.uint16)).all())
 
         def restores() -> dict[str, float]:
             timings = {
@@ -381,37 +348,31 @@ def add_sparse(report: Report, root: Path, scale: float, rounds: int) -> None:
             return timings | {"read": ways.read_secs(root)}
 
         measured = interleaved(rounds, {"": restores})
-    raw = Sample((float(weights.nbytes),) * CHAIN)
-    report.compare(
-        f"{title}: bytes of a delta", Sample(tuple(sizes)), "raw", raw, megabytes, bar=_SPARSE_BAR
-    )
+    delta, raw = found("", "bytes"), found("", "raw")
+    report.compare(f"{title}: bytes of a delta", delta, "raw", raw, megabytes, bar=_SPARSE_BAR)
     report.state(f"{title}: other bits", Sample((0.0 if equal else 1.0,)), count, bar=0.0)
-    encoded, copied = Sample(tuple(encodings[1:])), Sample(tuple(copies[1:]))
+    encoded = found("", "encode")
     report.state(f"{title}: encode", encoded, speed, bar=1.0)
-    report.compare(f"{title}: encode", encoded, "copy", copied, speed)
+    report.compare(f"{title}: encode", encoded, "copy", found("", "copy"), speed)
     base, chain, read = (measured("", what) for what in ("base", "chain", "read"))
     what = f"{title}: restore of base and {CHAIN} deltas"
-    report.compare(what, chain, "a read of the files", read, secs, bar=_RESTORE_BAR)
-    report.compare(what, chain, "a restore of the base", base, secs)
+    report.compare(what, chain, "a read of the files", read, bar=_RESTORE_BAR)
+    report.compare(what, chain, "a restore of the base", base)
     report.section()
 
 
-def run(options: argparse.Namespace, place: Path) -> None:
-    """Measures the chosen parts and prints the table."""
-    report = Report(
-        "Dense leaves of deltas",
-        sizes=f"T5 {options.size} (loss: {options.loss_size}), batch {options.batch}, "
-        f"{options.first} steps before the first save, {options.gap} between two. {ways.TUNED}",
+def dense(report: Report, options: argparse.Namespace, place: Path) -> None:
+    report.sizes = (
+        f"T5 {options.size} (loss: {options.loss_size}), batch {options.batch}, "
+        f"{options.first} steps before the first save, {options.gap} between two. {ways.TUNED}"
     )
-    chosen = [case for case in CASES if case.model in options.models]
     labs: dict[bool, Lab] = {}
     if {"bytes", "chain", "loss"} & {*options.only}:
-        text = texts.text_of(options.text)
         for small, size in ((True, options.size), (False, options.loss_size)):
-            labs[small] = Lab(options, size, text, place)
+            labs[small] = Lab(options, size, place)
     rows: list[list] = []
     if "bytes" in options.only:
-        rows += add_bytes(report, labs, chosen)
+        rows += add_bytes(report, labs, [case for case in CASES if case.model in options.models])
     if "w" in options.only:
         rows += add_w(report, place / "w", options.scale)
     if rows:
@@ -424,26 +385,19 @@ def run(options: argparse.Namespace, place: Path) -> None:
         add_loss(report, labs[False], options.more)
     if "sparse" in options.only:
         add_sparse(report, place / "sparse", options.scale, options.repeats)
-    report.show(options)
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    add, parts = parser.add_argument, ("bytes", "w", "chain", "loss", "sparse")
-    add("--only", nargs="+", choices=parts, default=parts, help="what to measure")
-    add("--models", nargs="+", default=sorted({case.model for case in CASES}))
-    add("--text", type=Path, help="any text file; default: docs and sources of this clone")
-    add("--size", default="small", help="of T5")
-    add("--loss-size", default="tiny", help="of the T5 that is trained on after restores")
-    add("--batch", type=int, default=4, help="samples in a batch of T5")
-    add("--first", type=int, default=200, help="steps before the first save")
-    add("--gap", type=int, default=10, help="steps between the saves of a chain")
-    add("--more", type=int, default=20, help="steps after a restore")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="dense-", dir=options.directory) as place:
-        run(options, Path(place))
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Dense leaves of deltas",
+        dense,
+        only=("bytes", "w", "chain", "loss", "sparse"),
+        models=tuple(sorted({case.model for case in CASES})),
+        text="",  # Any text file; by default docs and sources of this clone.
+        size="small",
+        loss_size="tiny",  # Of the T5 that is trained on after restores.
+        batch=4,  # Samples.
+        first=200,  # Steps before the first save.
+        gap=10,  # Steps between the saves of a chain.
+        more=20,  # Steps after a restore.
+    )

@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes 10 MB durable: as an extent, as a new directory, as a new file, and in place.
 
-Measured once with the disk otherwise idle, once beside a process that writes 4 MB files and fsyncs
-each.
-
-All variants take the same bytes from memory and end when these are on disk. The reference is a
-directory of 20 files, with an fsync of each file and of the directory. "The same as a save writes
-it" writes these files past the page cache and fsyncs them together in threads. The limit is one
-write past the page cache, from aligned memory, into an existing file: no checksum, no copy. CPU is
-that of this process.
-
-    python benchmarks/extents.py --json extents.json
-    python benchmarks/extents.py --scale 6 --directory /nvme
+All variants take the same bytes from memory and end when these are on disk, which is otherwise idle
+or has another writer. The reference is a directory of 20 files, with an fsync of each file and of
+the directory; a save fsyncs them together in threads. The limit is one write past the page cache,
+from aligned memory, into an existing file: no checksum, no copy. CPU is that of this process.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fresh
 import numpy as np
-from report import Figures, Report, arguments, count, interleaved, metered, secs
+import report as reports
+import ways
+from report import Figures, Report, count, interleaved, metered
 
 from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.resources.runtime import FSYNCS, Runtime
@@ -68,23 +63,6 @@ def disturb(folder: str) -> None:
 def measure(folder: Path, nbytes: int, repeats: int) -> Figures:
     """Makes bytes durable in all ways, in turn."""
     folder.mkdir()
-    with _ways(folder, nbytes) as found:
-
-        def once(save: Callable[[], None], forget: Callable[[], None]) -> dict[str, float]:
-            with metered() as spent:
-                save()
-            forget()
-            return spent[0]._asdict()
-
-        candidates = {n: lambda pair=pair: once(*pair) for n, pair in found.items()}
-        return interleaved(repeats, candidates)
-
-
-@contextmanager
-def _ways(
-    folder: Path, nbytes: int
-) -> Iterator[dict[str, tuple[Callable[[], None], Callable[[], None]]]]:
-    """Yields what makes the bytes durable, and what cleans up before the next round, by name."""
     data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     crc = crc32c(data)
     pieces = np.array_split(data, _FILES)
@@ -106,8 +84,8 @@ def _ways(
         new.mkdir()
         for number, piece in enumerate(pieces):
             _write(new / str(number), piece)
-        _force(new)
-        _force(folder)
+        ways.fsync(new)
+        ways.fsync(folder)
 
     def as_save() -> None:
         new.mkdir()
@@ -115,40 +93,41 @@ def _ways(
         for number, piece in enumerate(pieces):
             batch.write_chunk(new / str(number), piece)
         batch.force()
-        _force(folder)
+        ways.fsync(folder)
 
     def as_file() -> None:
         _write(file, data)
-        _force(folder)
+        ways.fsync(folder)
 
     def in_place() -> None:
         os.pwrite(descriptor, aligned.data, 0)
         os.fdatasync(descriptor)
 
+    def once(save: Callable[[], None], forget: Callable[[], object]) -> dict[str, float]:
+        with metered() as spent:
+            save()
+        forget()
+        return spent[0]._asdict()
+
+    # What makes the bytes durable, and what cleans up before the next round.
+    candidates = {
+        _EXTENT: partial(once, as_extent, lambda: held.delete(held.refs())),
+        _REFERENCE: partial(once, as_directory, lambda: shutil.rmtree(new)),
+        "the same as a save writes it": partial(once, as_save, lambda: shutil.rmtree(new)),
+        "a new file": partial(once, as_file, file.unlink),
+        "one write in place, the limit": partial(once, in_place, lambda: None),
+    }
     with Runtime(FSYNCS) as runtime:
-        yield {
-            _EXTENT: (as_extent, lambda: held.delete(held.refs())),
-            _REFERENCE: (as_directory, lambda: shutil.rmtree(new)),
-            "the same as a save writes it": (as_save, lambda: shutil.rmtree(new)),
-            "a new file": (as_file, lambda: file.unlink()),
-            "one write in place, the limit": (in_place, lambda: None),
-        }
+        found = interleaved(repeats, candidates)
     os.close(descriptor)
     held.close()
+    return found
 
 
 def _write(path: Path, data: np.ndarray) -> None:
     with open(path, "xb", buffering=0) as file:
         file.write(data.data)
         os.fsync(file.fileno())
-
-
-def _force(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_system(directory: Path) -> str:
@@ -158,38 +137,28 @@ def file_system(directory: Path) -> str:
     return max(above, key=lambda mount: len(mount[0]))[1]
 
 
-def main() -> None:
-    """Runs the command line."""
-    options = arguments(__doc__, repeats=9).parse_args()
-    directory = options.directory or Path(tempfile.gettempdir())
+def extents(report: Report, options: argparse.Namespace, place: Path) -> None:
     nbytes = int(NBYTES * options.scale)
-    report = Report(
-        "A save made durable on a disk of the node",
-        sizes=f"{nbytes / 1e6:g} MB, {file_system(directory)}",
-    )
-    found: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory(prefix="extents-", dir=directory) as folder:
-        found[_WHEN[0]] = measure(Path(folder, "alone"), nbytes, options.repeats)
-        Path(folder, "other").mkdir()
-        with fresh.started(disturb, Path(folder, "other")) as other:
-            fresh.heard(other)
-            try:
-                found[_WHEN[1]] = measure(Path(folder, "beside"), nbytes, options.repeats)
-            finally:
-                other.kill()
-    rows = []
-    for name in found[_WHEN[0]].candidates:
+    report.sizes = f"{nbytes / 1e6:g} MB, {file_system(place)}"
+    found = {_WHEN[0]: measure(place / "alone", nbytes, options.repeats)}
+    (place / "other").mkdir()
+    with fresh.started(disturb, place / "other") as other:
+        fresh.heard(other)
+        try:
+            found[_WHEN[1]] = measure(place / "beside", nbytes, options.repeats)
+        finally:
+            other.kill()
+    rows, alone = [], found[_WHEN[0]]
+    for name in alone.candidates:
         for when, figures in found.items():
-            mine, theirs = figures(_EXTENT, "secs"), figures(name, "secs")
             if name != _EXTENT:
-                bar = _BAR if name == _REFERENCE else None
-                report.compare(f"{_EXTENT}, {when}", mine, name, theirs, secs, bar=bar)
-        for what, unit in (("cpu", secs), ("fsyncs", count)):
-            report.state(f"{name}: {what}", found[_WHEN[0]](name, what), unit)
-        rows.append([name, *((figures(name, "secs"), secs) for figures in found.values())])
+                bars = [_BAR] if name == _REFERENCE else ()
+                report.against(f"{_EXTENT}, {when}", figures, "secs", _EXTENT, [name], bars=bars)
+        report.state(f"{name}: cpu", alone(name, "cpu"))
+        report.state(f"{name}: fsyncs", alone(name, "fsyncs"), count)
+        rows.append([name, *(cell for one in found.values() for cell in one.cells(name, "secs"))])
     report.publish("extents", (f"{nbytes / 1e6:g} MB as", *_WHEN), rows)
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("A save made durable on a disk of the node", extents, repeats=9)

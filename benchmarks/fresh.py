@@ -45,7 +45,6 @@ def started(
 
 
 def say(result: Any) -> None:
-    """Sends a result to the parent process."""
     print(_MARK + json.dumps(result), flush=True)
 
 
@@ -83,25 +82,20 @@ def call_job(
     Raises:
       RuntimeError: a process failed, or they did not end in time.
     """
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with contextlib.ExitStack() as stack:
         workers, outputs = [], []
         for rank in range(processes):
-            joined = {"BENCHMARK_JOB": f"{address} {processes} {rank} {limit}"}
+            environment = {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                "BENCHMARK_JOB": f"{address} {processes} {rank} {limit}",
+            }
             outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-            worker = started(
-                function,
-                *arguments,
-                environment=environment | joined,
-                stdout=outputs[-1],
-                stderr=subprocess.STDOUT,
-            )
+            streams = {"stdout": outputs[-1], "stderr": subprocess.STDOUT}
+            worker = started(function, *arguments, environment=environment, **streams)
             stack.callback(worker.wait)
             stack.callback(worker.kill)
             workers.append(worker)
@@ -111,14 +105,14 @@ def call_job(
             if time.monotonic() > deadline or any(one.returncode for one in workers):
                 break
             time.sleep(0.1)
-        texts = []
-        for output in outputs:
+        found = []
+        for rank, (worker, output) in enumerate(zip(workers, outputs, strict=True)):
             output.seek(0)
-            texts.append(output.read())
-        for rank, worker in enumerate(workers):
+            text = output.read()
             if worker.poll() != 0:
-                raise RuntimeError(f"process {rank} of {processes} failed:\n{texts[rank][-4000:]}")
-    return [json.loads(text.rpartition(_MARK)[2].splitlines()[0]) for text in texts]
+                raise RuntimeError(f"process {rank} of {processes} failed:\n{text[-4000:]}")
+            found.append(json.loads(text.rpartition(_MARK)[2].splitlines()[0]))
+    return found
 
 
 def status_bytes(name: str) -> int:
@@ -151,7 +145,6 @@ def _join_job(address: str, processes: str, rank: str, limit: str) -> None:
 
 
 def main() -> None:
-    """Calls the function that the command line names."""
     arguments, module, name = sys.argv[1:]
     job = os.environ.pop("BENCHMARK_JOB", "")
     if job:

@@ -2,14 +2,9 @@
 """Saves of a state on a GPU: their cost to training, against Orbax, and encoding on the device.
 
 A loop dispatches training steps a few ahead, as real loops do, and records when the device
-completes each. A save comes between two dispatches; the time of save() includes the steps in
-flight, which every save waits for. The completions give three figures: the time without a step at
-the save (the gap between the last step dispatched before it and the first one after it, less an
-undisturbed step: the device is idle then, or gathers and encodes), the time of steps while the save
-is in flight, and the training time lost until its commit. Every step donates the tables.
-
-python benchmarks/gpu.py --json gpu.json
-python benchmarks/gpu.py --allow-cpu --scale 0.01 --repeats 1 --steps 6      # a smoke test
+completes each. The time of save() includes the steps in flight, which every save waits for. The
+completions give the time without a step at the save (the gap around it, less an undisturbed step),
+the time of steps while the save is in flight, and the training time lost until its commit.
 """
 
 from __future__ import annotations
@@ -18,33 +13,19 @@ import argparse
 import functools
 import itertools
 import queue
-import tempfile
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import report as reports
 import state as states
 import ways
-from jax import lax
-from report import (
-    Figures,
-    Report,
-    Sample,
-    arguments,
-    interleaved,
-    percent,
-    secs,
-    speed,
-    timed,
-    times,
-)
+from report import Figures, Report, Sample, interleaved, percent, speed, timed, times
 
-import deltackpt
 from deltackpt import codecs
 from deltackpt.save import capture, encode
 
@@ -61,38 +42,16 @@ SAVES = {
     "Orbax defaults": ("Orbax defaults", "full"),
 }
 DELTA = next(iter(SAVES))
-#: (figure, words, bar of deltas).
-FIGURES = (
-    ("blocked", "`save()` takes", 1.0),
-    ("lost", "training time lost", 1 / 15),
-    ("committed", "durable after", None),
-    ("gap", "without a step at the save", None),
-)
+#: Words and bars of deltas.
+FIGURES = {
+    "blocked": ("`save()` takes", 1.0),
+    "lost": ("training time lost", 1 / 15),
+    "committed": ("durable after", None),
+    "gap": ("without a step at the save", None),
+}
 CODECS = ("bf16", "int8", "int4", "adaptive4", "adaptive2")
 #: Rows that are encoded at once: 64 MiB, as in a save on a device.
 ENCODED_ROWS = 1 << 18
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def train(state: states.State, ids: dict[str, Any], work: int) -> tuple[states.State, jax.Array]:
-    """A training step: lookups, ``work`` times the matrix products, updates."""
-    looked_up = [state.tables[name][rows] for name, rows in ids.items()]
-    batch = jnp.concatenate(looked_up, axis=1)
-    width = next(iter(state.dense.values())).shape[0]
-    hidden = jnp.pad(batch, ((0, 0), (0, width - batch.shape[1])))
-
-    def layers(_: int, hidden: jax.Array) -> jax.Array:
-        for kernel in state.dense.values():
-            hidden = jnp.tanh(hidden @ kernel)
-        return hidden
-
-    loss = jnp.mean(lax.fori_loop(0, work, layers, hidden))
-    tables, accumulators = dict(state.tables), dict(state.accumulators)
-    for name, rows in ids.items():
-        tables[name] = tables[name].at[rows].add(-1e-6 * loss)
-        accumulators[name] = accumulators[name].at[rows].add(1e-6)
-    touched = deltackpt.touched.mark(state.touched, ids)
-    return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss
 
 
 class Loop:
@@ -102,12 +61,18 @@ class Loop:
         """Compiles the step and makes it last at least ``step_secs``."""
         self.state = state
         self.completed: list[float] = []
+        #: Steps since ``begin``.
+        self.dispatched = 0
         self._ids = [jax.device_put(states.lookups(state, seed)) for seed in range(8)]
         self._room = threading.Semaphore(AHEAD)
         self._pending: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
-        self._count = 0
         self._work = 1
-        while self._alone() < step_secs:
+
+        def once() -> None:
+            self.state, loss = states.train(self.state, self._ids[0], self._work)
+            jax.block_until_ready((self.state, loss))
+
+        while min(timed(once) for _ in range(3)) < step_secs:
             self._work *= 2
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
@@ -116,16 +81,16 @@ class Loop:
         """Dispatches steps; waits if too many are incomplete."""
         for _ in range(count):
             self._room.acquire()
-            ids = self._ids[self._count % len(self._ids)]
-            self.state, loss = train(self.state, ids, self._work)
+            ids = self._ids[self.dispatched % len(self._ids)]
+            self.state, loss = states.train(self.state, ids, self._work)
             self._pending.put(loss)
-            self._count += 1
+            self.dispatched += 1
 
     def begin(self) -> None:
         """Waits for earlier steps and clears their completions."""
         self.drain()
         self.completed.clear()
-        self._count = 0
+        self.dispatched = 0
 
     def drain(self) -> None:
         """Waits until every step is complete and recorded."""
@@ -133,24 +98,9 @@ class Loop:
             self._room.acquire()
         self._room.release(AHEAD)
 
-    @property
-    def dispatched(self) -> int:
-        """Steps since ``begin``."""
-        return self._count
-
     def close(self) -> None:
-        """Ends the thread."""
         self._pending.put(None)
         self._watcher.join()
-
-    def _alone(self) -> float:
-        """Seconds of a step with nothing else running; the least of three."""
-
-        def once() -> None:
-            self.state, loss = train(self.state, self._ids[0], self._work)
-            jax.block_until_ready((self.state, loss))
-
-        return min(timed(once) for _ in range(3))
 
     def _watch(self) -> None:
         while (loss := self._pending.get()) is not None:
@@ -162,7 +112,6 @@ class Loop:
 def disturbed(
     loop: Loop, manager: ways.Way, step: int, kind: str, quiet_steps: int, pool: ThreadPoolExecutor
 ) -> dict[str, float]:
-    """Measures one save during training."""
     loop.begin()
     loop.steps(quiet_steps)
     first = loop.dispatched
@@ -200,15 +149,14 @@ def committed_at(manager: ways.Way) -> float:
 
 def measure_training(root: Path, state: states.State, options: argparse.Namespace) -> Figures:
     """Measures the cost of each kind of save to training, in turn; the first round compiles."""
-    managers = {way: ways.WAYS[way](root / way) for way, _ in SAVES.values()}
+    managers = ways.opened(root, (way for way, _ in SAVES.values()))
     loop, step = Loop(state, options.step_secs), 0
 
     def save(way: str, kind: str) -> dict[str, float]:
         nonlocal step
         step += 2
         if kind == "delta":
-            managers[way].save(step - 1, loop.state, base=True)
-            managers[way].wait()
+            managers[way].saved(step - 1, loop.state, base=True)
         ids = states.random_ids(loop.state, TOUCHED, step)
         loop.state = jax.block_until_ready(states.change(loop.state, ids))
         ways.warm_memory(loop.state)
@@ -244,62 +192,49 @@ def alike(name: str, rows: jax.Array) -> float:
     return float(same.mean())
 
 
-def run(options: argparse.Namespace, root: Path) -> None:
-    """Measures and prints the table."""
+def gpu(report: Report, options: argparse.Namespace, root: Path) -> None:
     device = jax.devices()[0]
+    if device.platform != "gpu":
+        if not options.allow_cpu:
+            sys.exit(f"expected a GPU, found {device.platform}; see --allow-cpu")
+        report.note("Not on a GPU: this shows that the benchmark runs, and nothing else.")
     state = states.make(options.scale)
     rows = sum(table.shape[0] for table in state.tables.values())
-    report = Report(
-        "Saves of a state on a GPU",
-        sizes=f"{device.device_kind} ({device.platform}); {rows:,} rows of {states.WIDTH} float32, "
+    report.sizes = (
+        f"{device.device_kind} ({device.platform}); {rows:,} rows of {states.WIDTH} float32, "
         f"{ways.nbytes(state) / 1e9:.2f} GB with slots and the dense part; {TOUCHED:.0%} of the "
-        f"rows touched between saves; {AHEAD} steps ahead. {ways.TUNED}",
+        f"rows touched between saves; {AHEAD} steps ahead. {ways.TUNED}"
     )
-    if device.platform != "gpu":
-        report.note("Not on a GPU: this shows that the benchmark runs, and nothing else.")
     found = measure_training(root, state, options)
     ours = [name for name in SAVES if name not in ways.THEIRS]
-    for (figure, words, bar), name, other in itertools.product(FIGURES, ours, ways.THEIRS):
-        mine, theirs = found(name, figure), found(other, figure)
-        bar = bar if name == DELTA else None
-        report.compare(f"{name}: {words}", mine, other, theirs, secs, bar=bar)
+    for (figure, (words, bar)), name in itertools.product(FIGURES.items(), ours):
+        bars = (bar, bar) if name == DELTA else ()
+        report.against(f"{name}: {words}", found, figure, name, ways.THEIRS, bars=bars)
     for name in SAVES:
         report.state(f"{name}: steps meanwhile", found(name, "slower"), times)
-    report.state("undisturbed step", found(DELTA, "quiet"), secs)
+    report.state("undisturbed step", found(DELTA, "quiet"))
     report.section()
     size = max(1024, round(ENCODED_ROWS * min(1.0, options.scale)))
     random = jax.random.normal(jax.random.key(0), (size, states.WIDTH))
     speeds = {name: functools.partial(encode_speed, name, random) for name in CODECS}
     encoded = interleaved(options.repeats, speeds)
-    few = random[: capture.piece_rows(random.shape[1:])]
-    table = []
+    few, table = random[: capture.piece_rows(random.shape[1:])], []
     for name in CODECS:
         same = Sample((alike(name, few),))
         report.state(f"{name}: encode on the device", encoded(name, "encode"), speed)
         report.state(f"{name}: rows stored as the CPU encodes them", same, percent)
-        table.append([f"`{name}`", (encoded(name, "encode"), speed), (same, percent)])
-    shown = FIGURES[:3]
-    report.publish(
-        "saves",
-        ("save", *(words for _, words, _ in shown)),
-        [[name, *((found(name, figure), secs) for figure, _, _ in shown)] for name in SAVES],
-    )
+        table.append([f"`{name}`", *encoded.cells(name, encode=speed), (same, percent)])
+    shown = list(FIGURES)[:3]
+    columns = ("save", *(FIGURES[figure][0] for figure in shown))
+    report.publish("saves", columns, found.rows(SAVES, *shown))
     report.publish("encoding", ("codec", "encode on the device", "rows as the CPU's"), table)
-    report.show(options)
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--allow-cpu", action="store_true", help="run where there is no GPU")
-    parser.add_argument("--steps", type=int, default=30, help="undisturbed, around each save")
-    parser.add_argument("--step-secs", type=float, default=0.01, help="of a training step, least")
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu" and not options.allow_cpu:
-        parser.error(f"expected a GPU, found {jax.default_backend()}; see --allow-cpu")
-    with tempfile.TemporaryDirectory(prefix="gpu-", dir=options.directory) as place:
-        run(options, Path(place))
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Saves of a state on a GPU",
+        gpu,
+        allow_cpu=False,
+        steps=30,  # Undisturbed, around each save.
+        step_secs=0.01,  # Of a training step, at least.
+    )

@@ -4,23 +4,22 @@
 Each candidate trains 300 steps, saves every 20 (deltackpt: a base and 14 deltas), and ends when its
 last save is durable. Then it trains 20 steps more and saves once while training waits. 5 % of the
 rows change between two saves. A shorter round before it compiles everything.
-
-    python benchmarks/plain.py --json plain.json
-    python benchmarks/plain.py --scale 0.01 --repeats 1 --steps 40      # a smoke test
 """
 
 from __future__ import annotations
 
-import tempfile
+import argparse
+import shutil
 import time
 from pathlib import Path
 from statistics import median
 
 import jax
 import numpy as np
+import report as reports
 import state as states
 import ways
-from report import Figures, Report, arguments, cpu_secs, megabytes, secs, times
+from report import Figures, Report, cpu_secs, megabytes, secs, times
 
 NONE, MARKS, HASHES = "no checkpoints", "deltackpt, `TouchState`", "deltackpt, fingerprints"
 #: A fifth of state W's rows, and state W.
@@ -28,12 +27,16 @@ SCALES = (0.2, 1.0)
 _SHARE = 0.05
 #: Limits of the end-to-end training time, as a multiple of that without checkpoints.
 _BARS = {MARKS: 1.03, HASHES: 1.06}
+_SAVING = (MARKS, HASHES, *reversed(ways.THEIRS))
+
+#: The ids of each step, by table.
+Batches = list[dict[str, np.ndarray]]
 
 
-def batches_of(rows: dict[str, int], steps: int, every: int) -> list[dict[str, np.ndarray]]:
+def batches_of(rows: dict[str, int], steps: int, every: int) -> Batches:
     """Draws the ids of each step: uniform, from 5 % of the rows that change with each save."""
     random = np.random.default_rng(0)
-    found: list[dict[str, np.ndarray]] = []
+    found: Batches = []
     size = max(states.LOOKUPS, -(-max(1, round(max(rows.values()) * _SHARE)) // every))
     hot: dict[str, np.ndarray] = {}
     for number in range(steps):
@@ -61,14 +64,8 @@ def opened(name: str, root: Path) -> ways.Way | None:
 
 
 def run(
-    name: str,
-    scale: float,
-    batches: list[dict[str, np.ndarray]],
-    steps: int,
-    every: int,
-    root: Path,
+    name: str, scale: float, batches: Batches, steps: int, every: int, root: Path
 ) -> dict[str, float]:
-    """Trains from a fresh state with one candidate."""
     state = states.make(scale)
     if name != MARKS:
         state = state._replace(touched=None)
@@ -99,47 +96,37 @@ def run(
     found["durable"] = time.perf_counter() - started
     found["bytes"] = nbytes = ways.tree_bytes(root / str(steps + every))
     saver.close()
-    return found | {
-        "blocked": median(blocked[1:]),
-        "write": ways.write_secs(root / "plain", nbytes),
-    }
+    write = ways.write_secs(root / "plain", nbytes)
+    return found | {"blocked": median(blocked[1:]), "write": write}
 
 
 def add(report: Report, size: str, found: Figures, saves: int) -> list[list]:
     """Adds the lines of one state, and returns its rows of the published table."""
     rows = []
-    for name in (MARKS, HASHES, *reversed(ways.THEIRS)):
-        whole, none = found(name, "whole"), found(NONE, "whole")
-        bar = _BARS.get(name)
-        report.compare(f"{size}: training, {name}", whole, NONE, none, secs, bar=bar)
-        lost = whole.minus(none).mapped(lambda value: value / saves)
-        cpu = found(name, "cpu").minus(found(NONE, "cpu")).mapped(lambda value: value / saves)
-        blocked, write = found(name, "blocked"), found(name, "write")
-        report.state(f"{size}: training time lost per save, {name}", lost, secs)
-        report.state(f"{size}: CPU per save, {name}", cpu, secs)
-        report.state(f"{size}: save() blocks, {name}", blocked, secs)
-        report.state(f"{size}: bytes of one save, {name}", found(name, "bytes"), megabytes)
-        durable = found(name, "durable")
-        report.compare(f"{size}: durable, {name}", durable, "a write of its bytes", write, secs)
-        timings = [(sample, secs) for sample in (lost, cpu, blocked, durable, write)]
-        rows.append(
-            [size, name, (whole.over(none), times), *timings, (found(name, "bytes"), megabytes)]
+    for name in _SAVING:
+        bars = [_BARS.get(name)]
+        report.against(f"{size}: training, {name}", found, "whole", name, [NONE], bars=bars)
+        lost, cpu = (
+            found(name, what).minus(found(NONE, what)).mapped(lambda value: value / saves)
+            for what in ("whole", "cpu")
         )
+        blocked, durable, write = (found(name, what) for what in ("blocked", "durable", "write"))
+        report.state(f"{size}: training time lost per save, {name}", lost)
+        report.state(f"{size}: CPU per save, {name}", cpu)
+        report.state(f"{size}: save() blocks, {name}", blocked)
+        report.state(f"{size}: bytes of one save, {name}", found(name, "bytes"), megabytes)
+        report.compare(f"{size}: durable, {name}", durable, "a write of its bytes", write)
+        timings = [(sample, secs) for sample in (lost, cpu, blocked, durable, write)]
+        relative = found(name, "whole").over(found(NONE, "whole")), times
+        rows.append([size, name, relative, *timings, (found(name, "bytes"), megabytes)])
     report.section()
     return rows
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, default=20, help="steps between two saves")
-    options = parser.parse_args()
-    saves = options.steps // options.every
-    report = Report(
-        "End-to-end training time with default options",
-        sizes=f"{options.steps} steps, a save every {options.every} (a base, then deltas), "
-        f"{_SHARE:.0%} of the rows changed between two saves. {ways.TUNED}",
+def plain(report: Report, options: argparse.Namespace, place: Path) -> None:
+    report.sizes = (
+        f"{options.steps} steps, a save every {options.every} (a base, then deltas), "
+        f"{_SHARE:.0%} of the rows changed between two saves. {ways.TUNED}"
     )
     rows: list[list] = []
     for scale in (each * options.scale for each in SCALES):
@@ -150,20 +137,17 @@ def main() -> None:
         for number in range(options.repeats + 1):
             # The first round compiles, and is not counted.
             steps = options.steps if number else 2 * options.every
-            for name in (NONE, MARKS, HASHES, *reversed(ways.THEIRS)):
-                with tempfile.TemporaryDirectory(dir=options.directory) as place:
-                    one = run(name, scale, batches, steps, options.every, Path(place) / "run")
+            for name in (NONE, *_SAVING):
+                one = run(name, scale, batches, steps, options.every, place / "run")
+                shutil.rmtree(place / "run", ignore_errors=True)
                 if number:
                     found.add(name, one)
-        rows += add(report, size, found, saves)
-    report.publish(
-        "training",
-        ("state", "candidate", "training time", "lost per save", "CPU per save")
-        + ("`save()` blocks", "durable after", "write of its bytes", "bytes"),
-        rows,
-    )
-    report.show(options)
+        rows += add(report, size, found, options.steps // options.every)
+    columns = ("state", "candidate", "training time", "lost per save", "CPU per save")
+    columns += ("`save()` blocks", "durable after", "write of its bytes", "bytes")
+    report.publish("training", columns, rows)
 
 
 if __name__ == "__main__":
-    main()
+    title = "End-to-end training time with default options"
+    reports.main(title, plain, repeats=5, steps=300, every=20)

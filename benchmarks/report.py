@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -41,6 +42,43 @@ _STARTED = os.getloadavg()[0], time.time()
 Unit = Callable[[float], str]
 
 
+def ratio(value: float) -> str:
+    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above."""
+    return f"1/{1 / value:.1f}" if 0 < value < 0.5 else f"x{value:.2f}"
+
+
+def secs(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if abs(value) < 0.9995 else f"{value:.2f} s"
+
+
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:.1f} MB"
+
+
+def times(value: float) -> str:
+    """A multiple, of the undisturbed time or of the state."""
+    return f"x{value:.2f}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.3%}"
+
+
+def speed(value: float) -> str:
+    """Seconds per GB as GB per second."""
+    return f"{1 / value:.2f} GB/s"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+#: Units by name, for results.
+UNITS: dict[str, Unit] = {
+    unit.__name__: unit for unit in (ratio, secs, megabytes, times, percent, speed, count)
+}
+
+
 class Sample(NamedTuple):
     """Measurements of repeated runs, in the order of the rounds."""
 
@@ -48,24 +86,16 @@ class Sample(NamedTuple):
 
     @property
     def median(self) -> float:
-        """The middle value."""
         return median(self.values)
 
     def over(self, other: Sample) -> Sample:
         """Ratios round by round, so that noise that lasts longer than a round cancels out."""
-        return self.with_each(other, lambda a, b: a / b)
+        return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
     def minus(self, other: Sample) -> Sample:
-        """Differences round by round."""
-        return self.with_each(other, lambda a, b: a - b)
-
-    def with_each(self, other: Sample, combine: Callable[[float, float], float]) -> Sample:
-        """Combines the values of each round."""
-        pairs = zip(self.values, other.values, strict=True)
-        return Sample(tuple(combine(a, b) for a, b in pairs))
+        return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def mapped(self, function: Callable[[float], float]) -> Sample:
-        """Applies a function to each value."""
         return Sample(tuple(map(function, self.values)))
 
     def shown(self, unit: Unit) -> str:
@@ -85,11 +115,9 @@ class Figures:
     """Measured values by candidate and figure, one per round."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._values: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def add(self, candidate: str, values: Mapping[str, float]) -> None:
-        """Adds the values of a round."""
         for figure, value in values.items():
             self._values[candidate, figure].append(value)
 
@@ -104,6 +132,32 @@ class Figures:
     def candidates(self) -> list[str]:
         """The candidates, in the order of their first values."""
         return list(dict.fromkeys(candidate for candidate, _ in self._values))
+
+    def cells(self, candidate: str, *figures: str, **units: Unit) -> list[Any]:
+        """Cells of a published table: figures in seconds, then others with their units."""
+        return [
+            (self(candidate, f), unit) for f, unit in ({f: secs for f in figures} | units).items()
+        ]
+
+    def rows(self, candidates: Iterable[str], *figures: str, **units: Unit) -> list[list[Any]]:
+        """Rows of a published table, which begin with the candidate."""
+        return [[name, *self.cells(name, *figures, **units)] for name in candidates]
+
+
+def slowest(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest value of each figure, over the processes of a job."""
+    return {key: max(part[key] for part in parts) for key in parts[0] if key != "name"}
+
+
+def joined(
+    views: Sequence[Sequence[Mapping[str, Any]]],
+    combine: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, float]] = slowest,
+) -> Figures:
+    """Combines what each process of a job measured; ``name`` is the candidate of a view."""
+    found = Figures()
+    for parts in zip(*views, strict=True):
+        found.add(parts[0]["name"], combine(parts))
+    return found
 
 
 def interleaved(
@@ -124,22 +178,13 @@ def interleaved(
 
 
 class Cost(NamedTuple):
-    """What a block of code cost this process.
-
-    Attributes:
-      secs: wall time.
-      cpu: CPU seconds of all threads.
-      switches: context switches.
-      threads: threads that were started on this machine, without those of the kernel.
-      calls: system calls that read or write.
-      fsyncs: calls of ``os.fsync`` and ``os.fdatasync``.
-    """
+    """What a block of code cost this process."""
 
     secs: float
-    cpu: float
-    switches: float
-    threads: float
-    calls: float
+    cpu: float  # Seconds of all threads.
+    switches: float  # Context switches.
+    threads: float  # Started on this machine, without those of the kernel.
+    calls: float  # System calls that read or write.
     fsyncs: float
 
 
@@ -202,7 +247,6 @@ def _io_calls() -> int:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
     gc.collect()
     started = time.perf_counter()
     call()
@@ -212,13 +256,13 @@ def timed(call: Callable[[], object]) -> float:
 class Report:
     """Collects comparisons, and prints them as lines of one table."""
 
-    def __init__(self, title: str, *, sizes: str):
+    def __init__(self, title: str, *, sizes: str = ""):
         """Starts an empty report; ``sizes`` describes what is measured, in a line."""
+        self.sizes = sizes
         self._table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for number, name in enumerate(("what", "measured", "against", "measured", "ratio", "bar")):
             justify = "left" if number in (0, 2) else "right"
             self._table.add_column(name, justify=justify, no_wrap=True)
-        self._sizes = sizes
         self._rows: list[dict[str, Any]] = []
         self._bars: list[dict[str, Any]] = []
         self._notes: list[str] = []
@@ -230,7 +274,7 @@ class Report:
         ours: Sample,
         against: str,
         theirs: Sample,
-        unit: Unit,
+        unit: Unit = secs,
         *,
         bar: float | None = None,
     ) -> None:
@@ -243,7 +287,24 @@ class Report:
         shown = ours.shown(unit), against, theirs.shown(unit), ratios.shown(ratio)
         self._table.add_row(what, *shown, verdict)
 
-    def state(self, what: str, measured: Sample, unit: Unit, *, bar: float | None = None) -> None:
+    def against(
+        self,
+        what: str,
+        found: Figures,
+        figure: str,
+        ours: str,
+        theirs: Iterable[str],
+        unit: Unit = secs,
+        *,
+        bars: Sequence[float | None] = (),
+    ) -> None:
+        """Compares a figure of ours with that of each other candidate."""
+        for other, bar in itertools.zip_longest(theirs, bars):
+            self.compare(what, found(ours, figure), other, found(other, figure), unit, bar=bar)
+
+    def state(
+        self, what: str, measured: Sample, unit: Unit = secs, *, bar: float | None = None
+    ) -> None:
         """Adds a line of a figure that is compared only with its bar."""
         verdict = self._judge(what, measured.median, bar, unit)
         self._rows.append({"name": what, **_cell(measured, unit)})
@@ -257,11 +318,9 @@ class Report:
         return f"{unit(bar)} {'[green]holds' if holds else '[red]missed'}"
 
     def section(self) -> None:
-        """Draws a line below the last row."""
         self._table.add_section()
 
     def note(self, text: str) -> None:
-        """Adds a line below the table."""
         self._notes.append(text)
 
     def publish(
@@ -271,14 +330,7 @@ class Report:
         rows: Sequence[Sequence[str | tuple[Sample, Unit]]],
         *remarks: str,
     ) -> None:
-        """Adds a table that a page of the documentation shows.
-
-        Args:
-          name: the page asks for it by this name.
-          columns: headings.
-          rows: texts, and figures with their unit.
-          remarks: sentences below the table.
-        """
+        """Adds a table that a page shows: texts, figures with units, and sentences below it."""
         cells = [[c if isinstance(c, str) else _cell(*c) for c in row] for row in rows]
         self._tables[name] = {"columns": list(columns), "rows": cells, "remarks": list(remarks)}
 
@@ -286,13 +338,13 @@ class Report:
         """Prints the table, and writes the result if the command line names a file."""
         console = Console(width=max(_WIDTH, Console().width), highlight=False)
         console.print(self._table)
-        for text in (*self._notes, self._sizes):
+        for text in (*self._notes, self.sizes):
             console.print(text)
         if options.json is None:
             return
         result = provenance() | {
             "rounds": options.repeats,
-            "sizes": self._sizes,
+            "sizes": self.sizes,
             "tables": self._tables,
             "bars": self._bars,
             "rows": self._rows,
@@ -352,60 +404,53 @@ def arguments(description: str | None, *, repeats: int = 7) -> argparse.Argument
     return parser
 
 
+#: A part of a benchmark: measures in a directory of its own, and adds lines to the report.
+Part = Callable[[Report, argparse.Namespace, Path], None]
+
+
 def run_parts(
     report: Report,
     options: argparse.Namespace,
-    parts: Mapping[str, Callable[[Report, argparse.Namespace, Path], None]],
+    parts: Mapping[str, Part],
     names: Iterable[str],
 ) -> None:
     """Runs parts of a benchmark, each in a temporary directory of its own; shows the report."""
     for name in names:
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=options.directory) as place:
             parts[name](report, options, Path(place))
+        report.section()
     report.show(options)
 
 
-def ratio(value: float) -> str:
-    """A ratio in readable form: 1/18.2 below 0.5, x1.05 above.
+def main(
+    title: str,
+    measure: Part | Mapping[str, Part],
+    sizes: Callable[[argparse.Namespace], str] = lambda _: "",
+    **options: Any,
+) -> None:
+    """Runs a benchmark: parses the command line, measures, and shows the report.
 
-    Example:
-      >>> ratio(0.05), ratio(1.5)
-      ('1/20.0', 'x1.50')
+    Args:
+      title: of the report.
+      measure: the benchmark, or its parts, of which ``--only`` chooses some.
+      sizes: describes what is measured, unless the benchmark does.
+      options: defaults of further options. A tuple takes several values.
     """
-    return f"1/{1 / value:.1f}" if 0 < value < 0.5 else f"x{value:.2f}"
-
-
-def secs(value: float) -> str:
-    """Seconds in a readable unit."""
-    return f"{value * 1e3:.3g} ms" if abs(value) < 0.9995 else f"{value:.2f} s"
-
-
-def megabytes(value: float) -> str:
-    """Bytes in units of 10^6."""
-    return f"{value / 1e6:.1f} MB"
-
-
-def times(value: float) -> str:
-    """A multiple, of the undisturbed time or of the state."""
-    return f"x{value:.2f}"
-
-
-def percent(value: float) -> str:
-    """A fraction as a percentage."""
-    return f"{value:.3%}"
-
-
-def speed(value: float) -> str:
-    """Seconds per GB as GB per second."""
-    return f"{1 / value:.2f} GB/s"
-
-
-def count(value: float) -> str:
-    """A whole number."""
-    return f"{value:,.0f}"
-
-
-#: Units by name, for results.
-UNITS: dict[str, Unit] = {
-    unit.__name__: unit for unit in (ratio, secs, megabytes, times, percent, speed, count)
-}
+    parser = arguments(sys.modules["__main__"].__doc__)
+    parts = measure if isinstance(measure, Mapping) else {Path(sys.argv[0]).stem: measure}
+    for name, default in {"only": tuple(parts), **options}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("repeats", "scale"):
+            parser.set_defaults(**{name: default})
+        elif isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            choices = default if name == "only" else None
+            kind = type(default[0])
+            parser.add_argument(flag, type=kind, nargs="+", choices=choices, default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default)
+    given = parser.parse_args()
+    run_parts(
+        Report(title, sizes=sizes(given)), given, parts, given.only if parts is measure else parts
+    )

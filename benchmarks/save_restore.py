@@ -4,9 +4,6 @@
 Restores run in fresh processes: ours of a base and ten deltas, Orbax's of a full save, and the
 limit, a read of the same files. ``training`` measures the time that a save of 5 % of the rows costs
 a loop on the same cores.
-
-python benchmarks/save_restore.py --json save_restore.json
-python benchmarks/save_restore.py --scale 0.02 --repeats 2      # a smoke test
 """
 
 from __future__ import annotations
@@ -19,9 +16,10 @@ from typing import Any
 
 import fresh
 import jax
+import report as reports
 import state as states
 import ways
-from report import Figures, Report, arguments, interleaved, run_parts, secs, times
+from report import Figures, Report, interleaved, times
 
 TOUCHED = 0.05
 #: Deltas on the base in a restored chain.
@@ -32,46 +30,32 @@ _LOST, _LOST_SECS = (1 / 25, 1 / 15), 0.015
 _RESTORE, _RESTORE_LIMIT = (1 / 2.5, 0.75), {"warm": 1.3, "cold": 1.1}
 
 
-def against_orbax(
-    report: Report,
-    title: str,
-    found: Figures,
-    ours: tuple[str, str],
-    figure: str,
-    bars: tuple[float | None, float | None] = (None, None),
-) -> None:
-    """Adds lines that compare a figure of ours with one of Orbax's defaults and tuned."""
-    for other, bar in zip(ways.THEIRS, bars, strict=True):
-        report.compare(title, found(*ours), other, found(other, figure), secs, bar=bar)
+def sizes(options: argparse.Namespace) -> str:
+    scale = options.scale
+    rows, nbytes = sum(states.rows_at(scale).values()), ways.nbytes(states.template(scale))
+    return (
+        f"State: {rows:,} rows of {states.WIDTH} float32 in {len(states.ROWS)} tables, "
+        f"{nbytes / 1e9:.2f} GB with slots and dense leaves; {TOUCHED:.0%} of the rows touched "
+        f"between saves. {ways.TUNED}"
+    )
 
 
 def training(report: Report, options: argparse.Namespace, root: Path) -> None:
     """The cost of a save to a training loop on the same cores."""
     loop, step = states.Loop(states.make(options.scale), batches=8), 0
-    managers = {name: ways.WAYS[name](root / name) for name in (*OURS, *ways.THEIRS)}
+    managers = ways.opened(root, (*OURS, *ways.THEIRS))
     for name in OURS:
-        managers[name].save(0, loop.state, base=True)
-        managers[name].wait()
+        managers[name].saved(0, loop.state, base=True)
 
     def save(name: str) -> dict[str, float]:
         nonlocal step
         step += 1
         loop.change(TOUCHED, 1000 + step)
         ways.warm_memory(loop.state)
-        before = loop.quiet()
-        started = time.perf_counter()
-        managers[name].save(step, loop.state)
-        blocked = time.perf_counter() - started
-        busy, _, steps = loop.until(managers[name].wait)
-        quiet = (before + loop.quiet()) / 2
+        found = loop.disturbed(lambda: managers[name].save(step, loop.state), managers[name].wait)
         if name in ways.THEIRS:
             ways.keep_only(managers[name].root, step)
-        return {
-            "lost": blocked + busy - steps * quiet,
-            "limit": blocked + _LOST_SECS,
-            "durable": blocked + busy,
-            "slower": busy / steps / quiet,
-        }
+        return found | {"limit": found["blocked"] + _LOST_SECS}
 
     loop.quiet()
     candidates = {name: functools.partial(save, name) for name in managers}
@@ -80,27 +64,23 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
         manager.close()
     for name in OURS:
         title = f"training time lost per delta, {name}"
-        against_orbax(report, title, found, (name, "lost"), "lost", _LOST)
+        report.against(title, found, "lost", name, ways.THEIRS, bars=_LOST)
         limit = found(name, "limit")
-        report.compare(title, found(name, "lost"), "blocked + 15 ms", limit, secs, bar=1.0)
-    title = "durable under training, power"
-    against_orbax(report, title, found, ("power", "durable"), "durable")
+        report.compare(title, found(name, "lost"), "blocked + 15 ms", limit, bar=1.0)
+    report.against("durable under training, power", found, "written", "power", ways.THEIRS)
     for name in managers:
         report.state(f"steps meanwhile, {name}", found(name, "slower"), times)
-    report.section()
 
 
 def restores(report: Report, options: argparse.Namespace, root: Path) -> None:
     """Restores in new processes: ours of a base and ten deltas, Orbax's of a full save."""
     expected = build_chains(root, options.scale, ("power", "adaptive4"))
-    names = ("power", "adaptive4", *ways.THEIRS)
     for name in ("power", *ways.THEIRS):
-        checked = fresh.call(restored, name, root / name, options.scale, True)
-        assert checked["digest"] == expected, f"{name}: the restored state differs"
+        check(name, root / name, options.scale, expected)
     found = Figures()
     caches = ("warm", "cold") if ways.drop_caches() else ("warm",)
     for _ in range(options.repeats):
-        for name in names:
+        for name in ("power", "adaptive4", *ways.THEIRS):
             for cache in reversed(caches):
                 ways.drop_caches() if cache == "cold" else ways.read_through(root / name)
                 values = fresh.call(restored, name, root / name, options.scale, False)
@@ -108,30 +88,25 @@ def restores(report: Report, options: argparse.Namespace, root: Path) -> None:
                 if name == "power":
                     if cache == "cold":
                         ways.drop_caches()
-                    limit = fresh.call(ways.read_secs, root / name)
-                    found.add("limit", {cache: limit})
+                    found.add("limit", {cache: fresh.call(ways.read_secs, root / name)})
     for cache in caches:
-        for name in names[:2]:
-            title = f"restore of base + {CHAIN} deltas, {name}, {cache}"
-            bars = _RESTORE if (name, cache) == ("power", "warm") else (None, None)
-            against_orbax(report, title, found, (name, cache), cache, bars)
-        limit, bar = found("limit", cache), _RESTORE_LIMIT[cache]
-        title = f"restore of base + {CHAIN} deltas, power, {cache}"
-        report.compare(title, found("power", cache), "a read of the files", limit, secs, bar=bar)
+        title = f"restore of base + {CHAIN} deltas"
+        bars = _RESTORE if cache == "warm" else ()
+        report.against(f"{title}, power, {cache}", found, cache, "power", ways.THEIRS, bars=bars)
+        report.against(f"{title}, adaptive4, {cache}", found, cache, "adaptive4", ways.THEIRS)
+        mine, limit = found("power", cache), found("limit", cache)
+        what, bar = "a read of the files", _RESTORE_LIMIT[cache]
+        report.compare(f"{title}, power, {cache}", mine, what, limit, bar=bar)
     report.note("Every state restored from raw rows was equal, by checksum.")
-    report.section()
+    rows = []
+    for cache in caches:
+        others = [cell for other in (*ways.THEIRS, "limit") for cell in found.cells(other, cache)]
+        for name, label in (("power", "raw"), ("adaptive4", "`adaptive4`")):
+            rows.append([f"{CHAIN} {label} deltas, {cache}", *found.cells(name, cache), *others])
     report.publish(
         "restores",
         ("restore", "deltackpt", *ways.THEIRS, "a read of deltackpt's files"),
-        [
-            [
-                f"{CHAIN} {label} deltas, {cache}",
-                (found(name, cache), secs),
-                *((found(other, cache), secs) for other in (*ways.THEIRS, "limit")),
-            ]
-            for cache in caches
-            for name, label in (("power", "raw"), ("adaptive4", "`adaptive4`"))
-        ],
+        rows,
         f"A base and {CHAIN} raw deltas take {ways.tree_bytes(root / 'power') / 1e9:.2f} GB; "
         f"Orbax reads {ways.tree_bytes(root / 'Orbax tuned') / 1e9:.2f} GB.",
     )
@@ -140,12 +115,11 @@ def restores(report: Report, options: argparse.Namespace, root: Path) -> None:
 def build_chains(root: str | Path, scale: float, names: tuple[str, ...]) -> int:
     """Saves a base and ten deltas in some ways, and a full save with Orbax; returns a checksum."""
     state = states.make(scale)
-    managers = {name: ways.WAYS[name](Path(root, name)) for name in (*names, *ways.THEIRS)}
+    managers = ways.opened(root, (*names, *ways.THEIRS))
     for number in range(CHAIN + 1):
         state = states.change(state, states.random_ids(state, TOUCHED, 5000 + number))
         for name in names:
-            managers[name].save(number, state, base=number == 0)
-            managers[name].wait()
+            managers[name].saved(number, state, base=number == 0)
     for name in ways.THEIRS:
         managers[name].save(0, state)
     for manager in managers.values():
@@ -167,23 +141,12 @@ def restored(name: str, root: str, scale: float, digest: bool) -> dict[str, Any]
     return {"secs": seconds, "digest": ways.checksum(state) if digest else None}
 
 
-PARTS = {"training": training, "restores": restores}
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    options = parser.parse_args()
-    rows = sum(states.rows_at(options.scale).values())
-    report = Report(
-        "Saving and restoring against Orbax",
-        sizes=f"State: {rows:,} rows of {states.WIDTH} float32 in {len(states.ROWS)} tables, "
-        f"{ways.nbytes(states.template(options.scale)) / 1e9:.2f} GB with slots and dense leaves; "
-        f"{TOUCHED:.0%} of the rows touched between saves. {ways.TUNED}",
-    )
-    run_parts(report, options, PARTS, options.parts)
+def check(name: str, root: Path, scale: float, digest: int) -> None:
+    """Restores the newest step in a new process, and compares its checksum."""
+    found = fresh.call(restored, name, root, scale, True)
+    assert found["digest"] == digest, f"{name}: the restored state differs"
 
 
 if __name__ == "__main__":
-    main()
+    parts = {"training": training, "restores": restores}
+    reports.main("Saving and restoring against Orbax", parts, sizes)

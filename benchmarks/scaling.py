@@ -2,35 +2,28 @@
 """Weak scaling: saves of 1, 2 and 4 processes, with equal rows per process, against Orbax.
 
 The processes are real ones on this machine, joined by gloo on loopback. Tables and slots are
-sharded by rows over all devices; the dense part is replicated. Each set of processes saves in all
-ways in turn, so every ratio is taken within one round of one run. A save blocks for the time of the
-slowest process's call. It is durable when ``wait()`` has returned on every process, counted from a
-barrier before the call.
-
-python benchmarks/scaling.py --json scaling.json
-python benchmarks/scaling.py --scale 0.02 --repeats 1 --processes 1 2      # a smoke test
+sharded by rows over all devices; the dense part is replicated. A save blocks for the time of the
+slowest process's call. It is durable when ``wait()`` has returned on every process.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fresh
 import jax
-import jax.numpy as jnp
 import numpy as np
+import report as reports
 import state as states
 import ways
 from jax.experimental import multihost_utils
-from report import Figures, Report, arguments, count, megabytes, secs
-
-import deltackpt
-
-P = jax.sharding.PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from report import Figures, Report, count, megabytes, secs
 
 #: Rows of each process, in the proportions of state W: 130 MB of tables and slots.
 ROWS = {name: rows // 8 for name, rows in states.ROWS.items()}
@@ -54,18 +47,17 @@ _WRITER = re.compile(r"(?:process_|part\.|manifest\.|digests\.)(\d+)")
 def saves(directory: str, scale: float, rounds: int) -> list[dict[str, Any]]:
     """This process's view of every save; what it restores must equal what it saved."""
     state = make(scale)
-    names = (*ways.THEIRS, "power")
-    managers = {name: ways.WAYS[name](Path(directory) / name) for name in names}
+    managers = ways.opened(directory, (*ways.THEIRS, "power"))
     found, step = [], 0
     for number in range(rounds + 1):
         for name, manager in managers.items():
             first = step + 1
-            for kind in ("full",) if name in ways.THEIRS else ("base", "delta"):
+            for kind in (name,) if name in ways.THEIRS else ("base", "delta"):
                 step += 1
                 state = states.change(state, states.random_ids(state, TOUCHED, step))
-                view = save(manager, step, state, kind)
+                view = save(manager, step, state, base=kind == "base")
                 if number:
-                    found.append(view | {"kind": f"{kind}, {name}"})
+                    found.append(view | {"name": kind})
             if jax.process_index() == 0:
                 ways.keep_only(manager.root, first)
             multihost_utils.sync_global_devices("kept")
@@ -76,31 +68,35 @@ def saves(directory: str, scale: float, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def save(manager: ways.Way, step: int, state: states.State, kind: str) -> dict[str, Any]:
+def save(manager: ways.Way, step: int, state: states.State, *, base: bool) -> dict[str, Any]:
     """Saves once, all processes at the same time, and waits for it; the clock is machine-wide."""
     jax.block_until_ready(state)
     ways.warm_memory(shards(state))
     multihost_utils.sync_global_devices("save")
     view: dict[str, Any] = {"started": time.perf_counter()}
-    manager.save(step, state, base=kind == "base")
+    manager.save(step, state, base=base)
     view["returned"] = time.perf_counter()
     manager.wait()
     view["committed"] = time.perf_counter()
     multihost_utils.sync_global_devices("saved")
-    sizes = []
-    for path in (manager.root / str(step)).rglob("*"):
-        writer = _WRITER.search(str(path.relative_to(manager.root / str(step))))
-        if path.is_file() and jax.process_index() == (int(writer[1]) if writer else 0):
+    sizes, folder = [], manager.root / str(step)
+    for path in ways.files_in(folder):
+        writer = _WRITER.search(str(path.relative_to(folder)))
+        if jax.process_index() == (int(writer[1]) if writer else 0):
             sizes.append(path.stat().st_size)
     multihost_utils.sync_global_devices("counted")
     return view | {"bytes": sum(sizes), "files": len(sizes)}
 
 
+def shardings() -> tuple[NamedSharding, NamedSharding]:
+    """By rows over all devices of the job, and replicated on them."""
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec())
+
+
 def make(scale: float) -> states.State:
     """A small state W over all processes together; random, like ``states.make``."""
-    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_rows = jax.sharding.NamedSharding(mesh, P("rows"))
-    everywhere = jax.sharding.NamedSharding(mesh, P())
+    by_rows, everywhere = shardings()
     devices = jax.device_count()
     rows = {
         name: max(1, round(number * scale * jax.process_count() / devices)) * devices
@@ -108,23 +104,13 @@ def make(scale: float) -> states.State:
     }
 
     def values() -> states.State:
-        keys = iter(jax.random.split(jax.random.key(0), 2 * len(rows) + 1))
-        tables = {
-            name: jax.random.normal(next(keys), (n, states.WIDTH)) for name, n in rows.items()
-        }
-        return states.State(
-            tables=tables,
-            accumulators={name: jax.random.uniform(next(keys), (n,)) for name, n in rows.items()},
-            dense={"kernel": jax.random.normal(next(keys), (KERNEL, KERNEL)) / KERNEL**0.5},
-            step=jnp.zeros((), jnp.int32),
-            touched=deltackpt.touched.init(tables),
-        )
+        return states.random_state(rows, {"kernel": KERNEL}, seed=0)
 
-    shardings = jax.tree.map(
+    placed = jax.tree.map(
         lambda leaf: by_rows if leaf.shape[:1] and leaf.shape[0] in rows.values() else everywhere,
         jax.eval_shape(values),
     )
-    return jax.jit(values, out_shardings=shardings)()
+    return jax.jit(values, out_shardings=placed)()
 
 
 def shards(state: Any) -> list[jax.Array]:
@@ -136,7 +122,7 @@ def shards(state: Any) -> list[jax.Array]:
 # Code of the launcher.
 
 
-def combined(parts: tuple[dict[str, Any], ...]) -> dict[str, float]:
+def combined(parts: Sequence[Any]) -> dict[str, float]:
     """One save as all its processes saw it."""
     return {
         "blocked": max(part["returned"] - part["started"] for part in parts),
@@ -148,53 +134,40 @@ def combined(parts: tuple[dict[str, Any], ...]) -> dict[str, float]:
 
 
 def add(report: Report, found: Figures, title: str) -> None:
-    """Adds the lines of one set of processes."""
     for (kind, figure), bars in BARS.items():
-        mine = found(f"{kind}, power", figure)
-        for other, bar in zip(ways.THEIRS, bars, strict=True):
-            theirs = found(f"full, {other}", figure)
-            report.compare(f"{title}: {kind} {figure}", mine, other, theirs, secs, bar=bar)
+        report.against(f"{title}: {kind} {figure}", found, figure, kind, ways.THEIRS, bars=bars)
     for kind in ("delta", "base"):
         for figure in ("bytes", "bytes by one process, at most", "files"):
-            mine, theirs = found(f"{kind}, power", figure), found("full, Orbax tuned", figure)
             unit = count if figure == "files" else megabytes
-            report.compare(f"{title}: {figure}, {kind}", mine, "Orbax tuned", theirs, unit)
+            report.against(f"{title}: {figure}, {kind}", found, figure, kind, ways.THEIRS[1:], unit)
     report.section()
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="sets of them")
-    parser.add_argument("--devices", type=int, default=2, help="virtual devices of each process")
-    options = parser.parse_args()
+def processes(report: Report, options: argparse.Namespace, place: Path) -> None:
     rows = sum(ROWS.values()) * options.scale
-    report = Report(
-        "Weak scaling of saves against Orbax",
-        sizes=f"Each process: {rows:,.0f} rows of {states.WIDTH} float32 in {len(ROWS)} tables, "
+    report.sizes = (
+        f"Each process: {rows:,.0f} rows of {states.WIDTH} float32 in {len(ROWS)} tables, "
         f"{rows * (states.WIDTH + 1) * 4 / 1e6:.0f} MB with slots, on {options.devices} virtual "
         f"devices; {4 * KERNEL**2 / 1e6:.2f} MB dense, replicated; {TOUCHED:.0%} of the rows "
-        f"touched between saves. {ways.TUNED}",
+        f"touched between saves. {ways.TUNED}"
     )
     report.note("The processes share the cores and the disk, so growth with their number says")
     report.note("little of processes on machines of their own. Every restored state was equal.")
     table, bases = [], []
     for number in sorted(options.processes):
-        with tempfile.TemporaryDirectory(prefix="scaling-", dir=options.directory) as place:
-            arguments_ = place, options.scale, options.repeats
-            views = fresh.call_job(saves, number, *arguments_, devices=options.devices)
-        found = Figures()
-        for parts in zip(*views, strict=True):
-            found.add(parts[0]["kind"], combined(parts))
+        where = place / str(number), options.scale, options.repeats
+        views = fresh.call_job(saves, number, *where, devices=options.devices)
+        found = reports.joined(views, combined)
         add(report, found, f"{number} process{'es' if number > 1 else ''}")
         for figure, words in (("durable", "durable after"), ("blocked", "`save()` blocks")):
-            cells = [(found(who, figure), secs) for who in ("delta, power", "full, Orbax tuned")]
+            cells = [*found.cells("delta", figure), *found.cells("Orbax tuned", figure)]
             table.append([str(number), words, *cells])
-        bases.append(found("base, power", "durable").shown(secs))
+        bases.append(found("base", "durable").shown(secs))
     columns = ("processes", "", "deltackpt", "Orbax tuned")
     report.publish("processes", columns, table, f"Bases are durable after {', '.join(bases)}.")
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    # Devices are virtual ones of each process.
+    title = "Weak scaling of saves against Orbax"
+    reports.main(title, processes, repeats=5, processes=(1, 2, 4), devices=2)

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving: how soon a record is served, how fast lookups are, and how small patches are.
 
-A trainer appends WAL records of 200,000 rows (2 tables of 64 float32) to a local disk. A follower
-in another process serves them. Its lag is measured from the moment when the trainer knows that the
-record is durable, and from its capture; the same with the WAL in a real Kafka broker. Then two
-reader processes look up rows while the trainer appends small records; every element that they see
-must hold the step of the version. Patches are those of bf16 weights of which 1% of the elements
-changed.
-
-python benchmarks/serving.py --json serving.json
-python benchmarks/serving.py --quick                  # a smoke test
-python benchmarks/serving.py --only patches           # single parts
+A trainer appends WAL records of 200,000 rows (2 tables of 64 float32), to a disk or to Kafka. A
+follower in another process serves them; its lag starts when the trainer knows that the record is
+durable. Then two reader processes look up rows while records are applied; every element that they
+see must hold the step of the version. Patches are of bf16 weights of which 1% changed.
 """
 
 from __future__ import annotations
@@ -24,17 +18,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 import fresh
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import serving_job
-from report import Report, Sample, arguments, count, interleaved, megabytes, ratio, run_parts, secs
+import report as reports
+import ways
+import without_jax
+from report import Report, Sample, count, interleaved, megabytes, ratio, secs
 from running import kafka_cluster
-from running.kafka_cluster import KafkaCluster
 
 import deltackpt
 from deltackpt.serving import patches
@@ -54,41 +47,32 @@ class Trainer:
     """Appends records whose rows hold the step."""
 
     def __init__(self, root: Path, rows: int, backend: KafkaWal | None = None):
-        """Saves step 0."""
-        handlers = {"embeddings": deltackpt.Tables(select="tables/*", slots={})}
+        tables = deltackpt.Tables(select="tables/*", slots={})
         wal = deltackpt.WalOptions(max_wal_ratio=1e9, backend=backend or LocalWal())
-        self.manager = deltackpt.CheckpointManager(
-            root, handlers=handlers, options=deltackpt.ManagerOptions(wal=wal)
-        )
+        self.way = ways.Deltas(root, tables=tables, wal=wal)
         self.tables = {name: jnp.zeros((rows, _WIDTH)) for name in "ab"}
         self.step = 0
-        self.manager.save(0, self.state)
-        self.manager.wait_until_finished()
+        self.way.saved(0, self.state)
 
     @property
     def state(self) -> dict[str, object]:
-        """The state."""
         return {"tables": self.tables, "step": jnp.int32(self.step)}
 
-    def append(self, ids: np.ndarray) -> None:
-        """Sets some rows of each table to the step, and appends a record."""
+    def append(self, ids: np.ndarray) -> float:
+        """Sets rows of each table to the step; returns when the record was known to be durable."""
         self.step += 1
         rows, value = jnp.asarray(ids), jnp.float32(self.step)
         self.tables = {name: _with(table, rows, value) for name, table in self.tables.items()}
         jax.block_until_ready(self.tables)
-        self.manager.append(self.step, self.state, ids={f"tables/{name}": ids for name in "ab"})
-
-    def append_durably(self, ids: np.ndarray) -> float:
-        """Appends a record; returns when it was known to be durable."""
-        self.append(ids)
-        self.manager.wait_appended()
+        self.way.append(self.step, self.state, {f"tables/{name}": ids for name in "ab"})
+        self.way.manager.wait_appended()
         return time.time()
 
 
 @contextlib.contextmanager
 def followed(root: Path, address: Path, *kafka: str) -> Iterator[subprocess.Popen[str]]:
     """Runs the follower; ``kafka`` is the topic of the WAL, and the servers."""
-    follow = serving_job.follow
+    follow = without_jax.follow
     with fresh.started(follow, root, address, kafka, stdin=subprocess.PIPE) as process:
         fresh.heard(process)
         assert process.stdin is not None
@@ -98,30 +82,14 @@ def followed(root: Path, address: Path, *kafka: str) -> Iterator[subprocess.Pope
             process.stdin.close()
 
 
-def lag(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """From a durable record to the version that serves it."""
-    _lag(report, options, root, LAG_SECS)
-
-
-def kafka_lag(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """The same with the WAL in Kafka."""
-    if (reason := kafka_cluster.missing()) is not None:
-        sys.exit(reason)
-    (root / "brokers").mkdir()
-    with KafkaCluster(root / "brokers") as cluster:
-        backend = KafkaWal(cluster.topic("lag"), config=cluster.config)
-        kafka = backend.topic, cluster.config["bootstrap.servers"]
-        _lag(report, options, root, KAFKA_LAG_SECS, backend, kafka)
-
-
-def _lag(
+def lag(
     report: Report,
     options: argparse.Namespace,
     root: Path,
-    bar: float,
     backend: KafkaWal | None = None,
-    kafka: tuple[str, ...] = (),
+    *kafka: str,
 ) -> None:
+    """From a durable record to the version that serves it."""
     rng, address = np.random.default_rng(0), root / "address"
     trainer = Trainer(root / "run", options.rows, backend)
     durable: dict[int, float] = {}
@@ -129,7 +97,7 @@ def _lag(
     with followed(root / "run", address, *kafka) as follower:
         for _ in range(options.records + 3):
             ids = rng.choice(options.rows, options.changed // 2, replace=False)
-            moment = trainer.append_durably(ids)
+            moment = trainer.append(ids)
             durable[trainer.step] = moment
             time.sleep(options.pause_secs)
         time.sleep(1.0)
@@ -137,23 +105,31 @@ def _lag(
         follower.stdin.close()
         for step, at, captured in fresh.heard(follower):
             shown[step] = at, captured
+    trainer.way.close()
     # The first ones compile, and fault in memory.
     steps = [step for step in sorted(shown) if step > 3]
     lags = [max(0.0, shown[step][0] - durable[step]) for step in steps]
     ages = [shown[step][0] - shown[step][1] for step in steps]
-    by = " with the WAL in Kafka" if kafka else ""
+    by, bar = (" with the WAL in Kafka", KAFKA_LAG_SECS) if kafka else ("", LAG_SECS)
     p50, p99 = (Sample((float(np.percentile(lags, share)),)) for share in (50, 99))
     title = f"WAL record of {options.changed:,} rows{by}, from durable to served"
-    report.state(f"{title}, p50", p50, secs)
-    report.state(f"{title}, p99", p99, secs, bar=bar)
-    report.state("from captured to served, p99", Sample((float(np.percentile(ages, 99)),)), secs)
+    report.state(f"{title}, p50", p50)
+    report.state(f"{title}, p99", p99, bar=bar)
+    report.state("from captured to served, p99", Sample((float(np.percentile(ages, 99)),)))
     skipped = len(durable) - sum(step in shown for step in durable)
     report.note(f"{len(steps)} versions measured; {skipped} records were served with the next one")
-    trainer.manager.close()
-    report.section()
     measured = f"median {p50.shown(secs)}, p99 {p99.shown(secs)}"
-    name = "kafka" if kafka else "lag"
-    report.publish(name, _COLUMNS, [[title, measured, secs(bar)]])
+    report.publish("kafka" if kafka else "lag", _COLUMNS, [[title, measured, secs(bar)]])
+
+
+def kafka_lag(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """The same with the WAL in Kafka."""
+    if (reason := kafka_cluster.missing()) is not None:
+        sys.exit(reason)
+    (root / "brokers").mkdir()
+    with kafka_cluster.KafkaCluster(root / "brokers") as cluster:
+        backend = KafkaWal(cluster.topic("lag"), config=cluster.config)
+        lag(report, options, root, backend, backend.topic, cluster.config["bootstrap.servers"])
 
 
 def lookups(report: Report, options: argparse.Namespace, root: Path) -> None:
@@ -161,110 +137,86 @@ def lookups(report: Report, options: argparse.Namespace, root: Path) -> None:
     address, hot = root / "address", np.arange(2000)
     trainer = Trainer(root / "run", options.rows)
     with followed(root / "run", address):
-        trainer.append_durably(hot)
+        trainer.append(hot)
         speeds = []
         for batch in (2048, 65536):
             title = f"lookup of 1 M rows by {batch:,}, CPU"
             more = options.rows, batch, options.repeats
-            found = Sample(tuple(fresh.call(serving_job.gather, address, *more)))
-            report.state(title, found, secs, bar=LOOKUP_SECS)
-            speeds.append(found)
+            speeds.append(Sample(tuple(fresh.call(without_jax.gather, address, *more))))
+            report.state(title, speeds[-1], bar=LOOKUP_SECS)
         share = options.lookups // 2
         readers = [
-            fresh.started(serving_job.read, address, len(hot), share, 16, seed) for seed in range(2)
+            fresh.started(without_jax.read, address, len(hot), share, 16, seed) for seed in range(2)
         ]
         while any(one.poll() is None for one in readers):
-            trainer.append_durably(hot)
+            trainer.append(hot)
         seen = [fresh.heard(one) for one in readers]
-    trainer.manager.close()
+    trainer.way.close()
     mixed, done = (sum(one[name] for one in seen) for name in ("mixed", "done"))
     report.state("mixed versions, 2 processes", Sample((float(mixed),)), count, bar=0.0)
     versions = min(one["versions"] for one in seen)
     report.note(f"{done:,} lookups by 16 rows; {trainer.step} records, {versions} seen by a reader")
     each = Sample(tuple(one["secs"] / one["done"] for one in seen))
-    report.state("CPU time of a lookup of 16 rows", each, secs)
-    report.section()
+    report.state("CPU time of a lookup of 16 rows", each)
     millions = f"{1 / max(speeds[0].values):.0f} to {1 / min(speeds[0].values):.0f}"
-    report.publish(
-        "lookups",
-        _COLUMNS,
-        [
-            [f"lookups of {_WIDTH} float32, by 2,048"]
-            + [f"{millions} million rows per second and core", "1 million"],
-            ["one lookup of 16 rows in another process", f"{1e6 * each.median:.0f} µs", ""],
-            [
-                f"mixed versions in {done:,} lookups of two processes, {trainer.step} records",
-                f"{mixed}",
-                "0",
-            ],
-        ],
-    )
+    speed = f"{millions} million rows per second and core"
+    mixing = f"mixed versions in {done:,} lookups of two processes, {trainer.step} records"
+    one = "one lookup of 16 rows in another process"
+    table = [
+        [f"lookups of {_WIDTH} float32, by 2,048", speed, "1 million"],
+        [one, f"{1e6 * each.median:.0f} µs", ""],
+        [mixing, f"{mixed}", "0"],
+    ]
+    report.publish("lookups", _COLUMNS, table)
 
 
 def patch(report: Report, options: argparse.Namespace, root: Path) -> None:
     """Patches of weights of which 1% changed."""
     rng = np.random.default_rng(0)
-    count = options.patch_bytes // 2048 * 1024
-    weights = rng.integers(0, 1 << 16, count, np.uint16).view(ml_dtypes.bfloat16).reshape(-1, 1024)
+    size = options.patch_bytes // 2048 * 1024
+    weights = rng.integers(0, 1 << 16, size, np.uint16).view(ml_dtypes.bfloat16).reshape(-1, 1024)
     changed = weights.copy()
-    changed.reshape(-1).view(np.uint16)[rng.random(count, np.float32) < 0.01] ^= 1
+    changed.reshape(-1).view(np.uint16)[rng.random(size, np.float32) < 0.01] ^= 1
     path = root / "patch.safetensors"
 
     def run() -> dict[str, float]:
         state = {"w": weights.copy()}
         begun = time.perf_counter()
         made = patches.between({"w": weights}, {"w": changed}, parent="a", save="b")
-        size = patches.write(made, path)
+        nbytes = patches.write(made, path)
         written = time.perf_counter()
         patches.apply(patches.read(path), state, at="a")
         applied = time.perf_counter()
         assert state["w"].tobytes() == changed.tobytes(), "the patch does not give the weights"
+        took: dict[str, float] = {"write": written - begun, "apply": applied - written}
         per_gb = weights.nbytes / 1e9
-        return {
-            "size": size,
-            "write": (written - begun) / per_gb,
-            "apply": (applied - written) / per_gb,
-        }
+        return {name: value / per_gb for name, value in took.items()} | {"size": float(nbytes)}
 
     found = interleaved(options.repeats, {"": run}, warm_up=0)
-    size, whole = found("", "size"), Sample((float(weights.nbytes),) * options.repeats)
-    report.compare("patch, 1% changed", size, "bf16 weights", whole, megabytes, bar=PATCH_SHARE)
-    rows: list[list] = [
-        [
-            f"patch of {weights.nbytes / 1e9:.2g} GB of bf16 weights, 1% changed",
-            f"{size.shown(megabytes)}, {ratio(size.over(whole).median)}",
-            ratio(PATCH_SHARE),
-        ]
-    ]
+    nbytes, whole = found("", "size"), Sample((float(weights.nbytes),) * options.repeats)
+    report.compare("patch, 1% changed", nbytes, "bf16 weights", whole, megabytes, bar=PATCH_SHARE)
+    title = f"patch of {weights.nbytes / 1e9:.2g} GB of bf16 weights, 1% changed"
+    measured = f"{nbytes.shown(megabytes)}, {ratio(nbytes.over(whole).median)}"
+    rows: list[list] = [[title, measured, ratio(PATCH_SHARE)]]
     for figure, words in (("write", "comparing and writing"), ("apply", "reading and applying")):
-        report.state(f"{words}, per GB", found("", figure), secs)
-        rows.append([f"{words} it, per GB", (found("", figure), secs), ""])
+        report.state(f"{words}, per GB", found("", figure))
+        rows.append([f"{words} it, per GB", *found.cells("", figure), ""])
     report.publish("patches", _COLUMNS, rows)
 
 
-PARTS = {"lag": lag, "kafka": kafka_lag, "lookups": lookups, "patches": patch}
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of each table")
-    parser.add_argument("--changed", type=int, default=200_000, help="rows of a record")
-    parser.add_argument("--records", type=int, default=100, help="number of records")
-    parser.add_argument("--pause-secs", type=float, default=0.1, help="pause after each record")
-    parser.add_argument("--lookups", type=int, default=1_000_000)
-    parser.add_argument("--patch-bytes", type=int, default=1_000_000_000)
-    parser.add_argument("--quick", action="store_true", help="small sizes: a smoke test")
-    options = parser.parse_args()
-    options.rows = int(options.rows * options.scale)
-    if options.quick:
-        options.rows, options.changed, options.records = 20_000, 2_000, 10
-        options.lookups, options.patch_bytes, options.repeats = 10_000, 1 << 22, 2
-    sizes = f"2 tables of {options.rows:,} x {_WIDTH} float32; {options.records} records"
-    report = Report("Serving", sizes=sizes)
-    run_parts(report, options, PARTS, options.only)
+def sizes(options: argparse.Namespace) -> str:
+    return f"2 tables of {options.rows:,} x {_WIDTH} float32; {options.records} records"
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Serving",
+        {"lag": lag, "kafka": kafka_lag, "lookups": lookups, "patches": patch},
+        sizes,
+        rows=1_000_000,  # Of each table.
+        changed=200_000,  # Rows of a record.
+        records=100,
+        pause_secs=0.1,  # After each record.
+        lookups=1_000_000,
+        patch_bytes=1_000_000_000,
+    )

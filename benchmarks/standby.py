@@ -2,15 +2,10 @@
 """Recovery from a trainer's death: hot standby, storage and Orbax.
 
 A trainer is killed with SIGKILL, and a new process restores its newest step: stock Orbax from one
-full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby that
-follows the same directory. The *call* opens the directory and restores, until the arrays are on
-the device; the bars apply to it. The *whole* time starts at the kill, and includes the start and
-imports of the new process and its connection to Ray (hot standby only). The standby maps its arrays
-copy-on-write, which moves some of the wait to training: a first step that changes every element
-measures this.
-
-python benchmarks/standby.py --json standby.json
-python benchmarks/standby.py --scale 0.02 --repeats 2      # a smoke test
+full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby. The
+*call* opens the directory and restores, until the arrays are on the device; the bars apply to it.
+The *whole* time starts at the kill, and includes the start of the new process. The standby maps its
+arrays copy-on-write; a first step that changes every element measures what this costs training.
 """
 
 from __future__ import annotations
@@ -18,10 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
@@ -32,17 +27,18 @@ from typing import Any
 import fresh
 import jax
 import jax.numpy as jnp
+import report as reports
 import save_restore
 import state as states
 import ways
-from report import Figures, Report, arguments, secs
+from report import Figures, Report
 
 import deltackpt
 
 STANDBY, STORAGE = "the standby", "storage"
 SOURCES = {STANDBY: "power", STORAGE: "power"} | {name: name for name in ways.THEIRS}
-#: Bars of a restore call from the standby; against storage with a warm page cache.
-BARS = {"Orbax defaults": 1 / 10, "Orbax tuned": 1 / 3, STORAGE: 1 / 5}
+#: Bars of a restore call from the standby: against Orbax, and storage with a warm page cache.
+BARS = (1 / 10, 1 / 3, 1 / 5)
 #: Read when ray is imported. The node uses only the loopback interface, needs no token, sends no
 #: usage reports, and kills no worker if memory is nearly full.
 _ENVIRONMENT = {
@@ -114,37 +110,35 @@ def succeed(source: str, root: str, scale: float, address: str, digest: bool) ->
 
 @contextlib.contextmanager
 def node() -> Iterator[str]:
-    """Starts a Ray node and yields its address."""
     os.environ.update(_ENVIRONMENT)
-    # Ray's sockets are here; their paths can have at most 107 characters.
-    place = tempfile.mkdtemp(prefix="ray-")
     import ray
 
-    ray.init(
-        num_cpus=os.cpu_count(),
-        object_store_memory=_RAY_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=place,
-    )
-    try:
-        yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
-        shutil.rmtree(place, ignore_errors=True)
+    # Ray's sockets are in this directory; their paths can have at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
+        ray.init(
+            num_cpus=os.cpu_count(),
+            object_store_memory=_RAY_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=place,
+        )
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
-def following(root: Path) -> Iterator[Any]:
-    """The hot standby of a directory, once it has the newest step."""
+def following(root: Path) -> Iterator[None]:
+    """Runs the hot standby of a directory, once it has the newest step."""
     from deltackpt import service
 
     started = service.start(root)
     try:
         started.wait_ready(timeout_secs=300)
-        yield started
+        yield
     finally:
         service.stop(root)
 
@@ -153,50 +147,47 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
     """Times from a trainer's death, page cache warm; and of the call with a cold one."""
     digest = fresh.call(save_restore.build_chains, root, options.scale, ("power",))
     nbytes = ways.nbytes(states.template(options.scale))
+    report.sizes = (
+        f"State W, {nbytes / 1e9:.2f} GB, base + {save_restore.CHAIN} deltas of 5 % of the rows; "
+        f"one Ray node, store {_RAY_STORE_BYTES / 1e6:.0f} MB. {ways.TUNED}"
+    )
     found = Figures()
     with node() as address, following(root / "power"):
-        for number in range(options.repeats):
-            for source, name in SOURCES.items():
-                place = root / name
-                _drop(place)
-                where = place, options.scale, address
-                cold = fresh.call(succeed, source, *where, number == 0)
-                assert cold.get("digest", digest) == digest, f"{source}: the state differs"
-                killed = _outlived(name, place, options.scale, 4 * nbytes)
-                seen = fresh.call(succeed, source, *where, False)
-                found.add(
-                    source,
-                    {
-                        "call": seen["ended"] - seen["began"],
-                        "whole": seen["ended"] - killed,
-                        "call, page cache cold": cold["ended"] - cold["began"],
-                        "then a step that changes everything": seen["first whole"],
-                        "start and imports": seen["imported"] - killed,
-                        "connection to Ray": seen["connected"] - seen["imported"],
-                    },
-                )
-    figures = ("call", "whole", "call, page cache cold", "then a step that changes everything")
-    for what in figures:
-        for ours in (STANDBY, STORAGE):
-            for other in (*ways.THEIRS, *([STORAGE] if ours == STANDBY else [])):
-                mine, theirs = found(ours, what), found(other, what)
-                bar = BARS[other] if (ours, what) == (STANDBY, "call") else None
-                report.compare(f"{what}, {ours}", mine, other, theirs, secs, bar=bar)
-    for what in ("start and imports", "connection to Ray"):
-        report.state(f"of it {what}", found(STANDBY, what), secs)
-    report.section()
-    rows = [[name, *((found(name, what), secs) for what in figures[:3])] for name in SOURCES]
+        for number, (source, name) in itertools.product(range(options.repeats), SOURCES.items()):
+            place = root / name
+            _drop(place)
+            where = place, options.scale, address
+            cold = fresh.call(succeed, source, *where, number == 0)
+            assert cold.get("digest", digest) == digest, f"{source}: the state differs"
+            killed = _outlived(name, place, options.scale, 4 * nbytes)
+            seen = fresh.call(succeed, source, *where, False)
+            figures = {
+                "call": seen["ended"] - seen["began"],
+                "whole": seen["ended"] - killed,
+                "call, page cache cold": cold["ended"] - cold["began"],
+                "then a step that changes everything": seen["first whole"],
+                "start and imports": seen["imported"] - killed,
+                "connection to Ray": seen["connected"] - seen["imported"],
+            }
+            found.add(source, figures)
+    *compared, start, connection = figures
+    for what in compared:
+        bars = BARS if what == "call" else ()
+        others = (*ways.THEIRS, STORAGE)
+        report.against(f"{what}, {STANDBY}", found, what, STANDBY, others, bars=bars)
+        report.against(f"{what}, {STORAGE}", found, what, STORAGE, ways.THEIRS)
+    for what in (start, connection):
+        report.state(f"of it {what}", found(STANDBY, what))
     columns = ("restore from", "call", "since the kill", "call, page cache cold")
-    report.publish("recovery", columns, rows)
+    report.publish("recovery", columns, found.rows(SOURCES, *compared[:3]))
 
 
 def _drop(place: Path) -> None:
     """Drops a directory from the page cache."""
-    for path in place.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in ways.files_in(place):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _outlived(name: str, place: Path, scale: float, nbytes: int) -> float:
@@ -217,19 +208,5 @@ def _outlived(name: str, place: Path, scale: float, nbytes: int) -> float:
     return killed
 
 
-def main() -> None:
-    """Runs the command line."""
-    options = arguments(__doc__, repeats=5).parse_args()
-    nbytes = ways.nbytes(states.template(options.scale))
-    report = Report(
-        "Recovery",
-        sizes=f"State W, {nbytes / 1e9:.2f} GB, base + {save_restore.CHAIN} deltas of 5 % of the "
-        f"rows; one Ray node, store {_RAY_STORE_BYTES / 1e6:.0f} MB. {ways.TUNED}",
-    )
-    with tempfile.TemporaryDirectory(prefix="standby-", dir=options.directory) as place:
-        recovery(report, options, Path(place))
-    report.show(options)
-
-
 if __name__ == "__main__":
-    main()
+    reports.main("Recovery", recovery, repeats=5)

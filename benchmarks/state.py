@@ -34,21 +34,24 @@ class State(NamedTuple):
 
 
 def rows_at(scale: float) -> dict[str, int]:
-    """Rows of the tables."""
     return {name: max(LOOKUPS, round(rows * scale)) for name, rows in ROWS.items()}
 
 
 def make(scale: float, seed: int = 0) -> State:
     """Returns a state of random values: regular ones would compress better than trained ones."""
-    rows = rows_at(scale)
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + _KERNELS))
+    return random_state(rows_at(scale), {f"kernel{i}": _KERNEL for i in range(_KERNELS)}, seed)
+
+
+def random_state(rows: dict[str, int], kernels: dict[str, int], seed: int) -> State:
+    """Returns a state with so many rows, and square kernels of some widths."""
+    keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + len(kernels)))
     tables = {name: jax.random.normal(next(keys), (n, WIDTH)) for name, n in rows.items()}
     return State(
         tables=tables,
         accumulators={name: jax.random.uniform(next(keys), (n,)) for name, n in rows.items()},
         dense={
-            f"kernel{i}": jax.random.normal(next(keys), (_KERNEL, _KERNEL)) / _KERNEL**0.5
-            for i in range(_KERNELS)
+            name: jax.random.normal(next(keys), (width, width)) / width**0.5
+            for name, width in kernels.items()
         },
         step=jnp.zeros((), jnp.int32),
         touched=deltackpt.touched.init(tables),
@@ -56,7 +59,6 @@ def make(scale: float, seed: int = 0) -> State:
 
 
 def template(scale: float) -> State:
-    """Returns the shapes of the state."""
     return jax.eval_shape(lambda: make(scale))
 
 
@@ -97,14 +99,21 @@ def change(state: State, ids: dict[str, Any]) -> State:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def train(state: State, ids: dict[str, Any]) -> tuple[State, jax.Array]:
-    """A training step of about ten milliseconds on both cores: lookups, matmuls, updates."""
+def train(state: State, ids: dict[str, Any], work: int = 1) -> tuple[State, jax.Array]:
+    """A training step: lookups, ``work`` times the matrix products, updates.
+
+    With ``work`` of 1, it takes about ten milliseconds on two cores.
+    """
     looked_up = [state.tables[name][rows] for name, rows in ids.items()]
     batch = jnp.concatenate(looked_up, axis=1)
-    hidden = jnp.pad(batch, ((0, 0), (0, _KERNEL - batch.shape[1])))
-    for kernel in state.dense.values():
-        hidden = jax.nn.relu(hidden @ kernel)
-    loss = jnp.mean(hidden)
+
+    def layers(_: int, hidden: jax.Array) -> jax.Array:
+        for kernel in state.dense.values():
+            hidden = jax.nn.relu(hidden @ kernel)
+        return hidden
+
+    padded = jnp.pad(batch, ((0, 0), (0, _KERNEL - batch.shape[1])))
+    loss = jnp.mean(jax.lax.fori_loop(0, work, layers, padded))
     tables, accumulators = dict(state.tables), dict(state.accumulators)
     for name, rows in ids.items():
         tables[name] = tables[name].at[rows].add(-1e-6 * loss)
@@ -126,7 +135,6 @@ class Loop:
         self._pool = ThreadPoolExecutor(1, "wait")
 
     def change(self, share: float, seed: int) -> None:
-        """Touches a share of the rows."""
         self.state = change(self.state, random_ids(self.state, share, seed))
         jax.block_until_ready(self.state)
 
@@ -142,7 +150,6 @@ class Loop:
         return time.perf_counter() - started, longest, number
 
     def quiet(self) -> float:
-        """Seconds of an undisturbed step."""
         return self.steps(self.QUIET_STEPS.__eq__)[0] / self.QUIET_STEPS
 
     def until(self, end: Callable[[], object]) -> tuple[float, float, int]:
@@ -151,3 +158,20 @@ class Loop:
         found = self.steps(lambda number: number > 0 and ended.done())
         ended.result()
         return found
+
+    def disturbed(self, save: Callable[[], object], wait: Callable[[], object]) -> dict[str, float]:
+        """Trains during a save; returns what it cost, next to undisturbed steps."""
+        before = self.quiet()
+        started = time.perf_counter()
+        save()
+        blocked = time.perf_counter() - started
+        busy, longest, steps = self.until(wait)
+        written = time.perf_counter() - started
+        quiet = (before + self.quiet()) / 2
+        return {
+            "blocked": blocked,
+            "written": written,
+            "lost": blocked + busy - steps * quiet,
+            "stall": max(blocked, longest - quiet),
+            "slower": busy / steps / quiet,
+        }

@@ -2,15 +2,11 @@
 """The tables of DeepFreeze and CHFS: what a save blocks and costs, and a store over several nodes.
 
 ``freeze``: the processes of a job save a dense state to a remote directory behind a link of
-100 MB/s, each through a staging directory in memory. Against it, synchronous Orbax, in its best
-case: it writes to memory while as many bytes as its files have cross the same link, and a save is
-done when both are. A step updates all parameters, pauses (which frees the cores, as an
-accelerator's step does), and waits for all processes.
+100 MB/s, through staging directories in memory. Against it, synchronous Orbax in its best case: it
+writes to memory while as many bytes cross the same link. A step updates all parameters, pauses
+(which frees the cores, as an accelerator's step does), and waits for all processes.
 
 ``stores``: one process saves to node stores, and to one shared store as fast as each of them.
-
-python benchmarks/tiers.py --json tiers.json
-python benchmarks/tiers.py --scale 0.01 --repeats 1 --processes 2 --nodes 2      # a smoke test
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,10 +30,11 @@ from typing import Any
 import fresh
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+import report as reports
+import scaling
 import ways
 from jax.experimental import multihost_utils
-from report import Figures, Report, arguments, interleaved, secs
+from report import Report, interleaved
 
 import deltackpt
 from deltackpt.storage.node_client import Node
@@ -57,36 +53,31 @@ _TOKEN = "DELTACKPT_NODES_TOKEN"
 OURS, THEIRS = "deltackpt", "Orbax, synchronous"
 
 
-def resnet(scale: float) -> list[tuple[int, ...]]:
-    """27 tensors of unequal size, 100 MB in total, like ResNet-50's parameters."""
-    unit = 25.6e6 * scale / sum(range(1, 28))
-    return [(4, max(1, round(unit * number / 4))) for number in range(1, 28)]
+def shapes(name: str, scale: float) -> list[tuple[int, ...]]:
+    """Tensors: 27 of unequal size, 100 MB, like ResNet-50's; or the nine of CANDLE's NT3, 620 MB.
 
-
-def nt3(scale: float) -> list[tuple[int, ...]]:
-    """The nine tensors of CANDLE's NT3: 620 MB in total, nearly all of it in one tensor."""
+    Nearly all of NT3 is in one tensor.
+    """
+    if name == "ResNet-50":
+        unit = 25.6e6 * scale / sum(range(1, 28))
+        return [(4, max(1, round(unit * number / 4))) for number in range(1, 28)]
     large = max(4, round(773_760 * scale / 4) * 4), 200
     return [(20, 1, 128), (128,), (10, 128, 128), (128,), large, (200,), (200, 20), (20,), (20, 2)]
 
 
-SHAPES = {"ResNet-50": resnet, "NT3": nt3}
-
-
 def nbytes(name: str, scale: float) -> int:
-    """Size of a state in bytes."""
-    return sum(4 * math.prod(shape) for shape in SHAPES[name](scale))
+    return sum(4 * math.prod(shape) for shape in shapes(name, scale))
 
 
 def make(name: str, scale: float) -> dict[str, Any]:
     """A state of random values, replicated over the devices of all processes, and a small table."""
-    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    _, everywhere = scaling.shardings()
 
     def placed(shape: tuple[int, ...]) -> jax.Array:
         values = np.random.default_rng(math.prod(shape)).random(shape, np.float32)
         return jax.make_array_from_callback(shape, everywhere, values.__getitem__)
 
-    params = {f"tensor{n:02}": placed(shape) for n, shape in enumerate(SHAPES[name](scale))}
+    params = {f"tensor{n:02}": placed(shape) for n, shape in enumerate(shapes(name, scale))}
     return {"params": params, "table": {"embedding": placed((8, 8))}}
 
 
@@ -96,59 +87,41 @@ def update(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "params": jax.tree.map(lambda leaf: leaf * 0.999, state["params"])}
 
 
-class Tiered:
+class Tiered(ways.Deltas):
     """deltackpt: a staging directory in memory and an uploader per process; one remote."""
 
     def __init__(self, url: str, stage: Path):
         shared = jax.process_count() == 1
-        tiers = deltackpt.Tiers(staging_dir=str(stage), keep_local=1, shared=shared)
-        self._manager = deltackpt.CheckpointManager(
+        super().__init__(
             url,
-            handlers={"embeddings": deltackpt.Tables(select="table/embedding", slots={})},
-            options=deltackpt.ManagerOptions(max_to_keep=1, tiers=tiers),
+            tables=deltackpt.Tables(select="table/embedding", slots={}),
+            max_to_keep=1,
+            tiers=deltackpt.Tiers(staging_dir=str(stage), keep_local=1, shared=shared),
         )
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], **_: Any) -> None:
         marks = deltackpt.touched.init({"table/embedding": state["table"]["embedding"]})
-        self._manager.save(step, state, touched=marks, force_base=True)
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        found = self._manager.restore_latest(jax.eval_shape(lambda: state))
-        assert found is not None
-        jax.block_until_ready(found.state)
-
-    def close(self) -> None:
-        self._manager.close()
+        super().save(step, state, touched=marks, base=True)
 
 
-class Orbax:
+class Orbax(ways.Orbax):
     """Stock Orbax, synchronous and uncompressed; its bytes cross the link during the save."""
 
     def __init__(self, root: Path, url: str, size: int):
-        self._manager = ocp.CheckpointManager(
-            root,
-            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
-        )
+        super().__init__(root, keep=1, asynchronous=False)
         address = url.removeprefix("nodes://").partition("/")[0]
         self._node = Node(address, os.environ[_TOKEN], deadline_secs=600)
         self._sender = ThreadPoolExecutor(1, "link")
         self._nbytes = size // jax.process_count()
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], **_: Any) -> None:
         sent = self._sender.submit(self._send)
-        self._manager.save(step, args=ocp.args.PyTreeSave(state))
+        super().save(step, state)
         sent.result()
         multihost_utils.sync_global_devices("saved")
 
-    def wait(self) -> None:
-        pass
-
     def close(self) -> None:
-        self._manager.close()
+        super().close()
         self._sender.shutdown()
         self._node.close()
 
@@ -225,97 +198,85 @@ def _address(process: subprocess.Popen[str]) -> str:
     raise RuntimeError(f"a node store ended with {process.wait()}")
 
 
-def freeze(report: Report, options: argparse.Namespace, memory: Path) -> None:
+def freeze(report: Report, options: argparse.Namespace, _: Path) -> None:
     """DeepFreeze's table: blocking phase and overhead."""
     rows = []
-    for name in SHAPES:
+    for name in ("ResNet-50", "NT3"):
         for processes in options.processes:
-            folder = memory / f"{name}-{processes}"
-            folder.mkdir()
-            with node_stores(1, _SHARED) as url:
-                arguments_ = folder, url, name, options.scale, options.repeats
-                views = fresh.call_job(saves, processes, *arguments_)
-            found = Figures()
-            for parts in zip(*views, strict=True):
-                found.add(
-                    parts[0]["name"], {one: max(part[one] for part in parts) for one in _BARS}
-                )
+            with _memory(options) as folder, node_stores(1, _SHARED) as url:
+                where = folder, url, name, options.scale, options.repeats
+                found = reports.joined(fresh.call_job(saves, processes, *where))
             size = f"{name}-sized, {nbytes(name, options.scale) / 1e6:.0f} MB"
             title = f"{size}, {processes} process{'es' if processes > 1 else ''}"
+            cells = []
             for figure, bar in _BARS.items():
-                mine, theirs = found(OURS, figure), found(THEIRS, figure)
-                report.compare(f"{title}: {figure}", mine, THEIRS, theirs, secs, bar=bar)
-            cells = [(found(who, one), secs) for one in _BARS for who in (OURS, THEIRS)]
+                report.against(f"{title}: {figure}", found, figure, OURS, [THEIRS], bars=[bar])
+                cells += [*found.cells(OURS, figure), *found.cells(THEIRS, figure)]
             rows.append([size, str(processes), *cells])
-            shutil.rmtree(folder)
     columns = [
         f"{one}, {who}" for one in ("`save()` blocks", "overhead") for who in (OURS, "Orbax")
     ]
     remark = "Overhead: of the step that saves and the next one, over two steps without a save."
     report.publish("freeze", ("state", "processes", *columns), rows, remark)
-    report.section()
 
 
-def stores(report: Report, options: argparse.Namespace, memory: Path) -> None:
+def stores(report: Report, options: argparse.Namespace, _: Path) -> None:
     """CHFS's table: a store over nodes against one shared store with the bandwidth of a node."""
-    rows = []
+    rows, size = [], nbytes("NT3", options.scale)
     for number in options.nodes:
         state = jax.block_until_ready(make("NT3", options.scale))
 
         def measure(url: str, state: Any = state) -> dict[str, float]:
             folder, cpu = f"{url}/{time.monotonic_ns()}", time.process_time()
-            ways.warm_memory(state, 2 * nbytes("NT3", options.scale))
+            ways.warm_memory(state, 2 * size)
             found = {}
             for figure in ("saved", "restored"):
-                way, started = Tiered(folder, memory / "stage"), time.perf_counter()
-                if figure == "saved":
-                    way.save(1, state)
-                    way.wait()
-                else:
-                    way.restore(state)
-                found[figure] = time.perf_counter() - started
-                way.close()
-                shutil.rmtree(memory / "stage")
+                with _memory(options) as stage:
+                    way, started = Tiered(folder, stage), time.perf_counter()
+                    if figure == "saved":
+                        way.saved(1, state)
+                    else:
+                        way.restore(jax.eval_shape(lambda: state))
+                    found[figure] = time.perf_counter() - started
+                    way.close()
             return found | {"cpu": time.process_time() - cpu}
 
         with node_stores(number, _SLOW) as nodes, node_stores(1, _SLOW) as one:
-            urls = {"nodes": nodes, "one": one}
+            urls = {"nodes": nodes, "one store": one}
             candidates = {name: functools.partial(measure, url) for name, url in urls.items()}
             found = interleaved(options.repeats, candidates)
-        title = f"NT3-sized, {nbytes('NT3', options.scale) / 1e6:.0f} MB, {number} stores"
+        title, bars = f"NT3-sized, {size / 1e6:.0f} MB, {number} stores", [_STORES.get(number)]
         for figure in ("saved", "restored"):
-            mine, theirs = found("nodes", figure), found("one", figure)
-            bar = _STORES[number]
-            report.compare(f"{title}: {figure}", mine, "one store", theirs, secs, bar=bar)
-            rows.append([f"{number}, {figure}", (mine, secs), (theirs, secs)])
-        report.state(f"{title}: CPU of this process", found("nodes", "cpu"), secs)
+            what = f"{title}: {figure}"
+            report.against(what, found, figure, "nodes", ["one store"], bars=bars)
+            cells = [cell for name in urls for cell in found.cells(name, figure)]
+            rows.append([f"{number}, {figure}", *cells])
+        report.state(f"{title}: CPU of this process", found("nodes", "cpu"))
     speed = f"Each store transfers {_SLOW / 1e6:g} MB/s. Restores are by a new manager."
     report.publish("stores", ("stores", "time", "one store of all"), rows, speed)
-    report.section()
 
 
-PARTS = {"freeze": freeze, "stores": stores}
+@contextlib.contextmanager
+def _memory(options: argparse.Namespace) -> Iterator[Path]:
+    """Yields a new directory for staging directories."""
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.memory) as folder:
+        yield Path(folder)
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
-    add("--processes", type=int, nargs="+", default=[1, 2, 4], help="of a job")
-    add("--nodes", type=int, nargs="+", choices=_STORES, default=[4, 8], help="node stores")
-    add("--memory", type=Path, default=Path("/dev/shm"), help="for staging directories")
-    options = parser.parse_args()
-    report = Report(
-        "Tiers against published measurements",
-        sizes=f"Steps pause for {_PAUSE_SECS} s, in which the cores are free. Shared store: "
-        f"{_SHARED / 1e6:g} MB/s.",
+def sizes(_: argparse.Namespace) -> str:
+    return (
+        f"Steps pause for {_PAUSE_SECS} s, in which the cores are free. Shared store: "
+        f"{_SHARED / 1e6:g} MB/s."
     )
-    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.memory) as memory:
-        for name in options.only:
-            PARTS[name](report, options, Path(memory))
-    report.show(options)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Tiers against published measurements",
+        {"freeze": freeze, "stores": stores},
+        sizes,
+        repeats=5,
+        processes=(1, 2, 4),
+        nodes=(4, 8),  # Stores.
+        memory="/dev/shm",
+    )

@@ -4,18 +4,19 @@
 Speeds are CPU time of one thread, for batches of 200,000 ids, at 90 % of the capacity; half of the
 new ids are duplicates. Eviction replays one stream of ids, in which old ones fade and new ones
 appear, with the rules of TorchRec's managed collision modules and of dynamicemb, in numpy.
-
-python benchmarks/vocab.py [--scale S] [--repeats R] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from report import Report, Sample, arguments, percent
+import report as reports
+from report import Figures, Report, percent
 
 from deltackpt import vocab
 
@@ -36,16 +37,10 @@ COMPARED = {
 
 
 class Outcome(NamedTuple):
-    """What a rule did with a stream.
+    """What a rule did with a stream."""
 
-    Attributes:
-      hits: share of the lookups whose id had a row before its batch.
-      own: share of the lookups that read a row of their id alone.
-      evictions: evicted ids.
-    """
-
-    hits: float
-    own: float
+    hits: float  # Share of the lookups whose id had a row before its batch.
+    own: float  # Share of the lookups that read a row of their id alone.
     evictions: int
 
 
@@ -56,30 +51,30 @@ def cpu_ns(call: Callable[[np.ndarray], object], ids: np.ndarray) -> float:
     return (time.process_time_ns() - started) / len(ids)
 
 
-def speeds(capacity: int, batch: int, repeats: int) -> dict[str, Sample]:
+def speeds(capacity: int, batch: int, repeats: int) -> Figures:
     """Nanoseconds of CPU for each id of a batch, by what is done."""
-    random = np.random.default_rng(0)
+    random, found = np.random.default_rng(0), Figures()
     held = random.integers(0, 1 << 62, capacity * 9 // 10)
     column = np.full(capacity, vocab.NO_ID)
     column[: len(held)] = held
-    found: dict[str, list[float]] = {
-        name: [] for name in ("index", "known, uniform", "known, Zipf", "new", "evict")
-    }
     for number in range(repeats):
         if number < 2:
             # It takes long, and depends little on what else the machine does.
             started = time.process_time_ns()
             keys = vocab.RowKeys.index(column)
-            found["index"].append((time.process_time_ns() - started) / len(held))
+            found.add("", {"index": (time.process_time_ns() - started) / len(held)})
         uniform = held[random.integers(0, len(held), batch)]
         skewed = held[np.minimum(random.zipf(1.07, batch), len(held)) - 1]
         distinct = random.integers(0, 1 << 62, batch // 2)
         new = np.concatenate([distinct, random.permutation(distinct)])
-        found["known, uniform"].append(cpu_ns(keys.assign, uniform))
-        found["known, Zipf"].append(cpu_ns(keys.assign, skewed))
-        found["new"].append(cpu_ns(keys.assign, new))
-        found["evict"].append(cpu_ns(keys.evict, distinct))
-    return {name: Sample(tuple(values)) for name, values in found.items()}
+        for name, call, ids in (
+            ("known, uniform", keys.assign, uniform),
+            ("known, Zipf", keys.assign, skewed),
+            ("new", keys.assign, new),
+            ("evict", keys.evict, distinct),
+        ):
+            found.add("", {name: cpu_ns(call, ids)})
+    return found
 
 
 def stream(batches: int, size: int, rows: int) -> Iterator[np.ndarray]:
@@ -177,66 +172,52 @@ def dynamicemb(batches: Iterator[np.ndarray], rows: int, rule: str) -> Outcome:
     return Outcome(hits / total, own / total, evictions)
 
 
-def replayed(rows: int, batches: int, size: int) -> dict[str, Outcome]:
-    """Outcomes of all rules for the same stream."""
-
-    def ids() -> Iterator[np.ndarray]:
-        return stream(batches, size, rows)
-
-    return {
-        LAST_USE: ours(ids(), rows, by_uses=False),
-        USES: ours(ids(), rows, by_uses=True),
-        **{
-            f"TorchRec {rule}": torchrec(ids(), rows, rule)
-            for rule in ("LRU", "LFU", "DistanceLFU")
-        },
-        **{f"dynamicemb {rule}": dynamicemb(ids(), rows, rule) for rule in ("STEP", "LFU")},
-    }
-
-
-def _millions(nanoseconds: Sample) -> str:
-    return f"{1e3 / nanoseconds.median:.2g}"
-
-
 def nanoseconds(value: float) -> str:
     """Nanoseconds for each id, and millions of ids a second."""
     return f"{value:.0f} ns ({1e3 / value:.1f} M/s)"
 
 
-def main() -> None:
-    """Prints the tables."""
-    given = arguments(__doc__).parse_args()
-    rows, size = max(2000, int(ROWS * given.scale)), max(500, int(STREAM_BATCH * given.scale))
-    batch = max(1000, int(BATCH * given.scale))
-    report = Report("vocabularies: CPU for each id", sizes=f"batches of {batch:,} ids")
-    table, order = [], ("known, uniform", "known, Zipf", "new", "evict", "index")
-    for capacity in CAPACITIES:
-        capacity = max(10_000, int(capacity * given.scale))
-        found = speeds(capacity, batch, given.repeats)
-        table.append([f"{capacity / 1e6:g} million", *(_millions(found[name]) for name in order)])
-        for name, sample in found.items():
-            bar = BAR_NS if name in ("known, uniform", "known, Zipf", "new") else None
-            report.state(f"{name}, capacity {capacity:,}", sample, nanoseconds, bar=bar)
-    columns = ("capacity", *order[:2], "new, each twice", "evict", "`index`")
+def vocabularies(report: Report, options: argparse.Namespace, _: Path) -> None:
+    scale = options.scale
+    rows, size = max(2000, int(ROWS * scale)), max(500, int(STREAM_BATCH * scale))
+    batch = max(1000, int(BATCH * scale))
+    report.sizes = f"batches of {batch:,} ids"
+    known = ("known, uniform", "known, Zipf")
+    table, order = [], (*known, "new", "evict", "index")
+    for capacity in (max(10_000, int(capacity * scale)) for capacity in CAPACITIES):
+        found = speeds(capacity, batch, options.repeats)
+        cells = [f"{1e3 / found('', name).median:.2g}" for name in order]
+        table.append([f"{capacity / 1e6:g} million", *cells])
+        for name in ("index", *order[:-1]):
+            bar = BAR_NS if name in (*known, "new") else None
+            what = f"{name}, capacity {capacity:,}"
+            report.state(what, found("", name), nanoseconds, bar=bar)
+    columns = ("capacity", *known, "new, each twice", "evict", "`index`")
     report.publish("speeds", columns, table)
     report.section()
-    batches = max(3 * INTERVAL, int(STREAM_BATCHES * min(1.0, given.scale)))
-    outcomes = replayed(rows, batches, size)
-    misses = {name: Sample((1 - outcome.hits,)) for name, outcome in outcomes.items()}
+    batches = max(3 * INTERVAL, int(STREAM_BATCHES * min(1.0, scale)))
+    replays: dict[str, Callable[[Iterator[np.ndarray]], Outcome]] = {
+        LAST_USE: lambda ids: ours(ids, rows, by_uses=False),
+        USES: lambda ids: ours(ids, rows, by_uses=True),
+    }
+    for rule in ("LRU", "LFU", "DistanceLFU"):
+        replays[f"TorchRec {rule}"] = lambda ids, rule=rule: torchrec(ids, rows, rule)
+    for rule in ("STEP", "LFU"):
+        replays[f"dynamicemb {rule}"] = lambda ids, rule=rule: dynamicemb(ids, rows, rule)
+    outcomes = {name: replay(stream(batches, size, rows)) for name, replay in replays.items()}
+    misses = Figures()
+    for name, outcome in outcomes.items():
+        misses.add(name, {"misses": 1 - outcome.hits})
     for name, others in COMPARED.items():
-        for other in others:
-            report.compare(f"misses, {name}", misses[name], other, misses[other], percent)
-    report.publish(
-        "eviction",
-        ("rule", "hits", "lookups of a row of their own", "evictions"),
-        [
-            [name, f"{one.hits:.1%}", f"{one.own:.1%}".replace(".0%", "%"), f"{one.evictions:,}"]
-            for name, one in outcomes.items()
-        ],
-    )
+        report.against(f"misses, {name}", misses, "misses", name, others, percent)
+    columns = ("rule", "hits", "lookups of a row of their own", "evictions")
+    cells = [
+        [name, f"{one.hits:.1%}", f"{one.own:.1%}".replace(".0%", "%"), f"{one.evictions:,}"]
+        for name, one in outcomes.items()
+    ]
+    report.publish("eviction", columns, cells)
     report.note(f"stream: {batches} batches of {size:,} ids, {rows:,} rows")
-    report.show(given)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main("vocabularies: CPU for each id", vocabularies)

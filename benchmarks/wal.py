@@ -6,10 +6,6 @@ dense leaves) trains with records, with delta saves, with Orbax, and without sav
 run begins with a durable base and ends when its last record or save is durable. ``recovery``
 restores state W from a base and a WAL. ``kafka`` compares acknowledged records of a broker on
 loopback with the local WAL, and reads all records back from the topic.
-
-python benchmarks/wal.py --json wal.json
-python benchmarks/wal.py --quick                      # a smoke test
-python benchmarks/wal.py --only kafka recovery      # single parts
 """
 
 from __future__ import annotations
@@ -28,26 +24,17 @@ import fresh
 import jax
 import jax.numpy as jnp
 import numpy as np
+import report as reports
 import save_restore
 import state as states
 import ways
 from dlrm_jax import data, trainer
 from dlrm_jax.placement import Placement
-from report import (
-    Figures,
-    Report,
-    Sample,
-    arguments,
-    interleaved,
-    megabytes,
-    metered,
-    run_parts,
-    secs,
-    times,
-)
+from report import Figures, Report, Sample, interleaved, megabytes, metered, secs, times
 from running import kafka_cluster
 
 import deltackpt
+from deltackpt.events import AppendEvent
 from deltackpt.format import naming
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import WalReader
@@ -91,11 +78,9 @@ class Loop:
             state = self.advance(state, batch)
 
     def start(self) -> trainer.TrainState:
-        """Returns a fresh state."""
         return jax.block_until_ready(trainer.init_state(self._sizes, 0, self._placement))
 
     def advance(self, state: trainer.TrainState, batch: data.Batch) -> trainer.TrainState:
-        """Runs one step."""
         placed = batch if self._placement is None else self._placement.batch(batch)
         return jax.block_until_ready(self._step(state, placed))[0]
 
@@ -109,11 +94,8 @@ class Loop:
     ) -> tuple[dict[str, float], trainer.TrainState]:
         """Runs a whole training from a durable base; returns its figures and the last state.
 
-        Args:
-          way: how it is saved; None for no saves.
-          every: steps between saves; 0 appends a record at each step.
-          waits: whether to wait for each save.
-          meet: waits for the other processes of the job.
+        It saves ``every`` so many steps, and ``waits`` for each save; 0 appends a record at each
+        step. ``meet`` waits for the other processes of the job.
         """
         state = self.start()
         if way is not None:
@@ -137,7 +119,7 @@ class Loop:
                 way.wait()
             meet()
         found = spent[0]._asdict() | {"blocked": median(blocked)}
-        if appends := getattr(way, "appends", []):
+        if appends := appended(way):
             durable = [event.durable_secs for event in appends]
             found["durable"], found["durable p99"] = map(float, np.percentile(durable, (50, 99)))
             found["bytes"] = sum(event.bytes_written for event in appends) / len(appends)
@@ -145,82 +127,67 @@ class Loop:
         return found, state
 
 
-def _modes(every: int) -> dict[str, tuple[Callable[[Path], Any] | None, int]]:
-    """How a training is saved: its manager, and the steps between saves; 0 appends records."""
-
-    def wal(**options: Any) -> Callable[[Path], Any]:
-        return lambda root: ways.Deltas(root, wal=deltackpt.WalOptions(**options))
-
-    return {
-        "no checkpoints": (None, every),
-        "records, full every N": (wal(dense_every=every), 0),
-        "full records": (wal(), 0),
-        'full records, dense="delta"': (wal(dense="delta"), 0),
-        "a delta each step": (ways.WAYS["power"], 1),
-        "Orbax tuned every N": (ways.WAYS["Orbax tuned"], every),
-    }
-
-
-def trained(loop: Loop, make: Callable[[Path], Any] | None, every: int, root: Path) -> Any:
-    """The figures of a training whose saves are then removed."""
-    way = None if make is None else make(root)
-    found, _ = loop.train(way, every)
-    if way is not None:
-        way.close()
-        shutil.rmtree(root)
-    return found
+def appended(way: Any) -> list[AppendEvent]:
+    """What each durable WAL record cost."""
+    return [event for event in getattr(way, "events", ()) if isinstance(event, AppendEvent)]
 
 
 def training(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """Whole trainings."""
-    loop, made = Loop(options), _modes(options.every)
-    candidates = {
-        mode: functools.partial(trained, loop, *how, root / "run") for mode, how in made.items()
+    """Whole trainings, without saves, with records and with saves."""
+    loop, every = Loop(options), options.every
+
+    def wal(**more: Any) -> Callable[[Path], Any]:
+        return lambda root: ways.Deltas(root, wal=deltackpt.WalOptions(**more))
+
+    def trained(make: Callable[[Path], Any] | None, every: int) -> dict[str, float]:
+        way = None if make is None else make(root / "run")
+        found, _ = loop.train(way, every)
+        if way is not None:
+            way.close()
+            shutil.rmtree(root / "run")
+        return found
+
+    # The manager, the steps between saves (0 appends records), and the words of the page.
+    none, orbax = "no checkpoints", "Orbax tuned every N"
+    page = f"a WAL record each step, dense leaves in every {every}th"
+    modes: dict[str, tuple[Callable[[Path], Any] | None, int, str]] = {
+        none: (None, every, none),
+        "records, full every N": (wal(dense_every=every), 0, page),
+        "full records": (wal(), 0, "a WAL record with dense leaves each step"),
+        'full records, dense="delta"': (
+            wal(dense="delta"),
+            0,
+            'the same, `WalOptions(dense="delta")`',
+        ),
+        "a delta each step": (ways.WAYS["power"], 1, "a delta each step"),
+        orbax: (ways.WAYS["Orbax tuned"], every, f"Orbax tuned every {every} steps"),
     }
-    modes = list(made)
+    candidates = {name: functools.partial(trained, *mode[:2]) for name, mode in modes.items()}
     found = interleaved(options.repeats, candidates, warm_up=0)
-    none = modes[0]
-    for mode in modes[1:]:
-        mine, bar = found(mode, "secs"), TRAINING_BARS.get(mode)
-        report.compare(f"training, {mode}", mine, none, found(none, "secs"), secs, bar=bar)
+    rows: list[list] = [[none, *found.cells(none, "secs"), "", ""]]
+    for mode, (_, _, words) in list(modes.items())[1:]:
+        mine, title, bar = found(mode, "secs"), f"training, {mode}", TRAINING_BARS.get(mode)
+        report.compare(title, mine, none, found(none, "secs"), bar=bar)
         if bar is not None:
-            theirs = found(modes[-1], "secs")
-            report.compare(f"training, {mode}", mine, modes[-1], theirs, secs, bar=1.0)
+            report.compare(title, mine, orbax, found(orbax, "secs"), bar=1.0)
         cpu = found(mode, "cpu").minus(found(none, "cpu"))
-        cpu = cpu.mapped(lambda value: value / options.steps)
-        report.state(f"more CPU a step, {mode}", cpu, secs)
-        if (mode, "durable") in found:
-            report.state(f"append() blocks, {mode}", found(mode, "blocked"), secs)
-            report.state(f"a record is durable after, {mode}", found(mode, "durable"), secs)
-            report.state(f"bytes of a record, {mode}", found(mode, "bytes"), megabytes)
-            report.state(f"fsyncs, {mode}", found(mode, "syncs"), "{:.0f}".format)
-    report.section()
-    words = {
-        none: none,
-        modes[1]: f"a WAL record each step, dense leaves in every {options.every}th",
-        modes[2]: "a WAL record with dense leaves each step",
-        modes[3]: 'the same, `WalOptions(dense="delta")`',
-        modes[4]: "a delta each step",
-        modes[5]: f"Orbax tuned every {options.every} steps",
-    }
-    rows = []
-    for mode in modes:
-        mine = found(mode, "secs")
-        cell = (mine, secs) if mode == none else (mine.over(found(none, "secs")), times)
+        report.state(f"more CPU a step, {mode}", cpu.mapped(lambda value: value / options.steps))
         more: list = ["", ""]
         if (mode, "durable") in found:
-            more = [(found(mode, figure), secs) for figure in ("blocked", "durable")]
-        rows.append([words[mode], cell, *more])
+            report.state(f"append() blocks, {mode}", found(mode, "blocked"))
+            report.state(f"a record is durable after, {mode}", found(mode, "durable"))
+            report.state(f"bytes of a record, {mode}", found(mode, "bytes"), megabytes)
+            report.state(f"fsyncs, {mode}", found(mode, "syncs"), "{:.0f}".format)
+            more = found.cells(mode, "blocked", "durable")
+        rows.append([words, (mine.over(found(none, "secs")), times), *more])
     columns = ("training with", "time", "`append()` blocks", "a record is durable after")
     report.publish("training", columns, rows)
 
 
 def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
     """State W from a base and a WAL of half its bytes, against a full load by Orbax."""
-    state, way = states.make(options.scale), ways.WAYS["wal"](root / "wal")
-    assert isinstance(way, ways.Deltas)
-    way.save(0, state, base=True)
-    way.wait()
+    state, way = states.make(options.scale), ways.Deltas(root / "wal", wal=deltackpt.WalOptions())
+    way.saved(0, state, base=True)
     written, number = 0, 0
     while written < _WAL_SHARE * ways.nbytes(state):
         number += 1
@@ -232,35 +199,27 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
         state = jax.block_until_ready(states.change(state, ids))
         way.append(number, state, ids)
         way.wait()
-        written = sum(event.bytes_written for event in way.appends)
+        written = sum(event.bytes_written for event in appended(way))
     way.close()
-    for name in ways.THEIRS:
-        other = ways.WAYS[name](root / name)
-        other.save(number, state)
-        other.wait()
+    for other in ways.opened(root, ways.THEIRS).values():
+        other.saved(number, state)
         other.close()
     nbytes = ways.tree_bytes(root / "wal" / naming.LOG)
     digest = ways.checksum(state)
     del state
-    compared = ("wal", *ways.THEIRS)
-    for name in compared:
-        checked = fresh.call(save_restore.restored, name, root / name, options.scale, True)
-        assert checked["digest"] == digest, f"{name}: the restored state differs"
+    words = {"wal": "a base and a WAL half its size"} | {name: name for name in ways.THEIRS}
+    for name in words:
+        save_restore.check(name, root / name, options.scale, digest)
 
     def restore(name: str) -> dict[str, float]:
         done = fresh.call(save_restore.restored, name, root / name, options.scale, False)
         return {"secs": done["secs"]}
 
-    found = interleaved(
-        options.repeats, {name: functools.partial(restore, name) for name in compared}, warm_up=0
-    )
-    for name in ways.THEIRS:
-        mine, theirs = found("wal", "secs"), found(name, "secs")
-        report.compare("recovery of W", mine, name, theirs, secs, bar=1.0)
+    candidates = {name: functools.partial(restore, name) for name in words}
+    found = interleaved(options.repeats, candidates, warm_up=0)
+    report.against("recovery of W", found, "secs", "wal", ways.THEIRS, bars=(1.0, 1.0))
     report.state("recovery of W: bytes of the WAL", Sample((float(nbytes),)), megabytes)
-    report.section()
-    words = {"wal": "a base and a WAL half its size"} | {name: name for name in ways.THEIRS}
-    rows = [[words[name], (found(name, "secs"), secs)] for name in compared]
+    rows = [[text, *found.cells(name, "secs")] for name, text in words.items()]
     report.publish("recovery", ("recovery of state W from", "time"), rows)
 
 
@@ -268,7 +227,6 @@ class Trained:
     """A manager with a WAL, whose tables change at each step."""
 
     def __init__(self, place: Path, backend: LocalWal | KafkaWal, rows: int, batch: int):
-        """Saves the first step."""
         self._random = np.random.default_rng(7)
         self._rows, self._batch, self._step = rows, batch, 0
         tables = {f"{number}": jnp.zeros((rows, states.WIDTH)) for number in range(8)}
@@ -278,13 +236,8 @@ class Trained:
             lambda tables, ids: {name: tables[name].at[ids[name]].add(0.1) for name in tables}
         )
         wal = deltackpt.WalOptions(backend=backend, dense="soft", max_wal_ratio=1e6)
-        self.manager = deltackpt.CheckpointManager(
-            place,
-            handlers={"embeddings": deltackpt.Tables(select="tables/*")},
-            options=deltackpt.ManagerOptions(wal=wal),
-        )
-        self.manager.save(0, self._state, touched=self._seen)
-        self.manager.wait_until_finished()
+        self.way = ways.Deltas(place, tables=deltackpt.Tables(select="tables/*"), wal=wal)
+        self.way.saved(0, self._state, touched=self._seen)
 
     def record_secs(self) -> float:
         """Trains a step, and returns how long its record takes to be acknowledged."""
@@ -298,8 +251,8 @@ class Trained:
         self._seen = deltackpt.touched.mark(self._seen, marked)
         jax.block_until_ready((self._state, self._seen))
         started = time.perf_counter()
-        self.manager.append(self._step, self._state, touched=self._seen)
-        self.manager.wait_appended()
+        self.way.append(self._step, self._state, touched=self._seen)
+        self.way.manager.wait_appended()
         return time.perf_counter() - started
 
 
@@ -310,28 +263,24 @@ def kafka(report: Report, options: argparse.Namespace, root: Path) -> None:
     rows = max(1000, round(80_000 * options.scale))
     (root / "brokers").mkdir()
     with kafka_cluster.KafkaCluster(root / "brokers") as cluster:
-        topics = {name: cluster.topic(name) for name in ("records", "read")}
+        sent, read_back = (
+            KafkaWal(cluster.topic(name), config=cluster.config) for name in ("records", "read")
+        )
         written = {
             "local": Trained(root / "local", LocalWal(), rows, 2048),
-            "kafka": Trained(
-                root / "kafka", KafkaWal(topics["records"], config=cluster.config), rows, 2048
-            ),
+            "kafka": Trained(root / "kafka", sent, rows, 2048),
         }
 
         def record(one: Trained) -> dict[str, float]:
             return {"secs": median(one.record_secs() for _ in range(_RECORDS))}
 
-        found = interleaved(
-            options.repeats,
-            {name: functools.partial(record, one) for name, one in written.items()},
-        )
-        large = Trained(
-            root / "read", KafkaWal(topics["read"], config=cluster.config), rows, rows // 4
-        )
+        candidates = {name: functools.partial(record, one) for name, one in written.items()}
+        found = interleaved(options.repeats, candidates)
+        large = Trained(root / "read", read_back, rows, rows // 4)
         for _ in range(_READ_RECORDS):
             large.record_secs()
         for one in (*written.values(), large):
-            one.manager.close()
+            one.way.close()
         nbytes, reads = 0, Figures()
         for number in range(options.repeats + 1):
             steps = open_steps(root / "read")
@@ -344,48 +293,34 @@ def kafka(report: Report, options: argparse.Namespace, root: Path) -> None:
             steps.topics.close()
     mine, local, read = found("kafka", "secs"), found("local", "secs"), reads("read", "secs")
     what = "record acknowledged by Kafka"
-    report.compare(what, mine, "local WAL, fsynced", local, secs, bar=_KAFKA_BAR)
-    limit = Sample((nbytes / _READ_BAR,) * options.repeats)
-    title = f"{nbytes / 1e6:,.0f} MB read"
-    report.compare(title, read, "300 MB/s", limit, secs, bar=1.0)
-    report.section()
-    report.publish(
-        "kafka",
-        ("what", "Kafka", "compared with"),
-        [
-            ["acknowledged record, 8 x 2,048 rows of 64 (4.2 MB)", (mine, secs)]
-            + [f"local WAL, fsynced: {local.shown(secs)} ({mine.over(local).median:.1f} times)"],
-            [f"reading {nbytes / 1e6:,.0f} MB of records", (read, secs)]
-            + [f"{nbytes / read.median / 1e6:.0f} MB/s; target: 300 MB/s"],
-        ],
-    )
+    report.compare(what, mine, "local WAL, fsynced", local, bar=_KAFKA_BAR)
+    limit, size = Sample((nbytes / _READ_BAR,) * options.repeats), f"{nbytes / 1e6:,.0f} MB"
+    report.compare(f"{size} read", read, "300 MB/s", limit, bar=1.0)
+    over = f"local WAL, fsynced: {local.shown(secs)} ({mine.over(local).median:.1f} times)"
+    speed = f"{nbytes / read.median / 1e6:.0f} MB/s; target: 300 MB/s"
+    table = [
+        ["acknowledged record, 8 x 2,048 rows of 64 (4.2 MB)", (mine, secs), over],
+        [f"reading {size} of records", (read, secs), speed],
+    ]
+    report.publish("kafka", ("what", "Kafka", "compared with"), table)
 
 
-PARTS = {"training": training, "recovery": recovery, "kafka": kafka}
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = arguments(__doc__, repeats=5)
-    add = parser.add_argument
-    add("--batch", type=int, default=2048, help="samples in a batch")
-    add("--hidden", type=int, default=1024, help="columns of the largest layers")
-    add("--steps", type=int, default=32, help="of one training")
-    add("--every", type=int, default=16, help="N, steps between saves or full records")
-    add("--quick", action="store_true", help="everything small, which measures nothing")
-    add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
-    options = parser.parse_args()
-    if options.quick:
-        options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4
-        options.every, options.hidden = 2, 32
+def sizes(options: argparse.Namespace) -> str:
     rows = max(data.table_rows("thesis", options.scale).values())
-    report = Report(
-        "The WAL",
-        sizes=f"Thesis DLRM, 8 tables of {rows:,} x 64, batch {options.batch}, {options.steps} "
-        f"steps, N = {options.every}, Zipf 1.07; W at {options.scale:g} of its rows. {ways.TUNED}",
+    return (
+        f"Thesis DLRM, 8 tables of {rows:,} x 64, batch {options.batch}, {options.steps} steps, "
+        f"N = {options.every}, Zipf 1.07; W at {options.scale:g} of its rows. {ways.TUNED}"
     )
-    run_parts(report, options, PARTS, options.only)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "The WAL",
+        {"training": training, "recovery": recovery, "kafka": kafka},
+        sizes,
+        repeats=5,
+        batch=2048,  # Samples.
+        hidden=1024,  # Columns of the largest layers.
+        steps=32,  # Of one training.
+        every=16,  # Steps between saves or full records.
+    )

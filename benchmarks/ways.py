@@ -9,10 +9,10 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -32,77 +32,57 @@ _FRESH = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _BUFFERED_BYTES, _DIRECT_BYTES = 256 << 10, 4 << 20
 
 
-class Way(Protocol):
-    """One checkpoint manager over one directory. States have the fields of ``TrainState``."""
-
-    root: Path
-
-    def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        """Starts a save; ``base`` requests a full one if there is a choice."""
-        ...
-
-    def wait(self) -> None:
-        """Waits until the save is committed."""
-        ...
-
-    def restore(self, template: Any) -> Any:
-        """The newest state, placed on the device."""
-        ...
-
-    def close(self) -> None:
-        """Closes the manager."""
-        ...
-
-
 class Deltas:
     """deltackpt: touched rows since the previous save, and a WAL if ``wal`` is given.
 
-    Attributes:
-      appends: an event with the cost of each durable WAL record.
+    No base is automatic, unless ``defaults`` is set: the benchmark decides which save is one.
+    Further options are those of the manager.
     """
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         durability: Literal["power", "process"] = "power",
         *,
         base_snapshot: Literal["block", "hold"] = "hold",
-        codec: str = "raw",
-        slot_codec: str = "raw",
-        wal: deltackpt.WalOptions | None = None,
+        tables: deltackpt.Tables | None = None,
         defaults: bool = False,
+        **options: Any,
     ):
-        self.root = root
-        self.appends: list[deltackpt.events.AppendEvent] = []
-        # No automatic bases: the benchmark decides which save is one.
-        policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
-        options = deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(base_snapshot=base_snapshot, policy=policy),
-            writes=deltackpt.WriteOptions(durability=durability),
-            wal=wal,
-        )
-        self._manager = deltackpt.CheckpointManager(
+        self.root = Path(root)
+        #: Events so far; those of an upload or an append have what it cost.
+        self.events: list[deltackpt.events.Event] = []
+        policy = deltackpt.policies.Consecutive(max_chain=1_000_000, max_restore_ratio=1e9)
+        if not defaults:
+            options["deltas"] = deltackpt.DeltaOptions(base_snapshot=base_snapshot, policy=policy)
+        self.manager = deltackpt.CheckpointManager(
             root,
-            handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
-            options=deltackpt.ManagerOptions() if defaults else options,
+            handlers={"embeddings": tables or trainer.checkpoint_tables()},
+            options=deltackpt.ManagerOptions(
+                writes=deltackpt.WriteOptions(durability=durability), **options
+            ),
             event_handlers=(self,),
         )
 
     def receive(self, event: deltackpt.events.Event) -> None:
-        if isinstance(event, deltackpt.events.AppendEvent):
-            self.appends.append(event)
+        self.events.append(event)
 
-    def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        self._manager.save(step, state, force_base=base)
+    def save(self, step: int, state: Any, *, base: bool = False, touched: Any = None) -> None:
+        self.manager.save(step, state, touched=touched, force_base=base)
 
-    def append(self, step: int, state: Any, ids: Any = None) -> None:
+    def append(self, step: int, state: Any, ids: Any = None, *, touched: Any = None) -> None:
         """Appends a WAL record of this step."""
-        self._manager.append(step, state, ids=ids)
+        self.manager.append(step, state, touched=touched, ids=ids)
 
     def wait(self) -> None:
-        self._manager.wait_until_finished()
-        if self._manager.options.wal is not None:
-            self._manager.wait_appended()
+        self.manager.wait_until_finished()
+        if self.manager.options.wal is not None:
+            self.manager.wait_appended()
+
+    def saved(self, step: int, state: Any, **more: Any) -> None:
+        """Saves, and waits until the save is committed."""
+        self.save(step, state, **more)
+        self.wait()
 
     def restore(self, template: Any) -> Any:
         return jax.block_until_ready(self.restore_from(template).state)
@@ -110,34 +90,48 @@ class Deltas:
     def restore_from(self, template: Any, *, storage: bool = False) -> deltackpt.Restored:
         """Restores the newest step, from the hot standby unless ``storage`` is true."""
         more: dict[str, Any] = {"service": None} if storage else {}
-        result = self._manager.restore_latest(template, **more)
+        result = self.manager.restore_latest(template, **more)
         assert result is not None and not result.skipped
         return result
 
     def close(self) -> None:
-        self._manager.close()
+        self.manager.close()
 
 
 class Orbax:
     """Stock Orbax: the whole state each time."""
 
-    def __init__(self, root: Path, *, compressed: bool, keep: int | None = None):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        compressed: bool = False,
+        keep: int | None = None,
+        asynchronous: bool = True,
+    ):
         self.root = root
         self._manager = ocp.CheckpointManager(
             root,
             item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=asynchronous
+            ),
         )
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
         del base
-        self._manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
+        self._manager.save(step, args=ocp.args.PyTreeSave(untracked(state)))
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
+    def saved(self, step: int, state: Any, *, base: bool = False) -> None:
+        """Saves, and waits until the save is committed."""
+        self.save(step, state, base=base)
+        self.wait()
+
     def restore(self, template: Any) -> Any:
-        item = jax.tree.map(_on_device, template._replace(touched=()))
+        item = jax.tree.map(_on_device, untracked(template))
         kinds = ocp.checkpoint_utils.construct_restore_args(item)
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=kinds)
         return jax.block_until_ready(
@@ -148,32 +142,47 @@ class Orbax:
         self._manager.close()
 
 
+def untracked(state: Any) -> Any:
+    """A state without its TouchState."""
+    return state._replace(touched=()) if hasattr(state, "touched") else state
+
+
+#: One checkpoint manager over one directory. States have the fields of ``TrainState``.
+Way = Deltas | Orbax
+
+
+def coded(codec: str, slots: str = "raw") -> Callable[[Path], Way]:
+    """Makes deltas whose rows and slots have codecs."""
+    return lambda root: Deltas(root, tables=trainer.checkpoint_tables(codec, slots))
+
+
 #: Save methods by their names in functions and tables.
 WAYS: dict[str, Callable[[Path], Way]] = {
     "power": Deltas,
     "power-block": lambda root: Deltas(root, base_snapshot="block"),
     "process": lambda root: Deltas(root, "process"),
-    "adaptive4": lambda root: Deltas(root, codec="adaptive4"),
-    "int4": lambda root: Deltas(root, codec="int4"),
-    "lossless": lambda root: Deltas(root, codec="lossless", slot_codec="lossless"),
+    "adaptive4": coded("adaptive4"),
+    "int4": coded("int4"),
+    "lossless": coded("lossless", "lossless"),
     "wal": lambda root: Deltas(root, wal=deltackpt.WalOptions()),
     "Orbax defaults": lambda root: Orbax(root, compressed=True),
-    "Orbax tuned": lambda root: Orbax(root, compressed=False),
+    "Orbax tuned": Orbax,
 }
 THEIRS = ("Orbax defaults", "Orbax tuned")
 TUNED = "Tuned: PyTreeCheckpointHandler(use_compression=False)."
 
 
+def opened(root: Path | str, names: Iterable[str]) -> dict[str, Way]:
+    """Opens a manager of each kind, in a directory of its name."""
+    return {name: WAYS[name](Path(root, name)) for name in names}
+
+
 def warm_memory(state: Any, most: int = 1 << 62) -> None:
-    """Flushes pending writes and touches free memory.
+    """Flushes pending writes and touches free memory: at most ``most`` bytes, of four states.
 
     A virtual machine may get memory from its host only at first touch, and lose memory that it
     frees. This was measured at 0.5 GB/s against 13 GB/s, a larger effect than all that is compared
     here, and would hit any method that runs after a pause.
-
-    Args:
-      state: memory of four states is touched, the most that any save or restore uses.
-      most: touches at most so many bytes.
     """
     os.sync()
     flags = _FRESH | getattr(mmap, "MAP_POPULATE", 0)
@@ -182,22 +191,23 @@ def warm_memory(state: Any, most: int = 1 << 62) -> None:
 
 def nbytes(state: Any) -> int:
     """Size in bytes of the arrays of a state or its shapes, without the TouchState."""
-    state = state._replace(touched=()) if hasattr(state, "touched") else state
-    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype")]
+    leaves = [leaf for leaf in jax.tree.leaves(untracked(state)) if hasattr(leaf, "dtype")]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def fsync(path: Path) -> None:
+    """Makes a file or a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def fsync_all(step_dir: Path) -> None:
     """Fsyncs every file and directory of a step, and the parent, which stock Orbax does not."""
-    paths = [
-        Path(folder, name)
-        for folder, _, files in os.walk(step_dir, topdown=False)
-        for name in (*files, "")
-    ]
-    for path in (*paths, step_dir.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    for folder, _, files in os.walk(step_dir, topdown=False):
+        for name in (*files, ""):
+            fsync(Path(folder, name))
+    fsync(step_dir.parent)
 
 
 def replace_file(path: Path, write: Callable[[Any], object]) -> None:
@@ -208,9 +218,7 @@ def replace_file(path: Path, write: Callable[[Any], object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    fsync(path.parent)
 
 
 def keep_only(root: Path, first: int) -> None:
@@ -221,9 +229,12 @@ def keep_only(root: Path, first: int) -> None:
     os.sync()
 
 
+def files_in(root: str | Path) -> list[Path]:
+    return [path for path in Path(root).rglob("*") if path.is_file()]
+
+
 def tree_bytes(step_dir: Path) -> int:
-    """Bytes of all files of a step."""
-    return sum(path.stat().st_size for path in step_dir.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files_in(step_dir))
 
 
 def drop_caches() -> bool:
@@ -238,17 +249,16 @@ def drop_caches() -> bool:
 
 def read_through(root: Path) -> None:
     """Brings every file into the page cache."""
-    for path in root.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(1 << 24):
-                    pass
+    for path in files_in(root):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
 
 
 def checksum(state: Any) -> int:
     """CRC32 over every leaf but the TouchState."""
     total = 0
-    for leaf in jax.tree.leaves(state._replace(touched=())):
+    for leaf in jax.tree.leaves(untracked(state)):
         total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
     return total
 
@@ -280,9 +290,8 @@ def _write_secs(place: Path, data: np.ndarray, flags: int, piece: int) -> float:
 
 def read_secs(root: str | Path) -> float:
     """Seconds to read every large file into fresh memory with two threads, as a restore must."""
-    found = [path for path in Path(root).rglob("*") if path.is_file()]
-    found = [path for path in found if path.stat().st_size > 1 << 16]
-    buffers = [(path, mmap.mmap(-1, path.stat().st_size, flags=_FRESH)) for path in found]
+    found = [(path, path.stat().st_size) for path in files_in(root)]
+    buffers = [(path, mmap.mmap(-1, n, flags=_FRESH)) for path, n in found if n > 1 << 16]
 
     def fill(path: Path, buffer: mmap.mmap) -> None:
         with path.open("rb", buffering=0) as file:

@@ -5,9 +5,6 @@ Discrete events (saves, durable saves, failures, recoveries) on a simulated cloc
 from ``advise_regime`` and ``advise_interval``, bases and deltas from the policies, peers from
 rendezvous hashing: the project's own functions. The costs are inputs: see ``Inputs`` and ``Job``.
 Nothing is written, and no network is used.
-
-python benchmarks/web_scale.py --json web_scale.json
-python benchmarks/web_scale.py --hosts 10 --hours 1      # a small job with the same bytes per host
 """
 
 from __future__ import annotations
@@ -19,10 +16,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from report import Report, Sample, arguments, megabytes, percent, secs
+import report as reports
+from report import Report, Sample, megabytes, percent, secs
 
 from deltackpt.format.row_blocks import CHUNK_BYTES
 from deltackpt.policies import (
@@ -49,95 +48,65 @@ KINDS: tuple[Kind, ...] = ("base", "delta", "wal")
 #: The ways that the claim is about.
 CLAIMED = "deltackpt, peers and standby"
 WITH_WAL = "deltackpt, peers, standby and int8 WAL"
+ORBAX = "Orbax, continuous"
+CNR, CNR_DALY = "Check-N-Run, every 30 min", "Check-N-Run, Daly's interval"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What operations cost; measured figures are in docs/project/benchmarks.md.
+    """What operations cost; measured figures are in docs/project/benchmarks.md."""
 
-    Attributes:
-      delta_stall_secs, delta_stall_per_gb: measured: 11 ms for 4,000 rows; 27 ms of training for
-        52 MB on a GPU (table 11).
-      base_stall_per_gb: measured: 75.4 ms of training for 1.04 GB on a GPU (table 11).
-      orbax_stall_per_gb: measured: 38.7 ms of training for 1.04 GB on a GPU (table 11).
-      cnr_stall_secs: stall of a snapshot that Check-N-Run reports (NSDI 2022).
-      disk_write, disk_read: bytes per second of a host: measured writes with fsync, and a cold
-        restore of a base and ten deltas (1.56 GB in 1.8 s, table 3).
-      memory_read: bytes per second of the same restore from the page cache (601 ms).
-      standby_secs_per_gb: measured: a hot standby returns 1.04 GB in 0.11 s.
-      int4_share, int8_share: bytes of a stored row of 64 float32 values and one slot, of raw ones.
-      network: assumed: bytes per second between hosts, 25 Gbit/s.
-      store: assumed: bytes per second of each host to and from the store, with all hosts at once.
-      store_secs: assumed: latency of a request to the store.
-      puts_per_sec: assumed: PUTs per second that the store accepts in all.
-      readers: files that process 0 reads at the same time, as in this version.
-      message_secs: assumed: time of the coordination service for a message of at most 64 KiB.
-      parse_secs: measured: decoding a manifest with 800 tables (0.7 ms, warm).
-      broker: assumed: bytes per second into a Kafka broker as leader, with two replicas.
-      record_secs: assumed: until a broker has acknowledged a WAL record.
-      spread: assumed: standard deviation of the logarithm of a host's time for a save.
-    """
-
+    # Measured: 11 ms for 4,000 rows; 27 ms of training for 52 MB on a GPU.
     delta_stall_secs: float = 0.011
     delta_stall_per_gb: float = 0.31
+    # Measured on a GPU: 75.4 ms of training for 1.04 GB, and 38.7 ms by Orbax.
     base_stall_per_gb: float = 0.0725
     orbax_stall_per_gb: float = 0.0372
-    cnr_stall_secs: float = 7.0
+    cnr_stall_secs: float = 7.0  # Of a snapshot, as Check-N-Run reports (NSDI 2022).
+    # Measured bytes per second: writes with fsync, and a cold restore (1.56 GB in 1.8 s).
     disk_write: float = 1.0 * GB
     disk_read: float = 0.87 * GB
-    memory_read: float = 2.6 * GB
-    standby_secs_per_gb: float = 0.106
+    memory_read: float = 2.6 * GB  # The same restore from the page cache: 601 ms.
+    standby_secs_per_gb: float = 0.106  # Measured: a hot standby returns 1.04 GB in 0.11 s.
+    # Bytes of a stored row of 64 float32 values and one slot, of raw ones.
     int4_share: float = 0.16
     int8_share: float = 74 / 260
+    # All below but `parse_secs` is assumed. Bytes per second between hosts (25 Gbit/s), and of
+    # each host to and from the store, with all hosts at once.
     network: float = 3.1 * GB
     store: float = 0.2 * GB
-    store_secs: float = 0.03
-    puts_per_sec: float = 50_000
-    readers: int = READS
-    message_secs: float = 100e-6
-    parse_secs: float = 0.7e-3
-    broker: float = 0.2 * GB
-    record_secs: float = 0.05
-    spread: float = 0.2
+    store_secs: float = 0.03  # Latency of a request to the store.
+    puts_per_sec: float = 50_000  # That the store accepts in all.
+    readers: int = READS  # Files that process 0 reads at the same time, as in this version.
+    message_secs: float = 100e-6  # Of the coordination service, for at most 64 KiB.
+    parse_secs: float = 0.7e-3  # Measured: decoding a manifest with 800 tables, warm.
+    broker: float = 0.2 * GB  # Bytes per second into a Kafka broker as leader, two replicas.
+    record_secs: float = 0.05  # Until a broker has acknowledged a WAL record.
+    spread: float = 0.2  # Standard deviation of the logarithm of a host's time for a save.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job: every host has the same share of the rows and of the dense leaves.
+    """A training job: every host has the same share of the rows and of the dense leaves."""
 
-    Attributes:
-      hosts: number of hosts, one process each.
-      rows: rows of each host.
-      row_bytes: bytes of a row with its slots.
-      dense_bytes: bytes of dense leaves of each host.
-      tables: number of tables.
-      step_secs: duration of a step.
-      step_rows: distinct rows of each host that a step touches.
-      growth: k steps touch ``step_rows * k ** growth`` distinct rows. From published curves: 0.12 %
-        of the rows after 2,560 samples, 3 % after 192,000.
-      failure_secs: mean time between failures of the job, each of one host.
-      restart_secs: from a failure until all processes, one on a new host, could restore.
-      k, m: erasure code of the peers.
-      rack_hosts: hosts in a rack.
-    """
-
-    hosts: int = 1000
-    rows: float = 38e6
-    row_bytes: float = 260
-    dense_bytes: float = 10e6
+    hosts: int = 1000  # One process each.
+    rows: float = 38e6  # Of each host.
+    row_bytes: float = 260  # With slots.
+    dense_bytes: float = 10e6  # Of each host.
     tables: int = 800
     step_secs: float = 1.0
+    # k steps touch `step_rows * k ** growth` distinct rows of each host. From published curves:
+    # 0.12 % of the rows after 2,560 samples, 3 % after 192,000.
     step_rows: float = 79e3
     growth: float = 0.745
-    failure_secs: float = 600
-    restart_secs: float = 0
-    k: int = 4
+    failure_secs: float = 600  # Mean time between failures of the job, each of one host.
+    restart_secs: float = 0  # Until all processes, one on a new host, could restore.
+    k: int = 4  # Erasure code of the peers: k + m fragments.
     m: int = 2
     rack_hosts: int = 20
 
     @property
     def base_bytes(self) -> float:
-        """Bytes of a host's share of a base, raw."""
         return self.rows * self.row_bytes + self.dense_bytes
 
     def delta_bytes(self, steps: float, share: float = 1.0) -> float:
@@ -150,37 +119,21 @@ class Job:
 
 
 class Traffic(NamedTuple):
-    """What the coordination of one save takes, over all processes.
+    """What the coordination of one save takes, over all processes."""
 
-    Attributes:
-      messages: through the coordination service.
-      puts: files of payload, manifests and digests.
-      gets: of process 0.
-      nbytes: manifests and digests.
-      pieces: messages that they would be instead.
-      seconds: from the last file of the slowest process until the commit.
-    """
-
-    messages: int
-    puts: int
-    gets: int
-    nbytes: float
-    pieces: int
-    seconds: float
+    messages: int  # Through the coordination service.
+    puts: int  # Files of payload, manifests and digests.
+    gets: int  # Of process 0.
+    nbytes: float  # Manifests and digests.
+    pieces: int  # Messages that they would be instead.
+    seconds: float  # From the last file of the slowest process until the commit.
 
 
 def coordination(job: Job, inputs: Inputs, kind: Kind, nbytes: float, *, readers: int) -> Traffic:
-    """Returns what the commit of a base or delta costs beside its payload.
+    """Returns what the commit of a save of ``nbytes`` per host costs beside its payload.
 
     Each process sends one message and gets one answer. Process 0 reads the manifests and digests of
-    all processes from storage. Sizes are those of docs/project/design.md.
-
-    Args:
-      job: the job.
-      inputs: costs of operations.
-      kind: base or delta.
-      nbytes: bytes of a host's share.
-      readers: requests of process 0 at a time; 1 reads the files in turn.
+    all processes from storage, ``readers`` at a time. Sizes are those of docs/project/design.md.
     """
     chunks = math.ceil(nbytes / CHUNK_BYTES) if kind == "base" else 0
     files = 2 if kind == "delta" else 9 * (1 + math.ceil(chunks / 9)) + 2
@@ -223,31 +176,18 @@ def peers(job: Job) -> Peers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to checkpoint the job.
-
-    Attributes:
-      name: shown in the table.
-      policy: decides between bases and deltas; None for full saves only.
-      where: of saves: a local disk and fragments on peers, or the store.
-      share: bytes of a delta's rows, of raw ones.
-      base_share: the same for bases.
-      fixed_stall_secs: stall of each save instead of those of deltackpt; None for those.
-      full_stall_per_gb: stall of a full save, by its bytes.
-      wal_share: bytes of a WAL record's rows, of raw ones; None without a WAL.
-      standby: whether survivors keep their share in memory.
-      base_every, delta_every, wal_every: steps between them; None for never.
-    """
+    """One way to checkpoint the job."""
 
     name: str
-    policy: BaseOrDelta | None
-    where: Literal["peers", "store"]
-    share: float = 1.0
+    policy: BaseOrDelta | None  # Decides between bases and deltas; None for full saves only.
+    where: Literal["peers", "store"]  # A local disk and fragments on peers, or the store.
+    share: float = 1.0  # Bytes of the rows of a delta, of raw ones.
     base_share: float = 1.0
-    fixed_stall_secs: float | None = None
+    fixed_stall_secs: float | None = None  # Of each save, instead of deltackpt's stalls.
     full_stall_per_gb: float = 0.0
-    wal_share: float | None = None
-    standby: bool = False
-    base_every: int | None = None
+    wal_share: float | None = None  # Bytes of a WAL record's rows; None without a WAL.
+    standby: bool = False  # Survivors keep their share in memory.
+    base_every: int | None = None  # Steps between them; None for never.
     delta_every: int | None = None
     wal_every: int | None = None
 
@@ -278,11 +218,7 @@ class Way:
     def restore(self, job: Job, inputs: Inputs, nbytes: float, tail_bytes: float) -> float:
         """Returns the seconds of a restore after one host was lost.
 
-        Args:
-          job: the job.
-          inputs: costs of operations.
-          nbytes: bytes of a host's share of the base and its deltas.
-          tail_bytes: bytes of a host's WAL records since.
+        ``nbytes`` are a host's share of the base and its deltas, ``tail_bytes`` its later records.
         """
         if self.where == "store":
             held = inputs.store_secs + nbytes / inputs.store
@@ -362,39 +298,29 @@ def _cost(way: Way, job: Job, inputs: Inputs, kind: Kind, load: float) -> Cost:
 class Outcome:
     """What a simulated run did; times in seconds, bytes over all hosts.
 
-    Attributes:
-      useful_secs, rework_secs, stall_secs, recovery_secs: they add up to the simulated time.
-        Rework is training after the point from which a failure resumed.
-      saves: number of durable ones by kind.
-      written: durable bytes by kind.
-      wasted: bytes of saves that a failure interrupted.
-      begun: bytes of all saves that were begun.
-      pending: bytes of a save in flight at the end.
-      puts: requests of payloads.
-      recoveries: seconds of each finished recovery, without the restart.
-      lost_secs: training that each failure lost.
-      most_read: the most bytes of a host that a restore would have read.
+    Useful time, rework (training after the point from which a failure resumed), stalls and
+    recoveries add up to the simulated time.
     """
 
     useful_secs: float = 0.0
     rework_secs: float = 0.0
     stall_secs: float = 0.0
     recovery_secs: float = 0.0
+    # Durable saves and their bytes.
     saves: collections.Counter[Kind] = dataclasses.field(default_factory=collections.Counter)
     written: dict[Kind, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )
-    wasted: float = 0.0
-    begun: float = 0.0
-    pending: float = 0.0
+    wasted: float = 0.0  # Bytes of saves that a failure interrupted.
+    begun: float = 0.0  # Bytes of all saves that were begun.
+    pending: float = 0.0  # Bytes of a save in flight at the end.
     puts: int = 0
-    recoveries: list[float] = dataclasses.field(default_factory=list)
-    lost_secs: list[float] = dataclasses.field(default_factory=list)
-    most_read: float = 0.0
+    recoveries: list[float] = dataclasses.field(default_factory=list)  # Without the restarts.
+    lost_secs: list[float] = dataclasses.field(default_factory=list)  # Training lost by failures.
+    most_read: float = 0.0  # The most bytes of a host that a restore would have read.
 
     @property
     def total_secs(self) -> float:
-        """Returns the simulated time."""
         return self.useful_secs + self.rework_secs + self.stall_secs + self.recovery_secs
 
     @property
@@ -444,7 +370,6 @@ class _Chain:
             self.deltas = (*self.deltas, saved.nbytes)
 
     def history(self, *, replaces: bool) -> SaveHistory:
-        """Returns what a policy decides from."""
         length = min(1, len(self.deltas)) if replaces else len(self.deltas)
         return SaveHistory(
             base_bytes=round(self.base),
@@ -467,29 +392,18 @@ class Simulation:
         load: float,
         seed: int,
     ):
-        """Starts with a durable base.
-
-        Args:
-          job: the job.
-          way: how it is checkpointed.
-          inputs: costs of operations.
-          failures: times of failures in seconds, ascending.
-          load: most fragments of a host, relative to the mean.
-          seed: of the speeds of hosts.
-        """
+        """Starts with a durable base; ``failures`` are ascending, ``seed`` is of hosts' speeds."""
         self._job, self._way, self._inputs, self._load = job, way, inputs, load
         self._failures = iter(failures)
         self._rng = np.random.default_rng(seed)
         self._events: list[tuple[float, int, str, int, _Saved | None]] = []
         self._order = itertools.count()
         self._life = 0  # Events of an earlier life of the job are void.
-        self._chain = _Chain(
-            base=job.base_bytes * way.base_share, read=job.base_bytes * way.base_share
-        )
+        base_bytes = job.base_bytes * way.base_share
+        self._chain = _Chain(base=base_bytes, read=base_bytes)
         self._replaces = isinstance(way.policy, Intermittent)
         self._done = 0  # Steps at the time `_since`, from which training continues.
         self._since = 0.0
-        self._stall_from = 0.0
         self._flying: _Saved | None = None
         self._records: list[_Saved] = []
         self._recovering_from: float | None = None
@@ -517,8 +431,7 @@ class Simulation:
             self.outcome.useful_secs = self._steps_at(seconds) * self._job.step_secs
         else:
             self.outcome.useful_secs = self._chain.step * self._job.step_secs
-        flying = [self._flying] if self._flying is not None else []
-        self.outcome.pending = sum(map(self._all_bytes, [*flying, *self._records]))
+        self.outcome.pending = self._unfinished_bytes()
         return self.outcome
 
     def _at(self, when: float, what: str, saved: _Saved | None = None) -> None:
@@ -531,6 +444,10 @@ class Simulation:
 
     def _all_bytes(self, saved: _Saved) -> float:
         return saved.nbytes * self._job.hosts
+
+    def _unfinished_bytes(self) -> float:
+        flying = [self._flying] if self._flying is not None else []
+        return sum(map(self._all_bytes, [*flying, *self._records]))
 
     def _steps_at(self, now: float) -> float:
         return self._done + max(0.0, now - self._since) / self._job.step_secs
@@ -556,7 +473,7 @@ class Simulation:
         if saved is not None:
             self.outcome.begun += self._all_bytes(saved)
             stall = self._way.stall(self._inputs, saved.kind, saved.nbytes)
-            self._stall_from, self._since = now, now + stall
+            self._since = now + stall
             self.outcome.stall_secs += stall
             self._at(now + max(stall, self._persist_secs(saved)), "durable", saved)
         self._plan_save()
@@ -581,8 +498,11 @@ class Simulation:
         if saved.kind == "wal":
             return median
         speeds = self._rng.lognormal(0.0, inputs.spread, job.hosts) if inputs.spread else 1.0
-        commit = coordination(job, inputs, saved.kind, saved.nbytes, readers=inputs.readers)
-        return float(median * np.max(speeds)) + commit.seconds
+        return float(median * np.max(speeds)) + self._commit(saved).seconds
+
+    def _commit(self, saved: _Saved) -> Traffic:
+        job, inputs = self._job, self._inputs
+        return coordination(job, inputs, saved.kind, saved.nbytes, readers=inputs.readers)
 
     def _durable(self, saved: _Saved) -> None:
         outcome = self.outcome
@@ -592,10 +512,7 @@ class Simulation:
             self._records.remove(saved)
         else:
             self._flying = None
-            traffic = coordination(
-                self._job, self._inputs, saved.kind, saved.nbytes, readers=self._inputs.readers
-            )
-            outcome.puts += traffic.puts
+            outcome.puts += self._commit(saved).puts
         self._chain.add(saved, replaces=self._replaces)
         outcome.most_read = max(outcome.most_read, self._chain.read)
 
@@ -613,8 +530,7 @@ class Simulation:
             lost = (self._steps_at(now) - self._chain.step) * self._job.step_secs
             outcome.rework_secs += lost
             outcome.lost_secs.append(lost)
-        flying = [self._flying] if self._flying is not None else []
-        outcome.wasted += sum(map(self._all_bytes, [*flying, *self._records]))
+        outcome.wasted += self._unfinished_bytes()
         self._flying, self._records, self._recovering_from = None, [], now
         self._life += 1
         restore = self._way.restore(self._job, self._inputs, self._chain.read, self._chain.tail)
@@ -629,14 +545,6 @@ class Simulation:
         self._plan_save()
 
 
-def poisson(mean_secs: float, seed: int) -> Iterator[float]:
-    """Yields times of failures with exponential gaps, without end."""
-    rng, now = np.random.default_rng(seed), 0.0
-    while True:
-        now += float(rng.exponential(mean_secs))
-        yield now
-
-
 # --- The ways that are compared ------------------------------------------------------------------
 
 
@@ -648,29 +556,20 @@ def ways(job: Job, inputs: Inputs, load: float) -> list[Way]:
         where="peers",
         full_stall_per_gb=inputs.base_stall_per_gb,
     )
-    stored = dataclasses.replace(ours, name="deltackpt, deltas in the store", where="store")
-    coded = dataclasses.replace(
-        stored,
-        name="deltackpt, int4 in the store",
-        share=inputs.int4_share,
-        base_share=inputs.int4_share,
-    )
-    warm = dataclasses.replace(ours, name=CLAIMED, standby=True)
-    wal = dataclasses.replace(warm, name=WITH_WAL, wal_share=inputs.int8_share)
-    orbax = Way(
-        name="Orbax, continuous",
-        policy=None,
-        where="store",
-        full_stall_per_gb=inputs.orbax_stall_per_gb,
-    )
+    replace, int4 = dataclasses.replace, inputs.int4_share
+    stored = replace(ours, name="deltackpt, deltas in the store", where="store")
+    coded = replace(stored, name="deltackpt, int4 in the store", share=int4, base_share=int4)
+    warm = replace(ours, name=CLAIMED, standby=True)
+    wal = replace(warm, name=WITH_WAL, wal_share=inputs.int8_share)
+    orbax = Way(name=ORBAX, policy=None, where="store", full_stall_per_gb=inputs.orbax_stall_per_gb)
     cnr = Way(
-        name="Check-N-Run, every 30 min",
+        name=CNR,
         policy=Intermittent(),
         where="store",
-        share=inputs.int4_share,
-        base_share=inputs.int4_share,
         fixed_stall_secs=inputs.cnr_stall_secs,
         delta_every=round(1800 / job.step_secs),
+        share=int4,
+        base_share=int4,
     )
     often = advise_interval(
         stall_secs=inputs.cnr_stall_secs,
@@ -678,127 +577,114 @@ def ways(job: Job, inputs: Inputs, load: float) -> list[Way]:
         mtbr_secs=job.failure_secs + job.restart_secs,
         max_overhead=0.2,
     )
-    return [
-        *(advised(one, job, inputs, load) for one in (stored, coded, ours, warm, wal)),
-        orbax,
-        cnr,
-        dataclasses.replace(
-            cnr,
-            name="Check-N-Run, Daly's interval",
-            delta_every=max(1, round(often.interval_secs / job.step_secs)),
-        ),
-    ]
+    daly = replace(
+        cnr, name=CNR_DALY, delta_every=max(1, round(often.interval_secs / job.step_secs))
+    )
+    chosen = (advised(one, job, inputs, load) for one in (stored, coded, ours, warm, wal))
+    return [*chosen, orbax, cnr, daly]
 
 
 def simulated(job: Job, way: Way, inputs: Inputs, hours: float, seed: int, load: float) -> Outcome:
     """Simulates one run; every way sees the same failures for the same seed."""
-    failures = poisson(job.failure_secs, seed)
-    run = Simulation(job, way, inputs, failures=failures, load=load, seed=seed)
+
+    def failures() -> Iterator[float]:
+        rng, now = np.random.default_rng(seed), 0.0
+        while True:
+            now += float(rng.exponential(job.failure_secs))
+            yield now
+
+    run = Simulation(job, way, inputs, failures=failures(), load=load, seed=seed)
     return run.run(hours * 3600)
 
 
-def main() -> None:
-    """Simulates all ways and prints one table."""
-    parser = arguments(__doc__)
-    parser.add_argument("--hosts", type=int, default=Job.hosts)
-    parser.add_argument("--hours", type=float, default=24.0, help="simulated time of each run")
-    parser.add_argument("--failure-secs", type=float, default=Job.failure_secs)
-    parser.add_argument("--store-gb", type=float, default=Inputs.store / GB, help="GB/s of a host")
-    parser.add_argument("--readers", type=int, default=Inputs.readers, help="reads of process 0")
-    options = parser.parse_args()
+def web_scale(report: Report, options: argparse.Namespace, _: Path) -> None:
     inputs = Inputs(store=options.store_gb * GB, readers=options.readers)
     job = Job(hosts=options.hosts, failure_secs=options.failure_secs)
-    placed = peers(job)
-    report = Report(
-        "Web scale in simulation",
-        sizes=f"{job.hosts} hosts, {job.base_bytes * job.hosts / 1e12:.2f} TB, a failure every "
+    report.sizes = (
+        f"{job.hosts} hosts, {job.base_bytes * job.hosts / 1e12:.2f} TB, a failure every "
         f"{job.failure_secs:g} s; {options.repeats} simulated runs of {options.hours:g} h each; "
-        f"{inputs.store / GB:g} GB/s from each host to the store",
+        f"{inputs.store / GB:g} GB/s from each host to the store"
     )
-    _show_ways(report, options, job, inputs, placed)
+    _show_ways(report, options, job, inputs, peers(job))
     _show_protocol(report, job, inputs)
-    report.show(options)
 
 
 def _show_ways(
     report: Report, options: argparse.Namespace, job: Job, inputs: Inputs, placed: Peers
 ) -> None:
     """Adds the figures of every way, without a restart in detail, then with restarts."""
-    runs: dict[str, list[Outcome]] = {}
-    rows: list[tuple[float, list[str], list[str]]] = []
 
     def simulate(name: str, job: Job) -> list[Outcome]:
         [way] = [one for one in ways(job, inputs, placed.load) if one.name == name]
         seeds = range(options.repeats)
         return [simulated(job, way, inputs, options.hours, s, placed.load) for s in seeds]
 
+    def each(found: list[Outcome], value: Callable[[Outcome], float]) -> Sample:
+        return Sample(tuple(map(value, found)))
+
     def lost(found: list[Outcome]) -> Sample:
-        return Sample(tuple(1 - one.effective for one in found))
+        return each(found, lambda one: 1 - one.effective)
 
+    figures: dict[str, Callable[[Outcome], float]] = {
+        "stalls": lambda one: one.stall_secs / one.total_secs,
+        "rework": lambda one: one.rework_secs / one.total_secs,
+        "recoveries": lambda one: one.recovery_secs / one.total_secs,
+        "recovery": lambda one: float(np.mean(one.recoveries or [0])),
+        "speed": lambda one: sum(one.written.values()) / one.total_secs / job.hosts,
+        "puts": lambda one: one.puts / one.total_secs,
+        "brokers": lambda one: one.written["wal"] / one.total_secs / inputs.broker,
+        "memory": lambda one: placed.load * (job.k + job.m) / job.k * one.most_read / 1e9,
+    }
+    losses: dict[str, Sample] = {}
+    rows: list[tuple[float, list[str], list[str]]] = []
     for way in ways(job, inputs, placed.load):
-        found = runs[way.name] = simulate(way.name, job)
-
-        def each(value: Callable[[Outcome], float], found: list[Outcome] = found) -> Sample:
-            return Sample(tuple(map(value, found)))
-
+        found = simulate(way.name, job)
+        losses[way.name] = lost(found)
         bar = 1 - CLAIM if way.name in (CLAIMED, WITH_WAL) else None
-        report.state(f"{way.name}: time lost", lost(found), percent, bar=bar)
-        parts = [
-            each(lambda one, part=part: getattr(one, f"{part}_secs") / one.total_secs)
-            for part in ("stall", "rework", "recovery")
-        ]
-        parts += [
-            lost(simulate(way.name, dataclasses.replace(job, restart_secs=restart)))
+        report.state(f"{way.name}: time lost", losses[way.name], percent, bar=bar)
+        middle = {name: each(found, figure).median for name, figure in figures.items()}
+        restarted = [
+            lost(simulate(way.name, dataclasses.replace(job, restart_secs=restart))).median
             for restart in RESTARTS
         ]
+        parts = [losses[way.name].median, *list(middle.values())[:3], *restarted]
         every = [f"{kind} {steps}" for kind in KINDS if (steps := getattr(way, f"{kind}_every"))]
-        recovery = each(lambda one: float(np.mean(one.recoveries or [0])))
-        speed = each(lambda one: sum(one.written.values()) / one.total_secs / job.hosts)
-        puts = each(lambda one: one.puts / one.total_secs)
-        other = []
-        if way.wal_every is not None:
-            brokers = each(lambda one: one.written["wal"] / one.total_secs / inputs.broker)
-            other.append(f"{math.ceil(brokers.median)} Kafka brokers")
-        if way.where == "peers":
-            fragments = placed.load * (job.k + job.m) / job.k
-            memory = each(lambda one, by=fragments: by * one.most_read)
-            other.append(f"{memory.median / 1e9:.0f} GB on the fullest peer")
-        shares = [f"{one.median:.1%}" for one in (lost(found), *parts)]
-        costs = [f"{recovery.median:.1f} s", megabytes(speed.median), f"{puts.median:,.0f}"]
-        rows.append(
-            (
-                lost(found).median,
-                [way.name, ", ".join(every) or "as short as possible", *shares],
-                [way.name, *costs, "; ".join(other)],
-            )
-        )
-    for name in ("Orbax, continuous", "Check-N-Run, every 30 min", "Check-N-Run, Daly's interval"):
-        title = f"time lost: {CLAIMED}"
-        report.compare(title, lost(runs[CLAIMED]), name, lost(runs[name]), percent, bar=1.0)
+        other = [f"{math.ceil(middle['brokers'])} Kafka brokers"] if way.wal_every else []
+        other += [f"{middle['memory']:.0f} GB on the fullest peer"] if way.where == "peers" else []
+        costs = [
+            f"{middle['recovery']:.1f} s",
+            megabytes(middle["speed"]),
+            f"{middle['puts']:,.0f}",
+        ]
+        shares = [", ".join(every) or "as short as possible", *(f"{part:.1%}" for part in parts)]
+        rows.append((parts[0], [way.name, *shares], [way.name, *costs, "; ".join(other)]))
+    for name in (ORBAX, CNR, CNR_DALY):
+        mine, theirs = losses[CLAIMED], losses[name]
+        report.compare(f"time lost: {CLAIMED}", mine, name, theirs, percent, bar=1.0)
     report.note(
         f"peers: the host with most fragments has {placed.load:.2f} times the mean; at most "
         f"{placed.most_in_rack} fragments of a save are in one rack"
     )
     rows.sort()
     restarts = [f"restart {restart} s" for restart in RESTARTS]
-    first, second = "lost, restart 0 s", ("stalls", "rework", "recoveries")
-    report.publish(
-        "lost",
-        ["method", "steps between saves", first, *second, *restarts],
-        [row for _, row, _ in rows],
-    )
-    columns = ("method", "a recovery", "written per second and host", "PUTs per second", "other")
+    columns = [
+        "method",
+        "steps between saves",
+        "lost, restart 0 s",
+        "stalls",
+        "rework",
+        "recoveries",
+    ]
+    report.publish("lost", [*columns, *restarts], [row for _, row, _ in rows])
+    columns = ["method", "a recovery", "written per second and host", "PUTs per second", "other"]
     report.publish("costs", columns, [row for _, _, row in rows])
 
 
 def _show_protocol(report: Report, job: Job, inputs: Inputs) -> None:
     """Adds what the commit of one save costs beside its payload."""
     rows: dict[str, list[str]] = collections.defaultdict(list)
-    saves: tuple[tuple[Kind, float], ...] = (
-        ("base", job.base_bytes),
-        ("delta", job.delta_bytes(30)),
-    )
-    for kind, nbytes in saves:
+    saves: dict[Kind, float] = {"base": job.base_bytes, "delta": job.delta_bytes(30)}
+    for kind, nbytes in saves.items():
         cost = coordination(job, inputs, kind, nbytes, readers=inputs.readers)
         figures = {
             "PUTs": f"{cost.puts:,}",
@@ -811,10 +697,17 @@ def _show_protocol(report: Report, job: Job, inputs: Inputs) -> None:
             figures[f"commit, {readers} of the {cost.gets:,} files at once"] = secs(took)
         for what, value in figures.items():
             rows[what].append(value)
-    report.publish(
-        "commit", ("", "a base", "a delta"), [[what, *row] for what, row in rows.items()]
-    )
+    table = [[what, *row] for what, row in rows.items()]
+    report.publish("commit", ("", "a base", "a delta"), table)
 
 
 if __name__ == "__main__":
-    main()
+    reports.main(
+        "Web scale in simulation",
+        web_scale,
+        hosts=Job.hosts,
+        hours=24.0,
+        failure_secs=float(Job.failure_secs),
+        store_gb=Inputs.store / GB,
+        readers=Inputs.readers,
+    )

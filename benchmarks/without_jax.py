@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The follower and the readers of ``serving.py``, for processes of their own without JAX."""
+"""Functions for processes of their own without JAX: followers, readers, a compaction."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import fresh
 import numpy as np
 
 from deltackpt import serving
+from deltackpt.maintenance import compact
 from deltackpt.wal import KafkaWal
 
 _READY_SECS, _POLL_SECS = 300.0, 0.005
@@ -69,3 +71,12 @@ def gather(address: str, rows: int, batch: int, repeats: int) -> list[float]:
             count += batch
         found.append((time.process_time() - started) * 1e6 / count)
     return found
+
+
+def compacted(root: str, memory_bytes: int) -> dict[str, float]:
+    """Compacts the newest chain; returns its extra memory."""
+    before = fresh.status_bytes("VmRSS")
+    fresh.reset_peak()
+    done = compact.compact(Path(root), memory_bytes=memory_bytes)
+    assert done is not None
+    return {"extra": fresh.status_bytes("VmHWM") - before}
