@@ -210,7 +210,8 @@ def metered() -> Iterator[list[Cost]]:
         for name, call in real.items():
             setattr(os, name, call)
         # Thread IDs increase, so threads that have already ended count too.
-        threads = _thread_id() - threads - 1 - _kernel_threads(threads)
+        ids = range(threads + 1, _thread_id())
+        threads = len(ids) - _kernel_threads(ids)
         found.append(Cost(seconds, cpu, switches, threads, _io_calls() - calls, len(forced)))
 
 
@@ -232,13 +233,13 @@ def _thread_id() -> int:
     return found[0]
 
 
-def _kernel_threads(since: int) -> int:
-    """Returns the number of kernel threads with a greater ID: writes to a disk start some."""
+def _kernel_threads(ids: range) -> int:
+    """Returns how many threads with some IDs are the kernel's: writes to a disk start some."""
     found = 0
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            found += int(path.name) > since and parent == "2"  # kthreadd
+            found += int(path.name) in ids and parent == "2"  # kthreadd
     return found
 
 
