@@ -183,7 +183,7 @@ class Cost(NamedTuple):
     secs: float
     cpu: float  # Seconds of all threads.
     switches: float  # Context switches.
-    threads: float  # Started on this machine.
+    threads: float  # Started on this machine, without those of the kernel.
     calls: float  # System calls that read or write.
     fsyncs: float
 
@@ -210,7 +210,8 @@ def metered() -> Iterator[list[Cost]]:
         for name, call in real.items():
             setattr(os, name, call)
         # Thread IDs increase, so threads that have already ended count too.
-        threads = _thread_id() - threads - 1
+        ids = range(threads + 1, _thread_id())
+        threads = len(ids) - _kernel_threads(ids)
         found.append(Cost(seconds, cpu, switches, threads, _io_calls() - calls, len(forced)))
 
 
@@ -230,6 +231,16 @@ def _thread_id() -> int:
     thread.start()
     thread.join()
     return found[0]
+
+
+def _kernel_threads(ids: range) -> int:
+    """Returns how many threads with some IDs are the kernel's: writes to a disk start some."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            found += int(path.name) in ids and parent == "2"  # kthreadd
+    return found
 
 
 def _io_calls() -> int:

@@ -136,9 +136,9 @@ def coordination(job: Job, inputs: Inputs, kind: Kind, nbytes: float, *, readers
     all processes from storage, ``readers`` at a time. Sizes are those of docs/project/design.md.
     """
     chunks = math.ceil(nbytes / CHUNK_BYTES) if kind == "base" else 0
-    files = 3 if kind == "delta" else 9 * (1 + math.ceil(chunks / 9)) + 2
+    files = 2 if kind == "delta" else 9 * (1 + math.ceil(chunks / 9)) + 2
     described = 47 * job.tables + 100 * chunks + 32 * nbytes / 2**20
-    gets = 2 * job.hosts
+    gets = (1 if kind == "delta" else 2) * job.hosts
     reading = gets * inputs.store_secs / readers + job.hosts * described / inputs.network
     messages = 2 * job.hosts
     return Traffic(

@@ -47,6 +47,7 @@ from deltackpt.reading.stored_saves import StoredPart
 from deltackpt.resources import runtime
 from deltackpt.restore import placing, step_reader
 from deltackpt.save import commit, exits, pending_save
+from deltackpt.save import shard as save_shard
 from deltackpt.session import saving
 from deltackpt.storage import batch, ocdbt, parts, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
@@ -789,12 +790,12 @@ POINTS: dict[str, Point] = {
     "after a force": _after(batch.FileBatch, "force"),
     "before its word": _before(commit.StepWriters, "report", "written"),
     "after its word": _after(commit.StepWriters, "report", "written"),
-    "waiting for the parts": _before(commit.StepWriters, "collect"),
+    "waiting for the parts": _before(commit.StepWriters, "wait", "written"),
     "has the parts": _after(commit.StepWriters, "collect"),
     "waiting for the commit": _before(commit.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(commit, "_commit"),
-    "commit: after the digests": _after(commit, "_write_digests"),
+    "commit: after the digests": _after(save_shard, "write_index"),
     "commit: before the rename": _around(DurableDir, "publish", _publishes_step, before=True),
     "commit: between the rename and the fsync": _around(os, "rename", _renames_step, before=False),
     "commit: after the rename": _around(DurableDir, "publish", _publishes_step, before=False),

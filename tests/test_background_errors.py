@@ -315,7 +315,7 @@ def test_a_file_that_changes_during_a_copy_is_damage(tmp_path):
 
     def read_into(store: FileStore, key: str, start: int, parts: Any, **how: Any) -> None:
         real(store, key, start, parts, **how)
-        if "/c/" in key or key.endswith(".bin"):
+        if "/c." in key or key.endswith(".bin"):
             parts[0][0] ^= 1
 
     monkeypatched = mock.patch.object(FileStore, "read_into", read_into)

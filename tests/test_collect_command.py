@@ -309,7 +309,7 @@ def test_a_copy_to_the_directory_and_a_collection_exclude_each_other(root):
 
 
 def values(folder: Path) -> Path:
-    return sorted(folder.rglob("values/c/0/0"))[0]
+    return sorted(folder.rglob("values/c.0.0"))[0]
 
 
 def test_a_damaged_compacted_base_never_replaces_its_chain(root):

@@ -161,7 +161,7 @@ def test_altered_and_lost_files_are_named(run, tmp_path):
     first = commit(ledger, run, ObjectKey(0))
     at = tmp_path / "run" / first.prefix
     found = as_directory(root)
-    chunk = next(name for name in (found / "0").keys() if name.endswith("/c/0/0"))
+    chunk = next(name for name in (found / "0").keys() if name.endswith("/c.0.0"))
     data = bytearray((at / chunk).read_bytes())
     data[5] ^= 1
     (at / chunk).write_bytes(data)

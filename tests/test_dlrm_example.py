@@ -210,7 +210,7 @@ def test_demo_recognizes_a_save_in_progress(tmp_path):
     begun = tmp_path / "40.orbax-checkpoint-tmp"
     (begun / "embeddings").mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
-    chunk = begun / "embeddings" / "part.0" / "g0.0" / "values" / "c" / "0" / "0"
+    chunk = begun / "embeddings" / "part.0" / "g0.0" / "values" / "c.0.0"
     chunk.parent.mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
     chunk.write_text("rows")

@@ -29,7 +29,7 @@ GOLDEN = Path(make_golden.__file__).parent
 
 
 def array_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("part.*/**/c/**/*") if path.is_file()]
+    return [path for path in folder.rglob("part.*/**/c.*") if path.is_file()]
 
 
 def chunk_bytes(layer_file: Path) -> int:

@@ -343,7 +343,7 @@ def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(trainer, one):
         in_place.append(one.loaded is not None and one.loaded.save.save_id.step == 1)
 
     with Disk(trainer.root) as disk:
-        disk.on("read", note, "^2/.*/c/")
+        disk.on("read", note, "^2/.*/c[.]")
         assert one.advance()
     assert in_place and all(in_place)
     trainer.assert_held(one, 2)
@@ -538,7 +538,7 @@ def test_a_damaged_base_changes_nothing(trainer, one, relaid):
     if relaid:
         trainer.grow()
     trainer.next(force_base=True)
-    chunk = next(path for path in (trainer.root / "2").rglob("c/0*") if path.is_file())
+    chunk = next(path for path in (trainer.root / "2").rglob("c.0*") if path.is_file())
     chunk.write_bytes(bytes(chunk.stat().st_size))
     assert not one.advance()
     trainer.assert_held(one, 1)

@@ -219,6 +219,11 @@ CASES: dict[str, tuple[int, str, Callable[[Any], Any]]] = {
     "no block bytes": (0, DIGESTS, at("block_bytes", to=0)),
     "itself": (0, naming.STEP_DIGESTS, at("files", naming.STEP_DIGESTS, to=[1, 2, 3])),
     "one another": (0, naming.STEP_DIGESTS, at("files", "digests.step.1.msgpack", to=[1, 2, 3])),
+    "file of a delta above": (1, MANIFEST, at("files", "../x", to=[1, 2, 3])),
+    "short digest in a delta": (1, MANIFEST, at("files", "x", to=[1, 2])),
+    "impossible digest in a delta": (1, MANIFEST, at("files", "x", to=[1, 2**33, 3])),
+    "no files of a delta": (1, MANIFEST, at("files", to={})),
+    "another digest in a delta": (1, MANIFEST, at("files", naming.STEP_METADATA, to=[1, 2, 3])),
 }
 
 
@@ -295,7 +300,7 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
         for entry in segment["arrays"]:
             entry["shape"][0], entry["chunk_rows"] = rows, rows // 4
             row_bytes = np.dtype(entry["dtype"]).itemsize * int(np.prod(entry["shape"][1:]))
-            lengths[f"part.0/{segment['name']}/{entry['name']}/c/"] = rows // 4 * row_bytes + 4
+            lengths[f"part.0/{segment['name']}/{entry['name']}/c."] = rows // 4 * row_bytes + 4
 
     def lengthen(body: Any) -> None:
         for below, length in lengths.items():
@@ -312,9 +317,9 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
 
 def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
     """A sparse file costs nothing, but reading all of it would never finish."""
-    for name in (MANIFEST, LAYER, naming.STEP_DIGESTS):
-        root_dir = copied(written["raw"], tmp_path / name.replace("/", "."))
-        os.truncate(root_dir / "2" / name, 2**42)
+    for place in (f"2/{MANIFEST}", f"2/{LAYER}", f"0/{naming.STEP_DIGESTS}"):
+        root_dir = copied(written["raw"], tmp_path / place.replace("/", "."))
+        os.truncate(root_dir / place, 2**42)
         assert read_all(root_dir)
         assert contents(root_dir, 1) == contents(written["raw"], 1)
 
@@ -324,7 +329,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block_readers(written, tmp_path):
         root_dir = copied(written["raw"], tmp_path / place.replace("/", "."))
         path = root_dir / place
         if path.name == "chunk":
-            path = next(p for p in sorted(root_dir.glob("0/**/c/**/*")) if p.is_file())
+            path = next(p for p in sorted(root_dir.glob("0/**/c.*")) if p.is_file())
         path.unlink()
         os.mkfifo(path)
         assert read_all(root_dir)

@@ -230,10 +230,10 @@ def test_history_reads_each_save_once(tmp_path):
 def test_a_damaged_row_is_named_and_others_still_read(tmp_path):
     table = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
     lazy = saved(tmp_path, {"t": table}).at(0)["t"]
-    [chunk] = tmp_path.glob("0/embeddings/part.0/*/values/c/0/0")
+    [chunk] = tmp_path.glob("0/embeddings/part.0/*/values/c.0.0")
     flip(chunk, chunk.stat().st_size // 2)
     assert lazy[3].tobytes() == table[3].tobytes()
-    with pytest.raises(errors.Damaged, match="values/c/0/0"):
+    with pytest.raises(errors.Damaged, match="values/c.0.0"):
         lazy[2048]
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_dense_file_is_found_before_a_leaf_is_read(tmp_path):
 def test_a_damaged_compacted_base_is_skipped(tmp_path):
     states = write_chain(tmp_path)
     run_compaction(tmp_path)
-    next(tmp_path.glob("compacted/4/embeddings/part.0/*/values/c/0/0")).write_bytes(b"")
+    next(tmp_path.glob("compacted/4/embeddings/part.0/*/values/c.0.0")).write_bytes(b"")
     step = inspect.open(tmp_path).at(4)
     with pytest.warns(UserWarning, match="instead") as caught:
         found = {name: np.asarray(step[f"tables/{name}"]) for name in ("users", "items")}

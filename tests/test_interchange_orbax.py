@@ -486,7 +486,7 @@ def test_an_export_never_touches_existing_files_and_leaves_nothing_partial(tmp_p
         with mock.patch.object(ocp.Checkpointer, "save", side_effect=error):
             with pytest.raises(kind, match="nothing was left behind"):
                 export()
-    array = next((tmp_path / "run" / "4" / "embeddings").rglob("c/0*"))
+    array = next((tmp_path / "run" / "4" / "embeddings").rglob("c.0*"))
     array = array if array.is_file() else next(p for p in array.rglob("*") if p.is_file())
     array.write_bytes(array.read_bytes()[:-1] + b"?")
     with pytest.raises(errors.Damaged):

@@ -687,7 +687,7 @@ class Counted(NamedTuple):
         st.tuples(
             st.integers(0, 5),
             st.integers(0, 4),
-            st.sampled_from([None, "data/*.json", "digests.step.msgpack"]),
+            st.sampled_from([None, "data/*.json", "*/manifest.0.msgpack"]),
         ),
         min_size=2,
         max_size=5,

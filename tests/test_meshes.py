@@ -369,14 +369,14 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
 def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
     job = Job(4)
-    real = shard.write_manifest
+    real = shard.described
 
     def failing(plan, item_dir, segments, batch, writers, **given):
         if writers.process == 1:
             raise OSError(28, "No space left on device")
         return real(plan, item_dir, segments, batch, writers, **given)
 
-    with job.running(), mock.patch.object(shard, "write_manifest", failing):
+    with job.running(), mock.patch.object(shard, "described", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
     assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3

@@ -63,7 +63,7 @@ def put_array(
     entry = row_blocks.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
     below = naming.array_dir(Path(), 0, segment, name).as_posix()
     found = write_digested(scratch / below, entry, [data])
-    chunks = {name: digest for name, digest in found.items() if name.startswith("c/")}
+    chunks = {name: digest for name, digest in found.items() if name.startswith("c.")}
     for name in chunks:
         at = part / below / name
         at.store.put(at.key, (scratch / below / name).read_bytes())

@@ -80,11 +80,11 @@ def assert_only(root: Path, committed: list[int]) -> None:
 MOMENTS = {
     "before anything": ("mkdir", r"^2[.][^/]*$", False),
     "before the tables": ({"mkdir", "open"}, "embeddings/", False),
-    "amid the tables": ("write", "embeddings/(.*/c/|layer)", False),
+    "amid the tables": ("write", "embeddings/(.*/c[.]|layer)", False),
     "after the tables": ("open", "embeddings/(digests|manifest)", False),
     "before the dense leaves": ({"mkdir", "open"}, "/dense$|embeddings/layer", False),
     "amid the dense leaves": ("write", "/dense/|embeddings/layer", False),
-    "before the digests": ("open", "/digests[.]step", False),
+    "before the digests": ("open", "/digests[.]step|embeddings/manifest", False),
     "before the force": ("fsync", r"^2[.]", False),
     "after the force": ("rename", "^2$", False),
     "between the rename and the parent's fsync": ("fsync", "^$", True),
@@ -277,7 +277,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
         step = StepTransaction(
             final=final,
             items={"item": Written(others_wrote if process == late else None)},
-            tables="embeddings",
+            tables="item",
             writers=step_writers(connected[process], temporary, runtime=runtime),
             own_files=lambda: {naming.STEP_METADATA: b"{}"},
             check=lambda: None,

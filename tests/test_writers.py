@@ -67,11 +67,13 @@ class Job:
         at = self.at(process)
         item = at.temporary / naming.EMBEDDINGS_ITEM
         data = made_up_saves.write(item, self.part(process, **changes))
-        at.report("shard", at.records([item / naming.manifest_name(process)]))
+        at.report("written", at.records([item / naming.manifest_name(process)]))
         return data
 
     def collect(self, **changes):
-        return self.at(0).collect(self.item, self.part(0, **changes))
+        at = self.at(0)
+        at.wait("written")
+        return at.collect(self.item, self.part(0, **changes))
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "nodes"])
@@ -94,7 +96,7 @@ def test_the_index_names_every_part_with_the_digest_of_its_manifest(job):
 
 def test_process_0_names_the_processes_whose_parts_are_missing(job):
     job.write(2)
-    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its shard"):
+    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its files"):
         job.collect()
 
 
@@ -127,7 +129,7 @@ def test_a_part_that_was_altered_is_damage(job):
     damaged = data[:-1] + bytes([data[-1] ^ 1])
     (job.item / name).write_bytes(damaged)
     if not job.shared_fs:
-        job.at(1).report("shard", {f"{naming.EMBEDDINGS_ITEM}/{name}": damaged})
+        job.at(1).report("written", {f"{naming.EMBEDDINGS_ITEM}/{name}": damaged})
     for process in (2, 3):
         job.write(process)
     with pytest.raises(Damaged, match="manifest.1.msgpack"):

@@ -239,6 +239,9 @@ class Manifest:
     item_digests_crc32c: int = 0
     #: The layer file with its arrays; None if they are Zarr arrays, as in a base.
     layer: LayerRef | None = None
+    #: The step's digests in process 0's manifest of a delta under our own commit, by path below the
+    #: step: length, CRC32C and tail of ``storage.digests.Digest``. Bases have a file of them.
+    files: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
     #: How often the run had been restored before, itself included.
     restores: int = 0
@@ -387,6 +390,10 @@ def _check(record: Manifest) -> None:
             check_segment(segment)
         except InvalidRecord as error:
             raise error.within(f"segments[{number}]") from None
+    try:
+        records.check_files(record.files)
+    except InvalidRecord as error:
+        raise error.within("files") from None
     if record.dense_blocks is not None:
         try:
             row_blocks.check(record.dense_blocks)

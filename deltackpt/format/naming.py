@@ -8,10 +8,10 @@ Inside an Orbax step directory::
         manifest.<process>.msgpack     written last in its part
         layer.<process>                the arrays of a delta
         digests.<process>.msgpack      of a base: length and CRC32C of every file of the part
-        part.<process>/<segment>/<array>/zarr.json, c/...    the arrays of a base
+        part.<process>/<segment>/<array>/zarr.json, c.<i>...    the arrays of a base
       dense/                           an Orbax PyTree item
-      digests.step.<process>.msgpack   the dense files of one process, if there are several
-      digests.step.msgpack             everything else in the step, written just before the commit
+      digests.step.<process>.msgpack   the other files of one process, if it has any
+      digests.step.msgpack             everything else in a base, written just before the commit
 
 Beside the steps::
 
@@ -58,6 +58,8 @@ STEP_DIGESTS = "digests.step.msgpack"
 _NAME_BYTES = 255
 #: Orbax's metadata of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
+#: By this name, the metadata refers to the handler of our item.
+TABLES_HANDLER = "deltackpt.handlers.v1.DeltaCheckpointableHandler"
 #: Orbax's item of what was measured at a step, and the file in it.
 METRICS = "metrics"
 #: What Orbax looks for where directories cannot be renamed.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 import urllib.parse
@@ -32,6 +33,14 @@ MOST_BYTES = 1 << 30
 #: The field of a body that repeats the version, where its checksum covers it.
 _VERSION = "format_version"
 _SHOWN_CHARACTERS = 60
+#: Paths whose components are names according to ``is_name``.
+_INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
+#: Maximum length of a file's path below its directory, an operating system limit.
+_PATH_CHARACTERS = 4096
+#: Maximum number of folders above a file: creating and removing them recurses.
+_MOST_FOLDERS = 100
+#: Last bytes of a file that its digest has as they are.
+_TAIL_BYTES = 4
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
 _NIL = b"\xc0"
@@ -425,6 +434,20 @@ def is_name(name: str) -> bool:
         and name not in (".", "..")
         and not {"/", "\0"}.intersection(name)
     )
+
+
+def check_files(files: Mapping[str, tuple[int, int, int]]) -> None:
+    """Checks digests (length, CRC32C, last bytes) of files by path below a directory.
+
+    Raises InvalidRecord if a path leads out of it, or no file can have such a digest.
+    """
+    for path, (length, crc, tail) in files.items():
+        is_inside = len(path) <= _PATH_CHARACTERS and path.count("/") <= _MOST_FOLDERS
+        if not is_inside or _INSIDE.fullmatch(path) is None:
+            expected = f"paths of files below it, at most {_MOST_FOLDERS} folders deep"
+            raise InvalidRecord(expected, path)
+        if length > MOST or crc >> 32 or tail >> 8 * min(length, _TAIL_BYTES):
+            raise InvalidRecord(f"a possible digest of {shown(path)}", (length, crc, tail))
 
 
 def check_save_id(save_id: SaveId, place: str) -> None:

@@ -37,6 +37,7 @@ from deltackpt.reading.stored_dense import DenseShard, DenseValues
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests as storage_digests
 from deltackpt.storage import ocdbt
+from deltackpt.storage.digests import Files
 from deltackpt.storage.kv_store import Reachable, in_memory, reachable
 from deltackpt.storage.store import StorePath, store_path
 from deltackpt.units import count, size
@@ -70,10 +71,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         item_dir: StorePath | Path,
         entries: Sequence[DenseEntry] = (),
         *,
-        digests: bool,
+        digests: Files | None,
         exists: Callable[[], bool],
     ):
-        """Internal: index ``Step.items``."""
+        """Internal: index ``Step.items``; ``digests`` is None if another manager committed it."""
         self._dir = store_path(item_dir)
         self._exists = exists
         self._digests = digests
@@ -217,7 +218,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     def _check(self, *, data: bool) -> None:
         """Checks the files that describe the leaves, or all, again if one has changed."""
-        if not self._digests:
+        if self._digests is None:
             return
         state = self._dir.versions()
         if self._checked.get(data) == state:
@@ -226,7 +227,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         if not data:
             prefixes = tuple(f"{self.name}/{name}" for name in _DESCRIPTIONS)
         for damage in storage_digests.check_step_files(
-            self._dir.parent, wanted=lambda name: name.startswith(prefixes)
+            self._dir.parent, self._digests, wanted=lambda name: name.startswith(prefixes)
         ):
             raise damage
         self._checked[data] = state
@@ -242,7 +243,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def _read_json(self, name: str) -> dict[str, Any]:
         if not self._has(METADATA):
             self._check_exists()
-            if not self._digests:
+            if self._digests is None:
                 raise ForeignDirectory(
                     f"{self._shown}: expected an item of Orbax's PyTree handler, found no "
                     f"{METADATA}; read it with the library that wrote it"
@@ -433,7 +434,7 @@ class DenseOfBlocks(DenseItem):
         exists: Callable[[], bool],
     ):
         """Internal: index ``Step.items``."""
-        super().__init__(item_dir, entries, digests=True, exists=exists)
+        super().__init__(item_dir, entries, digests={}, exists=exists)
         self._saves = saves
 
     @property

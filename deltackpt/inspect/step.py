@@ -238,7 +238,7 @@ class Step:
         return DenseItem(
             self._store_path / name,
             entries,
-            digests="step" in self._own.head.digests,
+            digests=self._own.head.files if "step" in self._own.head.digests else None,
             exists=self._exists,
         )
 

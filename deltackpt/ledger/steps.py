@@ -236,7 +236,7 @@ class Steps:
             return
         others = f"{naming.DENSE_ITEM}/"
         for damage in check_step_files(
-            step_dir, share, wanted=lambda name: dense or not name.startswith(others)
+            step_dir, record.files, share, wanted=lambda name: dense or not name.startswith(others)
         ):
             raise damage
 

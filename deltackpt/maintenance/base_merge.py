@@ -176,7 +176,7 @@ class _PartMerge:
             self._segment(f"{group.name}.{number}", group, span)
             for number, (group, span) in enumerate(self._spans)
         ]
-        written = parts.finish(
+        described = parts.described(
             self._attempt,
             self._head(),
             segments,
@@ -186,6 +186,7 @@ class _PartMerge:
                 self._attempt / naming.DENSE_ITEM, relative_to=self._attempt
             ),
         )
+        written = parts.write_manifest(self._attempt, described, self._batch)
         self._batch.force()
         return written
 

@@ -233,7 +233,10 @@ class _Audit:
         if (
             info is None
             or report.stops("step")
-            or any(problem.object_name.endswith(own) for problem in report.problems)
+            or any(
+                problem.stops != "nothing" and problem.object_name.endswith(own)
+                for problem in report.problems
+            )
         ):
             return StepVerdict(step=step, restorable=False, broken_by=(str(step),))
         broken: list[str] = []

@@ -202,12 +202,12 @@ def _is_of_complete_dense(save: CommittedSave, inside: str, row_group: str) -> b
 
 
 def _misplaced(save: CommittedSave, head: Manifest) -> Iterator[Problem]:
-    """A compacted base that is not a base, or of another step; for steps, chains show it."""
-    wanted = f"a base of step {save.step_dir.name}"
+    """A save in the directory of another step (its chain shows whether it can be restored)."""
+    wanted = f"a {'base' if save.is_base else head.kind} of step {save.step_dir.name}"
     found = f"a {head.kind} of step {head.save_id.step}"
-    if save.is_base and wanted != found:
+    if wanted != found:
         name = f"{save.name}/{save.item}/{naming.manifest_name(0)}"
-        yield Problem(name, wanted, found, "chain")
+        yield Problem(name, wanted, found, "chain" if save.is_base else "nothing")
     if not save.is_base:
         try:
             stored_saves.check_dense(save.read())

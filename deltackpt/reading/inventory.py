@@ -20,7 +20,7 @@ from deltackpt.storage.store import StorePath, store_path
 
 _Record = TypeVar("_Record")
 
-_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
+_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c\.[\d.]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,8 @@ def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
     step = folder / naming.step_digests_name(process)
     known = _digests_of(folder / item, manifest.from_bytes(own.read(), name=own.shown()))
     files = {f"{item}/{path}": digest for path, digest in known.items()}
+    if not step.is_file():  # It has only its shard.
+        return files
     found = digests.read_digests(step)
     rest = (path for path in found.files if not naming.is_dense_node(path))
     return files | {path: found.digest(path) for path in rest}
@@ -109,7 +111,7 @@ class _Inventory:
             any("step" in record.digests for record in self._records) or self._has_step_digests()
         )
         if promised:
-            self._read_step()
+            self._read_step(head)
         # If the commit promised no digests, Orbax's own files are in the item as well.
         inside = f"{self._item}/" if compacted else f"{self._item}/part."
         return Inventory(
@@ -142,8 +144,12 @@ class _Inventory:
                 self._add(f"{self._item}/{path}", known.digest(path), name)
         return record
 
-    def _read_step(self) -> None:
-        pending = [naming.STEP_DIGESTS]
+    def _read_step(self, head: Manifest | None) -> None:
+        files = {} if head is None else head.files
+        for path, digest in files.items():
+            self._add(path, Digest(*digest), f"{self._item}/{naming.manifest_name(0)}")
+        pending = [name for name in files if naming.step_digests_process(name) is not None]
+        pending = pending if files else [naming.STEP_DIGESTS]
         read: set[str] = set()
         while pending:
             name = pending.pop()

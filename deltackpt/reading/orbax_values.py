@@ -19,6 +19,7 @@ import numpy as np
 from deltackpt.errors import Damaged
 from deltackpt.format import naming
 from deltackpt.format.row_blocks import Key
+from deltackpt.reading import stored_saves
 from deltackpt.reading.stored_saves import StoredSave, check_dense
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
@@ -370,15 +371,18 @@ def of_save(save: StoredSave) -> OrbaxValues:
         expected = functools.partial(_digests_in, save)
         at = save.item_dir / naming.DENSE_ITEM
         return OrbaxValues(at, expected, f"{save.name}/{naming.DENSE_ITEM}")
-    covered = "step" in save.head.digests
+    covered, files = "step" in save.head.digests, save.head.files
     if save.compacted:  # Its manifest does not cover the step.
         covered = (save.step_dir / naming.STEP_DIGESTS).is_file()
-    expected = functools.partial(_digests_of, save.step_dir) if covered else None
+        if not covered:
+            own = stored_saves.read_save(save.step_dir, save.item).head
+            covered, files = "step" in own.digests, own.files
+    expected = functools.partial(_digests_of, save.step_dir, files) if covered else None
     return OrbaxValues(save.step_dir / naming.DENSE_ITEM, expected)
 
 
-def _digests_of(step_dir: StorePath) -> Mapping[str, Digest]:
-    return _of_item(digests.of_step(lambda name: (step_dir / name).read(), step_dir.name))
+def _digests_of(step_dir: StorePath, files: digests.Files) -> Mapping[str, Digest]:
+    return _of_item(digests.of_step(lambda name: (step_dir / name).read(), files, step_dir.name))
 
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:

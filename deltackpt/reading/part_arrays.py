@@ -36,8 +36,9 @@ class ZarrArrays:
         found: dict[str, dict[str, Digest]] = {}
         known = digests.read_item_digests(self._item_dir, self._record)
         for name in known.files:
-            array, _, chunk = name.rpartition("/c/")
-            found.setdefault(array, {})[f"c/{chunk}"] = known.digest(name)
+            array, _, chunk = name.rpartition("/")
+            if chunk.startswith("c."):
+                found.setdefault(array, {})[chunk] = known.digest(name)
         return found
 
     @functools.cached_property

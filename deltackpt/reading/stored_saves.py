@@ -366,7 +366,13 @@ def is_checkpoint(step_dir: StorePath | Path) -> bool:
 
 def lacks_our_item(step_dir: StorePath) -> bool:
     """Returns whether deltackpt's manager committed a step whose deltackpt item is missing."""
-    return (step_dir / naming.STEP_DIGESTS).is_file() and not _our_items(step_dir)
+    if _our_items(step_dir):
+        return False
+    if (step_dir / naming.STEP_DIGESTS).is_file():
+        return True
+    with contextlib.suppress(Damaged, StorageError):  # A delta has its digests in the item.
+        return f'"{naming.TABLES_HANDLER}"'.encode() in (step_dir / naming.STEP_METADATA).read()
+    return False
 
 
 def _our_items(step_dir: StorePath) -> list[str]:

@@ -4,10 +4,10 @@
 Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
 it reports that they are written. A step that was interrupted before the rename is never read.
 
-Each process writes its shard and reports to process 0, which reads the manifests, checks that all
-describe the same save, and writes its own with an index of all shards. Then each process writes the
-digests of its files and reports again; process 0 commits, and reports that to all. A process that
-fails reports its error instead, which prevents the commit.
+Each process writes its shard, the other items and the digests of their files, and reports to
+process 0. That reads the manifests, checks that all describe the same save, writes its own with an
+index of all shards, commits, and reports that to all. A process that fails reports its error
+instead, which prevents the commit.
 
 If the processes do not share a file system, each writes to a directory on its own node, and sends
 its manifest, digests and the nodes of the databases of dense leaves with its reports. The manifest
@@ -37,16 +37,15 @@ from deltackpt.format.row_blocks import width
 from deltackpt.resources.runtime import READS, Runtime
 from deltackpt.storage import digests, posix
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digests
+from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.parts import part_of
 from deltackpt.storage.posix import DurableDir
 
-#: What a process reports: its shard is written, all its files of the step are, and, on process 0,
-#: the save is complete.
-Phase = Literal["shard", "written", "done"]
+#: What a process reports: all its files of the step are written, and, on process 0, the save is
+#: complete.
+Phase = Literal["written", "done"]
 
 _DEEDS: dict[Phase, str] = {
-    "shard": "write its shard",
     "written": "write its files of the step",
     "done": "commit the step",
 }
@@ -113,10 +112,9 @@ class StepWriters:
 
     def fail(self, error: BaseException) -> None:
         """Replaces reports by an error unless this process has committed the step; never raises."""
-        phases: tuple[Phase, ...] = ("shard", "written") if self.process else ("done",)
+        phase: Phase = "written" if self.process else "done"
         if self.count > 1 and "done" not in self._reported:
-            for phase in phases:
-                self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
+            self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
 
     def expire(self) -> None:
         """Deletes the messages of earlier saves; called when this process's part has ended."""
@@ -133,13 +131,12 @@ class StepWriters:
                 root.write(self.temporary / name, data)
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
-        """Waits for the shards of all others; returns the index of all shards, process 0's first.
+        """Reads the manifests that all others have written; returns the index, process 0's first.
 
         ``own`` is process 0's manifest without the index. Raises Disagreement if a shard belongs to
         another save or the shards do not cover the tables, TrackingError if processes with the same
         rows have marked different ones.
         """
-        self.wait("shard")
         parts, owned = [part_of(own, 0)], [own.owned_cells]
         stamps = {key: (0, value) for key, value in own.shared_stamps.items()}
         paths = [item_dir / naming.manifest_name(process) for process in self.reporters]
@@ -203,7 +200,10 @@ class Item(Protocol):
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Completes the item on process 0, after all processes have written their parts."""
+        """Completes the item on process 0, after all processes have written their parts.
+
+        That of the tables is completed last, after all other files were written.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,12 +251,16 @@ def write(step: StepTransaction) -> Committed:
 
 def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     writers, temporary = step.writers, step.writers.temporary
-    for name, item in step.items.items():
+    for name in step.items:
         batch.make(temporary / name)
-        item.write(temporary / name, batch, writers)
+    # Side by side: an item that computes leaves the disk to the others.
+    writers.runtime.map(
+        lambda name: step.items[name].write(temporary / name, batch, writers), step.items
+    )
     written_at = time.perf_counter()
     if writers.process > 0:
-        _write_digests(step, batch, temporary / naming.step_digests_name(writers.process))
+        if uncovered(batch, step.tables):
+            write_digests(batch, step.tables, naming.step_digests_name(writers.process))
         batch.force()
         writers.report("written", writers.records(_descriptions(step)))
         try:
@@ -277,21 +281,21 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     if writers.count > 1:
         batch.force()  # While the others write.
         writers.wait("written")
-        batch.adopt_files(
-            [temporary / naming.step_digests_name(process) for process in writers.reporters]
-        )
+        others = (temporary / naming.step_digests_name(one) for one in writers.reporters)
+        batch.adopt_files([path for path in others if path.exists()])
     for name, item in step.items.items():
-        item.complete(temporary / name, batch, writers)
+        if name != step.tables:
+            item.complete(temporary / name, batch, writers)
     _commit(step, batch)
     return Committed(written_at, time.perf_counter())
 
 
 def _commit(step: StepTransaction, batch: FileBatch) -> None:
-    """Writes the step's metadata and digests, fsyncs everything, and renames the step."""
+    """Writes the step's metadata and index, fsyncs everything, and renames the step."""
     temporary = step.writers.temporary
     for name, data in step.own_files().items():
         batch.write(temporary / name, data)
-    _write_digests(step, batch, temporary / naming.STEP_DIGESTS)
+    step.items[step.tables].complete(temporary / step.tables, batch, step.writers)
     batch.force()
     step.check()
     head = step.writers.records([temporary / step.tables / naming.manifest_name(0)])
@@ -312,21 +316,27 @@ def _publish(step: StepTransaction) -> None:
 def _descriptions(step: StepTransaction) -> Iterator[Path]:
     """Yields the files that process 0 needs to know of another process's part."""
     temporary, process = step.writers.temporary, step.writers.process
-    yield temporary / naming.step_digests_name(process)
+    if (path := temporary / naming.step_digests_name(process)).exists():
+        yield path
     for name in step.items:
-        if (path := temporary / name / naming.digests_name(process)).exists():
-            yield path
+        for record in (naming.manifest_name(process), naming.digests_name(process)):
+            if (path := temporary / name / record).exists():
+                yield path
         for path in sorted((temporary / name / naming.dense_part(process)).rglob("*")):
             if path.is_file() and naming.is_dense_node(path.relative_to(temporary).as_posix()):
                 yield path
 
 
-def _write_digests(step: StepTransaction, batch: FileBatch, path: Path) -> None:
-    """Writes the digests of files that neither a shard's digests nor process 0's index cover."""
-    prefix = f"{step.tables}/"
-    found = {
+def uncovered(batch: FileBatch, tables: str) -> dict[str, Digest]:
+    """Returns the digests of files that neither a shard's digests nor process 0's index cover."""
+    prefix = f"{tables}/"
+    return {
         name: digest
         for name, digest in batch.digests.items()
         if not (name.startswith(prefix) and naming.is_of_part(name.removeprefix(prefix)))
     }
-    batch.write(path, digests.digests_bytes(Digests.of(found)))
+
+
+def write_digests(batch: FileBatch, tables: str, name: str) -> None:
+    """Writes the digests of ``uncovered`` files to a file of the step."""
+    batch.write(batch.top / name, digests.digests_bytes(Digests.of(uncovered(batch, tables))))

@@ -39,9 +39,9 @@ from deltackpt.save.selection import Sources, including
 from deltackpt.save.shard import Field, Plans, ShardPlan, fields_of
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
-from deltackpt.storage import posix
+from deltackpt.storage import parts, posix
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage.parts import DescribedPart, SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 
@@ -260,6 +260,7 @@ class PendingSave(Item):
     fsync: bool  # whether the shard is fsynced if others commit it
     runtime: Runtime
     report: SaveReport | None = None
+    shard: DescribedPart | None = None  # once its arrays are written
     dense: DenseLeaves | None = None  # written beside the rows, in this item
     base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
 
@@ -285,7 +286,7 @@ class PendingSave(Item):
         self.extract_secs += time.perf_counter() - started
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's shard, its manifest last; always releases the rows."""
+        """Writes this process's shard, but not process 0's manifest; always releases the rows."""
         plan, encoding = self.plan, BusyClock()
         started = time.perf_counter()
         try:
@@ -298,27 +299,26 @@ class PendingSave(Item):
             self.abandon()
         segments, dense, layer = arrays
         written = time.perf_counter()
-        record = None if dense is None else dense.record
-        done = save_shard.write_manifest(
+        self.shard = save_shard.described(
             plan,
             item_dir,
             segments,
             batch,
             writers,
             layer=layer,
-            dense=record,
+            dense=None if dense is None else dense.record,
             dense_bytes=self.base_dense_bytes,
         )
         dense_bytes = 0 if dense is None else dense.nbytes
-        if plan.lineage is not None and writers.process == 0:
-            written_manifest = Written(done.crc32c, done.record.nbytes, done.record.compacted)
-            plan.lineage.wrote(self.intent.save_id, written_manifest)
+        nbytes = self.shard.nbytes
+        if writers.process > 0:
+            nbytes = parts.write_manifest(item_dir, self.shard, batch).nbytes
         groups = plan.layout.groups
         self.report = SaveReport(
             intent=self.intent,
             rows=save_shard.table_rows(segments),
             total_rows=sum(group.rows for group in groups),
-            bytes_written=done.nbytes - dense_bytes,
+            bytes_written=nbytes - dense_bytes,
             base_bytes=base_bytes(groups),
             extract_secs=self.extract_secs + landed - started,
             encode_secs=encoding.seconds,
@@ -327,6 +327,20 @@ class PendingSave(Item):
             tables=table_figures(groups, plan.layout.tables, segments),
             dense_bytes=dense_bytes,
             dense=() if dense is None else dense.leaves,
+        )
+
+    def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+        """Writes process 0's manifest, after all other files of the step."""
+        assert self.shard is not None and self.report is not None
+        started = time.perf_counter()
+        done = save_shard.write_index(self.plan, item_dir, self.shard, batch, writers)
+        if self.plan.lineage is not None:
+            written = Written(done.crc32c, done.record.nbytes, done.record.compacted)
+            self.plan.lineage.wrote(self.intent.save_id, written)
+        self.report = dataclasses.replace(
+            self.report,
+            bytes_written=self.report.bytes_written + done.nbytes - self.shard.nbytes,
+            digest_secs=self.report.digest_secs + time.perf_counter() - started,
         )
 
     def _write_arrays(
@@ -384,13 +398,20 @@ class PendingSave(Item):
         files = FileBatch(item_dir, fsync=self.fsync, runtime=self.runtime)
         with writers.working(), contextlib.closing(files) as batch:
             self.write(item_dir, batch, writers)
-            batch.force()
             if writers.process > 0:
+                batch.force()
+                writers.report("written", {})
                 writers.wait("done")
-            elif writers.count > 1:
+                return
+            if writers.count > 1:
+                batch.force()  # While the others write.
+                writers.wait("written")
+            self.complete(item_dir, batch, writers)
+            batch.force()
+            if writers.count > 1:
                 writers.report("done", {})
                 # No later save of this coordinator does it.
-                coordinator.delete(f"{writers.prefix}/shard")
+                coordinator.delete(f"{writers.prefix}/written")
 
     def abandon(self) -> None:
         """Abandons a save that will not be written. Idempotent."""

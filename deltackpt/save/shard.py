@@ -24,14 +24,22 @@ from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
 from deltackpt.format.row_blocks import ArrayEntry, DenseBlocks, Segment
 from deltackpt.policies import CodecChoice, PlannedCodec
 from deltackpt.resources.runtime import Runtime
+from deltackpt.save import commit
 from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
 from deltackpt.save.commit import StepWriters
 from deltackpt.save.encode import Encoded
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.selection import Division
-from deltackpt.storage import parts
+from deltackpt.storage import digests, parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import SegmentSink, Share, StoredArrays, StoredField, WrittenPart
+from deltackpt.storage.parts import (
+    DescribedPart,
+    SegmentSink,
+    Share,
+    StoredArrays,
+    StoredField,
+    WrittenPart,
+)
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -371,7 +379,7 @@ def fields_of(
     ]
 
 
-def write_manifest(
+def described(
     plan: ShardPlan,
     item_dir: Path,
     segments: Sequence[Segment],
@@ -381,21 +389,36 @@ def write_manifest(
     layer: LayerRef | None = None,
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
-) -> WrittenPart:
-    """Writes digests, then the manifest; process 0 waits for the other shards in between."""
-    several = writers.count > 1
-    written = parts.finish(
+) -> DescribedPart:
+    """Returns the manifest of this process's shard, after writing its digests."""
+    return parts.described(
         item_dir,
         dataclasses.replace(_head(plan, writers), dense_blocks=dense, dense_bytes=dense_bytes),
         segments,
         batch,
         layer=layer,
-        share=_share(plan, segments) if several else None,
-        index=functools.partial(writers.collect, item_dir) if several else None,
+        share=_share(plan, segments) if writers.count > 1 else None,
     )
-    if writers.process > 0:
-        path = item_dir / naming.manifest_name(writers.process)
-        writers.report("shard", writers.records([path]))
+
+
+def write_index(
+    plan: ShardPlan, item_dir: Path, own: DescribedPart, batch: FileBatch, writers: StepWriters
+) -> WrittenPart:
+    """Writes process 0's manifest, with an index of all shards, after all other files.
+
+    A delta's manifest has the digests of the step's other files, a base's is one of those files.
+    """
+    record = own.record
+    if writers.count > 1:
+        parts_ = writers.collect(item_dir, record)
+        record = dataclasses.replace(record, parts=parts_, shared_stamps={})
+    has_digests = "step" in plan.digests
+    if has_digests and plan.intent.kind == "delta":
+        others = commit.uncovered(batch, item_dir.name)
+        record = dataclasses.replace(record, files=digests.Digests.of(others).files)
+    written = parts.write_manifest(item_dir, own._replace(record=record), batch)
+    if has_digests and plan.intent.kind == "base":
+        commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)
     return written
 
 

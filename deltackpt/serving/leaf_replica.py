@@ -252,7 +252,7 @@ class LeafReplica:
         item = DenseItem(
             item_dir,
             (leaf,),
-            digests="step" in save.head.digests,
+            digests=save.head.files if "step" in save.head.digests else None,
             exists=lambda: stamp is None or stamp.same(save.step_dir.stamp()),
         )
         stored = item.get(path_name(leaf.path))

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 #: Names by which Orbax finds the handlers of items; the classes would import Orbax.
-_TABLES_HANDLER = "deltackpt.handlers.v1.DeltaCheckpointableHandler"
 _ORBAX_HANDLERS = {
     naming.DENSE_ITEM: dense_layout.HANDLER,
     naming.METRICS: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
@@ -355,7 +354,7 @@ class Saver:
         self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
-        handlers = {self._run.item: _TABLES_HANDLER, **_ORBAX_HANDLERS}
+        handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
         handlers |= {name: _typestr(handler) for name, handler in self._extra.items()}
         metadata = {
             "item_handlers": {name: handlers[name] for name in items},

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from deltackpt.format import naming
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BlockedValue, Key
 from deltackpt.reading import chains, dense_state, stored_dense, stored_saves
@@ -21,6 +22,7 @@ from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.standby.shared_memory import SharedMemory
 from deltackpt.storage import digests
+from deltackpt.storage.digests import Digests
 
 _BYTES = np.dtype(np.uint8)
 #: Alignment of files, so that their bytes can be viewed as arrays.
@@ -71,10 +73,14 @@ def read(
     heads: dict[str, bytes] = {}
 
     def read_head(name: str) -> bytes:
-        heads[name] = (step_dir / name).read(f"{shown}/{name}")
+        if name == naming.STEP_DIGESTS and save.head.files:
+            heads[name] = digests.digests_bytes(Digests({**save.head.files}))
+        else:
+            heads[name] = (step_dir / name).read(f"{shown}/{name}")
         return heads[name]
 
-    wanted = digests.of_step(read_head, shown)
+    # Digests in a manifest become a file, since readers of the memory may lack that manifest.
+    wanted = digests.of_step(read_head, {}, shown)
     lengths = {name: len(data) for name, data in heads.items()}
     lengths |= {name: digest.length for name, digest in wanted.items()}
     values = {_name(value): value for value in stored_dense.listed(save)}
@@ -89,6 +95,9 @@ def read(
             if file.name not in lengths:
                 continue
             out, at, name = held.array(file), step_dir / file.name, f"{shown}/{file.name}"
+            if file.name in heads:
+                out[:] = np.frombuffer(heads[file.name], np.uint8)
+                continue
             with at.missing_is_damage(name):
                 at.store.read_into(at.key, 0, [out.data], whole=True)
             if file.name in wanted:

@@ -79,17 +79,10 @@ class FileBatch:
                 folder.mkdir(exist_ok=True)
                 self._directories[folder] = None
 
-    def write(self, path: Path, data: bytes, *, at_once: bool = False) -> None:
-        """Writes a new file in an existing directory.
-
-        With ``at_once`` it is closed before ``force``: network file systems show processes on other
-        hosts only what was closed.
-        """
-        if at_once:
-            DurableDir(path.parent, fsync=self._fsync).write(path, data)
-        else:
-            with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
-                file.append(np.frombuffer(data, np.uint8))
+    def write(self, path: Path, data: bytes) -> None:
+        """Writes a new file in an existing directory."""
+        with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
+            file.append(np.frombuffer(data, np.uint8))
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
     def map(self, call: Callable[[_T], object], items: Iterable[_T]) -> None:
@@ -213,7 +206,10 @@ class FileBatch:
                 shutil.rmtree(directory.name, dir_fd=folder)
 
     def force(self) -> None:
-        """Fsyncs all files, then all directories and ``top``; afterwards the batch is empty."""
+        """Fsyncs all files, then all directories and ``top``; afterwards the batch is empty.
+
+        Files are closed: network file systems show other hosts only what was closed.
+        """
         opened, self._open = self._open, {}
         closed, self._closed = self._closed, {}
         directories, self._directories = self._directories, {}

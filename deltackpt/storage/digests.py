@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.format.records import MOST
+from deltackpt.format.records import InvalidRecord
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import StorePath, store_path
 
@@ -160,15 +159,13 @@ def _applied(columns: tuple[int, ...], vector: int) -> int:
 
 
 _MAGIC = "deltackpt.digests"
-#: Paths whose components are names according to ``records.is_name``.
-_INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
 TAIL_BYTES = 4
-#: Maximum length of a file's path below its directory, an operating system limit.
-_PATH_CHARACTERS = 4096
-#: Maximum number of folders above a file: creating and removing them recurses.
-_MOST_FOLDERS = 100
 _READERS = 2
+
+
+#: Path below a step to the fields of a ``Digest`` without blocks, as in ``Manifest.files``.
+Files = Mapping[str, tuple[int, int, int]]
 
 
 class Digest(NamedTuple):
@@ -244,14 +241,10 @@ def digests_from(data: bytes, *, name: str) -> Digests:
 
 def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
     """Raises ``Damaged`` if a path leads out of the save, or no file can have such a digest."""
-    for path, (length, crc, tail) in found.items():
-        is_inside = len(path) <= _PATH_CHARACTERS and path.count("/") <= _MOST_FOLDERS
-        if not is_inside or _INSIDE.fullmatch(path) is None:
-            expected = f"paths of files below it, at most {_MOST_FOLDERS} folders deep"
-            raise Damaged(name, expected, records.shown(path))
-        if length > MOST or crc >> 32 or tail >> 8 * min(length, TAIL_BYTES):
-            digest = records.shown((length, crc, tail))
-            raise Damaged(name, f"a possible digest of {records.shown(path)}", digest)
+    try:
+        records.check_files(found)
+    except InvalidRecord as error:
+        raise error.damage(name) from error
 
 
 def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:
@@ -309,11 +302,15 @@ def check_files(
 
 def check_step_files(
     step_dir: StorePath | Path,
+    files: Files,
     share: tuple[int, int] = (0, 1),
     *,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[Damaged]:
-    """Returns errors of the files that a step's own digests cover, including dense ones."""
+    """Returns errors of the files that a step's own digests cover, including dense ones.
+
+    ``files`` is that of its manifest.
+    """
     number, count = share
 
     def chosen(digests: Digests) -> Digests:
@@ -323,7 +320,8 @@ def check_step_files(
         return Digests({name: of for name, of in digests.files.items() if is_chosen(name)})
 
     try:
-        digests = read_digests(step_dir / naming.STEP_DIGESTS)
+        at = step_dir / naming.STEP_DIGESTS
+        digests = Digests({**files}) if files else read_digests(at)
         damage = check(step_dir, chosen(digests), share=share)
         for name in digests.files:
             process = naming.step_digests_process(name)
@@ -334,8 +332,11 @@ def check_step_files(
     return damage
 
 
-def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
-    """Returns digests of the files that a step's own digests cover, including digest files."""
+def of_step(read: Callable[[str], bytes], files: Files, shown: str) -> dict[str, Digest]:
+    """Returns digests of the files that a step's own digests cover, including digest files.
+
+    ``files`` is that of its manifest.
+    """
 
     def digests_of(name: str, wanted: Digest | None = None) -> dict[str, Digest]:
         data = read(name)
@@ -344,7 +345,8 @@ def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
         known = digests_from(data, name=f"{shown}/{name}")
         return {path: known.digest(path) for path in known.files}
 
-    found = digests_of(naming.STEP_DIGESTS)
+    found = {name: Digest(*of) for name, of in files.items()}
+    found = found or digests_of(naming.STEP_DIGESTS)
     for name, digest in [*found.items()]:
         if naming.step_digests_process(name) is not None:
             found |= digests_of(name, digest)

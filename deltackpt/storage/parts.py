@@ -8,7 +8,7 @@ process writes a part; process 0's manifest describes all, so the others omit wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -85,6 +85,13 @@ class Share:
     owned_cells: dict[str, int]  # By group: the cells that it writes in a base.
     covers: tuple[Cover, ...]  # Regions that contain the part's rows.
     shared_stamps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class DescribedPart(NamedTuple):
+    """A part whose arrays were written; ``nbytes`` counts the files but its manifest."""
+
+    record: Manifest
+    nbytes: int
 
 
 class WrittenPart(NamedTuple):
@@ -172,7 +179,7 @@ def table_bounds(group: GroupEntry, layout: manifest.Layout, rows: row_blocks.Ro
     return np.array([*starts, len(rows)])
 
 
-def finish(
+def described(
     item_dir: Path,
     head: Manifest,
     segments: Sequence[Segment],
@@ -180,14 +187,12 @@ def finish(
     *,
     layer: LayerRef | None = None,
     share: Share | None = None,
-    index: Callable[[Manifest], tuple[Part, ...]] | None = None,
     other_digests: Mapping[str, Digest] | None = None,
-) -> WrittenPart:
-    """Writes the digests of a part, then its manifest; the caller then fsyncs ``batch``.
+) -> DescribedPart:
+    """Returns the manifest of a part whose arrays were written, after writing their digests.
 
     ``layer`` is None if the arrays are files of the batch; ``share`` is None if one process writes
-    the save. ``index``, for process 0, waits for the other parts and returns the index of all; if
-    it is None, the index is written later. ``other_digests`` are of other files of the item.
+    the save. ``other_digests`` are of other files of the item.
     """
     process = head.process
     if layer is None:
@@ -202,13 +207,14 @@ def finish(
     if process > 0:
         # Process 0 describes all; its digest verifies that.
         record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
-    elif index is not None:
-        batch.force()  # While the others write.
-        record = dataclasses.replace(record, parts=index(record), shared_stamps={})
-    manifest_bytes = manifest.to_bytes(record)
-    batch.write(item_dir / naming.manifest_name(process), manifest_bytes, at_once=process > 0)
-    nbytes += len(manifest_bytes)
-    return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
+    return DescribedPart(record, nbytes)
+
+
+def write_manifest(item_dir: Path, part: DescribedPart, batch: FileBatch) -> WrittenPart:
+    """Writes the manifest of a part; the caller then fsyncs ``batch``."""
+    process, data = part.record.process, manifest.to_bytes(part.record)
+    batch.write(item_dir / naming.manifest_name(process), data)
+    return WrittenPart(part.record, part.nbytes + len(data), google_crc32c.value(data))
 
 
 def complete(

@@ -149,7 +149,6 @@ class ZarrWriter:
         """Writes the chunk that begins at row ``start``."""
         entry, rows = self._entry, np.ascontiguousarray(rows[: self._entry.chunk_rows])
         path = self._directory / arrays.chunk_name(entry, start // entry.chunk_rows)
-        self._batch.make(path.parent)
         padding = arrays.chunk_bytes(entry) - CRC_BYTES - rows.nbytes
         self._batch.write_chunk(path, rows, padding, held=held)
 
@@ -163,7 +162,6 @@ def _metadata(entry: ArrayEntry) -> dict[str, object]:
     """``zarr.json`` as TensorStore completes it, for arrays that are not compressed."""
     return {
         **arrays.metadata_of(entry),
-        "chunk_key_encoding": {"name": "default"},
         "node_type": "array",
         "zarr_format": 3,
     }

@@ -40,9 +40,9 @@ def stored_chunks(
     ``slot.*`` or ``blocks``; ``segment``, such as ``g0.0`` or ``dense.*``.
     """
     found = []
-    for path in sorted((step_dir / item).glob("part.*/*/*/c/**/*")):
+    for path in sorted((step_dir / item).glob("part.*/*/*/c.*")):
         part, of_segment, of_array = path.relative_to(step_dir / item).parts[:3]
-        if path.is_file() and _matches(of_segment, segment) and _matches(of_array, array):
+        if _matches(of_segment, segment) and _matches(of_array, array):
             chunk = path.relative_to(step_dir / item / part).as_posix()
             name = re.escape(f"{part}/{chunk}")
             process = int(part.removeprefix("part."))

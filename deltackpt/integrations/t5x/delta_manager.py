@@ -43,6 +43,7 @@ from deltackpt.integrations.t5x.settings import Settings, Wait, checkpoints, pol
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
+from deltackpt.reading import stored_saves
 from deltackpt.state.groups import CodecOption
 from deltackpt.storage import digests
 
@@ -591,8 +592,9 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             return
         self._check_position(step)
         # If a file is missing or altered, the iterator is not moved.
+        files = stored_saves.read_save(step.path).head.files
         for damage in digests.check_step_files(
-            step.path, wanted=lambda name: name.startswith(f"{_DATASET}/")
+            step.path, files, wanted=lambda name: name.startswith(f"{_DATASET}/")
         ):
             step.check_exists()
             raise damage
