@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -17,7 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from hypothesis import given
+from hypothesis import HealthCheck, Phase, given, settings
+from job import Job
 from model import commit
 
 import deltackpt
@@ -27,9 +29,11 @@ from deltackpt.format import naming
 from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
 from deltackpt.maintenance import compact
-from deltackpt.reading import stored_saves
-from deltackpt.save import capture
-from deltackpt.state import placement
+from deltackpt.reading import chains, inventory, reader, stored_saves
+from deltackpt.resources.runtime import Runtime
+from deltackpt.restore import placing
+from deltackpt.save import capture, lineage, pending_save
+from deltackpt.state import placement, tables
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
@@ -72,6 +76,7 @@ class Topology:
 
     devices: int
     cores: int = 1
+    replicas: int = 1
 
     @property
     def stacks(self) -> dict[str, StackedTable]:
@@ -97,7 +102,8 @@ class Topology:
         )
 
     def placed(self, array: np.ndarray) -> jax.Array:
-        mesh = jax.sharding.Mesh(jax.devices()[: self.devices], ("x",))
+        devices = np.array(jax.devices()[: self.replicas * self.devices])
+        mesh = jax.sharding.Mesh(devices.reshape(self.replicas, self.devices), ("y", "x"))
         spec = jax.sharding.PartitionSpec("x", *[None] * (array.ndim - 1))
         return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
 
@@ -138,7 +144,7 @@ class Model:
     touched: deltackpt.touched.TouchState
 
     @classmethod
-    def new(cls, seed: int = 0) -> Model:
+    def new(cls, seed: int = 0, sharding: jax.sharding.Sharding | None = None) -> Model:
         rng = np.random.default_rng(seed)
         fields = [
             {
@@ -150,7 +156,7 @@ class Model:
         counts = {
             name: rng.integers(9, size=one.rows, dtype=np.int32) for name, one in MEMBERS.items()
         }
-        templates = sparsecore.templates(Topology(1).stacks.values())
+        templates = sparsecore.templates(Topology(1).stacks.values(), sharding=sharding)
         touched = deltackpt.touched.init(templates)
         return cls(*fields, counts, np.zeros(3, np.float32), touched)
 
@@ -619,11 +625,122 @@ def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
     assert (rows[97:] == 5).all()
 
 
-def test_stacked_arrays_of_several_processes_are_refused(monkeypatch):
-    topology = Topology(2)
-    monkeypatch.setattr(coordination, "process_count", lambda: 2)
-    with pytest.raises(TableSelectionError, match="one process that addresses all its shards"):
-        deltackpt.handlers.split(topology.state(Model.new()), topology.tables)
+# --- Several processes ---------------------------------------------------------------------------
+
+RUNTIME = Runtime(memory_bytes=1 << 28)
+
+
+def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, lineages) -> list:
+    """Saves a step on all processes of a job; returns their reports."""
+    split = deltackpt.handlers.split(topology.state(model), topology.tables)
+    item = root / f"{step}.orbax-checkpoint-tmp" / naming.EMBEDDINGS_ITEM
+    item.mkdir(parents=True)
+
+    def part(index: int):
+        embeddings = pending_save.Embeddings(
+            split=split,
+            touched=model.touched,
+            lineage=lineages[index],
+            options=pending_save.PipelineOptions(fsync=False),
+            runtime=RUNTIME,
+        )
+        with job.lock:  # Real processes do not share jax objects.
+            pending = pending_save.capture(embeddings, step, root / str(step))
+        pending.wait_copied()
+        pending.write_alone(item, coordination.Coordinator(str(root), 30.0))
+        return pending.report
+
+    found = job.on_each(part)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    item.parent.rename(root / str(step))
+    return found
+
+
+@st.composite
+def topologies(draw):
+    devices = draw(st.sampled_from([1, 2, 4, 8]))
+    replicas = draw(st.sampled_from([one for one in (1, 2, 4) if one * devices <= 8]))
+    return Topology(devices, draw(st.integers(1, 3)), replicas)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    save=topologies(),
+    savers=st.sampled_from([2, 4, 8]),
+    restores=st.lists(
+        st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2
+    ),
+    memory_bytes=st.sampled_from([1, 1 << 28]),
+)
+def test_any_processes_restore_what_any_others_saved(
+    tmp_path_factory, save, savers, restores, memory_bytes
+):
+    every = jax.sharding.Mesh(jax.devices(), ("x",))
+    replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
+    root, model = tmp_path_factory.mktemp("root"), Model.new(sharding=replicated)
+    job, run, models = Job(savers), lineage.new_run(), []
+    with job.running(), mock.patch.object(RUNTIME.memory, "limit_bytes", memory_bytes):
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        for step in range(3):
+            found = save_on_each(job, root, step, save, model, lineages)
+            assert {report.intent.kind for report in found} == {"delta" if step else "base"}
+            rows = sum(one.rows for one in MEMBERS.values())
+            changed = moved_rows(models[-1], model) if models else rows
+            assert sum(report.rows for report in found) == changed
+            models.append(model)
+            model = model.trained(step)
+    assert not [one for step in range(3) for one in inventory.verify_step(root / str(step))]
+    whole = reader.restore_tables(chains.read_chain(root / "2")).fields
+    for name, fields in whole.items():
+        member = name.rpartition("/")[2]
+        assert fields["values"].tobytes() == models[2].tables[member].tobytes()
+    for topology, count in restores:
+        for step, one in enumerate(models):
+            assert_each_restores(root, step, Job(count), topology, one)
+
+
+def assert_each_restores(root, step: int, job: Job, topology: Topology, model: Model) -> None:
+    """Asserts that each process gets the rows of its devices, and keeps their padding."""
+    expected = topology.state(model, padding=7)
+    template = topology.state(Model.new(1), padding=7)
+
+    def own(index: int):
+        split = deltackpt.handlers.split(template, topology.tables)
+        merged = reader.restore_tables(
+            chains.read_chain(root / str(step)), wanted=placing.wanted_of(split.fields)
+        )
+        with job.lock:
+            placed = placing.place(merged, split.fields)
+            found = tables.join(template, split.layout, placed, split.dense, None)
+        jax.tree.map(assert_shards, found["embeddings"], expected["embeddings"])
+
+    # Each process assembles its own shards of a global array.
+    with (
+        job.running(),
+        mock.patch.object(placement, "assembled", lambda leaf, boxes, held, may_alias: Held(held)),
+    ):
+        for result in job.on_each(own):
+            if isinstance(result, Exception):
+                raise result
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The shards of an array that one process has assembled, by box."""
+
+    shards: dict[Any, np.ndarray]
+
+
+def assert_shards(found: Held, expected: jax.Array) -> None:
+    for box, shard in found.shards.items():
+        assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
 
 
 def test_arrays_that_do_not_fit_their_stack_are_refused():

@@ -137,10 +137,9 @@ def check_keys(restored: RestoredTables) -> None:
         ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for box, part in restored.buffers.get(table.name, {}).get(key.name, {}).items():
             if box.columns == (0, width(key.trailing)):
-                start = box.rows[0]
                 # A template that has grown has more rows, which the step does not have.
-                ids.append(vocab.ids_of(part)[: max(0, table.rows - start)])
-                rows.append(np.arange(start, start + len(ids[-1])))
+                rows.append(np.asarray(box.within(table.rows)))
+                ids.append(vocab.ids_of(part)[: len(rows[-1])])
         name = f"step {step}: key column of table {table.name}"
         vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
 
@@ -295,11 +294,12 @@ def check_covered(
                 columns = target.overlap(segment.columns)
                 assert columns is not None
                 own = row_blocks.row_slice(held.rows, *row_blocks.common(target.rows, span))
-                found[id(target)] += (own.stop - own.start) * (columns[1] - columns[0])
+                count = target.count(held.rows[own])
+                found[id(target)] += count * (columns[1] - columns[0])
     for target in targets.all:
         first, stop = row_blocks.common(target.rows, new[target.group])
         columns = target.columns or (0, 1)
-        wanted = max(0, stop - first) * (columns[1] - columns[0])
+        wanted = target.count(range(first, max(first, stop))) * (columns[1] - columns[0])
         if found[id(target)] != wanted:
             raise Damaged(
                 save.name,

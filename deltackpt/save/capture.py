@@ -378,7 +378,7 @@ def bounds_of(shards: Iterable[Any]) -> np.ndarray:
 
 def on_host(leaf: object) -> bool:
     """Returns whether a leaf, or the stacked array that holds it, is in host memory."""
-    return placement.on_host(leaf.array if isinstance(leaf, MemberRows) else leaf)
+    return leaf.on_host if isinstance(leaf, MemberRows) else placement.on_host(leaf)
 
 
 def bucket(count: int) -> int:
