@@ -283,13 +283,21 @@ def codecs_in(step_dir: Any) -> set[str]:
     return {encoding.codec for segment in segments for encoding in segment.encodings}
 
 
+#: Deltas of any size are staged, or none is.
+STAGING = [1 << 30, 1]
+
+
+@pytest.mark.parametrize("staging_bytes", STAGING)
 @pytest.mark.parametrize("dtype", COLUMNS)
-def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(tmp_path, dtype):
+def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(
+    tmp_path, dtype, staging_bytes
+):
     sizes, before = {}, Vocabulary(dtype, rows=20_000)
     before.step(1, batch=12_000, spare=0)
     for zero in (True, False):
         root, run = tmp_path / str(zero), Vocabulary(dtype, rows=20_000)
-        with manager(root) as saving:
+        writes = deltackpt.WriteOptions(staging_bytes=staging_bytes)
+        with manager(root, writes=writes) as saving:
             run.save_with_evictions(saving, zero=zero)
             assert_same(saving.restore(2, run.state).state, run.state)
         sizes[zero] = sum(path.stat().st_size for path in (root / "2").rglob("layer.*"))
@@ -320,9 +328,11 @@ def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
         assert_same(saving.restore(2, placed(run.state)).state, placed(run.state))
 
 
-def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
-    run = Vocabulary(rows=20_000)
-    with mock.patch.object(capture, "on_host", lambda array: False), manager(tmp_path) as saving:
+@pytest.mark.parametrize("staging_bytes", STAGING)
+def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path, staging_bytes):
+    run, writes = Vocabulary(rows=20_000), deltackpt.WriteOptions(staging_bytes=staging_bytes)
+    not_on_host = mock.patch.object(capture, "on_host", lambda array: False)
+    with not_on_host, manager(tmp_path, writes=writes) as saving:
         run.save_with_evictions(saving)
         assert "zeros" in codecs_in(tmp_path / "2")
         assert_same(saving.restore(2, run.state).state, run.state)
@@ -439,18 +449,26 @@ OPERATIONS = st.one_of(
     st.lists(OPERATIONS, min_size=4, max_size=14),
     st.sampled_from(["auto", "fingerprints"]),
     st.booleans(),
+    st.sampled_from(STAGING),
 )
-def test_every_step_restores_whenever_tables_grow(operations, tracking, consecutive):
+def test_every_step_restores_whenever_tables_grow(operations, tracking, consecutive, staging_bytes):
+    writes = deltackpt.WriteOptions(staging_bytes=staging_bytes)
     with tempfile.TemporaryDirectory() as root:
-        check_growth(root, [("save",), *operations], tracking, consecutive)
+        check_growth(root, [("save",), *operations], tracking, consecutive, writes)
 
 
-def check_growth(root: str, operations: list[Any], tracking: Any, consecutive: bool) -> None:
+def check_growth(
+    root: str,
+    operations: list[Any],
+    tracking: Any,
+    consecutive: bool,
+    writes: deltackpt.WriteOptions,
+) -> None:
     """Runs operations, and compares every step that was saved with the state that it was given."""
     policy = policies.Consecutive() if consecutive else policies.OneShot()
     deltas = deltackpt.DeltaOptions(tracking=tracking, policy=policy)
     run, states, number = Vocabulary(rows=120), {}, 0
-    saving = manager(root, deltas=deltas)
+    saving = manager(root, deltas=deltas, writes=writes)
 
     def save() -> None:
         given = {} if tracking == "fingerprints" else {"touched": run.touched}
@@ -470,7 +488,7 @@ def check_growth(root: str, operations: list[Any], tracking: Any, consecutive: b
                 compact.compact(root, step=max(states))
             elif operation == "restart" and states:
                 saving.close()
-                saving = manager(root, deltas=deltas)
+                saving = manager(root, deltas=deltas, writes=writes)
                 found = saving.restore_latest(states[max(states)])
                 assert found.step == max(states)
                 assert_same(found.state, states[found.step])

@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import many
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from job import Job
+from many import Server
 from model import commit
 
 import deltackpt
@@ -28,12 +32,13 @@ from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch,
 from deltackpt.format import naming
 from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
-from deltackpt.maintenance import compact
+from deltackpt.maintenance import compact, verify
 from deltackpt.reading import chains, inventory, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import capture, lineage, pending_save
-from deltackpt.state import placement, tables
+from deltackpt.state import placement
+from deltackpt.state.tables import join
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
@@ -105,19 +110,26 @@ class Topology:
         devices = np.array(jax.devices()[: self.replicas * self.devices])
         mesh = jax.sharding.Mesh(devices.reshape(self.replicas, self.devices), ("y", "x"))
         spec = jax.sharding.PartitionSpec("x", *[None] * (array.ndim - 1))
-        return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        # Each process makes its own shards.
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def manager(self, root, **options) -> deltackpt.CheckpointManager:
         return opened(root, self.tables, **options)
 
     def state(self, model: Model, padding: float = 0.0) -> dict:
         """Places a model's tables in stacked arrays of this topology."""
+        placed = jax.tree.map(self.placed, self.arrays(model, padding))
+        return {**placed, "bias": jnp.asarray(model.bias)}
 
-        def put(field: str, stack: str) -> jax.Array:
+    def arrays(self, model: Model, padding: float = 0.0) -> dict:
+        """Stacks a model's tables for this topology, in host memory."""
+
+        def stack_of(field: str, stack: str) -> np.ndarray:
             parts = [getattr(model, field)[member.name] for member in STACKS[stack]]
-            return self.placed(stacked(parts, self, padding))
+            return stacked(parts, self, padding)
 
-        return {"embeddings": tree(put), "bias": jnp.asarray(model.bias)}
+        return {"embeddings": tree(stack_of)}
 
 
 def stacked(parts: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
@@ -187,6 +199,14 @@ class Model:
         if marked:
             found.touched = deltackpt.touched.mark(self.touched, ids)
         return found
+
+
+def model_at(step: int) -> Model:
+    """The model of a step, without marks: the oracle of other processes."""
+    model = Model.new()
+    for number in range(step):
+        model = model.trained(number)
+    return model
 
 
 def moved_rows(one: Model, other: Model) -> int:
@@ -674,9 +694,7 @@ def topologies(draw):
 @given(
     save=topologies(),
     savers=st.sampled_from([2, 4, 8]),
-    restores=st.lists(
-        st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2
-    ),
+    restores=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2),
     memory_bytes=st.sampled_from([1, 1 << 28]),
 )
 def test_any_processes_restore_what_any_others_saved(
@@ -718,7 +736,7 @@ def assert_each_restores(root, step: int, job: Job, topology: Topology, model: M
         )
         with job.lock:
             placed = placing.place(merged, split.fields)
-            found = tables.join(template, split.layout, placed, split.dense, None)
+            found = join(template, split.layout, placed, split.dense, None)
         jax.tree.map(assert_shards, found["embeddings"], expected["embeddings"])
 
     # Each process assembles its own shards of a global array.
@@ -741,6 +759,92 @@ class Held:
 def assert_shards(found: Held, expected: jax.Array) -> None:
     for box, shard in found.shards.items():
         assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server(str(Path(__file__).with_name("many_stack_worker.py")))
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def running(server: Server, root: Path, processes: int, **options: Any) -> Iterator[many.Job]:
+    """A job of several processes with eight devices, which ends cleanly."""
+    jobs = root.parent / "jobs"
+    with many.Job(server, jobs, processes=processes, devices=8 // processes) as job:
+        job.all("open", root=str(root), **options)
+        yield job
+        job.close()
+
+
+def put(job: many.Job, steps: Iterable[int], kind: str, call: str = "save") -> None:
+    for step in steps:
+        assert {answer["kind"] for answer in job.all("put", step=step, call=call)} == {kind}
+        job.all("wait")
+
+
+def assert_resumes(job: many.Job, step: int) -> None:
+    """Asserts that each process restores its shards of the newest state, bit for bit."""
+    for found in job.all("resume"):
+        assert (found["step"], found["wrong"]) == (step, None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("processes", "cores", "replicas", "writes"),
+    [(2, 1, 1, {}), (4, 2, 1, {}), (2, 3, 2, {}), (4, 1, 1, {"staging_bytes": 1})],
+    ids=["two", "four, two cores", "two, replicas", "four, unstaged"],
+)
+def test_several_processes_save_what_one_and_others_restore(
+    server, tmp_path, processes, cores, replicas, writes
+):
+    root = tmp_path / "root"
+    with running(server, root, processes, cores=cores, replicas=replicas, **writes) as job:
+        job.all("begin")
+        put(job, [0], "base")
+        put(job, [1, 2], "delta")
+        put(job, [3, 4], "full", "append")
+    models = [model_at(step) for step in range(8)]
+    for target in TOPOLOGIES:
+        assert_steps(root, target, dict(enumerate(models[:3])))
+        assert_newest(root, target, models[4])
+    assert not verify.verify_root(root).problems
+    with running(server, root, 6 - processes) as job:
+        assert_resumes(job, 4)
+        put(job, [5], "delta")
+    with running(server, root, 1, cores=2) as job:
+        assert_resumes(job, 5)
+        put(job, [6], "delta")
+    assert_steps(root, Topology(4, 3), {step: models[step] for step in (5, 6)})
+    assert compact.compact(root, step=6, memory_bytes=64 << 20) is not None
+    with running(server, root, processes, replicas=2) as job:
+        assert_resumes(job, 6)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("at", ["during its part", "before its manifest", "after its word"])
+def test_a_process_that_is_killed_loses_only_the_save_in_flight(server, tmp_path, at):
+    root = tmp_path / "root"
+    jobs = tmp_path / "jobs"
+    with many.Job(server, jobs, processes=2, devices=4) as job:
+        job.all("open", root=str(root))
+        job.all("begin")
+        put(job, [0], "base")
+        job.processes[1].ask("arm", at=at, action="kill")
+        job.processes[1].answer()
+        job.ask("put", step=1)
+        job.ask("wait")
+        assert job.processes[1].answer() is not None
+        job.processes[0].answer()
+        job.processes[0].answer()
+    with running(server, root, 4, cores=2) as job:
+        [step] = {found["step"] for found in job.all("resume")}
+        assert step in (0, 1)
+        put(job, [step + 1], "delta")
+        put(job, [step + 2], "full", "append")
+    assert_newest(root, Topology(8), model_at(step + 2))
+    assert_newest(root, Topology(1), model_at(step + 2))
 
 
 def test_arrays_that_do_not_fit_their_stack_are_refused():

@@ -108,7 +108,7 @@ class Cycle(NamedTuple):
     def count_in(self, rows: Rows) -> int:
         """Returns how many of some rows of the span it has."""
         if isinstance(rows, np.ndarray):
-            return np.count_nonzero(self.flags(rows))
+            return int(np.count_nonzero(self.flags(rows)))
         return sum(self._below(stop) - self._below(start) for start, stop in spans_of(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:

@@ -642,8 +642,8 @@ class _Planner:
     ) -> np.ndarray | None:
         """Clears the needed rows that no target has, if all targets are cycles."""
         over = [t for field in one.segment.fields for t in self._over(one, field, held.rows)]
-        cycles = {target.cycle for target in over}
-        if None in cycles:
+        cycles = {target.cycle for target in over if target.cycle is not None}
+        if not cycles or any(target.cycle is None for target in over):
             return needed
         rows, found = np.asarray(held.rows), np.zeros(len(held.rows), bool)
         for cycle in cycles:

@@ -91,7 +91,8 @@ class ZarrArrays:
             rows = np.cumsum(gaps, dtype=np.int64)
             # Summing int64 cannot wrap back to ascending rows.
             if rows[0] <= last or not np.all(rows[1:] > rows[:-1]):
-                name = f"{self.name_of(segment, entry)}/{arrays.chunk_name(entry, start // entry.chunk_rows)}"
+                chunk = arrays.chunk_name(entry, start // entry.chunk_rows)
+                name = f"{self.name_of(segment, entry)}/{chunk}"
                 raise Damaged(name, f"ascending rows after {last}", "other gaps")
             last = int(rows[-1])
             if rows[0] >= stop:

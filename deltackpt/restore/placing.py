@@ -17,7 +17,7 @@ from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.chains import read_chain
-from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables
+from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables, verify_keys
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.state import paths, placement
 from deltackpt.state.stacks import MemberRows, RestoredMember
@@ -53,8 +53,12 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
             check_width(f"table {name}, {field}", leaf)
-    merged = restore_tables(saves, wanted=wanted_of(tables))
+    wanted = wanted_of(tables)
+    merged = restore_tables(saves, wanted=wanted)
     check_keys(merged)
+    share = coordination.process_index(), coordination.process_count()
+    if share[1] > 1:
+        verify_keys(saves, known=wanted, share=share)
     return dataclasses.replace(merged, placed=place(merged, tables))
 
 

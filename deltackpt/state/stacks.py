@@ -477,12 +477,13 @@ def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return
-    if sharding.shard_shape(shape)[1:] != shape[1:]:
+    shard: tuple[int, ...] = sharding.shard_shape(shape)
+    if shard[1:] != shape[1:]:
         raise TableSelectionError(
             f"stacks: {name}: expected whole rows on each device, found sharding {sharding}; shard "
             "it by rows"
         )
-    parts = -(-shape[0] // max(1, sharding.shard_shape(shape)[0]))
+    parts = -(-stack.shape[0] // max(1, shard[0]))
     if not sharding.is_fully_addressable and stack.shards % parts:
         raise TableSelectionError(
             f"stacks: {name}: expected the rows of each of {stack.shards} SparseCores on one "
