@@ -61,6 +61,18 @@ class Stacker(Worker):
         self._run = self._run.trained(found.step)
         return {"step": found.step, "wrong": wrong}
 
+    def twice(self, root: str) -> None:
+        """Saves and restores a table in which the last row has the id of the first."""
+        ids = np.arange(64, dtype=np.int32)
+        ids[-1] = ids[0]
+        rows = Topology(jax.device_count())
+        state = {"table": rows.placed(np.zeros((64, 4), np.float32)), "ids": rows.placed(ids)}
+        tables = deltackpt.Tables(select="table", key="ids")
+        with deltackpt.CheckpointManager(root, handlers={"embeddings": tables}) as manager:
+            manager.save(0, state)
+            manager.wait_until_finished()
+            manager.restore(0, state)
+
     def _replicated(self) -> jax.sharding.NamedSharding:
         mesh = jax.sharding.Mesh(jax.devices(), ("x",))
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

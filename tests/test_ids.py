@@ -25,6 +25,7 @@ from command import run as command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from job import Job
 from numpy.testing import assert_array_equal
 
 import deltackpt
@@ -34,6 +35,7 @@ from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.handlers import split
 from deltackpt.maintenance import compact, verify
 from deltackpt.reading import bounds, inventory, stored_saves
+from deltackpt.restore import placing
 from deltackpt.save import capture
 from deltackpt.storage import parts as storage_parts
 from deltackpt.testing.states import assert_same
@@ -212,6 +214,30 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
             restoring.restore(2, run.state)
         with pytest.warns(UserWarning, match="step 2 is skipped"):
             assert restoring.restore_latest(run.state).step == 1
+
+
+def test_an_id_with_rows_on_two_processes_is_found_by_the_one_that_checks_its_table(tmp_path):
+    run = Vocabulary()
+    run.step(1)
+    column = np.array(run.state["keys"]["users"])
+    column[395] = column[5]
+    run.state["keys"]["users"] = jnp.asarray(column)
+    with manager(tmp_path) as saving:
+        run.save(saving, 1)
+    rows = NamedSharding(jax.make_mesh((8,), ("rows",)), PartitionSpec("rows"))
+    sharded = jax.device_put({n: run.state[n] for n in ("tables", "uses", "keys")}, rows)
+    fields = split({**run.state, **sharded}, TABLES).fields
+    job = Job(2)
+
+    def read(index: int) -> None:
+        wanted = placing.AbstractEmbeddings(tables=fields)
+        assert placing.load_item(tmp_path / "1" / "embeddings", wanted).placed == {}
+
+    # Real processes place only their own shards.
+    with job.running(), mock.patch.object(placing, "place", lambda merged, templates: {}):
+        items, users = job.on_each(read)
+    assert items is None
+    assert isinstance(users, errors.DamagedKeys) and "in rows 5 and 395" in str(users)
 
 
 @pytest.mark.parametrize(

@@ -3,42 +3,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import many
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import HealthCheck, Phase, given, settings
 from job import Job
-from many import Server
 from model import commit
 
 import deltackpt
 from deltackpt import coordination, inspect, interchange
-from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
+from deltackpt.errors import (
+    Damaged,
+    OptionError,
+    TableSelectionError,
+    TemplateMismatch,
+    TrackingError,
+)
 from deltackpt.format import naming
 from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
-from deltackpt.maintenance import compact, verify
-from deltackpt.reading import chains, inventory, reader, stored_saves
+from deltackpt.layers.targets import wanted_rows
+from deltackpt.maintenance import compact
+from deltackpt.reading import chains, inventory, part_arrays, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import capture, lineage, pending_save
 from deltackpt.state import placement
 from deltackpt.state.tables import join
+from deltackpt.storage import zarr_writer
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
@@ -647,7 +651,11 @@ def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
 
 # --- Several processes ---------------------------------------------------------------------------
 
-RUNTIME = Runtime(memory_bytes=1 << 28)
+
+@functools.cache
+def runtime() -> Runtime:
+    """The runtime of all simulated processes; not made before ``many.Server`` has forked."""
+    return Runtime(memory_bytes=1 << 28)
 
 
 def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, lineages) -> list:
@@ -662,7 +670,7 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
             touched=model.touched,
             lineage=lineages[index],
             options=pending_save.PipelineOptions(fsync=False),
-            runtime=RUNTIME,
+            runtime=runtime(),
         )
         with job.lock:  # Real processes do not share jax objects.
             pending = pending_save.capture(embeddings, step, root / str(step))
@@ -704,7 +712,11 @@ def test_any_processes_restore_what_any_others_saved(
     replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
     root, model = tmp_path_factory.mktemp("root"), Model.new(sharding=replicated)
     job, run, models = Job(savers), lineage.new_run(), []
-    with job.running(), mock.patch.object(RUNTIME.memory, "limit_bytes", memory_bytes):
+    with (
+        job.running(),
+        mock.patch.object(runtime().memory, "limit_bytes", memory_bytes),
+        mock.patch.object(zarr_writer, "_CHUNK_ROWS", 16),
+    ):
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         for step in range(3):
             found = save_on_each(job, root, step, save, model, lineages)
@@ -715,6 +727,10 @@ def test_any_processes_restore_what_any_others_saved(
             models.append(model)
             model = model.trained(step)
     assert not [one for step in range(3) for one in inventory.verify_step(root / str(step))]
+    first = chains.read_chain(root / "0")
+    part = reader.restore_tables(first, wanted=wanted_rows(first[-1].layout, {"users": (10, 30)}))
+    found = part.fields["embeddings/wide/table/users"]["values"]
+    assert found.tobytes() == models[0].tables["users"][10:30].tobytes()
     whole = reader.restore_tables(chains.read_chain(root / "2")).fields
     for name, fields in whole.items():
         member = name.rpartition("/")[2]
@@ -722,6 +738,27 @@ def test_any_processes_restore_what_any_others_saved(
     for topology, count in restores:
         for step, one in enumerate(models):
             assert_each_restores(root, step, Job(count), topology, one)
+
+
+def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
+    every = jax.sharding.Mesh(jax.devices(), ("x",))
+    replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
+    job, model, run = Job(2), Model.new(sharding=replicated), lineage.new_run()
+    with job.running():
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        save_on_each(job, tmp_path, 0, Topology(8), model, lineages)
+    read_into = part_arrays.ZarrArrays.read_into
+
+    def altered(self, segment, entry, start, stop, out):
+        read_into(self, segment, entry, start, stop, out)
+        if entry.name == naming.GAPS:
+            out[3] = 0
+
+    with (
+        mock.patch.object(part_arrays.ZarrArrays, "read_into", altered),
+        pytest.raises(Damaged, match="rows.gaps/c/0: expected ascending rows after -1"),
+    ):
+        reader.restore_tables(chains.read_chain(tmp_path / "0"))
 
 
 def assert_each_restores(root, step: int, job: Job, topology: Topology, model: Model) -> None:
@@ -759,92 +796,6 @@ class Held:
 def assert_shards(found: Held, expected: jax.Array) -> None:
     for box, shard in found.shards.items():
         assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server(str(Path(__file__).with_name("many_stack_worker.py")))
-    yield found
-    found.close()
-
-
-@contextlib.contextmanager
-def running(server: Server, root: Path, processes: int, **options: Any) -> Iterator[many.Job]:
-    """A job of several processes with eight devices, which ends cleanly."""
-    jobs = root.parent / "jobs"
-    with many.Job(server, jobs, processes=processes, devices=8 // processes) as job:
-        job.all("open", root=str(root), **options)
-        yield job
-        job.close()
-
-
-def put(job: many.Job, steps: Iterable[int], kind: str, call: str = "save") -> None:
-    for step in steps:
-        assert {answer["kind"] for answer in job.all("put", step=step, call=call)} == {kind}
-        job.all("wait")
-
-
-def assert_resumes(job: many.Job, step: int) -> None:
-    """Asserts that each process restores its shards of the newest state, bit for bit."""
-    for found in job.all("resume"):
-        assert (found["step"], found["wrong"]) == (step, None)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("processes", "cores", "replicas", "writes"),
-    [(2, 1, 1, {}), (4, 2, 1, {}), (2, 3, 2, {}), (4, 1, 1, {"staging_bytes": 1})],
-    ids=["two", "four, two cores", "two, replicas", "four, unstaged"],
-)
-def test_several_processes_save_what_one_and_others_restore(
-    server, tmp_path, processes, cores, replicas, writes
-):
-    root = tmp_path / "root"
-    with running(server, root, processes, cores=cores, replicas=replicas, **writes) as job:
-        job.all("begin")
-        put(job, [0], "base")
-        put(job, [1, 2], "delta")
-        put(job, [3, 4], "full", "append")
-    models = [model_at(step) for step in range(8)]
-    for target in TOPOLOGIES:
-        assert_steps(root, target, dict(enumerate(models[:3])))
-        assert_newest(root, target, models[4])
-    assert not verify.verify_root(root).problems
-    with running(server, root, 6 - processes) as job:
-        assert_resumes(job, 4)
-        put(job, [5], "delta")
-    with running(server, root, 1, cores=2) as job:
-        assert_resumes(job, 5)
-        put(job, [6], "delta")
-    assert_steps(root, Topology(4, 3), {step: models[step] for step in (5, 6)})
-    assert compact.compact(root, step=6, memory_bytes=64 << 20) is not None
-    with running(server, root, processes, replicas=2) as job:
-        assert_resumes(job, 6)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("at", ["during its part", "before its manifest", "after its word"])
-def test_a_process_that_is_killed_loses_only_the_save_in_flight(server, tmp_path, at):
-    root = tmp_path / "root"
-    jobs = tmp_path / "jobs"
-    with many.Job(server, jobs, processes=2, devices=4) as job:
-        job.all("open", root=str(root))
-        job.all("begin")
-        put(job, [0], "base")
-        job.processes[1].ask("arm", at=at, action="kill")
-        job.processes[1].answer()
-        job.ask("put", step=1)
-        job.ask("wait")
-        assert job.processes[1].answer() is not None
-        job.processes[0].answer()
-        job.processes[0].answer()
-    with running(server, root, 4, cores=2) as job:
-        [step] = {found["step"] for found in job.all("resume")}
-        assert step in (0, 1)
-        put(job, [step + 1], "delta")
-        put(job, [step + 2], "full", "append")
-    assert_newest(root, Topology(8), model_at(step + 2))
-    assert_newest(root, Topology(1), model_at(step + 2))
 
 
 def test_arrays_that_do_not_fit_their_stack_are_refused():
