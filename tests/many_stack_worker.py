@@ -35,9 +35,10 @@ class Stacker(Worker):
         """Sets the state of step 0."""
         self._run = Model.new(sharding=self._replicated())
 
-    def put(self, step: int, call: str = "save") -> dict[str, Any]:
+    def put(self, step: int, call: str = "save", marked: bool = True) -> dict[str, Any]:
         """Saves or appends the state as a step, then trains."""
-        found = getattr(self._manager, call)(step, self._placed(), touched=self._run.touched)
+        given = self._run.touched if marked else None
+        found = getattr(self._manager, call)(step, self._placed(), touched=given)
         self._run = self._run.trained(step)
         return {"kind": found.kind}
 

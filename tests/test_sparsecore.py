@@ -704,9 +704,10 @@ def topologies(draw):
     savers=st.sampled_from([2, 4, 8]),
     restores=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2),
     memory_bytes=st.sampled_from([1, 1 << 28]),
+    on_host=st.sampled_from([True, True, False]),
 )
 def test_any_processes_restore_what_any_others_saved(
-    tmp_path_factory, save, savers, restores, memory_bytes
+    tmp_path_factory, save, savers, restores, memory_bytes, on_host
 ):
     every = jax.sharding.Mesh(jax.devices(), ("x",))
     replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
@@ -716,6 +717,9 @@ def test_any_processes_restore_what_any_others_saved(
         job.running(),
         mock.patch.object(runtime().memory, "limit_bytes", memory_bytes),
         mock.patch.object(zarr_writer, "_CHUNK_ROWS", 16),
+        mock.patch.object(
+            placement, "on_host", lambda array: on_host or not isinstance(array, jax.Array)
+        ),
     ):
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         for step in range(3):

@@ -33,9 +33,9 @@ def running(server: Server, root: Path, processes: int, **options: Any) -> Itera
         job.close()
 
 
-def put(job: Job, steps: Iterable[int], kind: str, call: str = "save") -> None:
+def put(job: Job, steps: Iterable[int], kind: str, **how: Any) -> None:
     for step in steps:
-        assert {answer["kind"] for answer in job.all("put", step=step, call=call)} == {kind}
+        assert {answer["kind"] for answer in job.all("put", step=step, **how)} == {kind}
         job.all("wait")
 
 
@@ -58,7 +58,7 @@ def test_several_processes_save_what_one_and_others_restore(
         job.all("begin")
         put(job, [0], "base")
         put(job, [1, 2], "delta")
-        put(job, [3, 4], "full", "append")
+        put(job, [3, 4], "full", call="append")
     models = [model_at(step) for step in range(8)]
     for target in TOPOLOGIES:
         assert_steps(root, target, dict(enumerate(models[:3])))
@@ -74,6 +74,15 @@ def test_several_processes_save_what_one_and_others_restore(
     assert compact.compact(root, step=6, memory_bytes=64 << 20) is not None
     with running(server, root, processes, replicas=2) as job:
         assert_resumes(job, 6)
+
+
+def test_without_marks_each_process_finds_its_own_rows(server, tmp_path):
+    root = tmp_path / "root"
+    with running(server, root, 2) as job:
+        job.all("begin")
+        put(job, [0], "base", marked=False)
+        put(job, [1, 2], "delta", marked=False)
+    assert_steps(root, Topology(4), {step: model_at(step) for step in range(3)})
 
 
 def test_an_id_with_rows_on_two_processes_fails_the_restore_on_both(server, tmp_path):
@@ -102,6 +111,6 @@ def test_a_process_that_is_killed_loses_only_the_save_in_flight(server, tmp_path
         [step] = {found["step"] for found in job.all("resume")}
         assert step in (0, 1)
         put(job, [step + 1], "delta")
-        put(job, [step + 2], "full", "append")
+        put(job, [step + 2], "full", call="append")
     assert_newest(root, Topology(8), model_at(step + 2))
     assert_newest(root, Topology(1), model_at(step + 2))
