@@ -802,6 +802,15 @@ def assert_shards(found: Held, expected: jax.Array) -> None:
         assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
 
 
+def test_with_several_processes_a_sparse_core_is_on_one_device(monkeypatch):
+    topology, devices = Topology(2), Topology(4)
+    state = jax.tree.map(devices.placed, topology.arrays(Model.new()))
+    deltackpt.handlers.split(state, topology.tables)
+    monkeypatch.setattr(coordination, "process_count", lambda: 2)
+    with pytest.raises(TableSelectionError, match="each of 2 SparseCores on one device"):
+        deltackpt.handlers.split(state, topology.tables)
+
+
 def test_arrays_that_do_not_fit_their_stack_are_refused():
     topology = Topology(2)
     state, tables = topology.state(Model.new()), topology.tables

@@ -484,7 +484,7 @@ def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:
             "it by rows"
         )
     parts = -(-stack.shape[0] // max(1, shard[0]))
-    if not sharding.is_fully_addressable and stack.shards % parts:
+    if coordination.process_count() > 1 and stack.shards % parts:
         raise TableSelectionError(
             f"stacks: {name}: expected the rows of each of {stack.shards} SparseCores on one "
             f"device, found sharding {sharding}, which splits them into {parts} parts; shard the "
