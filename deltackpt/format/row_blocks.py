@@ -118,7 +118,9 @@ class Cycle(NamedTuple):
 
     def held(self) -> np.ndarray:
         """Returns the rows, int64 ascending."""
-        found = np.add.outer(np.arange(*self.rows, self.period), np.array(self.phases)).reshape(-1)
+        found = np.add.outer(
+            np.arange(*self.rows, self.period), np.array(self.phases, int)
+        ).reshape(-1)
         return found[: self.count]
 
     def flags(self, rows: np.ndarray) -> np.ndarray:
