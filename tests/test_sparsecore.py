@@ -658,6 +658,12 @@ def runtime() -> Runtime:
     return Runtime(memory_bytes=1 << 28)
 
 
+def replicated_model() -> Model:
+    """A model whose stamps are on every process of a job."""
+    every = jax.sharding.Mesh(jax.devices(), ("x",))
+    return Model.new(sharding=jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec()))
+
+
 def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, lineages) -> list:
     """Saves a step on all processes of a job; returns their reports."""
     split = deltackpt.handlers.split(topology.state(model), topology.tables)
@@ -675,7 +681,7 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
         with job.lock:  # Real processes do not share jax objects.
             pending = pending_save.capture(embeddings, step, root / str(step))
         pending.wait_copied()
-        pending.write_alone(item, coordination.Coordinator(str(root), 30.0))
+        pending.write_alone(item, coordination.Coordinator(str(root), 300.0))
         return pending.report
 
     found = job.on_each(part)
@@ -704,22 +710,16 @@ def topologies(draw):
     savers=st.sampled_from([2, 4, 8]),
     restores=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2),
     memory_bytes=st.sampled_from([1, 1 << 28]),
-    on_host=st.sampled_from([True, True, False]),
 )
 def test_any_processes_restore_what_any_others_saved(
-    tmp_path_factory, save, savers, restores, memory_bytes, on_host
+    tmp_path_factory, save, savers, restores, memory_bytes
 ):
-    every = jax.sharding.Mesh(jax.devices(), ("x",))
-    replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
-    root, model = tmp_path_factory.mktemp("root"), Model.new(sharding=replicated)
+    root, model = tmp_path_factory.mktemp("root"), replicated_model()
     job, run, models = Job(savers), lineage.new_run(), []
     with (
         job.running(),
         mock.patch.object(runtime().memory, "limit_bytes", memory_bytes),
         mock.patch.object(zarr_writer, "_CHUNK_ROWS", 16),
-        mock.patch.object(
-            placement, "on_host", lambda array: on_host or not isinstance(array, jax.Array)
-        ),
     ):
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         for step in range(3):
@@ -744,10 +744,20 @@ def test_any_processes_restore_what_any_others_saved(
             assert_each_restores(root, step, Job(count), topology, one)
 
 
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 28], ids=["pinned", "staged"])
+def test_each_accelerator_of_a_process_gathers_its_own_rows(tmp_path, accelerator, memory_bytes):
+    job, model, run, models = Job(2), replicated_model(), lineage.new_run(), []
+    with job.running(), mock.patch.object(runtime().memory, "limit_bytes", memory_bytes):
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        for step in range(2):
+            save_on_each(job, tmp_path, step, Topology(8), model, lineages)
+            models.append(model)
+            model = model.trained(step)
+    assert_steps(tmp_path, Topology(1), dict(enumerate(models)))
+
+
 def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
-    every = jax.sharding.Mesh(jax.devices(), ("x",))
-    replicated = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec())
-    job, model, run = Job(2), Model.new(sharding=replicated), lineage.new_run()
+    job, model, run = Job(2), replicated_model(), lineage.new_run()
     with job.running():
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         save_on_each(job, tmp_path, 0, Topology(8), model, lineages)
