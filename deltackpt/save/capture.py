@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -467,6 +468,11 @@ def _split_evicted(
     return [*found, (gone, np.flatnonzero(evicted))]
 
 
+def _bits_of(held: Mapping[str, np.ndarray], name: str, positions: np.ndarray) -> np.ndarray:
+    rows = held[name].take(positions, 0)
+    return rows.reshape(len(rows), -1).view(np.uint8)
+
+
 class StagedRows:
     """Rows being copied to their own memory; ``released`` once the state is no longer read."""
 
@@ -554,16 +560,14 @@ class StagedRows:
         segments, self._origins = self.segments, []
         self.segments = []
         for number, segment in enumerate(segments):
-            held = {name: self._on_host.get((number, name)) for name in segment.fields}
-
-            def bits_of(name: str, positions: np.ndarray, held: Any = held) -> np.ndarray:
-                rows = held[name].take(positions, 0)
-                return rows.reshape(len(rows), -1).view(np.uint8)
-
+            held = {
+                name: rows
+                for name in segment.fields
+                if (rows := self._on_host.get((number, name))) is not None
+            }
             parts: list[tuple[SegmentSource, np.ndarray | None]] = [(segment, None)]
-            # Otherwise, a field was encoded on its device.
-            if all(rows is not None for rows in held.values()):
-                parts = _split_evicted(segment, bits_of)
+            if len(held) == len(segment.fields):  # Otherwise, some were encoded on their device.
+                parts = _split_evicted(segment, functools.partial(_bits_of, held))
             for part, positions in parts:
                 self.segments.append(part)
                 self._origins.append((number, positions))
