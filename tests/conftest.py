@@ -80,6 +80,7 @@ CROWDED = {
     "test_processes_failures",
     "test_step_kills",
     "test_scaling",
+    "test_sparsecore_processes",
     "test_t5x_processes",
     "test_tiers_processes",
 }
@@ -95,6 +96,7 @@ PROCESSES = {
     "test_ray_cluster",
     "test_service",
     "test_service_buckets",
+    "test_sparsecore_processes",
     "test_t5x_processes",
     "test_tiers_processes",
     "without_jax",

@@ -25,6 +25,7 @@ from command import run as command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from job import Job
 from numpy.testing import assert_array_equal
 
 import deltackpt
@@ -34,6 +35,7 @@ from deltackpt.format.row_blocks import FieldSpec, GroupEntry
 from deltackpt.handlers import split
 from deltackpt.maintenance import compact, verify
 from deltackpt.reading import bounds, inventory, stored_saves
+from deltackpt.restore import placing
 from deltackpt.save import capture
 from deltackpt.storage import parts as storage_parts
 from deltackpt.testing.states import assert_same
@@ -216,6 +218,30 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
             assert restoring.restore_latest(run.state).step == 1
 
 
+def test_an_id_with_rows_on_two_processes_is_found_by_the_one_that_checks_its_table(tmp_path):
+    run = Vocabulary()
+    run.step(1)
+    column = np.array(run.state["keys"]["users"])
+    column[395] = column[5]
+    run.state["keys"]["users"] = jnp.asarray(column)
+    with manager(tmp_path) as saving:
+        run.save(saving, 1)
+    rows = NamedSharding(jax.make_mesh((8,), ("rows",)), PartitionSpec("rows"))
+    sharded = jax.device_put({n: run.state[n] for n in ("tables", "uses", "keys")}, rows)
+    fields = split({**run.state, **sharded}, TABLES).fields
+    job = Job(2)
+
+    def read(index: int) -> None:
+        wanted = placing.AbstractEmbeddings(tables=fields)
+        assert placing.load_item(tmp_path / "1" / "embeddings", wanted).placed == {}
+
+    # Real processes place only their own shards.
+    with job.running(), mock.patch.object(placing, "place", lambda merged, templates: {}):
+        items, users = job.on_each(read)
+    assert items is None
+    assert isinstance(users, errors.DamagedKeys) and "in rows 5 and 395" in str(users)
+
+
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -285,13 +311,21 @@ def codecs_in(step_dir: Any) -> set[str]:
     return {encoding.codec for segment in segments for encoding in segment.encodings}
 
 
+#: Deltas of any size are staged, or none is.
+STAGING = [1 << 30, 1]
+
+
+@pytest.mark.parametrize("staging_bytes", STAGING)
 @pytest.mark.parametrize("dtype", COLUMNS)
-def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(tmp_path, dtype):
+def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(
+    tmp_path, dtype, staging_bytes
+):
     sizes, before = {}, Vocabulary(dtype, rows=20_000)
     before.step(1, batch=12_000, spare=0)
     for zero in (True, False):
         root, run = tmp_path / str(zero), Vocabulary(dtype, rows=20_000)
-        with manager(root) as saving:
+        writes = deltackpt.WriteOptions(staging_bytes=staging_bytes)
+        with manager(root, writes=writes) as saving:
             run.save_with_evictions(saving, zero=zero)
             assert_same(saving.restore(2, run.state).state, run.state)
         sizes[zero] = sum(path.stat().st_size for path in (root / "2").rglob("layer.*"))
@@ -322,9 +356,11 @@ def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
         assert_same(saving.restore(2, placed(run.state)).state, placed(run.state))
 
 
-def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
-    run = Vocabulary(rows=20_000)
-    with mock.patch.object(capture, "on_host", lambda array: False), manager(tmp_path) as saving:
+@pytest.mark.parametrize("staging_bytes", STAGING)
+def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path, staging_bytes):
+    run, writes = Vocabulary(rows=20_000), deltackpt.WriteOptions(staging_bytes=staging_bytes)
+    not_on_host = mock.patch.object(capture, "on_host", lambda array: False)
+    with not_on_host, manager(tmp_path, writes=writes) as saving:
         run.save_with_evictions(saving)
         assert "zeros" in codecs_in(tmp_path / "2")
         assert_same(saving.restore(2, run.state).state, run.state)
@@ -441,18 +477,26 @@ OPERATIONS = st.one_of(
     st.lists(OPERATIONS, min_size=4, max_size=14),
     st.sampled_from(["auto", "fingerprints"]),
     st.booleans(),
+    st.sampled_from(STAGING),
 )
-def test_every_step_restores_whenever_tables_grow(operations, tracking, consecutive):
+def test_every_step_restores_whenever_tables_grow(operations, tracking, consecutive, staging_bytes):
+    writes = deltackpt.WriteOptions(staging_bytes=staging_bytes)
     with tempfile.TemporaryDirectory() as root:
-        check_growth(root, [("save",), *operations], tracking, consecutive)
+        check_growth(root, [("save",), *operations], tracking, consecutive, writes)
 
 
-def check_growth(root: str, operations: list[Any], tracking: Any, consecutive: bool) -> None:
+def check_growth(
+    root: str,
+    operations: list[Any],
+    tracking: Any,
+    consecutive: bool,
+    writes: deltackpt.WriteOptions,
+) -> None:
     """Runs operations, and compares every step that was saved with the state that it was given."""
     policy = policies.Consecutive() if consecutive else policies.OneShot()
     deltas = deltackpt.DeltaOptions(tracking=tracking, policy=policy)
     run, states, number = Vocabulary(rows=120), {}, 0
-    saving = manager(root, deltas=deltas)
+    saving = manager(root, deltas=deltas, writes=writes)
 
     def save() -> None:
         given = {} if tracking == "fingerprints" else {"touched": run.touched}
@@ -472,7 +516,7 @@ def check_growth(root: str, operations: list[Any], tracking: Any, consecutive: b
                 compact.compact(root, step=max(states))
             elif operation == "restart" and states:
                 saving.close()
-                saving = manager(root, deltas=deltas)
+                saving = manager(root, deltas=deltas, writes=writes)
                 found = saving.restore_latest(states[max(states)])
                 assert found.step == max(states)
                 assert_same(found.state, states[found.step])

@@ -181,7 +181,7 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
         for name, fields in reader.restore_tables(saves, wanted=wanted).buffers.items():
             for field, held in fields.items():
                 whole = expected[name][field]
-                for ((start, stop), (first, last)), buffer in held.items():
+                for ((start, stop), (first, last), _), buffer in held.items():
                     part = whole[start:stop, first:last] if whole.ndim > 1 else whole[start:stop]
                     assert part.tobytes() == buffer.tobytes(), (index, name, field)
         return wanted

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -17,19 +18,31 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from hypothesis import given
+from hypothesis import HealthCheck, Phase, given, settings
+from job import Job
 from model import commit
 
 import deltackpt
 from deltackpt import coordination, inspect, interchange
-from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
+from deltackpt.errors import (
+    Damaged,
+    OptionError,
+    TableSelectionError,
+    TemplateMismatch,
+    TrackingError,
+)
 from deltackpt.format import naming
 from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
+from deltackpt.layers.targets import wanted_rows
 from deltackpt.maintenance import compact
-from deltackpt.reading import stored_saves
-from deltackpt.save import capture
+from deltackpt.reading import chains, inventory, part_arrays, reader, stored_saves
+from deltackpt.resources.runtime import Runtime
+from deltackpt.restore import placing
+from deltackpt.save import capture, lineage, pending_save
 from deltackpt.state import placement
+from deltackpt.state.tables import join
+from deltackpt.storage import zarr_writer
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
@@ -72,6 +85,7 @@ class Topology:
 
     devices: int
     cores: int = 1
+    replicas: int = 1
 
     @property
     def stacks(self) -> dict[str, StackedTable]:
@@ -97,21 +111,29 @@ class Topology:
         )
 
     def placed(self, array: np.ndarray) -> jax.Array:
-        mesh = jax.sharding.Mesh(jax.devices()[: self.devices], ("x",))
+        devices = np.array(jax.devices()[: self.replicas * self.devices])
+        mesh = jax.sharding.Mesh(devices.reshape(self.replicas, self.devices), ("y", "x"))
         spec = jax.sharding.PartitionSpec("x", *[None] * (array.ndim - 1))
-        return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        # Each process makes its own shards.
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def manager(self, root, **options) -> deltackpt.CheckpointManager:
         return opened(root, self.tables, **options)
 
     def state(self, model: Model, padding: float = 0.0) -> dict:
         """Places a model's tables in stacked arrays of this topology."""
+        placed = jax.tree.map(self.placed, self.arrays(model, padding))
+        return {**placed, "bias": jnp.asarray(model.bias)}
 
-        def put(field: str, stack: str) -> jax.Array:
+    def arrays(self, model: Model, padding: float = 0.0) -> dict:
+        """Stacks a model's tables for this topology, in host memory."""
+
+        def stack_of(field: str, stack: str) -> np.ndarray:
             parts = [getattr(model, field)[member.name] for member in STACKS[stack]]
-            return self.placed(stacked(parts, self, padding))
+            return stacked(parts, self, padding)
 
-        return {"embeddings": tree(put), "bias": jnp.asarray(model.bias)}
+        return {"embeddings": tree(stack_of)}
 
 
 def stacked(parts: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
@@ -138,7 +160,7 @@ class Model:
     touched: deltackpt.touched.TouchState
 
     @classmethod
-    def new(cls, seed: int = 0) -> Model:
+    def new(cls, seed: int = 0, sharding: jax.sharding.Sharding | None = None) -> Model:
         rng = np.random.default_rng(seed)
         fields = [
             {
@@ -150,7 +172,7 @@ class Model:
         counts = {
             name: rng.integers(9, size=one.rows, dtype=np.int32) for name, one in MEMBERS.items()
         }
-        templates = sparsecore.templates(Topology(1).stacks.values())
+        templates = sparsecore.templates(Topology(1).stacks.values(), sharding=sharding)
         touched = deltackpt.touched.init(templates)
         return cls(*fields, counts, np.zeros(3, np.float32), touched)
 
@@ -181,6 +203,14 @@ class Model:
         if marked:
             found.touched = deltackpt.touched.mark(self.touched, ids)
         return found
+
+
+def model_at(step: int) -> Model:
+    """The model of a step, without marks: the oracle of other processes."""
+    model = Model.new()
+    for number in range(step):
+        model = model.trained(number)
+    return model
 
 
 def moved_rows(one: Model, other: Model) -> int:
@@ -619,11 +649,183 @@ def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
     assert (rows[97:] == 5).all()
 
 
-def test_stacked_arrays_of_several_processes_are_refused(monkeypatch):
-    topology = Topology(2)
+# --- Several processes ---------------------------------------------------------------------------
+
+
+@functools.cache
+def runtime() -> Runtime:
+    """The runtime of all simulated processes; not made before ``many.Server`` has forked."""
+    return Runtime(memory_bytes=1 << 28)
+
+
+def replicated_model() -> Model:
+    """A model whose stamps are on every process of a job."""
+    every = jax.sharding.Mesh(jax.devices(), ("x",))
+    return Model.new(sharding=jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec()))
+
+
+def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, lineages) -> list:
+    """Saves a step on all processes of a job; returns their reports."""
+    split = deltackpt.handlers.split(topology.state(model), topology.tables)
+    item = root / f"{step}.orbax-checkpoint-tmp" / naming.EMBEDDINGS_ITEM
+    item.mkdir(parents=True)
+
+    def part(index: int):
+        embeddings = pending_save.Embeddings(
+            split=split,
+            touched=model.touched,
+            lineage=lineages[index],
+            options=pending_save.PipelineOptions(fsync=False),
+            runtime=runtime(),
+        )
+        with job.lock:  # Real processes do not share jax objects.
+            pending = pending_save.capture(embeddings, step, root / str(step))
+        pending.wait_copied()
+        pending.write_alone(item, coordination.Coordinator(str(root), 300.0))
+        return pending.report
+
+    found = job.on_each(part)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    item.parent.rename(root / str(step))
+    return found
+
+
+def assert_stored(root, step: int, model: Model) -> None:
+    """Asserts that a step has the logical rows of a model, bit for bit."""
+    for name, fields in reader.restore_tables(chains.read_chain(root / str(step))).fields.items():
+        member = name.rpartition("/")[2]
+        assert fields["values"].tobytes() == model.tables[member].tobytes()
+        assert fields["slot.counts"].tobytes() == model.counts[member].tobytes()
+
+
+@st.composite
+def topologies(draw):
+    devices = draw(st.sampled_from([1, 2, 4, 8]))
+    replicas = draw(st.sampled_from([one for one in (1, 2, 4) if one * devices <= 8]))
+    return Topology(devices, draw(st.integers(1, 3)), replicas)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    save=topologies(),
+    savers=st.sampled_from([2, 4, 8]),
+    restores=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=2, max_size=2),
+    memory_bytes=st.sampled_from([1, 1 << 28]),
+)
+def test_any_processes_restore_what_any_others_saved(
+    tmp_path_factory, save, savers, restores, memory_bytes
+):
+    root, model = tmp_path_factory.mktemp("root"), replicated_model()
+    job, run, models = Job(savers), lineage.new_run(), []
+    with (
+        job.running(),
+        mock.patch.object(runtime().memory, "limit_bytes", memory_bytes),
+        mock.patch.object(zarr_writer, "_CHUNK_ROWS", 16),
+    ):
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        for step in range(3):
+            found = save_on_each(job, root, step, save, model, lineages)
+            assert {report.intent.kind for report in found} == {"delta" if step else "base"}
+            rows = sum(one.rows for one in MEMBERS.values())
+            changed = moved_rows(models[-1], model) if models else rows
+            assert sum(report.rows for report in found) == changed
+            models.append(model)
+            model = model.trained(step)
+    assert not [one for step in range(3) for one in inventory.verify_step(root / str(step))]
+    first = chains.read_chain(root / "0")
+    part = reader.restore_tables(first, wanted=wanted_rows(first[-1].layout, {"users": (10, 30)}))
+    found = part.fields["embeddings/wide/table/users"]["values"]
+    assert found.tobytes() == models[0].tables["users"][10:30].tobytes()
+    for step, one in enumerate(models):
+        assert_stored(root, step, one)
+    for topology, count in restores:
+        for step, one in enumerate(models):
+            assert_each_restores(root, step, Job(count), topology, one)
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 28], ids=["pinned", "staged"])
+def test_each_accelerator_of_a_process_gathers_its_own_rows(tmp_path, accelerator, memory_bytes):
+    job, model, run, models = Job(2), replicated_model(), lineage.new_run(), []
+    with job.running(), mock.patch.object(runtime().memory, "limit_bytes", memory_bytes):
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        for step in range(2):
+            save_on_each(job, tmp_path, step, Topology(8), model, lineages)
+            models.append(model)
+            model = model.trained(step)
+    for step, one in enumerate(models):
+        assert_stored(tmp_path, step, one)
+
+
+def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
+    job, model, run = Job(2), replicated_model(), lineage.new_run()
+    with job.running():
+        lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        save_on_each(job, tmp_path, 0, Topology(8), model, lineages)
+    read_into = part_arrays.ZarrArrays.read_into
+
+    def altered(self, segment, entry, start, stop, out):
+        read_into(self, segment, entry, start, stop, out)
+        if entry.name == naming.GAPS:
+            out[3] = 0
+
+    with (
+        mock.patch.object(part_arrays.ZarrArrays, "read_into", altered),
+        pytest.raises(Damaged, match="rows.gaps/c/0: expected ascending rows after -1"),
+    ):
+        reader.restore_tables(chains.read_chain(tmp_path / "0"))
+
+
+def assert_each_restores(root, step: int, job: Job, topology: Topology, model: Model) -> None:
+    """Asserts that each process gets the rows of its devices, and keeps their padding."""
+    expected = topology.state(model, padding=7)
+    template = topology.state(Model.new(1), padding=7)
+
+    def own(index: int):
+        split = deltackpt.handlers.split(template, topology.tables)
+        merged = reader.restore_tables(
+            chains.read_chain(root / str(step)), wanted=placing.wanted_of(split.fields)
+        )
+        with job.lock:
+            placed = placing.place(merged, split.fields)
+            found = join(template, split.layout, placed, split.dense, None)
+        jax.tree.map(assert_shards, found["embeddings"], expected["embeddings"])
+
+    # Each process assembles its own shards of a global array.
+    with (
+        job.running(),
+        mock.patch.object(placement, "assembled", lambda leaf, boxes, held, may_alias: Held(held)),
+    ):
+        for result in job.on_each(own):
+            if isinstance(result, Exception):
+                raise result
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The shards of an array that one process has assembled, by box."""
+
+    shards: dict[Any, np.ndarray]
+
+
+def assert_shards(found: Held, expected: jax.Array) -> None:
+    for box, shard in found.shards.items():
+        assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
+
+
+def test_with_several_processes_a_sparse_core_is_on_one_device(monkeypatch):
+    topology, devices = Topology(2), Topology(4)
+    state = jax.tree.map(devices.placed, topology.arrays(Model.new()))
+    deltackpt.handlers.split(state, topology.tables)
     monkeypatch.setattr(coordination, "process_count", lambda: 2)
-    with pytest.raises(TableSelectionError, match="one process that addresses all its shards"):
-        deltackpt.handlers.split(topology.state(Model.new()), topology.tables)
+    with pytest.raises(TableSelectionError, match="each of 2 SparseCores on one device"):
+        deltackpt.handlers.split(state, topology.tables)
 
 
 def test_arrays_that_do_not_fit_their_stack_are_refused():

@@ -380,8 +380,6 @@ def _check(record: Manifest) -> None:
     is_base = record.kind == "base"
     require(is_base == (record.layer is None), "a layer if it is a delta", record.layer, "layer")
     if is_base:
-        ranged = all(segment.ranges is not None for segment in record.segments)
-        require(ranged, "ranges of rows in a base", "row indices", "segments")
         require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
     named = record.tables, record.dense, record.tracking_paths
     _sound_paths.get(lambda *_: check_paths(record), *named)

@@ -37,10 +37,19 @@ Span = tuple[int, int]
 
 
 class Box(NamedTuple):
-    """Rows and columns of one field of a table; a field without columns has ``(0, 1)``."""
+    """Rows and columns of one field of a table; a field without columns has ``(0, 1)``.
+
+    ``cycle`` has the period and phases of the rows, if they are those of a ``Cycle``.
+    """
 
     rows: Span
     columns: Span
+    cycle: tuple[int, tuple[int, ...]] | None = None
+
+    def within(self, table_rows: int) -> Rows:
+        """Returns the rows, without those that a smaller table does not have."""
+        span = common(self.rows, (0, table_rows))
+        return range(*span) if self.cycle is None else Cycle(span, *self.cycle).held()
 
 
 class Ranges:
@@ -78,6 +87,81 @@ class Ranges:
             return 0
         start, stop = self.spans[number]
         return self._at[number] + min(row, stop) - start
+
+
+class Cycle(NamedTuple):
+    """Rows of a span at some ``phases`` of each ``period``, counted from the span's first row."""
+
+    rows: Span
+    period: int
+    phases: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Returns the number of rows."""
+        return self._below(self.rows[1])
+
+    def _below(self, row: int) -> int:
+        length = row - self.rows[0]
+        return sum(-(-(length - phase) // self.period) for phase in self.phases if phase < length)
+
+    def count_in(self, rows: Rows) -> int:
+        """Returns how many of some rows of the span it has."""
+        if isinstance(rows, np.ndarray):
+            return int(np.count_nonzero(self.flags(rows)))
+        return sum(self._below(stop) - self._below(start) for start, stop in spans_of(rows))
+
+    def positions(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the positions in ``held`` of some of its rows."""
+        quotient, phase = np.divmod(rows - self.rows[0], self.period)
+        return quotient * len(self.phases) + np.searchsorted(self.phases, phase)
+
+    def held(self) -> np.ndarray:
+        """Returns the rows, int64 ascending."""
+        found = np.add.outer(
+            np.arange(*self.rows, self.period), np.array(self.phases, int)
+        ).reshape(-1)
+        return found[: self.count]
+
+    def flags(self, rows: np.ndarray) -> np.ndarray:
+        """Returns which of some rows of the span it has."""
+        at_phase = np.zeros(self.period, bool)
+        at_phase[[*self.phases]] = True
+        return at_phase[(rows - self.rows[0]) % self.period]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSet:
+    """Virtual rows: ``spans`` and ``cycles``, which are ascending and disjoint."""
+
+    spans: tuple[Span, ...]
+    cycles: tuple[Cycle, ...] = ()
+
+    def __len__(self) -> int:
+        whole = sum(stop - start for start, stop in self.spans)
+        return whole + sum(cycle.count for cycle in self.cycles)
+
+    @property
+    def reach(self) -> tuple[Span, ...]:
+        """Returns spans that contain all rows, and others between those of cycles."""
+        return joined([*self.spans, *(cycle.rows for cycle in self.cycles)])
+
+    def rows(self) -> Rows:
+        """Returns all rows."""
+        if not self.cycles:
+            return rows_of(self.spans)
+        parts = [np.arange(*span) for span in self.spans]
+        parts += [cycle.held() for cycle in self.cycles]
+        return np.concatenate(sorted(parts, key=lambda rows: rows[0]))
+
+    def among(self, rows: np.ndarray) -> np.ndarray:
+        """Returns those of some ascending rows that the set contains."""
+        parts = [rows[row_slice(rows, *span)] for span in self.spans]
+        for cycle in self.cycles:
+            inside = rows[row_slice(rows, *cycle.rows)]
+            parts.append(inside[cycle.flags(inside)])
+        found = np.concatenate(parts) if parts else rows[:0]
+        return np.sort(found) if self.cycles else found
 
 
 #: Sorted, unique virtual row indices: a range where they are contiguous, Ranges where they are a

@@ -79,16 +79,21 @@ def stacked_tables(table_specs: Iterable[TableSpec], *, shards: int) -> dict[str
 
 
 def templates(
-    stacks: Iterable[StackedTable], dtype: DTypeLike = jnp.float32
+    stacks: Iterable[StackedTable],
+    dtype: DTypeLike = jnp.float32,
+    *,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns abstract tables, (rows, width) by the name of each member, for ``touched.init``.
 
     Args:
       stacks: the layouts of all stacked arrays.
       dtype: dtype of the tables.
+      sharding: placement of the stamps; with several processes, replicated on all devices of the
+        job: ``NamedSharding(mesh, PartitionSpec())``.
     """
     return {
-        member.name: jax.ShapeDtypeStruct((member.rows, member.width), dtype)
+        member.name: jax.ShapeDtypeStruct((member.rows, member.width), dtype, sharding=sharding)
         for stack in stacks
         for member in stack.members
     }

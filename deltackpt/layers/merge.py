@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -268,7 +267,7 @@ class Piece:
     def _populate(self) -> None:
         """Allocates the memory of rows that were not written yet, if they are contiguous."""
         if isinstance(self.rows, range):
-            for target in self.targets:
+            for target in (one for one in self.targets if one.cycle is None):
                 first, last = row_blocks.common(target.rows, reach(self.rows))
                 host_memory.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
 
@@ -282,7 +281,7 @@ class Piece:
             first, last = target.rows
             if first <= self.rows.start and self.rows.stop <= last:
                 view = target.buffer[self.rows.start - first : self.rows.stop - first]
-                same = target.columns in (None, self.field.segment.columns)
+                same = target.columns in (None, self.field.segment.columns) and not target.cycle
                 return view if same and len(self.targets) == 1 else None
         return None
 
@@ -635,7 +634,22 @@ class _Planner:
                         rows = held.rows[start:stop]
                         needed[start:stop] = ~flags[rows]
                         flags[rows] = True
+                needed = self._without_others(one, held, needed)
                 yield _SegmentRows(number, one, held, needed)
+
+    def _without_others(
+        self, one: _Found, held: StoredRows, needed: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Clears the needed rows that no target has, if all targets are cycles."""
+        over = [t for field in one.segment.fields for t in self._over(one, field, held.rows)]
+        cycles = {target.cycle for target in over if target.cycle is not None}
+        if not cycles or any(target.cycle is None for target in over):
+            return needed
+        rows, found = np.asarray(held.rows), np.zeros(len(held.rows), bool)
+        for cycle in cycles:
+            part = row_blocks.row_slice(rows, *cycle.rows)
+            found[part] |= cycle.flags(rows[part])
+        return found if needed is None else needed & found
 
     def _flags(self, newer: dict[_Kind, np.ndarray], one: _Found) -> np.ndarray:
         if one.kind not in newer:
@@ -726,19 +740,4 @@ def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
         first, last = common
         buffer = buffer[:, first - target.columns[0] : last - target.columns[0]]
         values = values[:, first - block.columns[0] : last - block.columns[0]]
-    if isinstance(rows, range):
-        buffer[rows.start - target.rows[0] : rows.stop - target.rows[0]] = values
-    else:
-        held, found = _as_units(buffer, values)
-        held[np.asarray(rows) - target.rows[0]] = found
-
-
-def _as_units(buffer: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views contiguous rows as elements of one large dtype."""
-    row_bytes = math.prod(buffer.shape[1:]) * buffer.itemsize
-    whole = buffer.flags.c_contiguous and values.flags.c_contiguous
-    if buffer.ndim == 1 or not (whole and row_bytes and buffer.dtype == values.dtype):
-        return buffer, values
-    # numpy moves these 1.5 times as fast.
-    unit = np.dtype((np.void, row_bytes))
-    return buffer.reshape(-1).view(unit), values.reshape(-1).view(unit)
+    target.put(rows, values, buffer)

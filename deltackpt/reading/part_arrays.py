@@ -83,8 +83,26 @@ class ZarrArrays:
                 yield name
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Must not be called: a base has ranges only."""
-        raise AssertionError(f"row indices of {segment.name}, which is in a base")
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges, and others."""
+        entry = next(entry for entry in segment.arrays if entry.name == naming.GAPS)
+        found, position, last = [], 0, -1
+        for start in range(0, entry.shape[0], entry.chunk_rows):
+            gaps = np.empty(min(entry.chunk_rows, entry.shape[0] - start), entry.dtype)
+            self.read_into(segment, entry, start, start + len(gaps), gaps)
+            rows = np.cumsum(gaps, dtype=np.int64)
+            # Summing int64 cannot wrap back to ascending rows.
+            if rows[0] <= last or not np.all(rows[1:] > rows[:-1]):
+                chunk = arrays.chunk_name(entry, start // entry.chunk_rows)
+                name = f"{self.name_of(segment, entry)}/{chunk}"
+                raise Damaged(name, f"ascending rows after {last}", "other gaps")
+            last = int(rows[-1])
+            if rows[0] >= stop:
+                break
+            if last < first:
+                position = start + len(rows)
+            else:
+                found.append(rows)
+        return StoredRows(np.concatenate([np.empty(0, np.int64), *found]), position)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray

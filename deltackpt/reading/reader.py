@@ -137,24 +137,41 @@ def check_keys(restored: RestoredTables) -> None:
         ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for box, part in restored.buffers.get(table.name, {}).get(key.name, {}).items():
             if box.columns == (0, width(key.trailing)):
-                start = box.rows[0]
                 # A template that has grown has more rows, which the step does not have.
-                ids.append(vocab.ids_of(part)[: max(0, table.rows - start)])
-                rows.append(np.arange(start, start + len(ids[-1])))
+                rows.append(np.asarray(box.within(table.rows)))
+                ids.append(vocab.ids_of(part)[: len(rows[-1])])
         name = f"step {step}: key column of table {table.name}"
         vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
 
 
-def verify_keys(saves: Sequence[StoredSave]) -> None:
-    """Reads the key columns of a step, and checks that ids are unique."""
+def verify_keys(
+    saves: Sequence[StoredSave],
+    *,
+    plan: ReplayPlan | None = None,
+    known: Wanted | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Reads whole key columns of a step, or of the point of ``plan``; checks that ids are unique.
+
+    ``share`` is this process's index and the number of processes, which divide the tables.
+    ``check_keys`` has checked what this process has: the boxes in ``known``.
+    """
     groups = saves[-1].layout.group_by_name
-    wanted = {
+    every = {
         table.name: {key.name: [Box((0, table.rows), (0, width(key.trailing)))]}
         for table in saves[-1].layout.tables
         if (key := groups[table.group].key) is not None
     }
+    wanted = {
+        name: fields
+        for number, (name, fields) in enumerate(every.items())
+        if number % share[1] == share[0]
+        and not all(
+            (known or {}).get(name, {}).get(field) == held for field, held in fields.items()
+        )
+    }
     if wanted:
-        check_keys(restore_tables(saves, wanted=wanted))
+        check_keys(restore_tables(saves, wanted=wanted, plan=plan))
 
 
 def fill(
@@ -295,11 +312,12 @@ def check_covered(
                 columns = target.overlap(segment.columns)
                 assert columns is not None
                 own = row_blocks.row_slice(held.rows, *row_blocks.common(target.rows, span))
-                found[id(target)] += (own.stop - own.start) * (columns[1] - columns[0])
+                count = target.count(held.rows[own])
+                found[id(target)] += count * (columns[1] - columns[0])
     for target in targets.all:
         first, stop = row_blocks.common(target.rows, new[target.group])
         columns = target.columns or (0, 1)
-        wanted = max(0, stop - first) * (columns[1] - columns[0])
+        wanted = target.count(range(first, max(first, stop))) * (columns[1] - columns[0])
         if found[id(target)] != wanted:
             raise Damaged(
                 save.name,

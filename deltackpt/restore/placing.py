@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -17,7 +17,7 @@ from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.chains import read_chain
-from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables
+from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables, verify_keys
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.state import paths, placement
 from deltackpt.state.stacks import MemberRows, RestoredMember
@@ -53,8 +53,12 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
             check_width(f"table {name}, {field}", leaf)
-    merged = restore_tables(saves, wanted=wanted_of(tables))
+    wanted = wanted_of(tables)
+    merged = restore_tables(saves, wanted=wanted)
     check_keys(merged)
+    share = coordination.process_index(), coordination.process_count()
+    if share[1] > 1:
+        verify_keys(saves, known=wanted, share=share)
     return dataclasses.replace(merged, placed=place(merged, tables))
 
 
@@ -92,12 +96,15 @@ def check_width(what: str, leaf: object) -> None:
 def wanted_of(templates: Mapping[str, Mapping[str, object]]) -> Wanted:
     """Returns the boxes of each field on this process's devices; all of it for unsharded leaves."""
     return {
-        name: {
-            field: sorted(set(placement.device_boxes(leaf).values()))
-            for field, leaf in fields.items()
-        }
+        name: {field: _boxes_of(leaf) for field, leaf in fields.items()}
         for name, fields in templates.items()
     }
+
+
+def _boxes_of(leaf: Leaf) -> list[Box]:
+    if isinstance(leaf, MemberRows):
+        return [leaf.box()]
+    return sorted(set(placement.device_boxes(leaf).values()))
 
 
 def place(
@@ -145,8 +152,12 @@ def report_grown(step: int, tables: GrownTables) -> None:
 def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
     if not isinstance(template, jax.Array):
-        [buffer] = held.values()
-        buffer[stored:] = template[stored:]
+        [(box, buffer)] = held.items()
+        first = len(box.within(stored))
+        if isinstance(template, MemberRows):
+            template.take(np.asarray(box.within(box.rows[1]))[first:], buffer[first:])
+        else:
+            buffer[first:] = template[first:]
         return
     parts = placement.local_parts(template)
     for device, box in placement.device_boxes(template).items():
@@ -157,8 +168,8 @@ def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) 
 
 def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, MemberRows)):
-        [buffer] = held.values()
-        return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template)
+        [(box, buffer)] = held.items()
+        return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template, box)
     # The leaf may alias the buffer: it is aligned for that, and nothing writes to it any more.
     return placement.assembled(template, placement.device_boxes(template), held, may_alias=True)
 
@@ -176,9 +187,19 @@ def same_bits(one: object, two: object) -> bool:
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
     """Returns whether merged buffers equal this process's shards of ``leaves`` bit for bit."""
     return all(
-        same_bits(merged.buffers[name][field][box], parts[device])
+        same_bits(merged.buffers[name][field][box], part)
         for name, fields in leaves.items()
         for field, leaf in fields.items()
-        for parts in [placement.local_parts(leaf)]
-        for device, box in placement.device_boxes(leaf).items()
+        for box, part in _local_boxes(leaf)
     )
+
+
+def _local_boxes(leaf: Leaf) -> Iterator[tuple[Box, object]]:
+    """Yields the boxes of a leaf on this process's devices, with their rows."""
+    if isinstance(leaf, MemberRows):
+        box = leaf.box()
+        yield box, leaf.take(np.asarray(box.within(box.rows[1])))
+        return
+    parts = placement.local_parts(leaf)
+    for device, box in placement.device_boxes(leaf).items():
+        yield box, parts[device]

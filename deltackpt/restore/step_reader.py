@@ -265,14 +265,21 @@ class StepReader:
                 if replay_from is not None and point is not None:
                     point = point._replace(rows=seen.by_table())
                 if found.plan is None:
-                    reader.check_keys(merged)
+                    self._check_keys(found, merged)
                     dense = leaves.result()
                 else:
                     with damage_of(found.plan.last_records[0]):
-                        reader.check_keys(merged)
+                        self._check_keys(found, merged)
                         dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
+
+    def _check_keys(self, found: Found, merged: RestoredTables) -> None:
+        """Checks the ids of this process's rows, and all ids of its share of the tables."""
+        reader.check_keys(merged)
+        if found.dense and found.wanted is not None and self._share[1] > 1:
+            chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
+            reader.verify_keys(chain, plan=found.plan, known=found.wanted, share=self._share)
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, object]:
         """Reads additional items of a step, by name, with an argument for each item's handler."""

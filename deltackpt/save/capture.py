@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -363,6 +364,10 @@ class SegmentSource:
         """Returns the bytes of all rows over all fields."""
         return self.row_bytes * len(self.rows)
 
+    def bits(self, name: str, positions: np.ndarray) -> np.ndarray:
+        """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
+        return self.fields[name].bits(np.asarray(self.rows)[positions])
+
     def detached(self) -> SegmentSource:
         """Returns the segment without its shards: a reference to them would block donation."""
         fields = {
@@ -378,7 +383,7 @@ def bounds_of(shards: Iterable[Any]) -> np.ndarray:
 
 def on_host(leaf: object) -> bool:
     """Returns whether a leaf, or the stacked array that holds it, is in host memory."""
-    return placement.on_host(leaf.array if isinstance(leaf, MemberRows) else leaf)
+    return leaf.on_host if isinstance(leaf, MemberRows) else placement.on_host(leaf)
 
 
 def bucket(count: int) -> int:
@@ -427,6 +432,45 @@ _INLINE_PIECE_BYTES = 64 << 10
 _LEAST_SHARE = 4096
 #: Evicted rows with fewer bytes are stored like others: their segment would be as large.
 _LEAST_EVICTED_BYTES = 4096
+
+
+def _split_evicted(
+    segment: SegmentSource, bits_of: Callable[[str, np.ndarray], np.ndarray]
+) -> list[tuple[SegmentSource, np.ndarray | None]]:
+    """Splits off rows that have no id, and zeros in all other fields.
+
+    ``bits_of`` returns the bits of the rows of a field at some positions, (rows, row_bytes) uint8.
+    Returns each segment with the positions of its rows; None for all.
+    """
+    name_of_key = segment.key or ""
+    key = segment.fields.get(name_of_key)
+    # A table of two columns may be split, and its key column with it.
+    if key is None or vocab.column_fault((len(segment.rows), *key.trailing), key.dtype):
+        return [(segment, None)]
+    evicted = np.zeros(len(segment.rows), bool)
+    step = max(1, _HELD_PIECE_BYTES // max(1, segment.row_bytes))
+    for start in range(0, len(evicted), step):
+        at = np.arange(start, min(start + step, len(evicted)))
+        keys = bits_of(name_of_key, at).view(key.dtype).reshape(len(at), *key.trailing)
+        at = at[vocab.ids_of(keys) == vocab.NO_ID]
+        for name in segment.fields:
+            if name != name_of_key and len(at):
+                at = at[~bits_of(name, at).any(axis=1)]
+        evicted[at] = True
+    count = np.count_nonzero(evicted)
+    if count * segment.row_bytes < _LEAST_EVICTED_BYTES:
+        return [(segment, None)]
+    rows, found = np.asarray(segment.rows), []
+    if count < len(rows):
+        others = dataclasses.replace(segment, rows=rows[~evicted])
+        found.append((others, np.flatnonzero(~evicted)))
+    gone = dataclasses.replace(segment, rows=rows[evicted], evicted=True)
+    return [*found, (gone, np.flatnonzero(evicted))]
+
+
+def _bits_of(held: Mapping[str, np.ndarray], name: str, positions: np.ndarray) -> np.ndarray:
+    rows = held[name].take(positions, 0)
+    return rows.reshape(len(rows), -1).view(np.uint8)
 
 
 class StagedRows:
@@ -513,39 +557,20 @@ class StagedRows:
 
     def _split_evicted(self) -> None:
         """Moves evicted rows to segments of their own, of which only the row indices are stored."""
-        segments, origins = [], []
-        for number, segment in enumerate(self.segments):
-            evicted = self._evicted(number, segment)
-            count = np.count_nonzero(evicted)
-            if count * segment.row_bytes < _LEAST_EVICTED_BYTES:
-                segments.append(segment)
-                origins.append((number, None))
-                continue
-            rows = np.asarray(segment.rows)
-            if count < len(rows):
-                segments.append(dataclasses.replace(segment, rows=rows[~evicted]))
-                origins.append((number, np.flatnonzero(~evicted)))
-            segments.append(dataclasses.replace(segment, rows=rows[evicted], evicted=True))
-            origins.append((number, np.flatnonzero(evicted)))
-        self.segments, self._origins = segments, origins
-
-    def _evicted(self, number: int, segment: SegmentSource) -> np.ndarray:
-        """Returns which rows have no id, and zeros in all other fields; (rows,) bool."""
-        found = np.zeros(len(segment.rows), bool)
-        held = {name: self._on_host.get((number, name)) for name in segment.fields}
-        key = None if segment.key is None else held.pop(segment.key, None)
-        # A table of two columns may be split, and its key column with it.
-        if key is None or vocab.column_fault(key.shape, key.dtype):
-            return found
-        without_id = np.flatnonzero(vocab.ids_of(key) == vocab.NO_ID)
-        for rows in held.values():
-            if rows is None:  # It was encoded on its device.
-                return found
-            if len(without_id):
-                bits = rows.take(without_id, 0).reshape(len(without_id), -1).view(np.uint8)
-                without_id = without_id[~bits.any(axis=1)]
-        found[without_id] = True
-        return found
+        segments, self._origins = self.segments, []
+        self.segments = []
+        for number, segment in enumerate(segments):
+            held = {
+                name: rows
+                for name in segment.fields
+                if (rows := self._on_host.get((number, name))) is not None
+            }
+            parts: list[tuple[SegmentSource, np.ndarray | None]] = [(segment, None)]
+            if len(held) == len(segment.fields):  # Otherwise, some were encoded on their device.
+                parts = _split_evicted(segment, functools.partial(_bits_of, held))
+            for part, positions in parts:
+                self.segments.append(part)
+                self._origins.append((number, positions))
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
         """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
@@ -590,7 +615,10 @@ class PinnedRows:
         """Does nothing: views are valid, and device copies precede later steps."""
 
     def land(self) -> None:
-        """Does nothing."""
+        """Finds evicted rows in the training state; see ``StagedRows.land``."""
+        self.segments = [
+            part for segment in self.segments for part, _ in _split_evicted(segment, segment.bits)
+        ]
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
         """See ``StagedRows``: contiguous raw rows are written without a copy."""

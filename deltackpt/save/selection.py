@@ -25,15 +25,16 @@ from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
 from deltackpt.format.naming import Leaf
-from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Span, width
+from deltackpt.format.row_blocks import Cycle, FieldSpec, GroupEntry, RowSet, Span, width
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture
 from deltackpt.save.capture import FieldShard, FieldSource, SegmentSource
 from deltackpt.state import placement
 from deltackpt.state.placement import ByLayout
+from deltackpt.state.stacks import MemberRows
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
-Where = tuple[Span, tuple[Span, ...]]
+Where = tuple[Span, RowSet]
 #: Stamps of so many rows are looked at at once, tables of fewer rows together.
 _BATCH_STAMPS, _SMALL_ROWS = 1 << 18, 1 << 14
 
@@ -65,6 +66,15 @@ class FieldPlan:
     dtype: np.dtype
     on_host: bool
     shards: tuple[_Shard, ...]
+    #: Tables of which the process owns some rows only, although a shard has all.
+    cycles: tuple[Cycle, ...]
+
+    @property
+    def rows(self) -> RowSet:
+        """Returns the virtual rows that this process owns."""
+        partial = {cycle.rows for cycle in self.cycles}
+        spans = ((shard.start, shard.stop) for shard in self.shards)
+        return RowSet(row_blocks.joined(span for span in spans if span not in partial), self.cycles)
 
     def source(self, leaves: Leaves) -> FieldSource:
         """Returns the source that a save reads, with the arrays of its state."""
@@ -123,7 +133,7 @@ class Division:
             ]
             self.fields[group.name] = _by_rows(group, plans)
         self.held = {
-            group: row_blocks.joined(span for _, spans in by_rows for span in spans)
+            group: row_blocks.joined(span for _, held in by_rows for span in held.reach)
             for group, by_rows in self.fields.items()
         }
         self.batches = {
@@ -136,8 +146,8 @@ class Division:
         """Returns group to the number of cells that it writes in a base, if there are any."""
         found = {
             group: sum(
-                sum(stop - start for start, stop in spans) * math.prod(plan.trailing[:1])
-                for (_, spans), plans in by_rows.items()
+                len(held) * math.prod(plan.trailing[:1])
+                for (_, held), plans in by_rows.items()
                 for plan in plans.values()
             )
             for group, by_rows in self.fields.items()
@@ -147,7 +157,7 @@ class Division:
     def cover(self, group: GroupEntry) -> Cover:
         """Returns the cover of the rows that it writes in a base, in one group."""
         wheres = list(self.fields[group.name])
-        rows = row_blocks.rows_of(itertools.chain.from_iterable(spans for _, spans in wheres))
+        rows = row_blocks.rows_of(itertools.chain.from_iterable(held.reach for _, held in wheres))
         return manifest.cover(group, self.layout.tables, rows, [columns for columns, _ in wheres])
 
 
@@ -249,8 +259,18 @@ def _field_plans(
 ) -> list[FieldPlan]:
     """Returns what this process writes of one field: a plan for each column range that it has."""
     by_columns: dict[Span, list[_Shard]] = {}
+    cycles: list[Cycle] = []
     for table in members:
         leaf = leaves[table.name][spec.name]
+        if isinstance(leaf, MemberRows):
+            span = (table.offset, table.offset + table.rows)
+            cycle = Cycle(span, leaf.stack.shards, leaf.owned_phases())
+            if cycle.count:
+                shard = _Shard(table.name, *span, placement.ITSELF, 0)
+                by_columns.setdefault((0, width(spec.trailing)), []).append(shard)
+            if 0 < cycle.count < table.rows:
+                cycles.append(cycle)
+            continue
         shares = placement.shares(leaf, stamps.get(table.name), turn=turns[table.name])
         for share in shares:
             start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
@@ -268,6 +288,7 @@ def _field_plans(
                 dtype=np.dtype(data.dtype),
                 on_host=all(capture.on_host(leaves[shard.table][spec.name]) for shard in shards),
                 shards=tuple(sorted(shards, key=lambda shard: shard.start)),
+                cycles=tuple(cycles) if columns == (0, width(spec.trailing)) else (),
             )
         )
     return found
@@ -280,20 +301,20 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
     narrow = []
     for plan in plans:
         spec = specs[plan.name]
-        spans = row_blocks.joined((shard.start, shard.stop) for shard in plan.shards)
+        rows = plan.rows
         if group.columns(spec) is not None:
-            found.setdefault((plan.columns, spans), {})[plan.name] = plan
+            found.setdefault((plan.columns, rows), {})[plan.name] = plan
         elif plan.columns == (0, width(spec.trailing)):
-            narrow.append((spans, plan))
+            narrow.append((rows, plan))
         else:
             raise TableSelectionError(
                 f"group {group.name}, field {spec.name}: expected a slot of width "
                 f"{group.width} like its table, or one that is not split by columns, found its "
                 f"columns {plan.columns} of shape {spec.trailing}; shard the slot by rows"
             )
-    for spans, plan in narrow:
+    for rows, plan in narrow:
         # It has no columns, so it can join any segment of the same rows.
-        where = next((where for where in found if where[1] == spans), ((0, group.width), spans))
+        where = next((where for where in found if where[1] == rows), ((0, group.width), rows))
         found.setdefault(where, {})[plan.name] = plan
     return found
 
@@ -354,16 +375,15 @@ class Stamps:
             return functools.partial(_scan_all, scans)
         return self._runtime.submit(_scan_all, scans).result
 
-    def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        """Returns the rows within spans that any TouchState marks, virtual, int64 ascending."""
+    def touched(self, group: str, held: RowSet) -> np.ndarray:
+        """Returns those of some rows that any TouchState marks, virtual, int64 ascending."""
         if group not in self._rows:
             parts = [scan() for scan in self._scans[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
         rows = self._rows[group]
-        if spans == self._spans[group]:
+        if held == RowSet(self._spans[group]):
             return rows
-        parts = [rows[row_blocks.row_slice(rows, *span)] for span in spans]
-        return np.concatenate(parts) if parts else rows[:0]
+        return held.among(rows)
 
     def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns TouchState path to the int32 stamps of a few virtual rows; -1 if unknown here."""
@@ -496,8 +516,8 @@ def _touched(stamps: jax.Array, since_clock: int, *, size: int) -> jax.Array:
     return jnp.nonzero(stamps > since_clock, size=size)[0].astype(jnp.int32)
 
 
-#: What gives the touched rows of a group within some spans, virtual, int64 ascending.
-TouchedRows = Callable[[str, tuple[Span, ...]], np.ndarray]
+#: What gives those of some rows of a group that were touched, virtual, int64 ascending.
+TouchedRows = Callable[[str, RowSet], np.ndarray]
 
 
 class Sources:
@@ -541,14 +561,14 @@ class Sources:
         ``Stamps.scan``) and, if ``always``, all rows of ``always`` fields.
         """
         segments, touched = [], touched or self.stamps.touched
-        for group, (columns, spans), fields in self.by_rows():
+        for group, (columns, held), fields in self.by_rows():
             unmarked = {spec.name for spec in group.fields if spec.always}
             complete = fields if whole else _only(fields, unmarked)
             changed = {name: field for name, field in fields.items() if name not in complete}
             for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
                 if not chosen:
                     continue
-                taken = row_blocks.rows_of(spans) if is_whole else touched(group.name, spans)
+                taken = held.rows() if is_whole else touched(group.name, held)
                 if len(taken):
                     key = None if whole or group.key is None else group.key.name
                     segments.append(SegmentSource(group.name, columns, taken, chosen, key))
@@ -565,9 +585,9 @@ def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layo
     if not further:
         return touched
 
-    def joined(group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        found = touched(group, spans)
-        more = within(further[group], spans) if group in further else found[:0]
+    def joined(group: str, held: RowSet) -> np.ndarray:
+        found = touched(group, held)
+        more = held.among(further[group]) if group in further else found[:0]
         return np.union1d(found, more) if len(more) else found
 
     return joined
@@ -581,9 +601,3 @@ def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np
         if held is not None and len(held):
             found.setdefault(table.group, []).append(held + np.int64(table.offset))
     return {group: np.concatenate(parts) for group, parts in found.items()}
-
-
-def within(rows: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
-    """Returns the rows that are within spans, ascending."""
-    parts = [rows[row_blocks.row_slice(rows, *span)] for span in spans]
-    return np.concatenate(parts) if parts else rows[:0]

@@ -20,12 +20,12 @@ import numpy as np
 from deltackpt.errors import TrackingError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout
-from deltackpt.format.row_blocks import GroupEntry, Rows, Span
+from deltackpt.format.row_blocks import GroupEntry, RowSet, Span
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.branch import Clocks
 from deltackpt.save.capture import FieldSource
 from deltackpt.save.lineage import Intent
-from deltackpt.save.selection import Sources, Where, within
+from deltackpt.save.selection import Sources, Where
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, matched
 from deltackpt.tracking.fingerprints import check_marked, fingerprints, on_devices
@@ -130,7 +130,7 @@ class _SamplePlan:
 
     group: GroupEntry
     where: Where
-    held: Rows
+    held: RowSet
     fields: Mapping[str, FieldSource]
     most: int = 0  # maximum number of rows to sample
 
@@ -149,9 +149,8 @@ def _plans(sources: Sources) -> list[_SamplePlan]:
     for group, where, fields in sources.by_rows():
         always = {spec.name for spec in group.fields if spec.always}
         compared = {name: field for name, field in fields.items() if name not in always}
-        held = row_blocks.rows_of(where[1])
-        if compared and len(held):
-            found.append(_SamplePlan(group=group, where=where, held=held, fields=compared))
+        if compared and len(where[1]):
+            found.append(_SamplePlan(group=group, where=where, held=where[1], fields=compared))
     total = sum(len(plan.held) for plan in found)
     widest = max((plan.row_bytes for plan in found), default=0)
     most = min(ROWS, max(_LEAST_ROWS, _BYTES // max(1, widest)))
@@ -165,14 +164,14 @@ def _parent_sample(samples: Samples, plan: _SamplePlan) -> Sample | None:
     same = samples.get(plan.key)
     if same is not None and same.bits.keys() == plan.fields.keys():
         return same
-    columns, spans = plan.where
+    columns, _ = plan.where
     for (group, (sampled_columns, _)), sample in samples.items():
         if (group, sampled_columns) != (plan.group.name, columns):
             continue
         if sample.bits.keys() != plan.fields.keys():
             continue
         # If a table has grown, each process holds other rows.
-        held = np.isin(sample.rows, within(sample.rows, spans))
+        held = np.isin(sample.rows, plan.held.among(sample.rows))
         if held.any():
             return Sample(
                 sample.rows[held],
@@ -211,7 +210,7 @@ def _sampled(
 ) -> Sample:
     """A sample for the next save: touched rows, rows that were sampled before, and random ones."""
     if len(plan.held) <= plan.most:
-        rows = np.asarray(plan.held)
+        rows = np.asarray(plan.held.rows())
     else:
         spans = _few(plan)
         parts = [_random(spans, plan.most // 4)]
@@ -220,7 +219,7 @@ def _sampled(
         if touched is not None:
             in_spans = [touched[row_blocks.row_slice(touched, *span)] for span in spans]
             parts.append(_some(in_spans, plan.most // 2))
-        rows = row_blocks.distinct(np.concatenate(parts))
+        rows = plan.held.among(row_blocks.distinct(np.concatenate(parts)))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
     return Sample(rows, sources.stamps.at(plan.group, rows), bits)

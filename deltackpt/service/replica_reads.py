@@ -279,7 +279,7 @@ class _Read:
 
     def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
         """Returns the buffer to map from a replica's memory, if all of it is contiguous there."""
-        if (copy.start, copy.stop) != copy.target.rows:
+        if (copy.start, copy.stop) != copy.target.rows or copy.target.cycle is not None:
             return None
         if copy.target.columns != copy.region.columns:
             return None
@@ -347,8 +347,11 @@ def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
 def _put(piece: _Copy, rows: np.ndarray) -> None:
     """Writes complete rows of a region to a target, which may want some of their columns."""
     target = piece.target
-    out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
     if target.columns is not None and target.columns != piece.region.columns:
         rows = rows[:, target.columns[0] : target.columns[1]]
+    if target.cycle is not None:
+        target.put(range(piece.start, piece.stop), rows, target.buffer)
+        return
+    out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
     host_memory.populate(out)
     out[...] = rows

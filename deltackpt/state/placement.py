@@ -382,6 +382,24 @@ def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[Owne
         yield OwnedShare(owned.box, shard_of[owned.device], owned.skip)
 
 
+def block_owners(leaf: Leaf, count: int) -> list[int]:
+    """Returns the process that writes each of ``count`` equal blocks of rows; alike on each.
+
+    No block is on two devices in part.
+    """
+    if not isinstance(leaf, jax.Array):
+        processes = coordination.process_count()
+        return [block % processes for block in range(count)]
+    parts = _parts(leaf.sharding, leaf.shape)
+    holders = _grid(leaf.sharding, parts).holders
+    found = []
+    for block in range(count):
+        devices = holders[block * parts[0] // count, 0]
+        processes = [*dict.fromkeys(map(coordination.process_of, devices))]
+        found.append(processes[block % len(processes)])
+    return found
+
+
 def shard_boxes(array: jax.Array) -> dict[Box, int]:
     """Returns the distinct boxes of this process, each with the index of a shard that holds it."""
     shard_of = _shard_numbers(array)

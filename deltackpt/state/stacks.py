@@ -14,14 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deltackpt import coordination
 from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import path_name
 from deltackpt.format.naming import Leaf
-from deltackpt.format.row_blocks import VALUES
+from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.state import paths, placement
 from deltackpt.state.groups import TableFields
 from deltackpt.state.paths import Flat
@@ -148,6 +150,10 @@ class StackedTable:
         shard = (ids + number * self.rotation) % self.shards
         return shard * self._offsets[-1] + self._offsets[number] + ids // self.shards
 
+    def first_id(self, member: str, shard: int) -> int:
+        """Returns the lowest id that a shard holds of a member, if it holds any."""
+        return (shard - self._numbers[member] * self.rotation) % self.shards
+
     def runs(self, member: str) -> Iterator[MemberRun]:
         """Returns the rows of a member: a run for each shard that holds ids of it."""
         rows = self.members[self._numbers[member]].rows
@@ -177,7 +183,8 @@ def _padded(size: int, multiple: int) -> int:
 class MemberRows:
     """One table in a stacked array, which looks like an array (rows, *trailing); copies nothing.
 
-    ``array`` is None if only views of it are held; ``columns`` is () if all are the table's.
+    ``array`` is None if only parts of it are held; ``columns`` is () if all are the table's. Rows
+    on other processes read as zeros.
     """
 
     def __init__(self, array: Leaf, stack: StackedTable, member: StackMember):
@@ -188,7 +195,7 @@ class MemberRows:
         self.columns = (slice(member.width),) if padded else ()
         self.shape = (member.rows, *((member.width,) if padded else trailing))
         self.dtype = np.dtype(array.dtype)
-        self._views: tuple[tuple[int, np.ndarray], ...] | None = None
+        self._parts: tuple[tuple[int, np.ndarray | jax.Array], ...] | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -196,7 +203,7 @@ class MemberRows:
     def __getitem__(self, ids: slice) -> np.ndarray:
         # Slices have no step: rows are read in pieces.
         start, stop, _ = ids.indices(len(self))
-        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        out = np.zeros((stop - start, *self.shape[1:]), self.dtype)
         self.copy(start, stop, out)
         return out
 
@@ -207,14 +214,45 @@ class MemberRows:
     @property
     def on_host(self) -> bool:
         """Returns whether the stacked array is in host memory."""
-        return placement.on_host(self.array)
+        if self._parts is None:
+            return placement.on_host(self.array)
+        return all(placement.on_host(part) for _, part in self._parts)
+
+    def owned_phases(self) -> tuple[int, ...]:
+        """Returns the ids, modulo the SparseCores, that this process writes."""
+        shards = self.stack.shards
+        here, owners = coordination.process_index(), placement.block_owners(self.array, shards)
+        owned = (shard for shard, owner in enumerate(owners) if owner == here)
+        return tuple(sorted(self.stack.first_id(self.member.name, shard) for shard in owned))
+
+    def box(self) -> Box:
+        """Returns the rows of which this process needs all: those of its SparseCores."""
+        shards, whole = self.stack.shards, placement.whole(self.shape)
+        if coordination.process_count() == 1:
+            return whole
+        size = self.array.shape[0] // shards
+        held = {
+            shard
+            for box in placement.device_boxes(self.array).values()
+            for shard in range(box.rows[0] // size, box.rows[1] // size)
+        }
+        phases = sorted(self.stack.first_id(self.member.name, shard) for shard in held)
+        return whole if len(held) == shards else whole._replace(cycle=(shards, tuple(phases)))
 
     def detached(self) -> MemberRows | jax.Array:
         """Returns rows that outlive a donation: views in host memory, a copy on devices."""
-        if not self.on_host:
+        if not self.on_host and coordination.process_count() == 1:
             return self.on_device(np.arange(len(self)))
         found = MemberRows(self.array, self.stack, self.member)
-        found.array, found._views = None, self._host_views()
+        parts = self._held_parts()
+        if not self.on_host:
+            parts = tuple(
+                (row, _copied(part[row - first : row - first + count]))
+                for first, part in parts
+                for row, _, count in self.stack.runs(self.member.name)
+                if first <= row < first + len(part)
+            )
+        found.array, found._parts = None, parts
         return found
 
     def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -225,7 +263,7 @@ class MemberRows:
             out[...] = np.asarray(self.on_device(ids))
             return out
         rows = self.stack.physical_rows(self.member.name, ids)
-        for first, view in self._views or self._host_views():
+        for first, view in self._held_parts():
             local = rows - first
             held = np.flatnonzero((local >= 0) & (local < len(view)))
             # Faster than an index of rows and columns, although it copies the padding too.
@@ -239,9 +277,9 @@ class MemberRows:
             self.take(np.arange(start, stop), out)
             return
         shards = self.stack.shards
-        views = self._views or self._host_views()
+        parts = self._held_parts()
         for run in self.stack.runs(self.member.name):
-            for first, view in views:
+            for first, view in parts:
                 low = max(-(-(start - run.id) // shards), first - run.row, 0)
                 high = min(-(-(stop - run.id) // shards), first + len(view) - run.row, run.count)
                 if low < high:
@@ -252,18 +290,51 @@ class MemberRows:
     def on_device(self, ids: np.ndarray) -> jax.Array:
         """Starts to gather the rows of some ids on the devices of the stacked array."""
         rows = self.stack.physical_rows(self.member.name, ids).astype(np.int32)
-        with placement.on_device_of(self.array):
-            return _gathered(self.array, rows, width=self.member.width if self.columns else None)
+        width = self.member.width if self.columns else None
+        if coordination.process_count() == 1:
+            with placement.on_device_of(self.array):
+                return _gathered(self.array, rows, width=width)
+        # No program of one process reads an array of several: each device gathers its rows.
+        out: jax.Array | None = None
+        for first, part in self._held_parts():
+            assert isinstance(part, jax.Array)
+            if out is None:
+                [device] = part.devices()
+                out = jnp.zeros((len(ids), *self.shape[1:]), self.dtype, device=device)
+            at = np.flatnonzero((rows >= first) & (rows < first + len(part)))
+            # Few sizes compile; indices behind the last row are dropped.
+            padding = (1 << max(0, len(at) - 1).bit_length()) - len(at)
+            if len(at):
+                local = np.pad(rows[at] - first, (0, padding))
+                found = jax.device_put(_gathered(part, local, width=width), device)
+                at = np.pad(at.astype(np.int32), (0, padding), constant_values=len(ids))
+                out = _placed_at(out, at, found)
+        assert out is not None
+        return out
 
-    def _host_views(self) -> tuple[tuple[int, np.ndarray], ...]:
-        """The parts of the stacked array in host memory, each with its first row; not copied."""
+    def _held_parts(self) -> tuple[tuple[int, np.ndarray | jax.Array], ...]:
+        """The parts of the stacked array on this process, each with its first row; not copied."""
+        if self._parts is not None:
+            return self._parts
         if not isinstance(self.array, jax.Array):
             return ((0, self.array),)
         found = {
-            box.rows[0]: np.asarray(placement.shard_data(self.array, shard))
+            box.rows[0]: placement.shard_data(self.array, shard)
             for box, shard in placement.shard_boxes(self.array).items()
         }
+        if self.on_host:
+            return tuple((first, np.asarray(part)) for first, part in found.items())
         return tuple(found.items())
+
+
+@jax.jit
+def _copied(rows: jax.Array) -> jax.Array:
+    return jnp.copy(rows)
+
+
+@jax.jit
+def _placed_at(out: jax.Array, rows: np.ndarray, found: jax.Array) -> jax.Array:
+    return out.at[rows].set(found, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnames="width")
@@ -274,15 +345,31 @@ def _gathered(array: jax.Array, rows: np.ndarray, *, width: int | None) -> jax.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredMember:
-    """A table of a stacked array as it was read into host memory, and where it belongs."""
+    """Rows of a table of a stacked array that were read into host memory: those of its box."""
 
     rows: np.ndarray
     target: MemberRows
+    box: Box
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the table."""
-        return self.rows.shape
+        return self.target.shape
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding | None:
+        """Returns the sharding of stamps: each process needs those of the rows that it writes."""
+        sharding = getattr(self.target.array, "sharding", None)
+        if coordination.process_count() == 1 or not isinstance(sharding, NamedSharding):
+            return None
+        return NamedSharding(sharding.mesh, PartitionSpec())
+
+    def at(self, run: MemberRun) -> np.ndarray:
+        """Returns the rows of a run: all that are at its phase."""
+        if self.box.cycle is None:
+            return self.rows[run.id :: self.target.stack.shards]
+        _, phases = self.box.cycle
+        return self.rows[phases.index(run.id) :: len(phases)]
 
     @property
     def dtype(self) -> np.dtype:
@@ -320,9 +407,9 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
             for run in stack.runs(part.target.member.name):
                 low, high = row_blocks.common(box.rows, (run.row, run.row + run.count))
                 if low < high:
-                    ids = part.rows[run.id + (low - run.row) * stack.shards :: stack.shards]
                     rows = slice(low - box.rows[0], high - box.rows[0])
-                    held[box][(rows, *part.target.columns)] = ids[: high - low]
+                    found = part.at(run)[low - run.row : high - run.row]
+                    held[box][(rows, *part.target.columns)] = found
     if isinstance(leaf, np.ndarray):
         return held[boxes[None]]
     return placement.assembled(leaf, boxes, held, may_alias=True)
@@ -390,16 +477,18 @@ def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return
-    if sharding.shard_shape(shape)[1:] != shape[1:]:
+    shard: tuple[int, ...] = sharding.shard_shape(shape)
+    if shard[1:] != shape[1:]:
         raise TableSelectionError(
             f"stacks: {name}: expected whole rows on each device, found sharding {sharding}; shard "
             "it by rows"
         )
-    if not sharding.is_fully_addressable or coordination.process_count() > 1:
+    parts = -(-stack.shape[0] // max(1, shard[0]))
+    if coordination.process_count() > 1 and stack.shards % parts:
         raise TableSelectionError(
-            f"stacks: {name}: expected one process that addresses all its shards, found "
-            f"{coordination.process_count()} processes and sharding {sharding}; with several "
-            "processes, save the arrays as they are, and restore them on the same topology"
+            f"stacks: {name}: expected the rows of each of {stack.shards} SparseCores on one "
+            f"device, found sharding {sharding}, which splits them into {parts} parts; shard the "
+            "array over all devices by its first axis"
         )
 
 

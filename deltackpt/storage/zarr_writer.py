@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deltackpt.format import naming
+from deltackpt.format import naming, row_blocks
 from deltackpt.format.row_blocks import ArrayEntry
 from deltackpt.lazy_import import LazyModule
 from deltackpt.resources.runtime import Task
 from deltackpt.storage import arrays, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import CRC_BYTES
-from deltackpt.storage.parts import StoredArrays
+from deltackpt.storage.parts import StoredArrays, write_array
 
 if TYPE_CHECKING:
     import tensorstore as ts
 else:
     ts = LazyModule("tensorstore")
 
+#: Row indices in a chunk: a reader that needs a few of them reads one.
+_CHUNK_ROWS = 1 << 18
 #: Compressed chunks of one array in flight, each in its own memory.
 _WRITES_IN_FLIGHT = 4
 
@@ -205,8 +207,14 @@ class ZarrSegmentSink(NamedTuple):
         return ZarrWriter(self.directory(entry.name), entry, self.batch, held=held)
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
-        """See ``SegmentSink``; a base has ranges only."""
-        raise AssertionError(f"row indices of {self.segment}, which is in a base")
+        """See ``SegmentSink``. Each chunk begins with a row index, so it is read on its own."""
+        gaps = np.diff(rows, prepend=0)
+        gaps[::_CHUNK_ROWS] = rows[::_CHUNK_ROWS]
+        dtype = np.dtype(np.uint32 if rows[-1] < 1 << 32 else np.uint64)
+        entry = row_blocks.array_entry(
+            naming.GAPS, rows.shape, dtype, zstd=True, chunk_rows=min(len(rows), _CHUNK_ROWS)
+        )
+        return write_array(self, entry, [gaps.astype(dtype)])
 
     def directory(self, array: str) -> Path:
         """Returns the directory of one array."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from deltackpt import coordination
 from deltackpt.errors import TrackingError
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout
@@ -210,11 +211,16 @@ class RowTracker:
 
     @placement.neutral()
     def changed_share(self) -> float | None:
-        """Returns the share of rows that the last call found changed; None if a table was new."""
+        """Returns the share of rows that the last call found changed.
+
+        None if a table was new, or if the processes do not see the same rows.
+        """
         stamps = self._touched.stamps.values()
         rows = sum(one.shape[0] for one in stamps)
         if self._is_new or not rows:
             return None
+        if coordination.process_count() > 1 and any(one.is_fully_addressable for one in stamps):
+            return None  # Of a stacked table, each process sees its own rows.
         clock = int(self._touched.clock)
         # One by one: the tables may be on different devices.
         return sum(int(_count(one, clock)) for one in stamps) / rows

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from deltackpt.format.manifest import Layout
-from deltackpt.format.row_blocks import GroupEntry
+from deltackpt.format.row_blocks import GroupEntry, RowSet
 from deltackpt.save import tracking_audit
 from deltackpt.save.branch import Clocks, Known, clocks_seen
 from deltackpt.save.selection import Sources, TouchedRows, Where
@@ -86,7 +86,7 @@ class Audit:
         def unheld() -> np.ndarray:
             if given is None:
                 return np.zeros(len(one.rows), bool)
-            held = given(one.group, ((int(one.rows[0]), int(one.rows[-1]) + 1),))
+            held = given(one.group, RowSet(((int(one.rows[0]), int(one.rows[-1]) + 1),)))
             return np.isin(one.rows, held, invert=True)
 
         if all(fields[name].on_host for name in one.bits):

@@ -11,14 +11,14 @@ import numpy as np
 from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.row_blocks import VALUES, Span
+from deltackpt.format.row_blocks import VALUES, RowSet
 from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks
 from deltackpt.save.capture import SegmentSource, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves
-from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
+from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows
 from deltackpt.session.run import Run
 from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
@@ -102,8 +102,8 @@ def segments_of(
     if rows is not None:
         named, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
 
-        def touched(group: str, spans: tuple[Span, ...]) -> np.ndarray:
-            return within(named.get(group, nothing), spans)
+        def touched(group: str, held: RowSet) -> np.ndarray:
+            return held.among(named.get(group, nothing))
 
         given = including(touched, pending, layout)
         return sources, given, [*sources.segments(whole=False, touched=given, always=always)]

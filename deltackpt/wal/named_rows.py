@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from deltackpt.format import row_blocks
-from deltackpt.format.row_blocks import Span
+from deltackpt.format.row_blocks import RowSet
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import pending_save
 from deltackpt.save.branch import Clocks, clocks_seen
-from deltackpt.save.selection import Sources, virtual_rows, within
+from deltackpt.save.selection import Sources, virtual_rows
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, match_marks
 
@@ -100,9 +100,9 @@ class UncheckedRows:
         touched = {
             clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))
         }
-        for (group, spans), rows in touched[0].items():
-            held = within(given.get(group, np.empty(0, np.int64)), spans)
-            missing = np.setdiff1d(np.setdiff1d(rows, held), touched[1][group, spans])
+        for (group, held), rows in touched[0].items():
+            named = held.among(given.get(group, np.empty(0, np.int64)))
+            missing = np.setdiff1d(np.setdiff1d(rows, named), touched[1][group, held])
             if len(missing):
                 return _described(split, group, missing)
         return None
@@ -110,17 +110,17 @@ class UncheckedRows:
 
 def _all_touched(
     sources: Sources, since: Mapping[str, int]
-) -> dict[tuple[str, tuple[Span, ...]], np.ndarray]:
+) -> dict[tuple[str, RowSet], np.ndarray]:
     sources.stamps.scan(since)
     return {
-        (group.name, spans): sources.stamps.touched(group.name, spans)
-        for group, (_, spans), _ in sources.by_rows()
+        (group.name, held): sources.stamps.touched(group.name, held)
+        for group, (_, held), _ in sources.by_rows()
     }
 
 
 def _described(split: Split, group: str, rows: np.ndarray) -> str:
     for table in split.layout.tables:
-        held = within(rows, [(table.offset, table.offset + table.rows)]) - table.offset
+        held = RowSet(((table.offset, table.offset + table.rows),)).among(rows) - table.offset
         if table.group == group and len(held):
             return f"{len(held)} rows of table {table.name}, the first of them {held[0]},"
     return f"{len(rows)} rows"
