@@ -55,13 +55,13 @@ class OpenEpoch:
         options = run.options.wal
         assert options is not None
         self.head = head
-        root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
+        root, folder = run.local.path, WalFolder(store_path(run.local.wal_dir))
         self._heads = [folder]
         if head.directory is not None:
             root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
             self._heads.append(folder)
         directory = Path(folder.segments(head.epoch))
-        self._check_lease = run.writable_root.check_lease
+        self._check_lease = run.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         self.progress = WalProgress(directory, run.coordinator.index, head.process_count)
@@ -210,7 +210,7 @@ def write_head(
             local = local_wal_folder(directory, head.run)
             for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        header = store_path(run.writable_root.wal_dir) / name
+        header = store_path(run.local.wal_dir) / name
         try:
             header.store.put(header.key, data, absent=True)
         except Exists:
@@ -225,14 +225,14 @@ class EndedWal(WalHooks):
 
     def __init__(self, run: Run):
         self._run = run
-        self._reader = WalReader(run.writable_root.wal_location)
+        self._reader = WalReader(run.root.wal_location)
         self.begun = ""
 
     def begin_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes a header if the directory has a WAL."""
         run, lineage = self._run, self._run.lineage
         # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.writable_root.begin_run(lineage.newest_committed, lineage.run)
+        run.begin_replication()
         known, continues = lineage.newest_known, lineage.forked_from
         if known is None or known.continues != continues:
             continues = None
@@ -248,7 +248,7 @@ class EndedWal(WalHooks):
     def _end(self, what: str, base: SaveId | None, continues: Continues | None) -> None:
         def write() -> None:
             if self._reader.numbers():
-                self._run.writable_root.check_lease()
+                self._run.check_lease()
                 write_head(self._run, self._reader, base, continues)
 
         self._run.coordinator.from_process_0(what, write, fatal=True)
