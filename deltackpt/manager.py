@@ -839,8 +839,6 @@ class CheckpointManager:
         self._termination.close()
         with contextlib.ExitStack() as parts:
             parts.callback(self._run.opened.close)
-            if self._root.topics is not None:
-                parts.callback(self._root.topics.close)
             if self._run.topic is not None:
                 parts.callback(self._run.topic.close)
             parts.callback(self._saver.close)

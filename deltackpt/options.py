@@ -363,20 +363,22 @@ class KafkaWal:
     headers stay in the ``log`` of the checkpoint directory, without ``config``.
 
     Attributes:
-      topic: name of the topic.
+      topic: name of the topic. Readers may omit it: epoch headers name it.
       config: settings of librdkafka, such as ``bootstrap.servers`` and those of security, or a
         function that returns them, called whenever a client starts. They appear in no file, log,
         event or error.
       chunk_bytes: maximum length of a message. Longer records are several messages.
     """
 
-    topic: str
+    topic: str = ""
     _: dataclasses.KW_ONLY
     config: kafka.Config = dataclasses.field(repr=False, hash=False)
     chunk_bytes: int = 960_000
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.topic, str) and kafka.TOPIC.fullmatch(self.topic)):
+        if self.topic != "" and not (
+            isinstance(self.topic, str) and kafka.TOPIC.fullmatch(self.topic)
+        ):
             allowed = "letters, digits, dots, hyphens and underscores"
             raise _wrong(self, "topic", f"up to 249 {allowed}")
         if not callable(self.config):

@@ -228,9 +228,9 @@ def grown(state: dict, value: float) -> dict:
     """A state with 37 more rows of a table and its slot."""
     found = {}
     for kind in ("tables", "slots"):
-        leaf = state[kind]["items"]
-        more = jnp.full((37, *leaf.shape[1:]), value, leaf.dtype)
-        found[kind] = {**state[kind], "items": jnp.concatenate([leaf, more])}
+        leaf = np.asarray(state[kind]["items"])
+        more = np.full((37, *leaf.shape[1:]), value, leaf.dtype)
+        found[kind] = {**state[kind], "items": jnp.asarray(np.concatenate([leaf, more]))}
     assert len(found["slots"]["items"]) == len(state["slots"]["items"]) + 37
     return {**state, **found}
 

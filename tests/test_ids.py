@@ -75,9 +75,11 @@ class Vocabulary:
         for name in names or self.keys:
             self.keys[name].grow(rows)
             for kind in ("tables", "uses"):
-                held = self.state[kind][name]
-                more = jnp.full((rows - len(held), *held.shape[1:]), 0, held.dtype)
-                self.state[kind] = {**self.state[kind], name: jnp.concatenate([held, more])}
+                # In numpy: JAX would compile a program for each number of rows.
+                held = np.asarray(self.state[kind][name])
+                more = np.zeros((rows - len(held), *held.shape[1:]), held.dtype)
+                larger = jnp.asarray(np.concatenate([held, more]))
+                self.state[kind] = {**self.state[kind], name: larger}
             column = jnp.asarray(self.keys[name].column(self.dtype))
             self.state["keys"] = {**self.state["keys"], name: column}
             added[f"tables/{name}"] = self.state["tables"][name]

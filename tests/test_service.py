@@ -28,6 +28,7 @@ import many
 import many_worker
 import ray
 import ray_nodes
+from brokers import KafkaCluster
 from damages import flip
 from made_up_wals import records_in
 from many import Job
@@ -57,6 +58,8 @@ from deltackpt.restore import sources as restore_sources
 from deltackpt.service import RestoreService, ServiceOptions, protocol, replica_reads
 from deltackpt.standby import shared_memory
 from deltackpt.testing.states import assert_same
+from deltackpt.testing.training_run import TrainingRun
+from deltackpt.wal import KafkaWal
 
 pytestmark = ray_nodes.IGNORED
 
@@ -512,6 +515,33 @@ def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_p
         trainer.save()
         found.wait_ready(1, HANG_SECS)
         assert_served(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:.*it has one replica")
+def test_replicas_follow_records_in_kafka(cluster, tmp_path):
+    (tmp_path / "brokers").mkdir()
+    with KafkaCluster(tmp_path / "brokers") as brokers:
+        backend = KafkaWal(brokers.topic("standby"), config=brokers.config)
+        wal = deltackpt.WalOptions(backend=backend)
+        run = TrainingRun(tmp_path / "root", options=deltackpt.ManagerOptions(wal=wal))
+        with run.open() as manager:
+            run.save_initial()
+            found = started(run.root, wal=KafkaWal(config=brokers.config))
+            for _ in range(3):
+                run.append()
+                manager.wait_appended()
+
+            def have_the_point() -> bool:
+                told = [one.found for one in found.status().replicas]
+                points = [None if one is None else one.point for one in told]
+                return all(point is not None and point.step == run.step for point in points)
+
+            wait_until(have_the_point, "the replicas hold the newest point")
+            restored = manager.restore_latest(run.state, service=found)
+            assert (restored.service_error, restored.step) == (None, run.step)
+            assert "service" in restored.source
+            run.check(restored)
+        assert service.stop(run.root) == 3
 
 
 def test_status_describes_each_replica(standing):

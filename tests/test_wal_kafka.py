@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,13 @@ import many_wal_worker
 import numpy as np
 import pytest
 import servers
+import test_follower
 from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
 from left_running import promoters
-from many import Job, Server
+from many import Job, Server, wait_until
 from servers import Certificate
 
 import deltackpt
@@ -40,6 +44,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_topics import Partition, WalTopics
+from deltackpt.standby.follower import Follower
 from deltackpt.storage.kafka import Message, Offsets, Topic
 from deltackpt.testing import states
 from deltackpt.testing.training_run import TrainingRun
@@ -178,11 +183,18 @@ def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic
         run.root = f"{server.bucket('bucket')}/run"
         with run.open(staged("lost")):
             run.start(4)
+        wal_of_topic = KafkaWal(config=cluster.config)
+        standby = Follower(
+            run.root, item="embeddings", endpoint=server.endpoint, wal=wal_of_topic, soft=False
+        )
+        assert standby.advance() and standby.loaded.point.step == 4
         end_uploaders(tmp_path / "lost")
         shutil.rmtree(tmp_path / "lost")
         with run.open(staged("other")):
             assert run.resume().step == 4
             run.log()
+            # Once the header of the new epoch is uploaded.
+            wait_until(lambda: standby.advance() and standby.loaded.point.step == 5, "it follows")
         with run.open(staged("other")):
             assert run.resume().step == 5
         end_uploaders(tmp_path / "other")
@@ -213,6 +225,66 @@ def test_several_processes_write_a_partition_each(cluster, tmp_path):
                 assert (found["step"], found["point"], found["wrong"]) == (6, 6, None)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("where", ["kafka", "directory"])
+def test_processes_with_their_own_staging_directories_share_a_wal(cluster, tmp_path, where):
+    """Of the staging directories, one is lost; the next job has another number of processes."""
+    log: dict[str, Any] = {"directory": str(tmp_path / "log")}
+    if where == "kafka":
+        topic = cluster.topic("own-stages", 4)
+        log = {"kafka": {"topic": topic, "config": cluster.config, "chunk_bytes": CHUNK_BYTES}}
+    (tmp_path / "s3").mkdir()
+
+    def opened(job: Job, url: str, endpoint: str) -> None:
+        for number, process in enumerate(job.processes):
+            stage = str(tmp_path / f"node{number}")
+            tiers = {"staging_dir": stage, "endpoint": endpoint, "shared": False}
+            process.ask("open", root=url, log=log, tiers=tiers)
+        for answer in job.answers():
+            assert "error" not in answer, answer
+
+    def logged(job: Job, to: int) -> None:
+        assert job.one("run_on", to=to)["saved"] == []
+        for answer in job.all("wait_recovery", step=to):
+            assert answer["recovery"] == [to, True]
+
+    with servers.s3(tmp_path / "s3") as bucket, servers.environment_of(bucket):
+        url, server = (
+            bucket.bucket("own-stages") + "/run",
+            Server(many_wal_worker.__file__, **bucket.environment),
+        )
+        try:
+            with Job(server, tmp_path / "jobs", processes=2) as job:
+                opened(job, url, bucket.endpoint)
+                job.all("start", place={"mesh": [2, 2]})
+                assert job.one("log")["saved"] == "base"
+                job.all("wait")
+                logged(job, 4)
+                # A restore begins another epoch.
+                for found in job.all("restore", step=3, place={"mesh": [2, 2]}, like=3):
+                    assert (found["step"], found["wrong"]) == (3, None)
+                logged(job, 6)
+                steps = open_steps(url, endpoint=bucket.endpoint)
+                wait_until(lambda: len(steps.wal_location.numbers()) == 2, "its header is uploaded")
+                for process in job.processes:
+                    process.kill()
+            for number in range(2):
+                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
+            shutil.rmtree(tmp_path / "node0")
+            with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
+                opened(job, url, bucket.endpoint)
+                for found in job.all("restore_latest", place={"mesh": [2, 2]}, like=6):
+                    assert (found["step"], found["point"], found["wrong"]) == (6, 6, None), found
+                logged(job, 8)
+                job.all("train", to=9)
+                assert job.one("save")["kind"] == "delta"
+                job.all("wait")
+                job.close()
+        finally:
+            server.close()
+            for number in range(4):
+                end_uploaders(tmp_path / f"node{number}" / f"process-{number}")
 
 
 def test_trimming_deletes_the_records_that_no_restore_needs(run):
@@ -377,14 +449,14 @@ def test_repeated_and_foreign_messages_change_nothing(run):
 def test_a_follower_reads_only_what_is_new(cluster, run, monkeypatch):
     steps_read, counts, real = [], [], Topic.read
 
-    def counted(topic: Topic, spans: dict[int, Offsets]):
+    def counted(topic: Topic, spans: dict[int, Offsets], **how: Any):
         counts.append(sum(span.stop - span.start for span in spans.values()))
-        return real(topic, spans)
+        return real(topic, spans, **how)
 
     with run.open():
         run.start(3)
         follower = open_steps(run.root)
-        follower.topics = WalTopics(cluster.config)
+        follower.topics = WalTopics(cluster.config, follow=True)
         logs = WalReader(follower.wal_location)
         monkeypatch.setattr(Topic, "read", counted)
         for _ in range(3):
@@ -394,6 +466,13 @@ def test_a_follower_reads_only_what_is_new(cluster, run, monkeypatch):
         follower.topics.close()
     assert steps_read == [3, 4, 5]
     assert counts[0] >= 3 * counts[1] > 0 and counts[1] == counts[2]
+
+
+def test_a_recovery_point_is_read_after_its_checkpoints_object_is_gone(cluster, run):
+    run.started(2)
+    step = open_checkpoints(run.root, wal=KafkaWal(config=cluster.config)).at(2)
+    gc.collect()
+    assert (np.asarray(step.tables["tables/users"][:]) == run.state["tables"]["users"]).all()
 
 
 def test_a_serving_process_follows_the_records(cluster, run):
@@ -409,6 +488,30 @@ def test_a_serving_process_follows_the_records(cluster, run):
                         rows, found = version.lookup(name, np.arange(len(expected)))
                         assert found.all() and (rows == np.asarray(expected)).all()
                 run.log()
+
+
+def test_a_standby_follows_the_records_and_the_next_run(cluster, run):
+    wal = KafkaWal(config=lambda: cluster.config)
+    with contextlib.ExitStack() as managers:
+        managers.enter_context(run.open())
+        run.start(2)
+        followers = [
+            Follower(run.root, item="embeddings", shard=shard, shards=2, wal=wal, soft=False)
+            for shard in range(2)
+        ]
+        for moves in (run.log, run.save, run.log, None, run.log):
+            if moves is None:
+                managers.close()
+                managers.enter_context(run.open())
+                run.resume()
+            else:
+                moves()
+            for one in followers:
+                one.advance()
+                assert one.health == "follows"
+                held = one.loaded
+                assert (held.save.save_id if held.point is None else held.point).step == run.step
+                test_follower.assert_rows(one, test_follower.in_state(run.state))
 
 
 _EPOCH = EpochRef(number=3, crc32c=77)
@@ -563,7 +666,8 @@ def test_readers_without_the_configuration_name_the_topic(run):
         found = manager.restore_latest(run.state, wal=False)
         assert found is not None and found.step == 0
     for command in ("verify", "doctor"):
-        assert f"KafkaWal('{run.topic}'" in output(_COMMAND, command, run.root, check=False)
+        found = output(_COMMAND, command, run.root, check=False)
+        assert f"topic '{run.topic}'" in found and "pass --kafka-config FILE" in found
     for command in (["ls"], ["gc", "--dry-run"]):
         output(_COMMAND, *command, run.root)
     assert f"topic '{run.topic}'" in open_checkpoints(run.root).wal.epochs[0].problem
@@ -632,6 +736,92 @@ def test_a_refused_token_is_a_typed_error_before_training(secure, tmp_path):
     expired = token(-60.0)[0]
     config = oauth(secure, lambda _: (expired, time.time() + 300))
     assert_refused(tmp_path, config, "(?i)authentication", expired)
+
+
+@pytest.fixture(scope="module")
+def settings_file(secure, tmp_path_factory) -> Path:
+    """What ``--kafka-config`` names."""
+    found = tmp_path_factory.mktemp("settings") / "kafka.properties"
+    lines = [f"{name} = {value}" for name, value in secure.config.items()]
+    found.write_text("\n".join(["# of the trainer", "", *lines]))
+    return found
+
+
+def test_the_command_line_reads_the_records(secure, settings_file, tmp_path):
+    run = KafkaRun(tmp_path, secure.topic("commands"), secure.config).started(3)
+    exported = tmp_path / "exported"
+
+    def told(*command: object) -> str:
+        name, *rest = command
+        found = output(_COMMAND, name, *rest, "--kafka-config", settings_file)
+        assert PASSWORD not in found
+        return found
+
+    points = json.loads(told("ls", run.root, "--wal", "--json"))["recovery_points"]
+    assert [one["save_id"]["step"] for one in points] == [3, 2, 1]
+    assert "recovery point 3" in told("show", run.root, 3)
+    assert "tables/users" in told("diff", run.root, 0, 2)
+    assert "full" in told("history", run.root, "tables/users", 0)
+    assert "3 of 3 full recovery points can be restored" in told("verify", run.root)
+    assert "up to recovery point 2" in told("plan", run.root, 2)
+    assert "3 full recovery points, newest 3" in told("doctor", run.root)
+    told("report", run.root, "-o", tmp_path / "report.html")
+    for kind in ("safetensors", "parquet", "orbax"):
+        assert "step 3" in output(
+            _COMMAND, "export", kind, run.root, exported / kind, "--step", 3,
+            "--kafka-config", settings_file,
+        )  # fmt: skip
+    from safetensors.numpy import load_file
+
+    [file] = (exported / "safetensors").glob("*.safetensors")
+    assert (load_file(file)["tables/users"] == np.asarray(run.state["tables"]["users"])).all()
+    without = output(_COMMAND, "show", run.root, 3, check=False)
+    assert "pass --kafka-config FILE" in without and "[option]" in without
+
+
+def test_the_command_follow_serves_the_records(secure, settings_file, tmp_path):
+    run = KafkaRun(tmp_path, secure.topic("follow"), secure.config)
+    with run.open():
+        run.start(2)
+        command = [_COMMAND, "follow", str(run.root), "--tables", "**", "--json"]
+        process = subprocess.Popen(
+            [*command, "--kafka-config", str(settings_file)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            shown = "".join(itertools.takewhile(lambda line: line != "}\n", process.stdout))
+            url = json.loads(shown + "}")["url"]
+            for _ in range(2):
+                wait_until(
+                    lambda: f"deltackpt_serving_step {float(run.step)}" in page(url), "it is served"
+                )
+                run.log()
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+            process.stdout.close()
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sasl.password", "name=value in line 1"),
+        ("acks=0", "acks"),
+        ("sasl.password=pa55\nnonsense pa55", "in line 2"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_has_no_settings_is_refused_without_its_contents(tmp_path, text, expected):
+    path = tmp_path / "settings"
+    if text is not None:
+        path.write_text(text)
+    found = output(_COMMAND, "ls", tmp_path, "--kafka-config", path, check=False)
+    assert expected in found and "[option]" in found and "pa55" not in found
 
 
 def test_secrets_are_in_no_file_log_event_or_error(secure, tmp_path, caplog):

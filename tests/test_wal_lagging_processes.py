@@ -7,7 +7,7 @@ import pytest
 
 from deltackpt.errors import StorageError
 from deltackpt.wal.agreement import SaveRequest
-from deltackpt.wal.epoch import LagWatch, WalProgress
+from deltackpt.wal.epoch import FileProgress, LagWatch
 from deltackpt.wal.save_requests import AgreementThread
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
@@ -57,7 +57,7 @@ class Job:
 
     def __init__(self, directory, count, *, base_bytes=1 << 30):
         self.board, self.clock = MemoryBoard(), Clock()
-        self.progress = [WalProgress(directory, process, count) for process in range(count)]
+        self.progress = [FileProgress(directory, process, count) for process in range(count)]
         self.all = [
             AgreementThread(
                 self.board,

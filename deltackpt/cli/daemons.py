@@ -11,13 +11,16 @@ import stat
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
 from deltackpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from deltackpt.wal import KafkaWal
 
 
 @click.command(
@@ -41,10 +44,12 @@ from deltackpt.errors import OptionError
 @click.option("--memory", "memory_bytes", type=terminal.Size(), help="Memory limit for rows.")
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
 def follow(
     directory: str,
     shard: str,
+    wal: KafkaWal | None,
     share: Path | None,
     port: int,
     bind: str,
@@ -61,7 +66,9 @@ def follow(
     number, _, count = shard.partition("/")
     if not (number.isdecimal() and count.isdecimal()):
         raise click.BadParameter(f"expected I/N, such as 0/4, found {shard!r}")
-    live = serving.follow(directory, shard=int(number), shards=int(count), **options)
+    live = serving.follow(
+        directory, shard=int(number), shards=int(count), wal=wal or True, **options
+    )
     with terminal.termination() as wait, live:
         if share is not None:
             live.share(share)

@@ -58,6 +58,7 @@ def export() -> None:
 @_step
 @_leaves
 @terminal.item
+@terminal.kafka_config
 @terminal.as_json
 def export_orbax(
     directory: str, target: str, step: int | None, as_json: bool, **options: Any
@@ -94,6 +95,7 @@ def export_orbax(
     show_default=True,
     help="Maximum size of the tensors in a file.",
 )
+@terminal.kafka_config
 @terminal.as_json
 def export_safetensors(
     directory: str, target: str, step: int | None, as_json: bool, **options: Any
@@ -126,6 +128,7 @@ def export_safetensors(
 )
 @click.option("--slots/--no-slots", default=True, help="Whether to export the slots too.")
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
+@terminal.kafka_config
 @terminal.as_json
 def export_parquet(
     directory: str, target: str, step: int | None, as_json: bool, **options: Any

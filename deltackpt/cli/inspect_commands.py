@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from deltackpt.inspect import Checkpoints, Diff, History, LazyArray, Save, Step, Wal, WalEpoch
     from deltackpt.inspect.dense_items import DenseLeaf
+    from deltackpt.wal import KafkaWal
 
 _field = click.option(
     "--field", default="values", show_default=True, help="values, or slot.<name> for a slot."
@@ -24,10 +25,12 @@ _field = click.option(
 _KEPT_BECAUSE = {"policy": "policy", "chain": "chain", "nothing": "not kept", None: None}
 
 
-def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints:
+def _open(
+    directory: str, item: str | None, endpoint: str | None, wal: KafkaWal | None
+) -> Checkpoints:
     from deltackpt import inspect
 
-    return inspect.open(directory, item=item, endpoint=endpoint)
+    return inspect.open(directory, item=item, endpoint=endpoint, wal=wal)
 
 
 @click.command(
@@ -39,15 +42,19 @@ def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints
 @terminal.root
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="List only the newest N.")
-@click.option("--wal", is_flag=True, help="List the WAL's recovery points instead of steps.")
+@click.option(
+    "--wal", "points", is_flag=True, help="List the WAL's recovery points instead of steps."
+)
 @terminal.as_json
 def ls(
     directory: str,
     item: str | None,
     endpoint: str | None,
+    wal: KafkaWal | None,
     last: int | None,
-    wal: bool,
+    points: bool,
     as_json: bool,
 ) -> None:
     """List the steps of DIRECTORY with kinds, chains, rows and bytes, and its WAL epochs.
@@ -57,8 +64,8 @@ def ls(
     """
     from deltackpt.inspect.descriptions import SAVE_COLUMNS, save_line
 
-    ck = _open(directory, item, endpoint)
-    if wal:
+    ck = _open(directory, item, endpoint, wal)
+    if points:
         _list_wal(ck.wal, last, as_json)
         return
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
@@ -119,9 +126,15 @@ def _list_wal(wal: Wal, last: int | None, as_json: bool) -> None:
 @click.argument("step", type=terminal.STEP, required=False)
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
 def show(
-    directory: str, step: int | None, item: str | None, endpoint: str | None, as_json: bool
+    directory: str,
+    step: int | None,
+    item: str | None,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
 ) -> None:
     """Show a step, or a full recovery point, of DIRECTORY; the newest step by default.
 
@@ -135,7 +148,7 @@ def show(
     from deltackpt.inspect.descriptions import FIGURE_COLUMNS, figure_lines
     from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
-    ck = _open(directory, item, endpoint)
+    ck = _open(directory, item, endpoint, wal)
     found = ck.at(step)
     save = ck.save_of(found.step) if found.point is None else None
     if as_json:
@@ -172,6 +185,7 @@ def show(
 @click.argument("b", type=terminal.STEP)
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @click.option("--table", "tables", multiple=True, help="Only this table; repeatable.")
 @_field
 @click.option(
@@ -184,6 +198,7 @@ def diff(
     b: int,
     item: str | None,
     endpoint: str | None,
+    wal: KafkaWal | None,
     tables: tuple[str, ...],
     field: str,
     largest: int,
@@ -196,7 +211,7 @@ def diff(
     """
     from deltackpt.inspect.changes import DIFF_COLUMNS, diff_lines
 
-    found = _open(directory, item, endpoint).diff(a, b, tables=tables or None, field=field)
+    found = _open(directory, item, endpoint, wal).diff(a, b, tables=tables or None, field=field)
     if as_json:
         terminal.print_json(_diff(found, largest))
         return
@@ -225,6 +240,7 @@ def diff(
 @click.argument("rows", metavar="[ROW]...", type=click.IntRange(min=0), nargs=-1)
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @_field
 @click.option(
     "--id",
@@ -245,6 +261,7 @@ def history(
     rows: tuple[int, ...],
     item: str | None,
     endpoint: str | None,
+    wal: KafkaWal | None,
     field: str,
     ids: tuple[int, ...],
     steps: tuple[int, ...],
@@ -260,7 +277,7 @@ def history(
     """
     if bool(rows) == bool(ids):
         raise click.UsageError("Name rows, or ids with --id.")
-    found = _open(directory, item, endpoint).history(
+    found = _open(directory, item, endpoint, wal).history(
         table,
         list(rows) or None,
         ids=list(ids) or None,
@@ -422,9 +439,15 @@ def _history(found: History) -> list[dict[str, object]]:
 )
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
 def report(
-    directory: str, output: str, item: str | None, endpoint: str | None, as_json: bool
+    directory: str,
+    output: str,
+    item: str | None,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
 ) -> None:
     """Write an HTML page about DIRECTORY: its contents, what can be restored, and plots.
 
@@ -433,7 +456,7 @@ def report(
     """
     from deltackpt.inspect import report as page
 
-    written = page.write(_open(directory, item, endpoint), output)
+    written = page.write(_open(directory, item, endpoint, wal), output)
     if as_json:
         terminal.print_json(written)
         return

@@ -15,12 +15,14 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
+from deltackpt.cli.terminal import as_commands
 
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor.machine import Finding
     from deltackpt.maintenance.estimate import RestorePlan
     from deltackpt.maintenance.verify import RootReport, StepVerdict
     from deltackpt.maintenance.verify_wal import PointVerdict
+    from deltackpt.wal import KafkaWal
 
 
 @click.command(
@@ -89,9 +91,15 @@ def compact(
 )
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
 def verify(
-    directory: str, steps: tuple[int, ...], item: str | None, endpoint: str | None, as_json: bool
+    directory: str,
+    steps: tuple[int, ...],
+    item: str | None,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
 ) -> None:
     """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
@@ -103,7 +111,12 @@ def verify(
 
     with terminal.progress("verifying", quiet=as_json) as progress:
         report = verification.verify_root(
-            directory, item=item, steps=steps or None, endpoint=endpoint, progress=progress
+            directory,
+            item=item,
+            steps=steps or None,
+            endpoint=endpoint,
+            wal=wal,
+            progress=progress,
         )
     if as_json:
         plain = terminal.plain(report)
@@ -145,7 +158,7 @@ def _print_report(report: RootReport) -> None:
         for note in save.notes:
             click.echo(f"note: {save.name}: {note}")
     for note in report.notes:
-        click.echo(f"note: {note}")
+        click.echo(f"note: {as_commands(note)}")
     if report.points:
         click.echo(_points_text(report.points))
     whole = sum(verdict.restorable for verdict in report.steps)
@@ -334,6 +347,7 @@ def copy(
 @click.argument("step", type=terminal.STEP, required=False)
 @terminal.item
 @terminal.endpoint
+@terminal.kafka_config
 @click.option("--tables", is_flag=True, help="Also list what is read for each table.")
 @terminal.as_json
 def plan(
@@ -341,6 +355,7 @@ def plan(
     step: int | None,
     item: str | None,
     endpoint: str | None,
+    wal: KafkaWal | None,
     tables: bool,
     as_json: bool,
 ) -> None:
@@ -355,7 +370,7 @@ def plan(
     from deltackpt.maintenance import estimate
 
     item = _found_item(directory, item, endpoint)
-    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint)
+    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint, wal=wal)
     if as_json:
         plain = terminal.plain(found)
         plain["estimate"]["seconds"] = found.estimate.seconds
@@ -381,8 +396,8 @@ def plan(
         where = units.count(found.dense_file_count, "file")
     else:
         where = "the WAL"
-        wal, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
-        click.echo(f"WAL: {wal} in {records} up to {found.point}")
+        replayed, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
+        click.echo(f"WAL: {replayed} in {records} up to {found.point}")
     click.echo(f"dense leaves: {units.size(found.dense_bytes)} in {where}")
     click.echo(
         f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
@@ -434,8 +449,15 @@ _TERMINATED = 128 + signal.SIGTERM
 @click.argument("directory", metavar="[DIRECTORY|URL]", required=False)
 @click.option("--read-only", is_flag=True, help="Write nothing; fsync is not measured.")
 @terminal.endpoint
+@terminal.kafka_config
 @terminal.as_json
-def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json: bool) -> None:
+def doctor(
+    directory: str | None,
+    read_only: bool,
+    endpoint: str | None,
+    wal: KafkaWal | None,
+    as_json: bool,
+) -> None:
     """Check DIRECTORY, machine and installation for problems with saves and restores.
 
     For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
@@ -462,7 +484,7 @@ def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json
     # As an exception, so that the temporary directory is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint)
+        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint, wal=wal)
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:
@@ -491,7 +513,7 @@ def _print(findings: tuple[Finding, ...]) -> None:
             click.echo(" " * indent + line)
         for line in _wrapped(finding.meaning, indent):
             click.echo(" " * indent + click.style(line, dim=True))
-        for line in _wrapped(finding.action and f"-> {finding.action}", indent):
+        for line in _wrapped(finding.action and f"-> {as_commands(finding.action)}", indent):
             click.echo(" " * indent + line)
     count = collections.Counter(finding.severity for finding in findings)
     parts = [units.count(count[name], name) for name in ("problem", "warning", "note")]

@@ -53,6 +53,7 @@ def group() -> None:
 @click.option("--memory", "memory_bytes", type=terminal.Size(), help="Memory limit per actor.")
 @click.option("--compact-after", type=int, metavar="N", help="Compact chains of N deltas.")
 @terminal.endpoint
+@terminal.kafka_config
 @click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
 @terminal.as_json
 def start(

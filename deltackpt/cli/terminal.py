@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -13,14 +14,22 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltackpt.format import naming
 
+if TYPE_CHECKING:
+    from deltackpt.wal import KafkaWal
+
 _LISTS = "deltackpt ls lists the steps, and ls --wal the recovery points"
 _BY_COMMANDS = (
+    (
+        r"pass KafkaWal\([^)]*\), in WalOptions\(backend=\.\.\.\) to a manager",
+        "pass --kafka-config FILE",
+    ),
     (r"all_steps\(\) and (?:recovery_)?points\(\) list what (?:there is|exists)", _LISTS),
     (r"(?:see|call) (?:all_)?steps(?:\(\))? and (?:recovery_)?points\(\)", _LISTS),
     (r"list the steps with all_steps\(\)", "deltackpt ls lists the steps"),
@@ -101,6 +110,29 @@ item = click.option(
 )
 endpoint = click.option(
     "--endpoint", help="Server of a bucket, if it is not the provider's own.", metavar="ADDRESS"
+)
+
+
+def _kafka_wal(ctx: click.Context, param: click.Parameter, path: Path | None) -> KafkaWal | None:
+    if path is None:
+        return None
+    from deltackpt.storage import kafka
+    from deltackpt.wal import KafkaWal
+
+    # A function, so that secrets are neither sent to Ray nor become out of date.
+    settings = functools.partial(kafka.read_settings, path.absolute())
+    settings()
+    return KafkaWal(config=settings)
+
+
+#: Passed as ``wal``.
+kafka_config = click.option(
+    "--kafka-config",
+    "wal",
+    type=UserPath(dir_okay=False, path_type=Path),
+    callback=_kafka_wal,
+    help="File of librdkafka's settings, to read a WAL in Kafka: lines such as name=value.",
+    metavar="FILE",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from deltackpt.inspect.history import History
     from deltackpt.inspect.lazy import Saves
     from deltackpt.inspect.step import Step
+    from deltackpt.options import KafkaWal
 else:  # Listing a directory needs none of them.
     changes = LazyModule("deltackpt.inspect.changes")
     history = LazyModule("deltackpt.inspect.history")
@@ -438,7 +439,11 @@ class Checkpoints:
 
 
 def open(
-    path: str | os.PathLike[str], *, item: str | None = None, endpoint: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    endpoint: str | None = None,
+    wal: KafkaWal | None = None,
 ) -> Checkpoints:
     """Opens a checkpoint directory for reading; lists it once and writes nothing.
 
@@ -446,6 +451,8 @@ def open(
       path: the manager's directory: a path, or a bucket URL.
       item: name of deltackpt's item in the steps; detected in the newest step by default.
       endpoint: address of a bucket's server, if it is not the provider's own.
+      wal: how to read WAL records in Kafka, such as ``KafkaWal(config=...)``; without it, their
+        recovery points are not listed.
 
     Raises:
       StorageError: the directory does not exist.
@@ -454,7 +461,7 @@ def open(
       OptionError: the steps contain several deltackpt items, and ``item`` names none of them.
     """
     with posix.typed_errors(Path(path), "read"):
-        return Checkpoints(open_steps(path, item=item, endpoint=endpoint))
+        return Checkpoints(open_steps(path, item=item, endpoint=endpoint, wal=wal))
 
 
 def _chain_length(

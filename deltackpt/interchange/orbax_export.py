@@ -21,7 +21,7 @@ from deltackpt.handlers import orbax_dense
 from deltackpt.interchange.orbax_source import with_numbers
 from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.manager import CheckpointManager
-from deltackpt.options import ManagerOptions
+from deltackpt.options import KafkaWal, ManagerOptions, WalOptions
 from deltackpt.reading.reader import Progress
 from deltackpt.state import paths
 from deltackpt.state.tables import Tables
@@ -37,6 +37,7 @@ def export_orbax(
     *,
     item: str | None = None,
     leaves: str | Sequence[str] = "**",
+    wal: KafkaWal | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Writes a step as a plain Orbax checkpoint with tables, slots and dense leaves as one state.
@@ -59,6 +60,7 @@ def export_orbax(
       item: name of the deltackpt item in the steps; detected by default.
       leaves: globs over the '/'-joined paths of the tables, slots and dense leaves to export. A
         list that loses elements becomes a dict keyed by element index.
+      wal: how to read WAL records in Kafka, such as ``KafkaWal(config=...)``.
       progress: called with the bytes of tables read so far and the total.
 
     Returns:
@@ -71,14 +73,14 @@ def export_orbax(
       OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
-    checkpoints = inspect.open(directory, item=item)
+    checkpoints = inspect.open(directory, item=item, wal=wal)
     found = checkpoints.at(step)
     number = found.step
     patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
     # Report errors in the globs before anything is read.
     wanted = None if patterns == ("**",) else chosen(found, patterns)
     with published(goal) as temporary:
-        state = _restored(checkpoints.path, number, checkpoints.item, progress)
+        state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
         state = with_numbers(state, found.dense)
         if wanted is not None:
             state = _only(state, wanted)
@@ -95,10 +97,12 @@ def export_orbax(
     return exported(goal, number, changed=changed)
 
 
-def _restored(directory: Path, step: int, item: str, progress: Progress | None) -> PyTree:
+def _restored(
+    directory: Path, step: int, item: str, wal: KafkaWal | None, progress: Progress | None
+) -> PyTree:
     # The step itself records which of its leaves are tables.
     handlers = {item: Tables(select="**")}
-    options = ManagerOptions(access="read")
+    options = ManagerOptions(access="read", wal=wal and WalOptions(backend=wal))
     with CheckpointManager(directory, handlers=handlers, options=options) as manager:
         return manager.restore(step, progress=progress).state
 

@@ -21,6 +21,7 @@ from deltackpt.errors import MissingExtra, OptionError, TemplateMismatch
 from deltackpt.format import naming, row_blocks
 from deltackpt.inspect import LazyArray, Step, Table
 from deltackpt.interchange.target import Exported, counter, exported, local_path, published
+from deltackpt.options import KafkaWal
 from deltackpt.reading.reader import Progress
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def export_parquet(
     tables: Sequence[str] = ("**",),
     slots: bool = True,
     rows: tuple[int, int] | None = None,
+    wal: KafkaWal | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Writes tables of a step as Parquet files, one per table, in row groups with zstd.
@@ -77,6 +79,7 @@ def export_parquet(
       tables: path patterns of the tables, or suffixes that match exactly one path each.
       slots: whether to export slots as well.
       rows: half-open range of row indices, for each table; all rows by default.
+      wal: how to read WAL records in Kafka, such as ``KafkaWal(config=...)``.
       progress: called with the bytes of rows written so far and the total, before compression.
 
     Raises:
@@ -89,7 +92,7 @@ def export_parquet(
     """
     _pyarrow()
     goal = local_path(target)
-    found = inspect.open(directory, item=item).at(step)
+    found = inspect.open(directory, item=item, wal=wal).at(step)
     chosen = _chosen(found, tables)
     spans = {name: _span(found.tables[name], rows) for name in chosen}
     columns = {name: _columns(found.tables[name], slots) for name in chosen}

@@ -21,6 +21,7 @@ from deltackpt.format.dtypes import SafetensorsTensor
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
 from deltackpt.interchange.target import Exported, chosen, counter, exported, local_path, published
+from deltackpt.options import KafkaWal
 from deltackpt.reading.reader import Progress
 
 _SHARD_BYTES = 4 << 30
@@ -56,6 +57,7 @@ def export_safetensors(
     item: str | None = None,
     leaves: str | Sequence[str] = "**",
     shard_bytes: int = _SHARD_BYTES,
+    wal: KafkaWal | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Writes tables, slots and dense leaves of a step as safetensors files.
@@ -76,6 +78,7 @@ def export_safetensors(
       item: name of the deltackpt item in the steps; detected by default.
       leaves: globs over the '/'-joined paths of the tables, slots and dense leaves to export.
       shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+      wal: how to read WAL records in Kafka, such as ``KafkaWal(config=...)``.
       progress: called with the bytes written so far and the total.
 
     Raises:
@@ -88,7 +91,7 @@ def export_safetensors(
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     goal = local_path(target)
-    found = inspect.open(directory, item=item).at(step)
+    found = inspect.open(directory, item=item, wal=wal).at(step)
     wanted = chosen(found, leaves)
     left_out = [name for name in wanted & {*found.dense} if found.dense[name].kind == "string"]
     tensors = sorted(_tensors(found, wanted), key=lambda tensor: tensor.name)

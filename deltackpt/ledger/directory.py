@@ -417,6 +417,7 @@ class Root(Steps):
                     self.check_lease()
                     self.empty_trash()
         finally:
+            super().close()
             if self._lease is not None:
                 self._lease.close()
 

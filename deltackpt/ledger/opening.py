@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from deltackpt.errors import (
     Damaged,
@@ -25,6 +26,9 @@ from deltackpt.ledger.view import JOURNAL, JournalView
 from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage import buckets
 from deltackpt.storage.store import DEADLINE_SECS, Store, StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.options import KafkaWal
 
 
 class BucketSteps(Steps):
@@ -73,11 +77,13 @@ def open_steps(
     *,
     item: str | None = None,
     endpoint: str | None = None,
+    wal: KafkaWal | None = None,
     deadline_secs: float = DEADLINE_SECS,
 ) -> Steps:
     """Opens the steps of a path, URL or JSON kvstore spec for reading; creates and removes nothing.
 
     The item is by default the one in the newest step; OptionError if that holds other or several.
+    ``wal`` reads WAL records in Kafka; without it, they are reported as missing.
     """
     path = buckets.file_path(where)
     if path is not None:
@@ -86,6 +92,10 @@ def open_steps(
         at = buckets.locate(where, endpoint=endpoint).open(deadline_secs=deadline_secs)
         opened = _in_bucket(at, item or naming.EMBEDDINGS_ITEM)
     opened.item = find_item(opened, item)
+    if wal is not None:
+        from deltackpt.reading.wal_topics import WalTopics
+
+        opened.topics = WalTopics(wal.config, follow=True)
     return opened
 
 

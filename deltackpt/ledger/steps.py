@@ -267,6 +267,8 @@ class Steps:
 
     def close(self) -> None:
         """Closes everything that is open."""
+        if self.topics is not None:
+            self.topics.close()
 
     def abandon(self) -> None:
         """Closes it after the manager's constructor failed; returns the lease if possible."""
@@ -308,6 +310,7 @@ def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan |
     plan = plan_to(index, steps, requested)
     if plan is not None:
         return plan.step.step, plan
+    index.require_topics()
     _, unreached = coverings(index, steps)
     points = [point for point in index.points() if point not in unreached]
     number = requested if isinstance(requested, int) else requested.step

@@ -13,6 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
@@ -30,6 +31,9 @@ from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import host_memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.options import KafkaWal
 
 #: Limits of stored bytes and (roughly) time for sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -112,12 +116,14 @@ def restore_plan(
     *,
     item: str = naming.EMBEDDINGS_ITEM,
     endpoint: str | None = None,
+    wal: KafkaWal | None = None,
 ) -> RestorePlan:
     """Determines what a restore of a step or recovery point reads, and estimates its duration.
 
     ``step`` is a step, a full recovery point, or its training step; the newest step by default.
+    ``wal`` reads WAL records in Kafka.
     """
-    opened = open_steps(directory, item=item, endpoint=endpoint)
+    opened = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deltackpt.errors import (
     BrokenChain,
@@ -45,6 +46,9 @@ from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.stored_dense import StoredItem
+
+if TYPE_CHECKING:
+    from deltackpt.options import KafkaWal
 
 #: Number of listings if a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -89,14 +93,16 @@ def verify_root(
     item: str | None = None,
     steps: Collection[int] | None = None,
     endpoint: str | None = None,
+    wal: KafkaWal | None = None,
     progress: Progress | None = None,
 ) -> RootReport:
     """Re-reads and checks everything in a directory, or ``steps`` and what they need.
 
-    Neither jax nor Orbax is needed. ``progress`` is called from several threads.
+    Neither jax nor Orbax is needed. ``wal`` reads WAL records in Kafka. ``progress`` is called from
+    several threads.
     """
     started = time.perf_counter()
-    opened = open_steps(directory, item=item, endpoint=endpoint)
+    opened = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
     if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, opened.item):
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())

@@ -394,8 +394,8 @@ class WalReader:
             f"{self.places}, WAL epoch {head.epoch}",
             f"its records, which are in the Kafka topic {name!r} of cluster {head.topic.cluster}",
             "no configuration to read them",
-            f"pass WalOptions(backend=KafkaWal({name!r}, config=...)) to a manager, or restore a "
-            "step: restore_latest(wal=False)",
+            f"pass KafkaWal({name!r}, config=...), in WalOptions(backend=...) to a manager, or "
+            "restore a step: restore_latest(wal=False)",
         )
 
     def read(self) -> WalIndex:

@@ -29,6 +29,11 @@ class Noted(NamedTuple):
     number: int
     step: int
 
+    @classmethod
+    def of(cls, data: bytes) -> Noted:
+        """Decodes the contents of the file; raises ``struct.error`` if they are not whole."""
+        return cls(*_RECORD.unpack(data))
+
     def to_bytes(self) -> bytes:
         """Returns the contents of the file."""
         return _RECORD.pack(*self)
@@ -37,7 +42,7 @@ class Noted(NamedTuple):
 def newest_durable(folder: StorePath) -> Noted:
     """Returns the progress stored next to a process's segments; empty if it cannot be read."""
     try:
-        return Noted(*_RECORD.unpack((folder / NAME).read(most_bytes=NBYTES)))
+        return Noted.of((folder / NAME).read(most_bytes=NBYTES))
     except (RestoreError, StorageError, struct.error):
         return Noted(0, 0)
 

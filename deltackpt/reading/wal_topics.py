@@ -26,7 +26,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.wal_locations import NAME, NBYTES
 from deltackpt.storage import posix
 from deltackpt.storage.kafka import Config, Message, Offsets, Topic
-from deltackpt.storage.store import StorePath, store_path
+from deltackpt.storage.store import FileStore, StorePath
 
 #: Length at which the copy of a segment ends, so that it can be removed once it is trimmed.
 _SEGMENT_BYTES = 64 << 20
@@ -101,11 +101,14 @@ class Partition:
 class WalTopics:
     """Copies of the topics that one checkpoint directory's WAL epochs use; thread-safe."""
 
-    def __init__(self, config: Config):
-        """Connects when an epoch is read; see ``storage.kafka.Topic`` for ``config``."""
-        self._config = config
+    def __init__(self, config: Config, *, follow: bool = False):
+        """Connects when an epoch is read; see ``storage.kafka.Topic`` for ``config``.
+
+        With ``follow``, messages of the newest epoch are fetched ahead, up to 64 MiB.
+        """
+        self._config, self._follow = config, follow
         self._lock = threading.Lock()
-        self._folder: Path | None = None
+        self._copies: FileStore | None = None
         self._topics: dict[str, Topic] = {}
         self._clusters: dict[str, str] = {}
         self._epochs: dict[EpochRef, dict[int, Partition]] = {}
@@ -113,7 +116,7 @@ class WalTopics:
     def segments(self, epoch: EpochRef) -> StorePath:
         """Returns the directory with the copied segments of an epoch."""
         with self._lock:
-            return store_path(self._epoch_folder(epoch))
+            return self._epoch_folder(epoch)
 
     def copy(
         self, head: EpochHeader, epoch: EpochRef, beside: StorePath, until: WalTopic | None
@@ -127,7 +130,7 @@ class WalTopics:
         assert head.topic is not None
         with self._lock:
             topic = self._topic(head.topic)
-            folder = self._epoch_folder(epoch)
+            folder = Path(self._epoch_folder(epoch))
             if epoch not in self._epochs:
                 self._epochs[epoch] = {
                     process: Partition(folder / str(process), epoch, head.topic.starts[process])
@@ -142,7 +145,7 @@ class WalTopics:
                 process: Offsets(max(partition.offset, there[process].start), ends[process])
                 for process, partition in partitions.items()
             }
-            for message in topic.read(spans):
+            for message in topic.read(spans, follow=self._follow and until is None):
                 partitions[message.partition].add(message)
             for process, partition in partitions.items():
                 # Past messages that are not there, too.
@@ -154,17 +157,18 @@ class WalTopics:
         with self._lock:
             for topic in self._topics.values():
                 topic.close()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+            if self._copies is not None:
+                shutil.rmtree(self._copies.path, ignore_errors=True)
+            self._copies = None
             self._topics.clear()
             self._epochs.clear()
 
-    def _epoch_folder(self, epoch: EpochRef) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="deltackpt-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder / f"{epoch.number}-{epoch.crc32c:08x}"
+    def _epoch_folder(self, epoch: EpochRef) -> StorePath:
+        if self._copies is None:
+            self._copies = FileStore(Path(tempfile.mkdtemp(prefix="deltackpt-")))
+            # Records have the store, and may be read after this object is gone.
+            weakref.finalize(self._copies, shutil.rmtree, self._copies.path, ignore_errors=True)
+        return StorePath(self._copies, f"{epoch.number}-{epoch.crc32c:08x}")
 
     def _topic(self, wanted: WalTopic) -> Topic:
         if wanted.name not in self._topics:

@@ -152,6 +152,7 @@ class RestoreActor:
                         shards=self._replica.shards,
                         memory_bytes=self._options.memory_bytes,
                         endpoint=self._options.endpoint,
+                        wal=self._options.wal,
                         # Restores need dense leaves, too.
                         soft=False,
                     )

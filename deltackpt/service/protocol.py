@@ -21,6 +21,7 @@ from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError, RestoreError, ServiceMismatch, ServiceUnavailable
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.standby.cached_files import CachedFile
 from deltackpt.standby.shared_memory import MemoryAddress
@@ -138,6 +139,8 @@ class ServiceOptions:
       compact_memory_bytes: memory for compaction in bytes, for all parts together.
       nice: CPU niceness of the replicas, 0 to 19.
       endpoint: address of the bucket's server, if it is not the cloud provider's default.
+      wal: how the replicas read WAL records in Kafka, such as ``KafkaWal(config=...)``. Ray stores
+        it: if it has secrets, pass a function that reads them on each node as ``config``.
     """
 
     item: str = naming.EMBEDDINGS_ITEM
@@ -149,6 +152,7 @@ class ServiceOptions:
     compact_memory_bytes: int = 1 << 30
     nice: int = 10
     endpoint: str | None = None
+    wal: KafkaWal | None = None
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -29,9 +29,9 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import nested_at, path_name
 from deltackpt.format.naming import PyTree
 from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.steps import Steps
 from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.serving.attach import SharedVersion
 from deltackpt.serving.leaf_replica import LeafReplica
 from deltackpt.serving.row_changes import NO_ROWS, Changes
@@ -208,9 +208,8 @@ def follow(
         raise OptionError(f"follow: expected a shard in [0, {shards}), found {shard}")
     if hold_secs <= 0:
         raise OptionError(f"follow: expected positive hold_secs, found {hold_secs}")
-    opened = open_steps(directory, item=item, endpoint=endpoint)
-    if isinstance(wal, KafkaWal):
-        opened.topics = WalTopics(wal.config)
+    kafka = wal if isinstance(wal, KafkaWal) else None
+    opened = open_steps(directory, item=item, endpoint=endpoint, wal=kafka)
     followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
     choice, rows = TableChoice(chosen, of_slots), None
     if chosen:
@@ -227,7 +226,7 @@ def follow(
     of_leaves = LeafReplica(opened.item, patterns) if patterns else None
     replica = VersionReplica(opened, followed, of_leaves, rows, choice)
     candidates = Candidates(opened, followed if wal else None)
-    return Live(str(directory), replica, candidates, poll_secs, opened.topics)
+    return Live(str(directory), replica, candidates, poll_secs, opened)
 
 
 class Live(Versions):
@@ -247,13 +246,13 @@ class Live(Versions):
         replica: VersionReplica,
         candidates: Candidates,
         poll_secs: float | None,
-        topics: WalTopics | None,
+        opened: Steps,
     ):
         """Internal: call ``follow``."""
         super().__init__()
         self.problem: DeltackptError | None = None
         self._directory, self._replica, self._candidates = directory, replica, candidates
-        self._topics = topics
+        self._root = opened
         self._newest: int | None = None
         self._shown: PublishedState | None = None
         self._shared: SharedVersion | None = None
@@ -542,8 +541,7 @@ class Live(Versions):
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECS)
-        if self._topics is not None:
-            self._topics.close()
+        self._root.close()
         if self._server is not None:
             self._server.close()
         with self._changed:

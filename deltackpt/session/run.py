@@ -252,10 +252,11 @@ def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
 
 def _require_shared_log(options: WalOptions | None) -> None:
     backend = None if options is None else options.backend
-    if backend is not None and not (isinstance(backend, LocalWal) and backend.directory):
+    if isinstance(backend, LocalWal) and not backend.directory:
         raise OptionError(
-            "WalOptions.backend: expected a directory that all processes see, found a staging "
-            "directory for each process (Tiers(shared=False)); pass LocalWal(directory=...)"
+            "WalOptions.backend: expected a directory that all processes see, or Kafka, found a "
+            "staging directory for each process (Tiers(shared=False)); pass "
+            "LocalWal(directory=...) or KafkaWal(...)"
         )
 
 
@@ -265,6 +266,11 @@ def _topic(options: ManagerOptions, processes: int) -> Topic | None:
         return None
     topic = Topic(backend.topic, backend.config)
     if not options.read_only:
+        if not backend.topic:
+            raise OptionError(
+                "KafkaWal.topic: expected the topic to write to, found none; pass "
+                "KafkaWal('topic', config=...)"
+            )
         topic.check(
             partitions=processes,
             message_bytes=backend.chunk_bytes,

@@ -18,6 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -55,6 +56,9 @@ from deltackpt.standby.loaded_state import (
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
 from deltackpt.standby.wal import Candidates, FollowedWal
 from deltackpt.storage.store import StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.options import KafkaWal
 
 #: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
@@ -516,12 +520,13 @@ class Follower(RowReplica):
         shards: int = 1,
         memory_bytes: int | None = None,
         endpoint: str | None = None,  # Of the bucket's server, if not the provider's.
+        wal: KafkaWal | None = None,  # Reads WAL records in Kafka.
         soft: bool = True,  # Also apply records without dense leaves, soon above a full point.
     ):
-        self._root = open_steps(directory, item=item, endpoint=endpoint)
-        wal = FollowedWal(self._root, item, soft=soft)
-        super().__init__(wal, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
-        self._candidates = Candidates(self._root, wal)
+        self._root = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
+        followed = FollowedWal(self._root, item, soft=soft)
+        super().__init__(followed, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
+        self._candidates = Candidates(self._root, followed)
 
     def advance(self) -> bool:
         """Polls once and applies new saves and records; returns whether the state has changed."""

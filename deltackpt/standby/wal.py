@@ -61,6 +61,8 @@ class FollowedWal:
             record: refusal for record, refusal in self._refused.items() if now < refusal[0]
         }
         try:
+            # A bucket's names the epochs that its journal had.
+            self._reader.places = self._root.wal_location
             self._index, self._unreadable = self._reader.read(), None
         except (RestoreError, StorageError) as error:
             self._index, self._unreadable = WalIndex(()), without_frames(error)

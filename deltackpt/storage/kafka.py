@@ -13,7 +13,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from deltackpt import events
 from deltackpt.errors import DeltackptError, MissingExtra, OptionError, StorageError
@@ -32,6 +33,8 @@ _BATCH_BYTES = 512
 #: librdkafka logs twenty lines a second while a broker is away.
 _LOG_SECS = 1.0
 _POLL_SECS = 0.1
+#: Within this time, every broker knows a topic that was just created.
+_NEW_TOPIC_SECS = 3.0
 #: Messages that a reader takes at once.
 _READ_MESSAGES = 64
 _GROUP = "deltackpt"
@@ -77,6 +80,33 @@ def check_config(config: Mapping[str, object]) -> None:
             )
 
 
+def read_settings(path: Path) -> dict[str, str]:
+    """Returns the settings of librdkafka in a file of lines ``name=value``.
+
+    Raises ``OptionError`` if it is not such a file; the error has nothing of its contents.
+    """
+    found = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"{path}: expected a file of librdkafka's settings, found "
+            f"{getattr(error, 'strerror', 'no text')}; pass another file"
+        ) from None
+    for number, line in enumerate(lines, 1):
+        name, equals, value = (one.strip() for one in line.partition("="))
+        if not name or name.startswith("#"):
+            continue
+        if not equals:
+            raise OptionError(
+                f"{path}: expected a setting such as name=value in line {number}, found none; see "
+                "docs/how-to/kafka.md"
+            )
+        found[name] = value
+    check_config(found)
+    return found
+
+
 class Offsets(NamedTuple):
     """The messages that a partition holds: the first, and the one after the last."""
 
@@ -101,7 +131,9 @@ class Topic:
         self.config = config
         self._kafka = _library()
         self._lock = threading.Lock()
-        self._consumer: _KafkaClient | None = None
+        #: Those that look up offsets, and the one that fetches messages: a broker answers the
+        #: requests of a connection in turn, and holds a fetch back until there is a message.
+        self._readers: dict[Literal["look up", "fetch"], _KafkaClient] = {}
 
     def __str__(self) -> str:
         return f"Kafka topic {self.name!r}"
@@ -154,10 +186,14 @@ class Topic:
             wanted = sorted(found if partitions is None else partitions)
             return {one: client.offsets(one) for one in wanted}
 
-    def read(self, spans: Mapping[int, Offsets]) -> Iterator[Message]:
-        """Yields the messages of partitions, each in order; some may have been deleted."""
+    def read(self, spans: Mapping[int, Offsets], *, follow: bool = False) -> Iterator[Message]:
+        """Yields the messages of partitions, each in order; some may have been deleted.
+
+        With ``follow``, it may yield later messages, too, and a call that continues from there is
+        fast: they were fetched in the meantime.
+        """
         with self._lock:
-            yield from self._reader().messages(spans)
+            yield from self._reader("fetch").messages(spans, follow=follow)
 
     def truncate(self, offsets: Mapping[int, int]) -> None:
         """Deletes the messages below an offset of each partition."""
@@ -179,9 +215,9 @@ class Topic:
     def close(self) -> None:
         """Closes the connections for reading."""
         with self._lock:
-            consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            consumer.client.close()
+            readers, self._readers = self._readers, {}
+        for reader in readers.values():
+            reader.client.close()
 
     def _unfit(self, expected: str, found: str) -> OptionError:
         return OptionError(
@@ -191,8 +227,8 @@ class Topic:
     def _admin(self) -> _KafkaClient:
         return _KafkaClient(self, self._kafka.admin.AdminClient, {})
 
-    def _reader(self) -> _KafkaClient:
-        if self._consumer is None:
+    def _reader(self, use: Literal["look up", "fetch"] = "look up") -> _KafkaClient:
+        if use not in self._readers:
             settings = {
                 "group.id": _GROUP,
                 "enable.auto.commit": False,
@@ -204,8 +240,8 @@ class Topic:
                 "max.partition.fetch.bytes": _FETCH_BYTES,
                 "queued.max.messages.kbytes": _QUEUE_KBYTES,
             }
-            self._consumer = _KafkaClient(self, self._kafka.Consumer, settings)
-        return self._consumer
+            self._readers[use] = _KafkaClient(self, self._kafka.Consumer, settings)
+        return self._readers[use]
 
     def given(self) -> dict[str, Any]:
         """Returns the user's settings now."""
@@ -294,6 +330,8 @@ class _KafkaClient:
         #: Errors that the library reported, but no call has raised.
         self.failures: set[str] = set()
         self._denied = ""
+        #: Offset of the next message of each assigned partition.
+        self._positions: dict[int, int] = {}
         settings = {**given, **settings, "error_cb": self._failed}
         with self.errors("start a client"):
             try:
@@ -306,7 +344,8 @@ class _KafkaClient:
 
     def metadata(self, timeout_secs: float = REQUEST_SECS) -> Any:
         """Returns the metadata of the cluster and the topic; raises if the topic is not usable."""
-        deadline, kafka = time.monotonic() + timeout_secs, self._kafka
+        started, kafka = time.monotonic(), self._kafka
+        deadline = started + timeout_secs
         while True:
             error = None
             try:
@@ -327,6 +366,9 @@ class _KafkaClient:
                     "KafkaWal.config"
                 )
             if code in (codes.UNKNOWN_TOPIC_OR_PART, codes._UNKNOWN_TOPIC):
+                if time.monotonic() < min(deadline, started + _NEW_TOPIC_SECS):
+                    time.sleep(_POLL_SECS)
+                    continue
                 raise OptionError(
                     f"{self._name}: expected it to exist, found no such topic; create it, see "
                     "docs/how-to/kafka.md"
@@ -378,12 +420,14 @@ class _KafkaClient:
                     f"within {REQUEST_SECS:g} s; check the brokers"
                 )
 
-    def messages(self, spans: Mapping[int, Offsets]) -> Iterator[Message]:
+    def messages(self, spans: Mapping[int, Offsets], *, follow: bool) -> Iterator[Message]:
         """See ``Topic.read``."""
         left = {one: span for one, span in spans.items() if span.start < span.stop}
         if not left:
             return
-        self._assign(left)
+        if self._positions != {one: span.start for one, span in spans.items()}:
+            self._assign(spans if follow else left)
+        is_followed = False
         try:
             since = time.monotonic()
             while left:
@@ -399,17 +443,21 @@ class _KafkaClient:
                         f"{self.reported_errors()}; check the brokers"
                     )
                 for message in found:
-                    yield from self._received(message, left)
+                    yield from self._received(message, left, follow)
+            is_followed = follow
         finally:
-            with contextlib.suppress(Exception):
-                self.client.unassign()
+            if not is_followed:
+                self._positions.clear()
+                with contextlib.suppress(Exception):
+                    self.client.unassign()
 
     def _assign(self, left: Mapping[int, Offsets]) -> None:
+        self._positions = {partition: span.start for partition, span in left.items()}
         at = [self._kafka.TopicPartition(self.topic, n, span.start) for n, span in left.items()]
         with self.errors("read"):
             self.client.assign(at)
 
-    def _received(self, message: Any, left: dict[int, Offsets]) -> Iterator[Message]:
+    def _received(self, message: Any, left: dict[int, Offsets], follow: bool) -> Iterator[Message]:
         """Yields a message that was asked for; removes partitions that are complete."""
         codes, error = self._kafka.KafkaError, message.error()
         partition, offset = message.partition(), message.offset()
@@ -418,11 +466,11 @@ class _KafkaClient:
         handled = codes._PARTITION_EOF, codes._ALL_BROKERS_DOWN, *gone
         if error is not None and code not in handled and not error.retriable():
             raise self._error("read", self._kafka.KafkaException(error))
-        if partition not in left:
-            return
-        start, stop = left[partition]
+        start, stop = left.get(partition, Offsets(0, 0))
         if code is None:
-            if start <= offset < stop and message.value() is not None:
+            self._positions[partition] = offset + 1
+            is_wanted = start <= offset < stop or (follow and offset >= stop)
+            if is_wanted and message.value() is not None:
                 yield Message(partition, offset, message.value())
             start = max(start, offset + 1)
         elif code == codes._PARTITION_EOF:

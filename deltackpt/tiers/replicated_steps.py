@@ -25,10 +25,18 @@ from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.steps import local_folder
 from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.reading import inventory
-from deltackpt.reading.wal_locations import WalLocation, WalLocations
+from deltackpt.reading.wal_locations import WalFolder, WalLocation, WalLocations
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import FileStore, Missing, ReadOnlyStore, Stamp, Store, StorePath
+from deltackpt.storage.store import (
+    FileStore,
+    Missing,
+    ReadOnlyStore,
+    Stamp,
+    Store,
+    StorePath,
+    store_path,
+)
 from deltackpt.tiers.cursor import HURRY
 from deltackpt.tiers.staging import key_of
 
@@ -67,8 +75,8 @@ class ReplicatedSteps(BucketSteps):
         uploaded = UploadedWals(self.journal.root, self._client.remote, self.topics)
         if self._client.no_shared_fs:
             return uploaded
-        self._local.topics = self.topics
-        return WalLocations([self._local.wal_location, uploaded])
+        local = WalFolder(store_path(self._local.wal_dir), self.topics)
+        return WalLocations([local, uploaded])
 
     def steps(self) -> list[int]:
         """See ``Steps``; only the leading process knows all remote steps without a request."""

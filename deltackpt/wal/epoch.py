@@ -7,6 +7,7 @@ of abandoned training.
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError, WalBehind
 from deltackpt.format import naming, wal_format
 from deltackpt.format.manifest import Layout, SaveId
@@ -56,7 +58,11 @@ class OpenEpoch:
         assert options is not None
         self.head = head
         root, folder = run.local.path, WalFolder(store_path(run.local.wal_dir))
+        #: Where this process sees the header.
         self._heads = [folder]
+        no_shared_fs = run.no_shared_fs
+        if no_shared_fs and run.coordinator.index > 0:
+            self._heads.clear()
         if head.directory is not None:
             root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
             self._heads.append(folder)
@@ -64,7 +70,10 @@ class OpenEpoch:
         self._check_lease = run.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
-        self.progress = WalProgress(directory, run.coordinator.index, head.process_count)
+        if no_shared_fs and head.directory is None:
+            self.progress: WalProgress = SentProgress(run.coordinator, head)
+        else:
+            self.progress = FileProgress(directory, run.coordinator.index, head.process_count)
         backend, process = options.backend, run.coordinator.index
         self._process = process
         of: RecordsOf = {
@@ -74,8 +83,8 @@ class OpenEpoch:
         }
         if isinstance(backend, KafkaWal):
             assert run.topic is not None and head.topic is not None
-            # Only the progress is stored there.
-            DurableDir(root, fsync=run.fsync).make(directory / str(process))
+            if isinstance(self.progress, FileProgress):
+                DurableDir(root, fsync=run.fsync).make(directory / str(process))
             self._records: RecordWriter = KafkaWriter(
                 run.topic,
                 head.topic,
@@ -177,8 +186,8 @@ def write_head(
     base: SaveId | None,  # The step that training continues from.
     continues: Continues | None,  # The restored recovery point.
     layout: Layout | None = None,
-) -> int:
-    """Writes the header of a new epoch, and returns its number.
+) -> EpochHeader:
+    """Writes the header of a new epoch, and returns it.
 
     It invalidates the records above its fork point. Without a layout, the run has no WAL.
     """
@@ -217,7 +226,7 @@ def write_head(
             continue  # Another trainer's; the lease decides between us.
         copy = WalFolder(header.parent).segments(number) / naming.HEAD_COPY
         copy.store.put(copy.key, data)
-        return number
+        return head
 
 
 class EndedWal(WalHooks):
@@ -254,13 +263,13 @@ class EndedWal(WalHooks):
         self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
-def head_of(run: Run, reader: WalReader, number: int) -> EpochHeader:
-    """Reads the header that process 0 has written."""
+def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
+    """Reads the header that process 0 has written and sent, if this process can see it."""
     if (directory := local_directory(run)) is None:
-        return reader.head(number)
+        return sent if run.no_shared_fs else reader.head(sent.epoch)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):
-        name, data = local_wal_folder(directory, run.lineage.run).head(number)
+        name, data = local_wal_folder(directory, run.lineage.run).head(sent.epoch)
         found = wal_format.epoch_header_from(data, name=name)
     if found is None:
         raise OptionError(
@@ -277,36 +286,31 @@ _READ_SECS = 0.5
 _REPORT_SECS = 60.0
 
 
-class WalProgress:
+class WalProgress(abc.ABC):
     """The progress of the processes of one epoch, written by one thread, read by another."""
 
-    def __init__(self, epoch_dir: Path, process: int, count: int):
-        self._epoch_dir = epoch_dir
+    def __init__(self, process: int, count: int):
         self.process = process
         self.count = count
         self._own = 0
-        self._lock = threading.Lock()
-        self._file: int | None = None
         self._least, self._read_at = 0, 0.0
 
     def record(self, number: int, step: int) -> None:
         """Stores this process's newest durable record: the ``append()`` call and the step."""
         self._own = number
-        path, record = self._epoch_dir / str(self.process) / NAME, Noted(number, step).to_bytes()
-        with self._lock, contextlib.suppress(OSError):
-            if self._file is None:
-                # A new file at first; then in place, at a tenth of the cost.
-                DurableDir(path.parent, fsync=False).write(path, record)
-                self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            else:
-                os.pwrite(self._file, record, 0)
+        self._store(Noted(number, step).to_bytes())
 
+    @abc.abstractmethod
+    def _store(self, record: bytes) -> None:
+        """Makes this process's progress visible to the others; never raises."""
+
+    @abc.abstractmethod
+    def _others(self) -> dict[int, int]:
+        """Returns the newest records of the other processes; never raises."""
+
+    @abc.abstractmethod
     def close(self) -> None:
-        """Closes the file; the next ``record`` opens it again."""
-        with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-            self._file = None
+        """Closes what is open; the next ``record`` opens it again."""
 
     def of_all(self, *, fresh: bool = False) -> int:
         """Returns the newest record that all processes are known to have, or 0.
@@ -317,18 +321,70 @@ class WalProgress:
             return self._own
         now = time.monotonic()
         if fresh or now - self._read_at >= _READ_SECS:
-            others = (self._of(number) for number in range(self.count) if number != self.process)
-            self._least, self._read_at = min(others), now
+            self._least, self._read_at = min(self._others().values()), now
         return min(self._least, self._own)
 
     def of_each(self) -> list[int]:
         """Returns the number of the newest record of each process, or 0."""
-        return [self._of(number) for number in range(self.count)]
+        found = {**self._others(), self.process: self._own}
+        return [found[number] for number in range(self.count)]
 
-    def _of(self, process: int) -> int:
-        if process == self.process:
-            return self._own
-        return newest_durable(store_path(self._epoch_dir) / str(process)).number
+
+class SentProgress(WalProgress):
+    """Through the coordinator, for processes that share no directory."""
+
+    def __init__(self, coordinator: Coordinator, head: EpochHeader):
+        super().__init__(coordinator.index, coordinator.count)
+        self._coordinator = coordinator
+        self._key = f"deltackpt/wal/{head.run}/{head.epoch}/"
+
+    def _store(self, record: bytes) -> None:
+        with contextlib.suppress(StorageError):
+            self._coordinator.replace(f"{self._key}{self.process}", record)
+
+    def _others(self) -> dict[int, int]:
+        found: dict[str, bytes] = {}
+        with contextlib.suppress(StorageError):
+            found = self._coordinator.folder(self._key)
+        none = Noted(0, 0).to_bytes()
+        return {
+            number: Noted.of(found.get(str(number), none)).number
+            for number in self._coordinator.others
+        }
+
+    def close(self) -> None:
+        """See ``WalProgress``: nothing is open."""
+
+
+class FileProgress(WalProgress):
+    """In a file next to the segments of each process, where restores find it."""
+
+    def __init__(self, epoch_dir: Path, process: int, count: int):
+        super().__init__(process, count)
+        self._epoch_dir = epoch_dir
+        self._lock = threading.Lock()
+        self._file: int | None = None
+
+    def _store(self, record: bytes) -> None:
+        path = self._epoch_dir / str(self.process) / NAME
+        with self._lock, contextlib.suppress(OSError):
+            if self._file is None:
+                # A new file at first; then in place, at a tenth of the cost.
+                DurableDir(path.parent, fsync=False).write(path, record)
+                self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            else:
+                os.pwrite(self._file, record, 0)
+
+    def close(self) -> None:
+        """See ``WalProgress``."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def _others(self) -> dict[int, int]:
+        at, others = store_path(self._epoch_dir), {*range(self.count)} - {self.process}
+        return {number: newest_durable(at / str(number)).number for number in others}
 
 
 class LagWatch:

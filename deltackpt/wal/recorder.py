@@ -30,6 +30,7 @@ from deltackpt.errors import (
     TrackingError,
     WaitTimeout,
 )
+from deltackpt.format import wal_format
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_format import Continues
 from deltackpt.outcomes import Appended
@@ -538,7 +539,7 @@ class Recorder(WalHooks):
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
 
-        def write() -> tuple[int, bool]:
+        def write() -> tuple[str, bool]:
             leads = True
             if continues is not None and known is not None and self._may_have_trimmed:
                 leads = self._reader.leads(known.info.save_id, continues)
@@ -547,16 +548,18 @@ class Recorder(WalHooks):
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
             base, fork = None if known is None else known.info.save_id, continues if leads else None
-            return write_head(run, self._reader, base, fork, split.layout), leads
+            head = write_head(run, self._reader, base, fork, split.layout)
+            return wal_format.epoch_header_bytes(head).decode("latin-1"), leads
 
         self._begun = False  # Until the epoch is open.
-        number, leads = run.coordinator.from_process_0("starting a WAL epoch", write, fatal=True)
+        sent, leads = run.coordinator.from_process_0("starting a WAL epoch", write, fatal=True)
         if not leads:
             self._chain, self._lost = None, continues
         self._save_requests.end()
         self._close_epoch()
         with run.coordinator.together("looking for the WAL", fatal=True):
-            head = head_of(run, self._reader, number)
+            head = wal_format.epoch_header_from(sent.encode("latin-1"), name="WAL epoch header")
+            head = head_of(run, self._reader, head)
             epoch = OpenEpoch(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
         self._epoch, self._ended = epoch, None

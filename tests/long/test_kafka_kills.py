@@ -14,9 +14,10 @@ import pytest
 from brokers import KafkaCluster
 from kafka_trainee import Trainee
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.xdist_group("kafka")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200), pytest.mark.xdist_group("kafka")]
 
-KILLS = 100
+#: Trainers to kill in each phase: 120 in total, with the brokers that are killed before them.
+KILLS_PER_PHASE = 20
 BROKERS = 3
 #: Brokers to kill before the trainer, and whether they return before it ends.
 PHASES = {
@@ -32,12 +33,12 @@ _LONGEST_SECS = 1.5
 
 def test_kills_of_trainers_and_brokers_lose_no_acknowledged_record(tmp_path, campaign, figures):
     random_ = campaign.random("kafka kills")
-    phases: collections.Counter[str] = collections.Counter()
-    acknowledged = records = 0
+    order = [*PHASES] * campaign.count(KILLS_PER_PHASE)
+    random_.shuffle(order)
+    acknowledged = records = broker_kills = 0
     with KafkaCluster(tmp_path, BROKERS) as cluster:
         topic = cluster.topic("kills")
-        for _ in range(campaign.count(KILLS)):
-            phase = random_.choice([*PHASES])
+        for phase in order:
             count, returns = PHASES[phase]
             every = random_.choice((4, 15, 1000))
             trainee = Trainee(tmp_path / "run", topic, cluster.config, save_every=every)
@@ -64,10 +65,16 @@ def test_kills_of_trainers_and_brokers_lose_no_acknowledged_record(tmp_path, cam
             cluster.wait()
             assert trainee.error is None, trainee.error
             acknowledged, records = trainee.acknowledged, records + trainee.appended - restored
-            phases[phase] += 1
+            broker_kills += count
         last = Trainee(tmp_path / "run", topic, cluster.config, steps=1)
         try:
             assert last.read_until("restored") >= acknowledged
         finally:
             last.kill()
-    figures("kills of trainers and Kafka brokers", phases=dict(phases), records=records)
+    figures(
+        "kills of trainers and Kafka brokers",
+        phases=dict(collections.Counter(order)),
+        kills=len(order),
+        broker_kills=broker_kills,
+        records=records,
+    )

@@ -15,6 +15,7 @@ from deltackpt.maintenance.doctor.machine import SCHEME, SCRATCH, Area, Finding,
 
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor import contents as _contents
+    from deltackpt.options import KafkaWal
 else:  # A package that it needs may be missing, which is a finding.
     _contents = LazyModule("deltackpt.maintenance.doctor.contents")
 
@@ -24,10 +25,12 @@ def examine(
     *,
     read_only: bool = False,
     endpoint: str | None = None,
+    wal: KafkaWal | None = None,
 ) -> tuple[Finding, ...]:
     """Returns findings about a directory, which need not exist, the machine and the packages.
 
     Unless ``read_only``, writes small files to a temporary directory inside ``directory``.
+    ``wal`` reads WAL records in Kafka.
     """
     found: list[Finding] = []
     if directory is not None:
@@ -42,7 +45,7 @@ def examine(
                 lambda: _contents.bucket_findings(where, read_only=read_only, endpoint=endpoint),
             )
         else:
-            found += _examine_directory(where, read_only=read_only)
+            found += _examine_directory(where, read_only=read_only, wal=wal)
     found += [machine.memory_finding(), machine.open_files_finding()]
     found += machine.huge_page_findings()
     found += machine.version_findings()
@@ -66,9 +69,13 @@ def _unless_missing(
 # The directory.
 
 
-def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
+def _examine_directory(
+    directory: str, *, read_only: bool, wal: KafkaWal | None
+) -> Iterator[Finding]:
     yield from _unless_missing(
-        "directory", "contents", lambda: _contents.content_findings(directory, read_only=read_only)
+        "directory",
+        "contents",
+        lambda: _contents.content_findings(directory, read_only=read_only, wal=wal),
     )
     if SCHEME.match(directory):
         return

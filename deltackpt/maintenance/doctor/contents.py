@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
@@ -30,7 +31,11 @@ from deltackpt.reading.wal_index import (
     newest_plan,
     read_wal_state,
 )
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.store import store_path
+
+if TYPE_CHECKING:
+    from deltackpt.options import KafkaWal
 
 
 def dense_findings(opened: Steps) -> Iterator[Finding]:
@@ -288,7 +293,9 @@ def _steps_finding(steps: Sequence[int]) -> Finding:
     )
 
 
-def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
+def content_findings(
+    directory: str, *, read_only: bool, wal: KafkaWal | None = None
+) -> Iterator[Finding]:
     """Checks the steps of a directory, its WAL, leftovers and lease."""
     path = Path(os.path.expanduser(directory)).absolute()
     if not SCHEME.match(directory) and not path.exists():
@@ -320,6 +327,8 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     ).ok_if(writable)
     yield _steps_finding(steps)
     yield from of_dense
+    if wal is not None:
+        opened.topics = WalTopics(wal.config)
     yield from log_findings(opened, known)
     yield from _leftovers(path, entries)
     yield from _lease(path, entries)
