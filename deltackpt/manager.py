@@ -62,9 +62,10 @@ from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
-    from deltackpt.tiers import open_root as opening
+    from deltackpt.tiers import starting
+    from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
-    opening = LazyModule("deltackpt.tiers.open_root")
+    starting = LazyModule("deltackpt.tiers.starting")
 
 
 class CheckpointManager:
@@ -176,13 +177,13 @@ class CheckpointManager:
 
         def path() -> Path:
             local = buckets.file_path(directory)
-            return local or opening.saves_to(directory, options, coordination.process_index())
+            return local or starting.saves_to(directory, options, coordination.process_index())
 
         def warn(errors: list[DeltackptError]) -> None:
             for error in errors:
                 events.warn(f"another manager of this process was open on the directory: {error}")
 
-        def open_root(writing: bool) -> Steps:
+        def open_root(writing: bool) -> Steps | ReplicationClient:
             if (local := buckets.file_path(directory)) is not None:
                 if options.tiers is not None:
                     raise OptionError(
@@ -190,7 +191,7 @@ class CheckpointManager:
                         "found tiers; leave the option out, or use the URL of a bucket"
                     )
                 return Root.open(local, item=item, read_only=not writing, confirmed=False)
-            return opening.open_root(
+            return starting.open_bucket(
                 directory,
                 item=item,
                 options=options,
@@ -226,15 +227,13 @@ class CheckpointManager:
                 self._termination = Termination()
             with coordinator.together(what, fatal=True):
                 if not self._read_only:
-                    root = self._run.writable_root
-                    root.confirm()
-                    warn(exits.close_others(path(), root.epoch))
+                    self._run.ledger.confirm()
+                    warn(exits.close_others(path(), self._run.local.epoch))
             if not self._read_only:
-                self._watch = exits.Watch(
-                    self._end, self._run.writable_root.path, self._run.writable_root.epoch
-                )
+                local = self._run.local
+                self._watch = exits.Watch(self._end, local.path, local.epoch)
         except BaseException:
-            self._run.root.abandon()
+            self._run.opened.abandon()
             raise
         self._closed = False
 
@@ -789,7 +788,7 @@ class CheckpointManager:
           FencedError: another trainer took over the directory; the message names it.
         """
         self._check_usable()
-        self._root.check_lease(refresh=True)
+        self._run.check_lease(refresh=True)
 
     @property
     def resume_step(self) -> int | None:
@@ -841,14 +840,14 @@ class CheckpointManager:
             self._ended, self._unreported = reason, self._saver.unreported
         self._termination.close()
         with contextlib.ExitStack() as parts:
-            parts.callback(self._root.close)
+            parts.callback(self._run.opened.close)
             if self._run.topic is not None:
                 parts.callback(self._run.topic.close)
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)
-            if not self._read_only:
-                parts.callback(self._run.writable_root.stop_waiting)
+            if self._run.replication is not None:
+                parts.callback(self._run.replication.stop_waiting)
             if self._watch is not None:
                 parts.callback(self._watch.cancel)
 
@@ -933,7 +932,7 @@ class CheckpointManager:
                 # For example, the new trainer has removed the directory of a save in flight.
                 with contextlib.suppress(StorageError):
                     try:
-                        self._root.check_lease()
+                        self._run.check_lease()
                     except FencedError as fenced:
                         raise fenced from error
                 raise

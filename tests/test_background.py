@@ -234,7 +234,6 @@ def orders_of(process: int) -> Orders:
     return Orders(
         number=1,
         lease=1,
-        stage="a",
         url="s3://a/b",
         endpoint=None,
         item="e",

@@ -23,7 +23,7 @@ import leaver
 import machine
 import model
 import pytest
-from test_tiers import Node, eventually, node, s3, same
+from test_tiers import Node, eventually, node, s3, same, staged
 
 import deltackpt
 from deltackpt import manager, options
@@ -42,7 +42,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.save import exits
 from deltackpt.testing import failing_saves
 from deltackpt.tiers import replicator
-from deltackpt.tiers.staged_root import StagedRoot
+from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.staging import StagingDir
 
 __all__ = ["node", "s3"]
@@ -343,7 +343,7 @@ def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_
         with contextlib.suppress(FencedError), spare.manager():
             stages = functions_called(lambda: twin.manager().close())
         names = [code.co_qualname for code in stages]
-        late = stages[names.index("Journal.claim") : names.index("StagedRoot.confirm")]
+        late = stages[names.index("Journal.claim") : names.index("ReplicationClient.confirm")]
         late = [code for code in late if "withdraw" not in code.co_qualname]
         chosen = [*late[:: len(late) // 6], late[-1]]
         assert len(late) > 30 and any("recover" in code.co_qualname for code in late)
@@ -388,7 +388,7 @@ def test_a_bucket_start_that_is_interrupted_at_its_end_returns_the_claim_or_keep
     with contextlib.suppress(FencedError), spare.manager():
         stages = functions_called(lambda: spare.manager().close())
     names = [code.co_qualname for code in stages]
-    last = stages[names.index("StagedRoot.confirm") : names.index("close_others") + 1]
+    last = stages[names.index("ReplicationClient.confirm") : names.index("close_others") + 1]
     chosen = [*last[:: len(last) // 5], *(one for one in last if one.co_name == "order"), last[-1]]
     assert len(last) > 10
     step = -1
@@ -431,7 +431,7 @@ def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     saved = started(lambda: (one.save(live, 1), live.wait_until_finished()))
     with pytest.raises(FencedError):
         saved.result(lease.GRACE_SECS / 2)
-    claim = JournalView(second._run.writable_root._journal.root).state().claim
+    claim = JournalView(staged(second).journal.root).state().claim
     assert claim is not None and not claim.lease.pending and not claim.began
     with contextlib.suppress(FencedError):
         live.close()
@@ -748,18 +748,18 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
 
 
 def test_a_start_that_loses_its_staged_saves_releases_everything(node, tmp_path, monkeypatch):
-    one, finish = node(), StagedRoot._finish_start
+    one, finish = node(), ReplicationClient._finish_start
     extents = deltackpt.tiers.Extents(
         directory=str(tmp_path / "x"), nbytes=40 << 16, extent_bytes=1 << 16
     )
 
-    def lose(held: StagedRoot) -> None:
-        monkeypatch.setattr(StagedRoot, "_finish_start", finish)
+    def lose(held: ReplicationClient) -> None:
+        monkeypatch.setattr(ReplicationClient, "_finish_start", finish)
         shutil.rmtree(one.stage.steps)
         raise KeyboardInterrupt
 
     live = one.manager()
-    monkeypatch.setattr(StagedRoot, "_finish_start", lose)
+    monkeypatch.setattr(ReplicationClient, "_finish_start", lose)
     with pytest.raises(KeyboardInterrupt):
         one.manager(extents=extents)
     assert not machine.open_files(tmp_path / "x")
@@ -816,12 +816,12 @@ def require_fenced(start: concurrent.futures.Future[Any], save: Callable[[Any], 
     [
         *(
             "Journal.claim",
-            "_reconciled_orders",
-            "ReplicationClient.recover",
+            "_Start.run",
+            "Replicas.recover",
             "Saver.__init__",
-            "StagedRoot.confirm",
+            "ReplicationClient.confirm",
         ),
-        *("StagingDir.order", "StagedRoot._finish_start", "Journal.start", "close_others"),
+        *("StagingDir.order", "ReplicationClient._finish_start", "Journal.start", "close_others"),
         "Watch.__init__",
     ],
 )
@@ -932,7 +932,7 @@ def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, 
 def test_a_start_records_that_it_started_without_waiting_for_a_newer_one(node, monkeypatch):
     one = node()
     first = one.manager()
-    claims = [Journal(first._run.writable_root._journal.root) for _ in range(2)]
+    claims = [Journal(staged(first).journal.root) for _ in range(2)]
     for claim in claims:
         claim.claim(pending=True)
     with monkeypatch.context() as patch:

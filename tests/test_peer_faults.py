@@ -101,7 +101,7 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
         with contextlib.closing(PeerTier(one.group())) as found:
             # As process 3 of a job of 4 left it.
             of_four = dataclasses.replace(orders, process=3, processes=4)
-            info = staged(manager)._local.saves()[0]
+            info = staged(manager).local.saves()[0]
             found.put(bundles.staged_bundle(one.stage, info.save_id, orders.item, of_four))
             [before] = found.refs()
             pusher = Pusher(one.stage)
@@ -187,8 +187,8 @@ def test_a_save_that_cannot_be_uploaded_must_reach_the_peers(node, cluster, monk
     limits = Timeouts(save_secs=3.0, close_secs=0.5)
     with contextlib.suppress(WaitTimeout), one.manager(timeouts=limits) as manager:
         one.save(manager, 0)
-        eventually(lambda: 0 in staged(manager)._local.saves(), "it is in the stage")
-        key = key_of(0, staged(manager)._local.saves()[0].save_id)
+        eventually(lambda: 0 in staged(manager).local.saves(), "it is in the stage")
+        key = key_of(0, staged(manager).local.saves()[0].save_id)
         one.stage.report(TierProgress(holder=one.stage.orders().holder, damaged={key: "no parent"}))
         assert sum(cluster.holding().values()) == 0
         with pytest.raises(WaitTimeout, match="to reach tier 'peers'"):
@@ -338,7 +338,7 @@ def test_closed_peers_raise_a_typed_error(node, cluster, monkeypatch):
     with one.manager(wait_for="staging") as manager:
         one.saves(manager, 0)
         orders = one.stage.orders()
-        save_id = staged(manager)._local.saves()[0].save_id
+        save_id = staged(manager).local.saves()[0].save_id
         pack = bundles.staged_bundle(one.stage, save_id, orders.item, orders)
         found = PeerTier(one.group())
         found.put(pack)

@@ -41,7 +41,7 @@ from deltackpt.maintenance.verify import verify_root
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
 from deltackpt.tiers import replicator, uploader
-from deltackpt.tiers.staged_root import StagedRoot
+from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.staging import StagingDir
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -463,16 +463,16 @@ def without_promoter(
 ) -> None:
     """Prevents uploaders from starting and kills that of a manager."""
     monkeypatch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", lambda self: None)
-    process = staged(manager)._client.process._process if manager is not None else None
+    process = staged(manager).process._process if manager is not None else None
     if process is not None:
         process.kill()
         process.wait()
 
 
-def staged(manager: deltackpt.CheckpointManager) -> StagedRoot:
-    """The staged root of a manager with a bucket."""
-    found = manager._run.writable_root
-    assert isinstance(found, StagedRoot)
+def staged(manager: deltackpt.CheckpointManager) -> ReplicationClient:
+    """The tiers of a manager with a bucket."""
+    found = manager._run.replication
+    assert found is not None
     return found
 
 
@@ -481,6 +481,17 @@ def test_the_next_start_uploads_what_a_killed_node_left(node):
     one.staged_run(0, 1, 2)
     assert one.local() == [0, 1, 2]
     one.resumed(2)
+    assert one.root() == [0, 1, 2]
+
+
+def test_staged_saves_stay_if_the_next_trainer_starts_afresh(node, monkeypatch):
+    one = node()
+    one.staged_run(0, 1)
+    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
+        without_promoter(patch, manager)
+        one.saves(manager, 2, bases=[2])
+    one.resumed(2, [0, 1, 2])
+    one.resumed(2, [0, 1, 2])
     assert one.root() == [0, 1, 2]
 
 
@@ -625,7 +636,7 @@ def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch
             one.saves(manager, step, bases=[step])
         assert manager.all_steps() == [3]
     orders = one.stage.orders()
-    assert orders is not None and 0 in {retired.step for retired in orders.retired}
+    assert orders is not None and 0 in {removal.step for removal in orders.removals}
     work = uploader.Uploader(one.stage)
     unreachable = mock.Mock(side_effect=StorageError("the network is gone"))
     with mock.patch.object(uploader, "send", unreachable), pytest.raises(StorageError):
@@ -639,7 +650,7 @@ def test_a_delta_whose_parent_was_evicted_from_staging(node):
     one, other = node(), node()
     with one.manager(keep_local=1) as manager:
         one.saves(manager, 0, 1)
-        staged(manager)._local.remove_steps([0, 1])
+        staged(manager).local.remove_steps([0, 1])
         assert manager.all_steps() == [0, 1]
         assert one.save(manager, 2).kind == "delta"
         manager.wait_until_finished()

@@ -160,7 +160,7 @@ def test_full_extents_drop_uploaded_saves_first(node):
     small = one.of_size(12)
     with one.manager(extents=small, wait_for="remote") as manager:
         one.saves(manager, *range(30))
-        held = staged(manager)._client.recoverable()
+        held = {one.name.save_id for one in staged(manager).replicas.offers()}
         assert len(held) <= 12 and max(one.step for one in held) == 29
     assert set(one.after_power_cut(29, extents=small).source) == {"directory", "extents"}
 
@@ -233,7 +233,7 @@ def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
         found = staged(manager)
         with pytest.warns(UserWarning, match="expected a part of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
-        assert {one.step for one in found._client.recoverable()} == {0}
+        assert {one.name.step for one in found.replicas.offers()} == {0}
     one.cut_power()
     with one.manager() as manager:
         assert manager.all_steps() == [0]
@@ -456,7 +456,7 @@ def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
         one.run(0, 1, 2)
     damage_staged(one, 0)
     with one.manager() as manager:
-        damaged = staged(manager)._client.progress
+        damaged = staged(manager).progress
         eventually(lambda: len(damaged().damaged) == 3, "the uploader reports it")
         assert one.restore(manager).source[0] == "extents"  # Repaired.
         one.saves(manager, 3)

@@ -362,7 +362,7 @@ def test_the_previous_trainer_is_locked_out(node, cluster):
         other.restore(manager)
         with contextlib.closing(PeerTier(one.group())) as late:
             assert late.refs() == []
-        assert staged(manager)._client.recoverable()
+        assert staged(manager).replicas.offers()
 
 
 def test_extents_are_read_before_peers(node, cluster, tmp_path):

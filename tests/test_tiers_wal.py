@@ -283,11 +283,11 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch,
         # The uploader notices the loss when it next asks: before the first record, or after some.
         with monkeypatch.context() as patch:
             if records:
-                patch.setattr(ReplicationClient, "require_claim", lambda _: None)
+                patch.setattr(ReplicationClient, "check_claim", lambda _, **__: None)
                 one.log(manager, 1)
             else:
                 patch.setattr(
-                    ReplicationClient, "require_claim", mock.Mock(side_effect=FencedError("taken"))
+                    ReplicationClient, "check_claim", mock.Mock(side_effect=FencedError("taken"))
                 )
                 with pytest.raises(FencedError, match="taken"):
                     one.log(manager, 1)

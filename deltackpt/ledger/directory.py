@@ -15,7 +15,6 @@ The note of what a preservation policy keeps is informational and is not fsynced
 
 from __future__ import annotations
 
-import abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -35,7 +34,7 @@ from deltackpt.errors import (
     UnsupportedRoot,
 )
 from deltackpt.format import chain, manifest, naming
-from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import lease
 from deltackpt.ledger.lease import DirectoryLease, Lease
@@ -80,124 +79,6 @@ def read_kept(root: StorePath) -> Kept | None:
     return None
 
 
-class WritableRoot(Steps, abc.ABC):
-    """The checkpoint directory that one trainer writes.
-
-    Saves are made in ``path``: the checkpoint directory, or its staging directory. With
-    ``no_shared_fs``, the other processes of a job do not see it. ``emits_events``: this process
-    reports background events.
-    """
-
-    no_shared_fs = False
-    emits_events = True
-
-    def __init__(self, store_path: StorePath, item: str, path: Path, given: str | os.PathLike[str]):
-        """Committed steps are read from ``store_path``; saves are made in ``path``."""
-        super().__init__(store_path, item, given=given)
-        self.path = path
-        #: The directory that was opened: ``path``, or the staging directory that contains it.
-        self.opened_dir = path
-
-    def step_dir(self, step: int) -> Path:
-        """Returns the path to which a step is renamed; it need not be read from there."""
-        return self.path / str(step)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the lease of ``path``; 0 if another process of the job holds it."""
-        return 0
-
-    def remove_remade(self, temporary: Path) -> None:
-        """Removes what a failed save created in place of a directory that was moved or removed.
-
-        TensorStore creates all parent folders of a file. A directory in use has a lease file.
-        """
-        # It no longer exists, or another process has written there.
-        with contextlib.suppress(OSError):
-            if [*lease.epochs(self.path)]:
-                return
-            DurableDir(temporary.parent).remove(temporary)
-            for folder in (self.path, *self.path.parents):
-                folder.rmdir()
-                if folder == self.opened_dir:
-                    break
-
-    @property
-    def wal_dir(self) -> Path:
-        """The directory of the WAL: where saves are made."""
-        return self.path / naming.LOG
-
-    @property
-    def wal_location(self) -> WalLocation:
-        """See ``Steps``."""
-        return WalFolder(store_path(self.wal_dir), self.topics)
-
-    @abc.abstractmethod
-    def check_lease(self, *, refresh: bool = False) -> None:
-        """Checks before every commit that no other trainer has taken the lease; raises FencedError.
-
-        Without ``refresh``, a bucket is not queried: the last known state is used.
-        """
-
-    @abc.abstractmethod
-    def roll_back(self, step: int, run: str) -> list[int]:
-        """Un-commits every step after ``step``, with a warning; returns them."""
-
-    @abc.abstractmethod
-    def remove_steps(self, steps: Collection[int]) -> None:
-        """Removes committed steps; no remaining step may need one of them."""
-
-    @abc.abstractmethod
-    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """Deletes unneeded files in the background; a failure is raised by the next call.
-
-        ``protected`` returns saves in flight and possible parents, as ``Lineage.protected`` does.
-        """
-
-    @abc.abstractmethod
-    def write_kept(self, kept: Kept | None) -> None:
-        """Records which steps the trainer's policy keeps; None means every step."""
-
-    def confirm(self) -> None:
-        """Called once every process has its manager: fences the previous holder.
-
-        If it raises (FencedError: a newer trainer has started), ``abandon`` returns the lease or
-        completes this.
-        """
-
-    # Only for directories with tiers.
-
-    def exists(self, save_id: SaveId) -> bool:
-        """Returns whether a save is committed although its step is not in ``path``."""
-        return False
-
-    def base_of(self, save_id: SaveId) -> BaseRef | None:
-        """Returns the compacted base of a save, if it is not in ``path``."""
-        return None
-
-    def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Called first, with an all-gather of the processes: only saves that all have count."""
-
-    def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
-        """Records, before the first save, from which save (or None) a run resumes."""
-
-    def make_room(self, nbytes: int) -> str | None:
-        """Waits in the background for room for a save; may return a warning."""
-
-    def stop_waiting(self) -> None:
-        """Ends waiting for room, because the manager is closed."""
-
-    def committed(self) -> None:
-        """Called in the background of a save once its step is in ``path``; replicates it."""
-
-    def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until all saves reach ``Tiers.wait_for``; raises Damaged if one never can."""
-
-    def poll_events(self) -> list[events.Event]:
-        """Returns the background events since the last call."""
-        return []
-
-
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
 _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
@@ -205,12 +86,15 @@ _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _PATTERN = frozenset("*?[")
 
 
-class Root(WritableRoot):
+class Root(Steps):
     """A checkpoint directory, open for a trainer or read-only."""
 
     def __init__(self, path: Path, item: str, *, given: Path):
         """Created by ``Root.open``; ``given`` is the path before its links were followed."""
-        super().__init__(StorePath(FileStore(path), ""), item, path, given)
+        super().__init__(StorePath(FileStore(path), ""), item, given=given)
+        self.path = path
+        #: The directory that was opened: ``path``, or the staging directory that contains it.
+        self.opened_dir = path
         self._dir = DurableDir(path)
         self._lease: DirectoryLease | None = None
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -277,7 +161,11 @@ class Root(WritableRoot):
         return root
 
     def confirm(self) -> None:
-        """See ``WritableRoot``: leftovers may be the previous holder's save in flight."""
+        """Called once every process has its manager: fences the previous holder.
+
+        Leftovers may be that holder's save in flight. If it raises (FencedError: a newer trainer
+        has started), ``abandon`` returns the lease or completes this.
+        """
         if self._lease is not None and not self._lease.is_started:
             self._lease.check(wait=False)
             self._confirm(self._lease)
@@ -297,8 +185,37 @@ class Root(WritableRoot):
 
     @property
     def epoch(self) -> int:
-        """See ``WritableRoot``."""
+        """The epoch of the lease; 0 if it is open for reading."""
         return 0 if self._lease is None else self._lease.epoch
+
+    @property
+    def wal_dir(self) -> Path:
+        """The directory of the WAL."""
+        return self.path / naming.LOG
+
+    @property
+    def wal_location(self) -> WalLocation:
+        """See ``Steps``."""
+        return WalFolder(store_path(self.wal_dir), self.topics)
+
+    def step_dir(self, step: int) -> Path:
+        """Returns the path to which a step is renamed."""
+        return self.path / str(step)
+
+    def remove_remade(self, temporary: Path) -> None:
+        """Removes what a failed save created in place of a directory that was moved or removed.
+
+        TensorStore creates all parent folders of a file. A directory in use has a lease file.
+        """
+        # It no longer exists, or another process has written there.
+        with contextlib.suppress(OSError):
+            if [*lease.epochs(self.path)]:
+                return
+            DurableDir(temporary.parent).remove(temporary)
+            for folder in (self.path, *self.path.parents):
+                folder.rmdir()
+                if folder == self.opened_dir:
+                    break
 
     @property
     def has_rival(self) -> bool:
@@ -321,8 +238,11 @@ class Root(WritableRoot):
         newest = max(lease.epochs(self.path), default=None)
         return None if newest is None else lease.read_lease(self.path / naming.lease_name(newest))
 
-    def check_lease(self, *, refresh: bool = False) -> None:
-        """See ``WritableRoot``; while a newer trainer starts, it waits for the outcome."""
+    def check_lease(self) -> None:
+        """Checks that no other trainer has taken the lease; raises FencedError.
+
+        While a newer trainer starts, it waits for the outcome.
+        """
         if self._lease is not None:
             self._lease.check()
 
@@ -337,7 +257,10 @@ class Root(WritableRoot):
             self._lease.check(is_starting=True)
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """See ``WritableRoot``: moves them aside durably, newest first, so parents stay longest."""
+        """Un-commits every step after ``step``, with a warning; returns them.
+
+        They are moved aside durably, newest first, so parents stay longest.
+        """
         later = sorted((found for found in self.steps() if found > step), reverse=True)
         if not later or self._lease is None:
             return []
@@ -391,11 +314,14 @@ class Root(WritableRoot):
             self._dir.remove(emptied)
 
     def write_kept(self, kept: Kept | None) -> None:
-        """See ``WritableRoot``."""
+        """Records which steps the trainer's policy keeps; None means every step."""
         write_kept(self.path, kept)
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """See ``WritableRoot``: renames them, newest first, so that what remains restores."""
+        """Removes committed steps; no remaining step may need one of them.
+
+        Renames them, newest first, so that what remains restores.
+        """
         if self._lease is None or not steps:
             return
         trash, unsynced = self.new_trash(), DurableDir(self.path, fsync=False)
@@ -430,14 +356,25 @@ class Root(WritableRoot):
         folders = self._dir.entries(self.path / naming.TRASH)
         return [entry for folder in folders for entry in self._dir.entries(folder)]
 
-    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """See ``WritableRoot``: deletes renamed steps, and compacted bases that no chain uses."""
-        if self._lease is not None and self._collected.done():
-            before = self._collected
-            self._collected = self._collector.submit(self._collect, protected)
-            before.result()
+    def collect(
+        self,
+        protected: Callable[[], frozenset[SaveId]] = frozenset,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Deletes renamed steps, and compacted bases that no chain uses, in the background.
 
-    def _collect(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        A failure is raised by the next call. ``protected`` returns saves in flight and possible
+        parents, as ``Lineage.protected`` does. ``before`` is called first, in the background.
+        """
+        if self._lease is not None and self._collected.done():
+            last = self._collected
+            self._collected = self._collector.submit(self._collect, protected, before)
+            last.result()
+
+    def _collect(
+        self, protected: Callable[[], frozenset[SaveId]], before: Callable[[], None]
+    ) -> None:
+        before()
         # The first compaction creates it.
         has_bases = os.path.isdir(self.path / naming.COMPACTED)
         if has_bases and (bases := self._compacted()):

@@ -149,7 +149,6 @@ class LeaseClaim:
     lease: Lease
     began: bool = False  # whether training began under it; otherwise it supersedes no save
     goes_on: SaveId | None = None  # None if it started from scratch
-    stages: tuple[str, ...] = ()  # ids of its processes' staging directories
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -230,14 +230,12 @@ class Journal(JournalView):
             copies = (entries.copy_name(entry_name(one)) for one in sorted(old))
             self.root.store.delete(map(self._key, copies))
 
-    def begin_run(self, resumed_from: SaveId | None, stages: Iterable[str] = ()) -> None:
-        """Records, before the first save, from which save training resumes, and its stages' ids."""
+    def begin_run(self, resumed_from: SaveId | None) -> None:
+        """Records, before the first save, from which save training resumes."""
 
         def change(state: State) -> Entry | None:
             claim = state.entry.claims[-1]
-            began = dataclasses.replace(
-                _started(claim), began=True, goes_on=resumed_from, stages=(*stages,)
-            )
+            began = dataclasses.replace(_started(claim), began=True, goes_on=resumed_from)
             if began == claim:
                 return None
             return dataclasses.replace(state.entry, claims=(*state.entry.claims[:-1], began))

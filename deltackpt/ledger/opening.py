@@ -25,7 +25,7 @@ from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.ledger.view import JOURNAL, JournalView
 from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage import buckets
-from deltackpt.storage.store import DEADLINE_SECS, StorePath
+from deltackpt.storage.store import DEADLINE_SECS, Store, StorePath
 
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 class BucketSteps(Steps):
     """The steps named by a journal, for reading."""
 
-    def __init__(self, journal: JournalView, item: str):
-        super().__init__(StorePath(CommittedStore(journal), ""), item, given=journal.root.store.url)
+    def __init__(self, journal: JournalView, item: str, store: Store | None = None):
+        """Reads from ``store``, by default what the journal names; sends no request yet."""
+        store = store or CommittedStore(journal)
+        super().__init__(StorePath(store, ""), item, given=journal.root.store.url)
         self.journal = journal
 
     @property

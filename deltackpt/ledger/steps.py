@@ -247,22 +247,8 @@ class Steps:
     @contextlib.contextmanager
     def local(self, step: int, name: str) -> Iterator[Path]:
         """Yields a local folder of a step; of a bucket, a verified download, deleted afterwards."""
-        at = self._held_at(step) / name
-        if isinstance(at.store, FileStore):
-            yield Path(at)
-            return
-        assert isinstance(at.store, CommittedStore)
-        with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=self._scratch()) as folder:
-            at.store.fetch(at.key, Path(folder))
-            yield Path(folder)
-
-    def _held_at(self, step: int) -> StorePath:
-        """Where a step is, in the store that holds it."""
-        return self.at(step)
-
-    def _scratch(self) -> Path | None:
-        """Where downloaded files are put; None for the default temporary directory."""
-        return None
+        with local_folder(self.at(step) / name, None) as folder:
+            yield folder
 
     def await_readable(self, step: int) -> None:
         """Waits until a step can be read; most directories return at once."""
@@ -274,21 +260,6 @@ class Steps:
     def lost_steps(self) -> dict[int, Damaged]:
         """Returns steps that may have been committed, according to the remaining records."""
         return {}
-
-    def source_of(self, save_id: SaveId) -> str:
-        """Returns where a save is read: the checkpoint directory, unless there is a nearer copy."""
-        return "directory"
-
-    def unusable(self) -> Mapping[int, RestoreError]:
-        """Returns the errors of steps that exist in a replica but cannot be listed."""
-        return {}
-
-    def found_damaged(self, step: int) -> bool:
-        """Sets damaged parts aside if there is another copy; returns whether to read again."""
-        return False
-
-    def check_lease(self, *, refresh: bool = False) -> None:
-        """Checks that the lease is still held; readers hold none."""
 
     def newest_lease(self) -> Lease | None:
         """Returns the lease holder; None if there was never one, or it is unknown."""
@@ -302,6 +273,18 @@ class Steps:
     def abandon(self) -> None:
         """Closes it after the manager's constructor failed; returns the lease if possible."""
         self.close()
+
+
+@contextlib.contextmanager
+def local_folder(at: StorePath, scratch: Path | None) -> Iterator[Path]:
+    """Yields a folder, if necessary downloaded to ``scratch`` or a temporary directory."""
+    if isinstance(at.store, FileStore):
+        yield Path(at)
+        return
+    assert isinstance(at.store, CommittedStore)
+    with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=scratch) as folder:
+        at.store.fetch(at.key, Path(folder))
+        yield Path(folder)
 
 
 def _broken_at(name: str, by_dir: Mapping[str, SaveInfo], unknown: Collection[str]) -> str | None:

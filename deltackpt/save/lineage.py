@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
@@ -23,7 +23,6 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
 from deltackpt.format.wal_format import Continues
-from deltackpt.ledger.directory import WritableRoot
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.reading import stored_saves
 from deltackpt.save.branch import (
@@ -37,6 +36,9 @@ from deltackpt.save.branch import (
 )
 from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import posix
+
+if TYPE_CHECKING:
+    from deltackpt.tiers.replicated_steps import ReplicatedSteps
 
 #: How many branches that restores left are kept for ``go_back``.
 _FORMER = 4
@@ -81,20 +83,20 @@ class Lineage:
         protected: bool = True,
         run: str | None = None,
         compacted: bool = False,
-        ledger: WritableRoot | None = None,
+        uploaded: ReplicatedSteps | None = None,
     ):
         """Starts a new run, on whose id several processes must have agreed.
 
         If retention does not query this lineage (``protected``), every save is a base: a stock
         policy would delete bases under live deltas. If ``compacted``, bases are left to compaction.
-        The ledger reports whether a save that is not at its path is committed nevertheless.
+        ``uploaded`` steps exist although they are not at their path.
         """
         self.policy = policy or Consecutive()
         if compacted:
             self.policy = LeftToCompaction(policy=self.policy)
         self._compacted = compacted
         self._item = item
-        self._ledger = ledger
+        self._uploaded = uploaded
         self._protected = protected
         self._lock = threading.RLock()
         self._branch = Branch(run=run or new_run())
@@ -438,7 +440,7 @@ class Lineage:
         """Returns whether a save, or a compacted base for it, exists as a parent."""
         if _committed_manifest(known, self._item) is not None:
             return True
-        if self._ledger is not None and self._ledger.exists(known.info.save_id):
+        if self._uploaded is not None and self._uploaded.exists(known.info.save_id):
             return True
         return self._base_of(known) is not None
 
@@ -448,7 +450,7 @@ class Lineage:
             base = stored_saves.read_compacted(known.path, known.info.save_id, self._item)
             if base is not None:
                 return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
-        return None if self._ledger is None else self._ledger.base_of(known.info.save_id)
+        return None if self._uploaded is None else self._uploaded.base_of(known.info.save_id)
 
 
 def _delta(known: Known, parent: Known, reason: str, restores: int) -> Intent:

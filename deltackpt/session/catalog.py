@@ -99,7 +99,7 @@ class Catalog:
 
     def _delete(self, step: int, protected: frozenset[SaveId]) -> tuple[tuple[str, int, int], bool]:
         """Deletes a step; returns its save id, and whether only it covered trimmed WAL records."""
-        root = self._run.writable_root
+        root = self._run.root
         self._check(step)
         infos = root.saves()
         info = infos[step]
@@ -128,8 +128,8 @@ class Catalog:
                 "so that a base replaces it"
             )
         is_needed = self._covers_trimmed(step)
-        root.remove_steps([step])
-        root.collect(lambda: protected)
+        self._run.ledger.remove_steps([step])
+        self._run.ledger.collect(lambda: protected)
         return dataclasses.astuple(info.save_id), is_needed
 
     def _covers_trimmed(self, step: int) -> bool:

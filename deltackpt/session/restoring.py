@@ -127,8 +127,8 @@ class Restorer:
                 run.emit_failure("skip", lost, error, started)
                 what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
                 events.warn(f"{what} is not intact: {error}")
-            unusable = sorted(run.root.unusable().items(), reverse=True)
-            newer = [(number, error) for number, error in unusable if number > result.step]
+            unusable = {} if run.replication is None else run.replication.replicas.unusable
+            newer = sorted((one for one in unusable.items() if one[0] > result.step), reverse=True)
             for number, error in newer:
                 run.emit_failure("skip", number, error, began, log_message=True)
             skipped = (*newer, *tried.skipped, *tried.lost_points, *self._lost(result.step))
@@ -274,8 +274,11 @@ class Restorer:
         try:
             return read()
         except (BrokenChain, Damaged):
+            tiers = self._run.replication
             # With several processes, all would have to read again.
-            if self._run.coordinator.count > 1 or not self._run.root.found_damaged(step):
+            if tiers is None or self._run.coordinator.count > 1:
+                raise
+            if not tiers.steps.found_damaged(step):
                 raise
         return read()
 
@@ -353,7 +356,9 @@ class Restorer:
         log = () if point is None or merged.point else ("wal",)
         if merged.source != "storage":
             return (merged.source,) * len(merged.chain) + log
-        return *(self._run.root.source_of(info.save_id) for info in merged.chain), *log
+        if (tiers := self._run.replication) is None:
+            return ("directory",) * len(merged.chain) + log
+        return *(tiers.steps.source_of(info.save_id) for info in merged.chain), *log
 
     def _emit_event(
         self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
@@ -439,7 +444,7 @@ class Restorer:
                 sample = tracking_audit.of_restored(split, fresh, run.runtime)
         run.lineage.adopt(
             merged.chain[-1],
-            run.writable_root.step_dir(found.step),
+            run.local.step_dir(found.step),
             layout,
             sizes=sizes,
             clocks=clocks,

@@ -17,13 +17,15 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import chain
 from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import LazyModule
-from deltackpt.ledger.directory import Kept, WritableRoot
+from deltackpt.ledger.directory import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
 from deltackpt.policies.save_policies import PreservationPolicy
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
+
+    from deltackpt.session.run import Run
 else:
     ocp = LazyModule("orbax.checkpoint")
 
@@ -79,24 +81,25 @@ class LatestN:
         return [position <= self.n for position in range(len(checkpoints), 0, -1)]
 
 
-def enforce(policy: PreservationPolicy, root: WritableRoot, protected: frozenset[SaveId]) -> None:
+def enforce(policy: PreservationPolicy, run: Run) -> None:
     """Removes steps that neither a policy nor a kept step needs, and records the kept steps.
 
-    If the manifest of a step cannot be read, nothing is removed. Saves that are ``protected`` are
-    kept regardless of the policy. Raises StorageError.
+    If the manifest of a step cannot be read, nothing is removed. Saves that the lineage protects
+    are kept regardless of the policy. Raises StorageError.
     """
-    steps = committed_steps(root)
+    protected = run.lineage.protected()
+    steps = committed_steps(run.root)
     if isinstance(policy, LatestN):
         wanted = policy.should_preserve(steps, context=None)
     else:
         context = ocp.checkpoint_managers.PreservationContext()
         wanted = list(_nan_is_worst(policy).should_preserve(steps, context=context))
     if not all(wanted):
-        root.remove_steps(_surplus(steps, wanted, root, protected))
+        run.ledger.remove_steps(_surplus(steps, wanted, run.root, protected))
     # Last: a full disk gets room first.
     newest = max((checkpoint.step for checkpoint in steps), default=-1)
     stay = tuple(one.step for one, stays in zip(steps, wanted, strict=True) if stays)
-    root.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=stay))
+    run.local.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=stay))
 
 
 def _surplus(

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax.numpy as jnp
 
@@ -19,7 +19,7 @@ from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
-from deltackpt.ledger.directory import WritableRoot
+from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
 from deltackpt.reading.wal_topics import WalTopics
@@ -34,6 +34,9 @@ from deltackpt.state.tables import Split, Tables
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage.kafka import Topic
 from deltackpt.tracking.fingerprints import Fields, RowTracker
+
+if TYPE_CHECKING:
+    from deltackpt.tiers.replication import ReplicationClient
 
 _logger = logging.getLogger(__name__)
 
@@ -201,8 +204,8 @@ class RowTracking:
 #: for the disk: on two cores, a base of 1 GB is durable in 0.84 to 0.90 of the time of two threads,
 #: for the same CPU time, and training is not slower.
 _THREADS = 4
-#: Opens the root, to be written or only read.
-OpenRoot = Callable[[bool], Steps]
+#: Opens the checkpoint directory, to be written or only read, with or without tiers.
+OpenRoot = Callable[[bool], "Steps | ReplicationClient"]
 
 
 #: Why a save is a base: a TouchState need not mark what changed while rows were hashed.
@@ -294,13 +297,18 @@ def refuse(
     raise error
 
 
+def _steps_of(opened: Steps | ReplicationClient) -> Steps:
+    return opened if isinstance(opened, Steps) else opened.steps
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
     """State shared by the saves and restores of a manager."""
 
     options: ManagerOptions
     event_handlers: tuple[events.EventHandler, ...]
-    root: Steps  # the checkpoint directory, whose lease a trainer holds
+    root: Steps  # everything that is committed
+    opened: Steps | ReplicationClient  # what was opened, and has to be closed
     item: str  # name of the item with the tables
     choice: Tables
     coordinator: Coordinator
@@ -355,26 +363,27 @@ class Run:
                 _require_shared_log(options.wal)
             topic = _topic(options, coordinator.count)
             take_over()
-        opened: list[Steps] = []
+        opened: list[Steps | ReplicationClient] = []
 
         def first() -> int | None:
             opened.append(open_root(not options.read_only))
-            return opened[0].newest_step()
+            return _steps_of(opened[0]).newest_step()
 
         try:
             newest = coordinator.from_process_0(what, first, fatal=True)
             with coordinator.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root = opened[0]
+            root = _steps_of(opened[0])
+            replication = None if isinstance(opened[0], Steps) else opened[0]
             if topic is not None:
                 root.topics = WalTopics(topic.config)
-            if isinstance(root, WritableRoot) and root.no_shared_fs:
-                root.join(functools.partial(coordinator.gather, what))
+            if replication is not None and replication.no_shared_fs:
+                replication.join(functools.partial(coordinator.gather, what))
                 newest = coordinator.from_process_0(what, root.newest_step, fatal=True)
             lineage = Lineage(
                 options.deltas.policy,
-                ledger=root if isinstance(root, WritableRoot) else None,
+                uploaded=None if replication is None else replication.steps,
                 item=item,
                 run=coordinator.agree("a new run", new_run()),
                 compacted=options.deltas.bases == "compacted",
@@ -387,6 +396,7 @@ class Run:
             options=options,
             event_handlers=event_handlers,
             root=root,
+            opened=opened[0],
             item=item,
             choice=choice,
             coordinator=coordinator,
@@ -399,10 +409,42 @@ class Run:
         )
 
     @property
-    def writable_root(self) -> WritableRoot:
-        """Returns the checkpoint directory of a manager that can save."""
-        assert isinstance(self.root, WritableRoot)
-        return self.root
+    def replication(self) -> ReplicationClient | None:
+        """Returns the client of a manager with tiers."""
+        return None if isinstance(self.opened, Steps) else self.opened
+
+    @property
+    def no_shared_fs(self) -> bool:
+        """Returns whether each process makes its part of a save in a directory of its own."""
+        return self.replication is not None and self.replication.no_shared_fs
+
+    @property
+    def local(self) -> Root:
+        """Returns the local directory in which a manager that can save makes its saves."""
+        local = self.opened if isinstance(self.opened, Steps) else self.opened.local
+        assert isinstance(local, Root)
+        return local
+
+    @property
+    def ledger(self) -> Root | ReplicationClient:
+        """Returns what starts, rolls back and removes steps: locally, and in the tiers if any."""
+        return self.local if self.replication is None else self.replication
+
+    def check_lease(self, *, refresh: bool = False) -> None:
+        """Checks before every commit that no other trainer has taken over; raises FencedError.
+
+        Without ``refresh``, a bucket is not queried: the last known state is used.
+        """
+        if isinstance(self.opened, Root):
+            self.opened.check_lease()
+        elif self.replication is not None:
+            self.replication.local.check_lease()
+            self.replication.check_claim(refresh=refresh)
+
+    def begin_replication(self) -> None:
+        """Records for the tiers, before its first save, from which save the run resumes."""
+        if self.replication is not None:
+            self.replication.begin_run(self.lineage.newest_committed, self.lineage.run)
 
     def writers(self, temporary: Path, attempt: int) -> StepWriters:
         """Returns the processes that write an attempt at a step in this run."""
@@ -411,7 +453,7 @@ class Run:
             key=f"{self.lineage.run}-{attempt}",
             temporary=temporary,
             runtime=self.runtime,
-            shared_fs=not self.writable_root.no_shared_fs,
+            shared_fs=not self.no_shared_fs,
             fsync=self.fsync,
         )
 
@@ -450,7 +492,7 @@ class Run:
         # The others list no steps before process 0 has moved them.
         what = f"continuing from step {self.restored} with step {step}"
         with self.coordinator.together(what, fatal=True):
-            self.writable_root.roll_back(self.restored, self.lineage.run)
+            self.ledger.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None
 
     def end_hashing(self) -> None:

@@ -31,7 +31,6 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
-from deltackpt.ledger.directory import WritableRoot
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.save import commit, dense_layout, pending_save
@@ -140,7 +139,7 @@ class Saver:
         run = self._run
         if run.coordinator.count == 1:
             # With several processes, the lease holder's commit checks it and informs the others.
-            run.writable_root.check_lease()
+            run.check_lease()
         # First, so that an unsupported leaf does not even cause a rollback.
         split = self.split(state, arguments.touched)
         self._has_tables = bool(split.layout.tables)
@@ -154,7 +153,7 @@ class Saver:
             run.wal.begin_epoch(split)
         run.roll_back(step)
         run.end_hashing()
-        run.writable_root.begin_run(run.lineage.newest_committed, run.lineage.run)
+        run.begin_replication()
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:
@@ -213,7 +212,7 @@ class Saver:
             copied_bytes=0 if run.dense is not None else dense_layout.nbytes(split),
             tracking=run.tracking.name(split, arguments.touched),
         )
-        return pending_save.capture(embeddings, step, run.writable_root.step_dir(step))
+        return pending_save.capture(embeddings, step, run.local.step_dir(step))
 
     def _capture(
         self,
@@ -277,14 +276,12 @@ class Saver:
     ) -> HandlerItem:
         run = self._run
         item_dir = self._temporary(step, attempt) / name
-        DurableDir(run.writable_root.path, fsync=False).make(item_dir)
+        DurableDir(run.local.path, fsync=False).make(item_dir)
         return HandlerItem.start(handler, item_dir, args, run.runtime)
 
     def _temporary(self, number: int, attempt: int) -> Path:
         run = self._run
-        return commit.temporary_dir(
-            run.writable_root.step_dir(number), f"{run.lineage.run}-{attempt}"
-        )
+        return commit.temporary_dir(run.local.step_dir(number), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
@@ -299,12 +296,12 @@ class Saver:
         run, begun_ns = self._run, time.time_ns()
         temporary = self._temporary(number, attempt)
         planned = StepTransaction(
-            final=run.writable_root.step_dir(number),
+            final=run.local.step_dir(number),
             items=items,
             tables=run.item,
             writers=run.writers(temporary, attempt),
             own_files=lambda: self._own_files(number, items, arguments, begun_ns),
-            check=run.writable_root.check_lease,
+            check=run.check_lease,
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
         nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
@@ -324,9 +321,10 @@ class Saver:
         save_id = pending.intent.save_id if isinstance(pending, PendingSave) else None
         warnings: list[str] = []
         try:
-            with planned.writers.working():
-                if (warning := run.writable_root.make_room(nbytes)) is not None:
-                    warnings.append(f"step {planned.final.name}: {warning}")
+            if run.replication is not None:
+                with planned.writers.working():
+                    if (warning := run.replication.make_room(nbytes)) is not None:
+                        warnings.append(f"step {planned.final.name}: {warning}")
             room_secs = time.perf_counter() - begun
             committed = commit.write(planned)
         except BaseException:
@@ -334,18 +332,19 @@ class Saver:
             if keeper is not None and save_id is not None:
                 # If it was committed nevertheless, the next delta has no references.
                 keeper.references.failed(save_id)
-            run.writable_root.remove_remade(planned.writers.temporary)
+            run.local.remove_remade(planned.writers.temporary)
             raise
         if keeper is not None and save_id is not None:
             keeper.references.committed(save_id, run.lineage.next_parent(save_id))
-        with run.coordinator.alive():
-            run.writable_root.committed()
+        if run.replication is not None:
+            with run.coordinator.alive():
+                run.replication.committed()
         if run.coordinator.index == 0:
             try:
                 if self._keeps is None:
-                    run.writable_root.write_kept(None)
+                    run.local.write_kept(None)
                 else:  # After the commit, since the policy counts this step.
-                    retention.enforce(self._keeps, run.writable_root, run.lineage.protected())
+                    retention.enforce(self._keeps, run)
             except Exception as error:
                 warnings.append(f"steps that retention should remove may remain: {error}")
         return Done(room_secs, committed, tuple(warnings))
@@ -369,7 +368,7 @@ class Saver:
         # Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot
         # open a delta: there the file would only cost an fsync.
         if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
-            step_dir = self._run.writable_root.step_dir(number)
+            step_dir = self._run.local.step_dir(number)
             text = f"Checkpoint commit was successful to {step_dir.name}"
             found[naming.COMMIT_SUCCESS] = text.encode()
         return found
@@ -466,7 +465,7 @@ class Saver:
     def _wait_finished(self, timeout_secs: float) -> Failure | None:
         """Waits for the save in flight, if any, and reports it; returns its failure."""
         flight, run = self.in_flight, self._run
-        self._emit_root_events()
+        self._emit_tier_events()
         if flight is None:
             return None
         if not concurrent.futures.wait([flight.future], timeout_secs).done:
@@ -482,30 +481,30 @@ class Saver:
         run.newest = flight.step
         run.lineage.poll()
         while self._leftovers:
-            DurableDir(run.writable_root.path).remove(self._leftovers.pop())
+            DurableDir(run.local.path).remove(self._leftovers.pop())
         done = flight.future.result()
         self._report(flight, done)
         for text in done.warnings:
             events.warn(text)
         try:
-            run.writable_root.collect(run.lineage.protected)
+            run.ledger.collect(run.lineage.protected)
         except Exception as error:  # The save is valid regardless of the error.
             text = str(error) if isinstance(error, StorageError) else repr(error)
             events.warn(f"unneeded files could not be removed: {text}")
         return None
 
     def wait_uploaded(self, timeout_secs: float) -> None:
-        """Waits until every save is durable as configured; see ``WritableRoot.wait_uploaded``."""
-        if isinstance(root := self._run.root, WritableRoot):
+        """Waits until every save is durable as configured; see ``ReplicationClient.wait``."""
+        if (replication := self._run.replication) is not None:
             try:
-                root.wait_uploaded(timeout_secs)
+                replication.wait(timeout_secs)
             finally:
-                self._emit_root_events()
+                self._emit_tier_events()
 
-    def _emit_root_events(self) -> None:
-        if isinstance(root := self._run.root, WritableRoot):
-            for event in root.poll_events():
-                if root.emits_events:
+    def _emit_tier_events(self) -> None:
+        if (replication := self._run.replication) is not None:
+            for event in replication.poll_events():
+                if replication.emits_events:
                     self._run.emit(event)
                 if not isinstance(event, events.FailureEvent) or event.step is None:
                     continue

@@ -14,7 +14,8 @@ import itertools
 import os
 import re
 import struct
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -80,6 +81,29 @@ class Reader(Protocol):
     def read_into(self, start: int, out: memoryview) -> None:
         """Fills ``out`` from offset ``start``; Damaged if the bytes differ from those written."""
         ...
+
+
+class SegmentReader:
+    """A stored bundle as a ``Reader``; thread-safe. One segment, which is verified, is cached."""
+
+    def __init__(self, ref: BundleRef, segment_bytes: int, load: Callable[[int], memoryview]):
+        """``load`` reads and verifies a segment; its result is valid until the next call."""
+        self._ref, self._segment_bytes, self._load = ref, segment_bytes, load
+        self._lock = threading.Lock()
+        self._loaded: tuple[int, memoryview] | None = None
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Reader``."""
+        require_range(self._ref, start, len(out))
+        with self._lock:
+            while len(out):
+                number, offset = divmod(start, self._segment_bytes)
+                if self._loaded is None or self._loaded[0] != number:
+                    self._loaded = None
+                    self._loaded = number, self._load(number)
+                given = self._loaded[1][offset : offset + len(out)]
+                out[: len(given)] = given
+                start, out = start + len(given), out[len(given) :]
 
 
 class Bundle(Reader, Protocol):
@@ -155,6 +179,7 @@ class StagedBundle:
 
     def __init__(self, step_dir: Path, contents: BundleManifest):
         record = manifest.to_bytes(contents, _MAGIC)
+        self.root = contents.root
         self._step_dir = step_dir
         self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record
         self._names = [*contents.files]

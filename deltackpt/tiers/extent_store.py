@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Collection, Iterator
@@ -40,7 +41,7 @@ from deltackpt.storage.digests import crc32c
 from deltackpt.storage.posix import DirectFile, DurableDir
 from deltackpt.storage.store import Missing
 from deltackpt.tiers import bundles
-from deltackpt.tiers.bundles import Bundle, BundleRef
+from deltackpt.tiers.bundles import Bundle, BundleRef, SegmentReader
 
 #: Names of the file, of its lock, and of a file under construction.
 FILE, _LOCK, _MAKING = "extents", "extents.lock", "extents.making"
@@ -118,13 +119,14 @@ class ExtentFile:
             return [held.ref for held in self._held.values() if held.is_complete]
 
     @contextlib.contextmanager
-    def open(self, ref: BundleRef) -> Iterator[StoredBundle]:
+    def open(self, ref: BundleRef) -> Iterator[SegmentReader]:
         """See ``Tier``; uses memory for one extent."""
         with self._used():
             held = self._held.get(ref.key)
         if held is None or not held.is_complete or held.ref != ref:
             raise Missing(f"{self.path}: {ref.key}", "no such bundle")
-        yield StoredBundle(self._file, self._division, held)
+        load = functools.partial(self._read_payload, held, self._buffer_for(held))
+        yield SegmentReader(ref, self._division.payload_bytes, load)
 
     def put(self, bundle: Bundle) -> None:
         """See ``Tier``; OutOfSpace if too few extents are free."""
@@ -220,9 +222,29 @@ class ExtentFile:
         """Drops the bundle that the previous process was writing when it ended, if it is torn."""
         for held in [one for one in self._held.values() if one.sequence == self._sequence]:
             try:
-                StoredBundle(self._file, self._division, held).check()
+                buffer = self._buffer_for(held)
+                for number in range(len(held.headers)):
+                    self._read_payload(held, buffer, number)
             except Damaged:
                 self._let_go([held])
+
+    def _buffer_for(self, held: _Held) -> np.ndarray:
+        return aligned_buffer(max(header.nbytes for header in held.headers))
+
+    def _read_payload(self, held: _Held, buffer: np.ndarray, number: int) -> memoryview:
+        """Reads and verifies what an extent of a bundle holds."""
+        header, extent = held.headers[number], held.extents[number]
+        payload = buffer[: header.nbytes]
+        at = self._division.start(extent) + BLOCK_BYTES
+        self._file.read_into(at, buffer[: _in_blocks(header.nbytes)])
+        crc = crc32c(payload, held.headers[number - 1].crc32c if number else 0)
+        if crc != header.crc32c:
+            raise Damaged(
+                f"{posix.object_name(self.path)}, extent {extent}",
+                f"piece {number} of {header.key}, crc32c {header.crc32c:08x}",
+                f"{crc:08x}",
+            )
+        return payload.data
 
     def _free_extents(self, ref: BundleRef) -> tuple[int, ...]:
         taken = {extent for held in self._held.values() for extent in held.extents}
@@ -290,53 +312,6 @@ class ExtentFile:
 
     def _shown(self) -> str:
         return f"{self._division.count} extents of {self._division.extent_bytes:,} bytes"
-
-
-class StoredBundle:
-    """A stored bundle as a ``Reader``; thread-safe. One extent, which is verified, is cached."""
-
-    def __init__(self, file: DirectFile, division: ExtentDivision, held: _Held):
-        self._file = file
-        self._division = division
-        self._held = held
-        self._lock = threading.Lock()
-        most = max(header.nbytes for header in held.headers)
-        self._buffer = aligned_buffer(most)
-        self._number: int | None = None
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """See ``Reader``."""
-        bundles.require_range(self._held.ref, start, len(out))
-        with self._lock:
-            while len(out):
-                number, offset = divmod(start, self._division.payload_bytes)
-                given = self._payload(number)[offset : offset + len(out)]
-                out[: len(given)] = given.data
-                start, out = start + len(given), out[len(given) :]
-
-    def check(self) -> None:
-        """Reads and verifies all of it."""
-        with self._lock:
-            for number in range(len(self._held.headers)):
-                self._payload(number)
-
-    def _payload(self, number: int) -> np.ndarray:
-        header = self._held.headers[number]
-        payload = self._buffer[: header.nbytes]
-        if number == self._number:
-            return payload
-        self._number = None
-        at = self._division.start(self._held.extents[number]) + BLOCK_BYTES
-        self._file.read_into(at, self._buffer[: _in_blocks(header.nbytes)])
-        crc = crc32c(payload, self._held.headers[number - 1].crc32c if number else 0)
-        if crc != header.crc32c:
-            raise Damaged(
-                f"{posix.object_name(self._file.path)}, extent {self._held.extents[number]}",
-                f"piece {number} of {header.key}, crc32c {header.crc32c:08x}",
-                f"{crc:08x}",
-            )
-        self._number = number
-        return payload
 
 
 @dataclasses.dataclass

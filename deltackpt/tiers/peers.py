@@ -25,7 +25,7 @@ from deltackpt.storage import striping
 from deltackpt.storage.digests import crc32c
 from deltackpt.storage.node_client import Node
 from deltackpt.tiers import bundles, erasure
-from deltackpt.tiers.bundles import Bundle, BundleRef, Reader
+from deltackpt.tiers.bundles import Bundle, BundleRef, Reader, SegmentReader
 
 _MAGIC = "deltackpt.keepers"
 
@@ -163,7 +163,16 @@ class PeerTier:
             raise self._too_few(ref, every)
         # Fragments that are pieces of the bundle need no decoding: k = 1 first.
         coding = min(whole, key=lambda one: (one.k, one.m))
-        yield _SegmentReader(self, coding, every[coding])
+        where, first = every[coding], erasure.segment_bytes(ref, 0)
+        buffer = memoryview(bytearray(erasure.padded_bytes(coding.k, first)))
+
+        def load(segment: int) -> memoryview:
+            nbytes = erasure.segment_bytes(ref, segment)
+            padded = buffer[: erasure.padded_bytes(coding.k, nbytes)]
+            self.segment_into(coding, segment, where[segment], padded)
+            return padded[:nbytes]
+
+        yield SegmentReader(ref, erasure.SEGMENT_BYTES, load)
 
     def put(self, bundle: Bundle) -> None:
         """See ``Tier``: returns once k + m other nodes have acknowledged each segment."""
@@ -448,34 +457,6 @@ def _closed() -> ClosedError:
     return ClosedError(
         "peers: expected open connections, found them closed because other peers were found; retry"
     )
-
-
-class _SegmentReader:
-    """Reads a bundle a segment at a time, each verified completely; the last one is cached."""
-
-    def __init__(self, tier: PeerTier, coding: erasure.FragmentCoding, where: erasure.Where):
-        self._tier, self._coding, self._where = tier, coding, where
-        first = erasure.padded_bytes(coding.k, erasure.segment_bytes(coding.ref, 0))
-        self._buffer = memoryview(bytearray(first))
-        self._at = -1
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        bundles.require_range(self._coding.ref, start, len(out))
-        while len(out):
-            segment, offset = divmod(start, erasure.SEGMENT_BYTES)
-            self._fill(segment)
-            taken = min(erasure.segment_bytes(self._coding.ref, segment) - offset, len(out))
-            out[:taken] = self._buffer[offset : offset + taken]
-            start, out = start + taken, out[taken:]
-
-    def _fill(self, segment: int) -> None:
-        if segment == self._at:
-            return
-        self._at = -1
-        nbytes = erasure.segment_bytes(self._coding.ref, segment)
-        padded = self._buffer[: erasure.padded_bytes(self._coding.k, nbytes)]
-        self._tier.segment_into(self._coding, segment, self._where[segment], padded)
-        self._at = segment
 
 
 def _read_segment(bundle: Bundle, segment: int, k: int, buffer: memoryview) -> memoryview:

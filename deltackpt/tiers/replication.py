@@ -1,45 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manager's connection to the tiers of its staging directory.
+"""A manager's connection to the tiers of its checkpoint directory, which is local.
 
-The thread that commits a save to the staging directory also writes it to the extents, so waiting
-for the save includes that. It is deleted from the extents when space is needed and it was uploaded,
-or at once on a rollback. Only a recovery, and a search for new peers, send requests.
+The manager saves to a plain directory. The thread that commits a save there also writes it to the
+extents, so waiting for the save includes that. A replicator, another process, copies it to the
+remote directory and to peers. The manager writes orders for it into the staging directory, and
+reads its progress; only opening, ``wait`` and a search for new peers send requests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
     FencedError,
-    OutOfSpace,
     RestoreError,
     SaveFailed,
     StorageError,
     WaitTimeout,
 )
 from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
-from deltackpt.format.manifest import SaveId
+from deltackpt.format import chain, naming
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import Hidden, State
+from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import stored_saves
 from deltackpt.storage import posix
-from deltackpt.tiers import bundles, recovery
-from deltackpt.tiers.bundles import StagedBundle, Tier
+from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import Missing
+from deltackpt.tiers import bundles
 from deltackpt.tiers.cursor import HURRY, LOOK
-from deltackpt.tiers.extent_store import ExtentFile
-from deltackpt.tiers.peers import PeerGroup, PeerTier
-from deltackpt.tiers.recovery import Recovered
+from deltackpt.tiers.peers import PeerGroup
+from deltackpt.tiers.replicas import Replicas
+from deltackpt.tiers.replicated_steps import ReplicatedSteps, chain_steps
 from deltackpt.tiers.replicator import ReplicatorProcess
-from deltackpt.tiers.staging import Orders, StagingDir, TierName, TierProgress, key_of, step_of
+from deltackpt.tiers.staging import (
+    Orders,
+    Removal,
+    RunLineage,
+    StagingDir,
+    TierName,
+    TierProgress,
+    key_of,
+    rolled_back,
+    step_of,
+)
 
 #: Seconds between two polls of the replicator's progress while a caller waits.
 _POLL_SECS = 0.02
@@ -50,7 +66,11 @@ FindPeers = Callable[[PeerGroup | None], PeerGroup]
 
 
 class ReplicationClient:
-    """The tiers of one staging directory; used by the saving and by the training thread."""
+    """The tiers of one local directory; used by the saving and by the training thread.
+
+    The first process of a job *leads*: it orders all remote changes. The others share its staging
+    directory, and only read it; or each has one of its own, with its parts of the saves.
+    """
 
     def __init__(
         self,
@@ -58,87 +78,386 @@ class ReplicationClient:
         local: Root,
         journal: JournalView,
         options: ManagerOptions,
+        orders: Orders,
+        replicas: Replicas,
         *,
-        holder: str,
-        part: int = 0,
-        parts: int = 1,
-        extents: ExtentFile | None = None,
+        processes: int = 1,
         find_peers: FindPeers | None = None,
+        group: PeerGroup | None = None,
     ):
-        """Finds the peers, and again whenever they do not answer the replicator."""
+        """Created by ``starting``, which has announced the ``orders``.
+
+        It searches for peers again whenever they do not answer the replicator.
+        """
+        self.stage, self.local, self.journal = stage, local, journal
+        self.orders, self.replicas = orders, replicas
         self.process = ReplicatorProcess(stage, cpus=options.background.cpus)
-        #: Errors of saves that a tier has but that could not be recovered, by step.
-        self.unusable: Mapping[int, RestoreError] = {}
-        self._stage, self._local, self._journal = stage, local, journal
+        #: Closes everything that is open, and releases the claim; for ``abandon``.
+        self.failed_start_cleanup = contextlib.ExitStack()
+        self.no_shared_fs = orders.no_shared_fs
+        #: Whether another process holds the lease of the staging directory.
+        self._is_reader = local.epoch == 0
+        self.emits_events = not self._is_reader
+        self.leads = orders.process == 0 and not self._is_reader
+        self._hidden: tuple[Orders, Hidden] | None = None
         self._tiers = options.tiers or Tiers()
-        self._fsync = options.writes.durability == "power"
-        self._holder, self._part, self._parts = holder, part, parts
+        self._part = orders.process
+        #: Number of processes that write into the staging directory.
+        self._writers = 1 if self.no_shared_fs else processes
         self._stopped_waiting = threading.Event()
-        self._extents, self._peers = extents, None
-        self._find, self._group = find_peers, None
-        self._found_at = 0.0
-        #: The tier from which each save was recovered.
-        self._sources: dict[SaveId, str] = {}
-        #: Size of the newest delta in the extents, in bytes.
-        self._delta_bytes = 0
-        #: Whether the trainer has started; before, the replicator serves the previous one.
+        self._find, self._group = find_peers, group
+        self._found_at = time.monotonic()
+        #: Whether the trainer has started; before, the replicator serves the previous one, and the
+        #: orders are only announced.
         self._is_confirmed = False
-        #: Bytes of the staged saves, by ``key_of``.
+        #: Serializes writing orders.
+        self._ordering = threading.RLock()
+        #: Bytes of the local saves, by ``key_of``.
         self._sizes: dict[str, int] = {}
         #: What was reported: the number of uploads, damaged saves, problems that persist.
         self._reported_uploads = 0
         self._reported_damaged: set[str] = set()
         self._reported_problems: set[str] = set()
         self._raised: set[str] = set()
-        if find_peers is not None:
-            self._connect(find_peers(None))
+        self.steps = ReplicatedSteps(self, options.timeouts.save_secs)
+        #: Whether there are saves that no ``wait`` has covered.
+        self._is_unconfirmed = bool(self.lag())
 
-    # ---- the replicator
+    def __str__(self) -> str:
+        return str(self.journal.root)
+
+    # ---- start and end
 
     def confirm(self) -> None:
-        """Passes the peers to the replicator: the trainer has started."""
+        """See ``Root``; starts the replicator if it has something to do.
+
+        If a newer trainer has started (FencedError), its orders in the staging directory stay in
+        force.
+        """
+        if self._is_reader:
+            return
+        self.local.check_start()
         self._is_confirmed = True
-        self._stage.note_peers(None if self._group is None else self._group.to_bytes())
+        self.stage.order(self.orders)
+        self._finish_start()
+        DurableDir(self.stage.path).remove(self.stage.fetched)
+
+    def _is_in_force(self) -> bool:
+        """Whether this trainer's orders have replaced those of the previous one."""
+        with contextlib.suppress(RestoreError, StorageError):
+            orders = self.stage.orders() if self._is_confirmed else None
+            return orders is not None and orders.holder == self.orders.holder
+        return False
+
+    def _finish_start(self) -> None:
+        """Fences the previous holder once the orders are in force. Idempotent."""
+        self.local.confirm()
+        is_recorded = True
+        if self.leads:
+            assert isinstance(self.journal, Journal)
+            try:
+                self.journal.start()
+            except StorageError as error:
+                is_recorded = False
+                events.warn(
+                    f"{self}: the claim is still recorded as that of a starting trainer, which the "
+                    f"uploader will change: {error}"
+                )
+        self.failed_start_cleanup.pop_all()
+        try:
+            self.stage.note_peers(None if self._group is None else self._group.to_bytes())
+            has_wal = self.local.wal_dir.exists() and not self.no_shared_fs
+            if not is_recorded or has_wal or self.lag():
+                self.start()
+        except StorageError as error:  # Each save retries.
+            events.warn(str(error))
+
+    def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """Called first, with an all-gather of the processes: only saves that all have count.
+
+        A save that lacks a process's part can never be uploaded.
+        """
+        infos = {step: info for step, info in self.local.saves().items() if info is not None}
+        held = self.journal.known.was_committed
+        waiting = {
+            key_of(step, info.save_id): step
+            for step, info in infos.items()
+            if not held(info.save_id)
+        }
+        common = set[str].intersection(*map(set, gather(sorted(waiting))))
+        lost = sorted(waiting[key] for key in waiting.keys() - common)
+        if not lost:
+            return
+        aside = self.stage.aside(f"epoch-{self.orders.epoch}-{uuid.uuid4().hex[:8]}")
+        for step in reversed(lost):
+            self.local.set_aside(step, aside / str(step))
+        events.warn(
+            f"{self.stage.path}: expected a part of steps {lost} in the staging directory of each "
+            f"process of the job, found that some have none; the parts here were moved to {aside}"
+        )
+        gone = {infos[step].save_id for step in lost}
+        self.replicas.forget(gone)
+        with self._ordering:
+            self.orders = self.orders.without(gone)
+            self._order()
 
     def start(self) -> None:
         """Starts the replicator unless it is running, or another process of the job owns it."""
-        if self._local.epoch:
+        if not self._is_reader:
             self.process.start()
-
-    def require_claim(self) -> None:
-        """Raises FencedError if the replicator has found another trainer there."""
-        if (fenced := self.progress().fenced) is not None:
-            raise FencedError(fenced)
-
-    def keep_waiting(self, deadline: float | None = None) -> bool:
-        """Waits a moment; returns whether to continue, by default until ``stop_waiting``."""
-        self._local.check_held()
-        self.require_claim()
-        self.start()
-        if deadline is None:
-            return not self._stopped_waiting.wait(_POLL_SECS)
-        time.sleep(_POLL_SECS)
-        return time.monotonic() < deadline
 
     def stop_waiting(self) -> None:
         """Ends waiting for room, because the manager is closed."""
         self._stopped_waiting.set()
 
+    def abandon(self) -> None:
+        """See ``Steps``."""
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._close_tiers)
+            parts.callback(self.failed_start_cleanup.close)
+            if self._is_in_force():
+                parts.callback(self.local.abandon)
+                with contextlib.suppress(FencedError, StorageError):
+                    self._finish_start()  # An interrupt may have ended ``confirm``.
+
     def close(self) -> None:
-        """Closes all tiers; the replicator continues until nothing is left."""
+        """Closes everything that is open; the replicator continues until nothing is left."""
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.steps.close)
+            parts.callback(self._close_tiers)
+            parts.callback(self.local.close)
+            with contextlib.suppress(StorageError):
+                self._tidy()
+
+    def _close_tiers(self) -> None:
+        self.stop_waiting()
         self.process.close()
-        for tier in self._near:
-            tier.close()
+        self.replicas.close()
+
+    # ---- claim and orders
+
+    def check_claim(self, *, refresh: bool = False) -> None:
+        """Raises FencedError if another trainer has taken the remote directory.
+
+        Without ``refresh``, the replicator's last report counts, and no request is sent.
+        """
+        if (fenced := self.progress().fenced) is not None:
+            raise FencedError(fenced)
+        if refresh and isinstance(self.journal, Journal):
+            self.journal.check()
+
+    def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
+        """Records, before the first save, from which save (or None) a run resumes."""
+        if self._is_reader:
+            return
+        with self._ordering:
+            if not self.orders.began:
+                self._order(began=True, goes_on=resumed_from)
+            if self.orders.lineage(run) is None:
+                self._order(lines=self._lineages(resumed_from, run))
+                self.start()
+
+    def _lineages(self, resumed_from: SaveId | None, run: str) -> tuple[RunLineage, ...]:
+        """Lineages of the local runs, and of a run that begins."""
+        past: dict[str, int] = {}
+        if resumed_from is not None:
+            before = self.orders.lineage(resumed_from.run)
+            past = (
+                {resumed_from.run: resumed_from.attempt}
+                if before is None
+                else before.followed(resumed_from)
+            )
+        here = {info.save_id.run for info in self.local.saves().values() if info is not None}
+        kept = [one for one in self.orders.lines if one.run in here]
+        return (*kept, self.orders.new_lineage(run, past))
+
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """See ``Root``; the leading process orders the rollback of the remote directory."""
+        if self._is_reader:
+            return []
+        with self._ordering:
+            later = {
+                number: info.save_id for number, info in self.steps.known().items() if number > step
+            }
+            bases = (one.save_id for one in self.steps.uploaded_bases() if one.step > step)
+            saves = sorted({*later.values(), *bases})
+            # Local saves first: they would be uploaded regardless of earlier orders.
+            moved = self.local.roll_back(step, run)
+            if not later:
+                return moved
+            # Orders first: they tell the next start which replicas do not count.
+            removals = rolled_back(saves, self.local.item, run)
+            self._order(removals, gone=saves, **self.orders.next_generation(run))
+            self.replicas.forget(saves)
+        if self.leads and (uploaded := sorted(later.keys() - {*moved})):
+            events.warn(
+                f"{self}: resuming from step {step}, the later steps {uploaded} are rolled back"
+            )
+        return sorted({*later, *moved})
+
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """See ``Root``; the leading process retires saves, the others evict their parts."""
+        if not self.leads:
+            return
+        with self._ordering:
+            infos = self.steps.known()
+            ids = {step: infos[step].save_id for step in steps if step in infos}
+            # Otherwise the other processes' parts would wait for this one forever.
+            if not self.no_shared_fs:
+                self.local.remove_steps(steps)
+                self.replicas.forget({*ids.values()})
+            self._remove(
+                (Removal(number=0, step=step, item=None, save_id=one) for step, one in ids.items()),
+                gone=() if self.no_shared_fs else ids.values(),
+            )
+
+    def _remove(self, unneeded: Iterable[Removal], gone: Collection[SaveId] = ()) -> None:
+        """Orders the removal of what is unneeded once the newest local save is uploaded."""
+        with self._ordering:
+            newest = self._newest_save()
+            if removals := [dataclasses.replace(one, after=newest) for one in unneeded]:
+                self._order(removals, gone=gone)
+
+    def _newest_save(self) -> SaveId | None:
+        known = [info.save_id for info in self.local.saves().values() if info is not None]
+        return max(known, key=lambda one: one.step, default=None)
+
+    def _order(
+        self, removals: Iterable[Removal] = (), gone: Collection[SaveId] = (), **changes: object
+    ) -> None:
+        """Writes new orders, without those of the old ones that are done.
+
+        Removals that wait for one of ``gone``, which were removed deliberately, wait for the newest
+        local save instead.
+        """
+        # The orders may be those of the next trainer on this staging directory.
+        self.local.check_lease()
+        old, progress = self.orders, self.read_progress()
+        known, number = self.journal.known, old.number + 1
+        # If the journal entry that the replicator has seen could not be read, nothing is done yet.
+        is_read = progress.entry <= known.entry.number
+        before = old.pending(progress, known) if is_read else old.removals
+        newest = self._newest_save() if gone else None
+        self.orders = dataclasses.replace(
+            old,
+            number=number,
+            removals=(
+                *(
+                    dataclasses.replace(one, after=newest) if one.after in gone else one
+                    for one in before
+                ),
+                *(dataclasses.replace(one, number=number) for one in removals),
+            ),
+            **changes,
+        )
+        if self._is_confirmed:
+            self.stage.order(self.orders)
+            self.process.wake()
+        else:
+            self.stage.announce(self.orders)
+
+    # ---- eviction
+
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """See ``Root``: also evicts what is uploaded from the local directory."""
+        if not self._is_reader:
+            self.local.collect(protected, before=functools.partial(self._tend, protected))
+
+    def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        self._tidy()
+        with contextlib.suppress(FencedError):  # The next commit reports it.
+            self._drop_bases(protected)
+        # Evicted saves remain available: the remote journal lists them.
+        local = DurableDir(self.local.path)
+        rolled_back = local.entries(self.local.path / naming.ROLLED_BACK)
+        for folder in sorted(rolled_back, key=lambda one: one.lstat().st_mtime)[:-1]:
+            local.remove(folder)
+
+    def _tidy(self) -> None:
+        """Evicts what the local directory no longer needs, as far as known."""
+        self.read_progress()
+        if not self._is_reader:
+            with self.steps.leaving:
+                self._evict()
+
+    def _evict(self) -> None:
+        """Evicts uploaded saves in none of the newest chains; and parts that never will be."""
+        infos = {step: info for step, info in self.local.saves().items() if info is not None}
+        if self.no_shared_fs:
+            progress, newest = self.progress(), max(self.local.steps(), default=None)
+            old = [
+                step
+                for step, info in infos.items()
+                if step != newest
+                and (
+                    self.is_uploaded(info.save_id, progress)
+                    or key_of(step, info.save_id) in progress.damaged
+                )
+            ]
+        else:
+            uploaded = {one.save_id for one in self.steps.uploaded().values()}
+            kept = _newest_chains(infos, self._tiers.keep_local)
+            old = [step for step in infos.keys() - kept if infos[step].save_id in uploaded]
+        surplus = [step for step in old if not self.steps.readers[step]]
+        for step in [] if self.no_shared_fs else surplus:
+            with contextlib.suppress(DeltackptError):
+                self.steps.metadata(step)  # It is kept in memory.
+        self.local.remove_steps(surplus)
+        if surplus:
+            self.process.wake(LOOK)  # Peers delete their copies.
+
+    def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        """Retires compacted bases that no chain uses."""
+        bases = self.steps.uploaded_bases()
+        if not bases or not self.leads:
+            return
+        # As for a directory: computed after the bases were listed.
+        in_flight, infos = protected(), self.steps.saves().values()
+        known = [info for info in infos if info is not None]
+        if len(known) < len(infos):
+            return
+        needed = chain.needed_bases(known, in_flight, {one.save_id for one in bases})
+        self._remove(
+            Removal(number=0, step=one.step, item=one.item, save_id=one.save_id)
+            for one in bases
+            if one.save_id not in needed
+        )
 
     # ---- what has reached the tiers
 
+    @property
+    def hidden(self) -> Hidden:
+        """Units that may exist remotely until the orders are carried out, but do not count."""
+        if self._hidden is None or self._hidden[0] is not self.orders:
+            self._hidden = self.orders, frozenset(one.unit for one in self.orders.removals)
+        return self._hidden[1]
+
     def progress(self, tier: TierName = "remote") -> TierProgress:
         """Returns the replicator's last report on a tier."""
-        return self._stage.progress(self._holder, tier)
+        return self.stage.progress(self.orders.holder, tier)
+
+    def read_progress(self) -> TierProgress:
+        """Like ``progress``; also reads the journal entry that the replicator has seen."""
+        progress = self.progress()
+        if progress.entry > self.journal.known.entry.number:
+            data = self.stage.entry()
+            # A record torn by a power cut is replaced by the next one; the replicator reports
+            # remote problems.
+            with contextlib.suppress(RestoreError, StorageError, Missing):
+                if data is not None:
+                    self.journal.learn(data, f"{self.stage.path}/entry.msgpack")
+        return progress
+
+    def remote(self) -> State:
+        """Returns the remote state: as known, but at least what the leading process has seen."""
+        if not self.leads:
+            with contextlib.suppress(StorageError):
+                return self.journal.state()
+        return self.journal.known
 
     def is_uploaded(self, save_id: SaveId, progress: TierProgress | None = None) -> bool:
         """Returns whether a save was ever committed remotely."""
-        return (progress or self.progress()).has(save_id) or self._journal.known.was_committed(
+        return (progress or self.progress()).has(save_id) or self.journal.known.was_committed(
             save_id
         )
 
@@ -146,17 +465,17 @@ class ReplicationClient:
         """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
         progress, found = self.progress(tier), dict[int, int]()
         uploaded = progress if tier == "remote" else self.progress()
-        for step, info in self._local.saves().items():
+        for step, info in self.local.saves().items():
             key = key_of(step, info and info.save_id)
             if key in progress.damaged or self._is_unreadable(step, progress):
                 continue
             if info is None:
-                has_reached = step in self._journal.known.steps
+                has_reached = step in self.journal.known.steps
             else:
                 has_reached = progress.has(info.save_id) or self.is_uploaded(info.save_id, uploaded)
             if not has_reached:
                 if key not in self._sizes:
-                    self._sizes[key] = posix.tree_bytes(self._local.path / str(step))
+                    self._sizes[key] = posix.tree_bytes(self.local.path / str(step))
                 found[step] = self._sizes[key]
         return found
 
@@ -165,14 +484,29 @@ class ReplicationClient:
         if key_of(step, None) not in progress.damaged:
             return False
         try:
-            stored_saves.read_info(self._local.at(step), self._local.item)
+            stored_saves.read_info(self.local.at(step), self.local.item)
         except RestoreError:
             return True
         return False  # Another save has taken its place.
 
-    def wait(self, tier: TierName, timeout_secs: float) -> None:
-        """Waits until every staged save has reached a tier; a WaitTimeout loses nothing."""
-        deadline = time.monotonic() + timeout_secs
+    def keep_waiting(self, deadline: float | None = None) -> bool:
+        """Waits a moment; returns whether to continue, by default until ``stop_waiting``."""
+        self.local.check_held()
+        self.check_claim()
+        self.start()
+        if deadline is None:
+            return not self._stopped_waiting.wait(_POLL_SECS)
+        time.sleep(_POLL_SECS)
+        return time.monotonic() < deadline
+
+    def wait(self, timeout_secs: float) -> None:
+        """Waits until all saves reach ``Tiers.wait_for``.
+
+        A WaitTimeout loses nothing. Raises SaveFailed, once, for a save that never can.
+        """
+        tier, deadline = self._tiers.wait_for, time.monotonic() + timeout_secs
+        if tier == "staging":
+            return
         if tier == "remote":
             self.process.wake(HURRY)
         while behind := self.lag(tier):
@@ -180,32 +514,45 @@ class ReplicationClient:
             if not self.keep_waiting(deadline):
                 problem = self.progress(tier).problem or self.process.ended
                 raise WaitTimeout(
-                    f"{self._journal.root}: expected every save to reach tier {tier!r} within "
-                    f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
+                    f"{self}: expected every save to reach tier {tier!r} within {timeout_secs} s "
+                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
                     f"{sum(behind.values()):,} bytes only in the staging directory "
-                    f"{self._stage.path}{f', because {problem}' if problem else ''}; the uploader "
+                    f"{self.stage.path}{f', because {problem}' if problem else ''}; the uploader "
                     "continues: call wait_until_finished() again, or check the network"
                 )
+        if tier == "remote":
+            self.read_progress()
+            if isinstance(self.journal, Journal):
+                try:  # A listing and a read show that it holds the uploaded saves.
+                    self.journal.confirm()
+                except FencedError:
+                    # The next trainer continues from the steps that were confirmed before.
+                    if self._is_unconfirmed or self.journal.is_replaced:
+                        raise
+            self._is_unconfirmed = False
+        self._check_damaged(tier)
+        with contextlib.suppress(StorageError):  # Retried after the next save.
+            self._tidy()
 
-    def check_damaged(self, tier: TierName) -> None:
+    def _check_damaged(self, tier: TierName) -> None:
         """Raises SaveFailed once for each save that cannot reach a tier."""
         damaged = self.progress(tier).damaged
         # The oldest first, so that all processes name the same one; later ones may follow from it.
         for key in _oldest_first(damaged.keys() - self._raised):
             self._raised.add(key)
-            where = str(self._journal.root) if tier == "remote" else "peers"
+            where = str(self.journal.root) if tier == "remote" else "peers"
             raise SaveFailed(
                 f"a staged save cannot reach {where}: {damaged[key]}; the next save is a base"
             )
 
     def make_room(self, nbytes: int) -> str | None:
-        """Waits until there is room for a save in the staging directory; see ``WritableRoot``."""
+        """Waits in the background for room for a save; may return a warning."""
         most = self._tiers.max_staging_bytes
         while (behind := sum(self.lag().values())) and behind + nbytes > most:
             if not self.keep_waiting():
                 raise StorageError(
-                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes in addition "
-                    f"to {behind:,} that are not uploaded to {self._journal.root} yet "
+                    f"{self.stage.path}: expected room for a save of {nbytes:,} bytes in addition "
+                    f"to {behind:,} that are not uploaded to {self.journal.root} yet "
                     f"(Tiers.max_staging_bytes={most:,}), found none when the manager was "
                     "closed; the uploader continues, save again later"
                 )
@@ -215,6 +562,36 @@ class ReplicationClient:
             f"a save of {nbytes:,} bytes exceeds Tiers.max_staging_bytes={most:,}; it was staged "
             "alone"
         )
+
+    def committed(self) -> None:
+        """Called in the background of a save once its step is in the local directory.
+
+        Raises StorageError if the extents fail or stay full.
+        """
+        self._is_unconfirmed = True
+        self.start()
+        self.process.wake()
+        self._find_peers()
+        infos = [info for info in self.local.saves().values() if info is not None]
+        self.replicas.put(
+            sorted(infos, key=lambda one: one.save_id.step),
+            lambda save_id: bundles.staged_bundle(
+                self.stage, save_id, self.local.item, self.orders
+            ),
+            self._may_go,
+            self.keep_waiting,
+        )
+
+    def _may_go(self, save_id: SaveId) -> bool:
+        """Whether a save was uploaded, can never be, or was removed deliberately."""
+        infos = self.local.saves()
+        info = infos.get(save_id.step)
+        if info is None or info.save_id != save_id:
+            # A save with an unreadable manifest may be this one.
+            return info is not None or save_id.step not in infos
+        progress = self.progress()
+        is_damaged = key_of(save_id.step, save_id) in progress.damaged
+        return is_damaged or self.is_uploaded(save_id, progress)
 
     def poll_events(self) -> list[Event]:
         """Returns the events since the last call; emits warnings about the replicator."""
@@ -268,147 +645,36 @@ class ReplicationClient:
                 )
         return found
 
-    # ---- extents and peers
-
-    @property
-    def _near(self) -> list[Tier]:
-        """The tiers that hold bundles, the nearest first."""
-        found: list[Tier | None] = [self._extents, self._peers]
-        return [one for one in found if one is not None]
+    # ---- peers
 
     def _find_peers(self) -> None:
         """Searches for new or restarted peers if they do not accept pushes; rate-limited."""
         is_due = time.monotonic() - self._found_at > _FIND_SECS
-        if self._find is not None and is_due and self.progress("peers").problem is not None:
-            with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
-                self._connect(self._find(self._group))
-
-    def _connect(self, group: PeerGroup) -> None:
-        self._found_at = time.monotonic()
-        if group == self._group:
+        if self._find is None or not is_due or self.progress("peers").problem is None:
             return
-        if self._is_confirmed:
-            self._stage.note_peers(group.to_bytes())  # If this fails, the next search retries.
-        if self._peers is not None:
-            self._peers.close()
-        self._group, self._peers = group, PeerTier(group)
-        if self._is_confirmed:
-            self.process.wake(LOOK)
-
-    def recover(self, root: str, old: Orders | None) -> Recovered:
-        """See ``recovery.recover``; also raises OptionError if there are too few peers."""
-        found = Recovered({}, (), (), {})
-        if self._near:
-            found = recovery.recover(
-                self._stage,
-                self._local,
-                self._near,
-                root,
-                self._journal.known,
-                old,
-                part=self._part,
-                parts=self._parts,
-                fsync=self._fsync,
-            )
-        self._sources |= found.sources
-        self.unusable = found.unusable
-        if self._group is not None and self._peers is not None:
-            if silent := self._peers.silent():
-                events.warn(
-                    f"peers: expected an answer from all nodes, found none from {silent}; saves "
-                    "that only they hold are left there, and training continues without them"
-                )
-            self._warn_of_lost(self._peers)
-            self._group.require_nodes()  # The remaining nodes were asked before.
-        return found
-
-    def _warn_of_lost(self, peers: PeerTier) -> None:
-        """Warns about each save that too few nodes are left to recover."""
-        here = {info.save_id for info in self._local.saves().values() if info is not None}
-        found = peers.survey()
-        for name, ref in bundles.newest_first(found.every - found.whole):
-            is_needed = name.save_id not in here and not self._journal.known.was_committed(
-                name.save_id
-            )
-            if name.part == self._part and is_needed:
-                try:
-                    with peers.open(ref):
-                        pass
-                except StorageError as error:
-                    events.warn(f"step {name.step} cannot be recovered: {error}")
-
-    def fetch(self, save_ids: Collection[SaveId]) -> None:
-        """Fetches saves into the staging directory from extents and peers, if they hold them."""
-        offers = recovery.offered(self._near, self._part) if save_ids else []
-        for save_id in save_ids:
-            source = recovery.fetch(self._local, save_id, offers, fsync=self._fsync)
-            if source is not None:
-                self._sources[save_id] = source
-
-    def recoverable(self) -> set[SaveId]:
-        """Returns the recoverable saves, as far as is known without reading them."""
-        return {one.name.save_id for one in recovery.offered(self._near, self._part)}
-
-    def source_of(self, save_id: SaveId) -> str:
-        """Returns where a staged save was recovered from: "staging" if it was made there."""
-        return self._sources.get(save_id, "staging")
-
-    def committed(self, orders: Orders) -> None:
-        """Replicates staged saves; raises StorageError if the extents fail or stay full."""
-        self.start()
-        self.process.wake()
-        self._find_peers()
-        extents = self._extents
-        known = [info for info in self._local.saves().values() if info is not None]
-        if extents is None or not known:
-            return
-        held = {bundles.save_of(ref) for ref in extents.refs()}
-        *older, newest = sorted(known, key=lambda one: one.save_id.step)
-        for info in (*(one for one in older if not self._may_go(one.save_id)), newest):
-            if info.save_id in held:
-                continue
-            bundle = bundles.staged_bundle(self._stage, info.save_id, self._local.item, orders)
-            if info.parent is None:
-                extents.require_room(bundle.ref.nbytes, self._delta_bytes)
-            else:
-                self._delta_bytes = bundle.ref.nbytes
-            self._put(extents, bundle)
-
-    def _put(self, extents: ExtentFile, bundle: StagedBundle) -> None:
-        """Writes a save to the extents; deletes the oldest that may go if they are full."""
-        while True:
-            try:
-                extents.put(bundle)
-                return
-            except OutOfSpace:
-                oldest_first = reversed(bundles.newest_first(extents.refs()))
-                gone = (ref for name, ref in oldest_first if self._may_go(name.save_id))
-                if (ref := next(gone, None)) is not None:
-                    extents.delete([ref])
-                elif not self.keep_waiting():
-                    raise StorageError(
-                        f"{self._stage.path}: expected room in Tiers.extents for a save, found "
-                        f"only saves that were not uploaded to {self._journal.root} yet when the "
-                        "manager was closed; the uploader continues, save again later"
-                    ) from None
-
-    def _may_go(self, save_id: SaveId) -> bool:
-        """Whether a save was uploaded, can never be, or was removed deliberately."""
-        infos = self._local.saves()
-        info = infos.get(save_id.step)
-        if info is None or info.save_id != save_id:
-            # A save with an unreadable manifest may be this one.
-            return info is not None or save_id.step not in infos
-        progress = self.progress()
-        is_damaged = key_of(save_id.step, save_id) in progress.damaged
-        return is_damaged or self.is_uploaded(save_id, progress)
-
-    def forget(self, save_ids: Collection[SaveId]) -> None:
-        """Deletes rolled-back saves from the extents durably; peers delete what is not staged."""
-        if self._extents is not None and save_ids:
-            refs = self._extents.refs()
-            self._extents.delete([one for one in refs if bundles.save_of(one) in save_ids])
+        with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
+            group = self._find(self._group)
+            self._found_at = time.monotonic()
+            if group != self._group:
+                self.stage.note_peers(group.to_bytes())  # If this fails, the next search retries.
+                self._group = group
+                self.replicas.connect(group)
+                self.process.wake(LOOK)
 
 
-def _oldest_first(keys: Iterable[str]) -> list[str]:
+def _newest_chains(infos: dict[int, SaveInfo], count: int) -> set[int]:
+    """Steps of the ``count`` newest chains."""
+    kept: set[int] = set()
+    oldest: set[int] = set()
+    for step in sorted(infos, reverse=True):
+        steps = chain_steps(step, infos)
+        if min(steps) not in oldest:
+            if len(oldest) == count:
+                break
+            oldest.add(min(steps))
+        kept |= steps
+    return kept
+
+
+def _oldest_first(keys: Iterable[str]) -> Sequence[str]:
     return sorted(keys, key=lambda key: (step_of(key), key))

@@ -29,7 +29,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import Entry, ObjectKey
+from deltackpt.ledger.entries import Entry, ObjectKey, State
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 
@@ -83,21 +83,11 @@ class RunLineage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RollBack:
-    """A rollback of saves."""
+class Removal:
+    """A save, or a compacted base, that must not stay in the remote directory if it is there.
 
-    number: int  # of the orders that first contained it
-    after: int  # the step from which training resumed
-    run: str  # the run that resumed
-    saves: tuple[SaveId, ...]  # every save of a later step that was, or may have been, uploaded
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Retired:
-    """A save or compacted base that is no longer needed.
-
-    Until ``after``, the newest staged save at that time, is uploaded, the remote directory still
-    needs what it replaces. None if no save was staged.
+    It was rolled back, or is unneeded. Until ``after``, the newest staged save at that time, is
+    uploaded, the remote directory still needs what that replaces. None if no save was staged.
     """
 
     number: int  # of the orders that first contained it
@@ -105,11 +95,21 @@ class Retired:
     item: str | None
     save_id: SaveId
     after: SaveId | None = None
+    run: str | None = None  # the run that resumed from an earlier step; None if it is unneeded
 
     @property
-    def object_key(self) -> ObjectKey:
-        """The key of its unit in the remote directory."""
-        return ObjectKey(self.step, self.item)
+    def unit(self) -> tuple[ObjectKey, SaveId]:
+        """The key of its unit in the remote directory, and the save in it."""
+        return ObjectKey(self.step, self.item), self.save_id
+
+
+def rolled_back(saves: Iterable[SaveId], item: str, run: str, number: int = 0) -> list[Removal]:
+    """Returns removals of saves that a run has rolled back, and of their compacted bases."""
+    return [
+        Removal(number=number, step=one.step, item=of, save_id=one, run=run)
+        for one in saves
+        for of in (None, item)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,6 @@ class Orders:
 
     number: int  # increases with every write
     lease: int  # epoch of the trainer's lease of the staging directory
-    stage: str
     url: str
     endpoint: str | None  # None for the provider's default
     item: str
@@ -128,8 +127,7 @@ class Orders:
     goes_on: SaveId | None = None  # the save from which it resumed
     era: int = 0  # number of rollbacks since then under the claim
     lines: tuple[RunLineage, ...] = ()  # of the runs with staged saves
-    rolled_back: tuple[RollBack, ...] = ()  # to apply in this order, before any upload
-    retired: tuple[Retired, ...] = ()  # each to apply once its ``after`` is uploaded
+    removals: tuple[Removal, ...] = ()  # rollbacks in this order, before any upload
     bytes_per_sec: float | None = None
     store_secs: float = 60.0  # timeout of a request
     process: int = 0
@@ -155,9 +153,25 @@ class Orders:
         return RunLineage(run=run, epoch=self.epoch, holder=self.holder, era=self.era, past=past)
 
     def without(self, lost: Collection[SaveId]) -> Orders:
-        """Returns the orders without the retirements that wait for one of some lost saves."""
-        kept = tuple(one for one in self.retired if one.after not in lost)
-        return dataclasses.replace(self, retired=kept)
+        """Returns the orders without the removals that wait for one of some lost saves."""
+        kept = tuple(one for one in self.removals if one.after not in lost)
+        return dataclasses.replace(self, removals=kept)
+
+    def pending(self, done: TierProgress, remote: State) -> tuple[Removal, ...]:
+        """Returns the removals that are not ``done``, or still wait; ``remote`` is as new."""
+
+        def waits(after: SaveId | None) -> bool:
+            return not (
+                after is None
+                or remote.was_committed(after)
+                or key_of(after.step, after) in done.damaged
+            )
+
+        return tuple(
+            one
+            for one in self.removals
+            if one.number > done.orders or one.unit in remote.uploads or waits(one.after)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,8 +199,7 @@ class TierProgress:
     code: str = ""
     problem_unix_secs: float = 0.0  # since when
     pid: int = 0
-    orders: int = 0  # number of the newest orders carried out, except for their retirements
-    retired: int = 0  # retirements of orders up to this number are done
+    orders: int = 0  # number of the newest orders carried out, except for what waits
     entry: int = 0  # number of the newest remote journal entry that it has seen
     #: By staged run, the greatest attempt ever committed remotely.
     held: dict[str, int] = dataclasses.field(default_factory=dict)

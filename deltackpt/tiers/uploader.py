@@ -321,36 +321,38 @@ class Uploader(Cursor):
             return
         if orders.process == 0:
             if orders.began and not journal.claimed.began:
-                journal.begin_run(orders.goes_on, [orders.stage])
-            for one in orders.rolled_back:
-                if one.number > done:
-                    steps = journal.roll_back(one.after, one.run, only=frozenset(one.saves))
-                    if steps:
-                        _logger.info("resuming from step %d, %s rolled back", one.after, steps)
-        self._report_state(journal, orders=orders.number)
+                journal.begin_run(orders.goes_on)
+            saves: dict[str, set[SaveId]] = {}
+            for one in orders.removals:
+                if one.number > done and one.run is not None:
+                    saves.setdefault(one.run, set()).add(one.save_id)
+            for run, only in saves.items():
+                if steps := journal.roll_back(-1, run, only=only):
+                    _logger.info("steps %s rolled back", steps)
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
-        """Retires what was ordered, if its replacement, or a later one, is uploaded."""
-        waiting = [one for one in orders.retired if one.number > self.progress.retired]
-        come = (
-            one.number for one in waiting if one.after is None or self._has_come(one.after, journal)
-        )
-        newest = max(come, default=None)
-        if newest is None:
-            return
-        ready = {one.object_key: one.save_id for one in waiting if one.number <= newest}
-        try:
-            journal.retire(
-                lambda state: (
-                    one.prefix
-                    for unit, one in state.catalog.items()
-                    if ready.get(unit) == one.save_id
+        """Retires what is unneeded, if its replacement, or a later one, is uploaded."""
+        uploads = journal.known.uploads
+        ready = {
+            one.unit
+            for one in orders.removals
+            if one.run is None
+            and one.unit in uploads
+            and (one.after is None or self._has_come(one.after, journal))
+        }
+        if ready:
+            try:
+                journal.retire(
+                    lambda state: (
+                        one.prefix
+                        for unit, one in state.catalog.items()
+                        if (unit, one.save_id) in ready
+                    )
                 )
-            )
-        except StorageError:
-            self._is_littered = True  # Its files may still exist, but nothing refers to them.
-            raise
-        self._report_state(journal, retired=newest)
+            except StorageError:
+                self._is_littered = True  # Its files may still exist, but nothing refers to them.
+                raise
+        self._report_state(journal, orders=orders.number)
 
     def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
         """Whether a save was uploaded; or a later one, if it cannot be."""

@@ -58,17 +58,17 @@ class OpenEpoch:
         options = run.options.wal
         assert options is not None
         self.head = head
-        root, folder = run.writable_root.path, WalFolder(store_path(run.writable_root.wal_dir))
+        root, folder = run.local.path, WalFolder(store_path(run.local.wal_dir))
         #: Where this process sees the header.
         self._heads = [folder]
-        no_shared_fs = run.writable_root.no_shared_fs
+        no_shared_fs = run.no_shared_fs
         if no_shared_fs and run.coordinator.index > 0:
             self._heads.clear()
         if head.directory is not None:
             root, folder = Path(head.directory), local_wal_folder(head.directory, head.run)
             self._heads.append(folder)
         directory = Path(folder.segments(head.epoch))
-        self._check_lease = run.writable_root.check_lease
+        self._check_lease = run.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         if no_shared_fs and head.directory is None:
@@ -227,7 +227,7 @@ def write_head(
             local = local_wal_folder(directory, head.run)
             for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        header = store_path(run.writable_root.wal_dir) / name
+        header = store_path(run.local.wal_dir) / name
         try:
             header.store.put(header.key, data, absent=True)
         except Exists:
@@ -242,14 +242,14 @@ class EndedWal(WalHooks):
 
     def __init__(self, run: Run):
         self._run = run
-        self._reader = WalReader(run.writable_root.wal_location)
+        self._reader = WalReader(run.root.wal_location)
         self.begun = ""
 
     def begin_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes a header if the directory has a WAL."""
         run, lineage = self._run, self._run.lineage
         # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.writable_root.begin_run(lineage.newest_committed, lineage.run)
+        run.begin_replication()
         known, continues = lineage.newest_known, lineage.forked_from
         if known is None or known.continues != continues:
             continues = None
@@ -265,7 +265,7 @@ class EndedWal(WalHooks):
     def _end(self, what: str, base: SaveId | None, continues: Continues | None) -> None:
         def write() -> None:
             if self._reader.numbers():
-                self._run.writable_root.check_lease()
+                self._run.check_lease()
                 write_head(self._run, self._reader, base, continues)
 
         self._run.coordinator.from_process_0(what, write, fatal=True)
@@ -274,7 +274,7 @@ class EndedWal(WalHooks):
 def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
     """Reads the header that process 0 has written and sent, if this process can see it."""
     if (directory := local_directory(run)) is None:
-        return sent if run.writable_root.no_shared_fs else reader.head(sent.epoch)
+        return sent if run.no_shared_fs else reader.head(sent.epoch)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):
         name, data = local_wal_folder(directory, run.lineage.run).head(sent.epoch)

@@ -84,7 +84,7 @@ class Recorder(WalHooks):
         self._run = run
         assert run.options.wal is not None
         self._options = run.options.wal
-        self._reader = WalReader(run.writable_root.wal_location)
+        self._reader = WalReader(run.root.wal_location)
         if run.topic is not None and run.coordinator.index == 0:
             kafka_writer.refuse_foreign(run.topic, self._reader)
         self._epoch: OpenEpoch | None = None
@@ -419,7 +419,7 @@ class Recorder(WalHooks):
             self._run.emit(writer.reports.popleft())
         if writer.fenced is not None:
             # A start that failed gives the lease back that it had taken for a moment.
-            self._run.writable_root.check_lease()
+            self._run.check_lease()
             writer.fenced = None
         failure = writer.pop_failure()
         if failure is not None:
@@ -528,7 +528,7 @@ class Recorder(WalHooks):
         """Begins an epoch in all processes at once; returns why all must save first, if so."""
         run = self._run
         # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.writable_root.begin_run(run.lineage.newest_committed, run.lineage.run)
+        run.begin_replication()
         known, continues = run.lineage.newest_known, run.lineage.forked_from
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
@@ -537,7 +537,7 @@ class Recorder(WalHooks):
             leads = True
             if continues is not None and known is not None and self._may_have_trimmed:
                 leads = self._reader.leads(known.info.save_id, continues)
-            run.writable_root.check_lease()
+            run.check_lease()
             if self._to_make is not None:
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
@@ -660,7 +660,7 @@ class Recorder(WalHooks):
             return
 
         def write() -> None:
-            self._run.writable_root.check_lease()
+            self._run.check_lease()
             self._write_end()  # Without a parent point: no trimmed record is missed.
 
         self._run.coordinator.from_process_0("ending the WAL", write, fatal=True)
@@ -685,7 +685,7 @@ class Recorder(WalHooks):
             return
         if self._reader.numbers()[:1] == [epoch.head.epoch]:
             # Else that is done, the WAL is gone, or the root is another trainer's.
-            self._run.writable_root.check_lease()
+            self._run.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         epoch.close()

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replicas of one process's saves near the node, as bundles: in extents and on peers.
+
+A node that lost its staging directory (memory, a power cut), or its replacement, recovers saves
+from them that were never uploaded. The nearest tier comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deltackpt import events
+from deltackpt.errors import (
+    ClosedError,
+    Damaged,
+    FormatMismatch,
+    OptionError,
+    OutOfSpace,
+    RestoreError,
+    StorageError,
+)
+from deltackpt.format import naming
+from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import State
+from deltackpt.reading import stored_saves
+from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import store_path
+from deltackpt.tiers import bundles
+from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, StagedBundle, Tier
+from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.peers import PeerGroup, PeerTier
+from deltackpt.tiers.staging import StagingDir
+
+_logger = logging.getLogger(__name__)
+
+#: Errors of unusable bundles.
+Problems = dict[SaveId, RestoreError]
+
+
+class Offer(NamedTuple):
+    """A bundle in a tier."""
+
+    name: BundleName
+    tier: Tier
+    ref: BundleRef
+
+
+class Replicas:
+    """The extents and peers of one process; unpacks bundles into its directory of saves."""
+
+    def __init__(self, local: Root, extents: ExtentFile | None, part: int, *, fsync: bool):
+        self.extents = extents
+        self.peers: PeerTier | None = None
+        #: Errors of saves that a tier has but that could not be recovered, by step.
+        self.unusable: Mapping[int, RestoreError] = {}
+        #: The tier from which each save was recovered.
+        self.sources: dict[SaveId, str] = {}
+        self._local, self._part, self._fsync = local, part, fsync
+        #: Size of the newest delta in the extents, in bytes.
+        self._delta_bytes = 0
+
+    @property
+    def _tiers(self) -> list[Tier]:
+        found: list[Tier | None] = [self.extents, self.peers]
+        return [one for one in found if one is not None]
+
+    def connect(self, group: PeerGroup) -> None:
+        """Uses a group of peers from now on."""
+        if self.peers is not None:
+            self.peers.close()
+        self.peers = PeerTier(group)
+
+    def close(self) -> None:
+        """Closes all tiers; stored bundles remain."""
+        for tier in self._tiers:
+            tier.close()
+
+    def offers(self) -> list[Offer]:
+        """Returns this process's available bundles, for each save those of the nearest tier first.
+
+        Warns about a tier that cannot be queried: saves that only it holds are not recovered.
+        """
+        return _offered(self._tiers, self._part)
+
+    def fetch(self, save_ids: Collection[SaveId]) -> None:
+        """Unpacks saves into the local directory, if a tier holds them."""
+        offers = self.offers() if save_ids else []
+        for save_id in save_ids:
+            self._fetch(save_id, offers)
+
+    def _fetch(
+        self, save_id: SaveId, offers: Iterable[Offer], problems: Problems | None = None
+    ) -> bool:
+        final = self._local.step_dir(save_id.step)
+        for one in offers:
+            if one.name.save_id == save_id:
+                if _unpacked(one, final, self._fsync, self._local.item, problems):
+                    self.sources[save_id] = one.tier.name
+                    return True
+        return False
+
+    # ---- recovery
+
+    def manifests(
+        self, offers: Sequence[Offer], root: str, parts: int, problems: Problems
+    ) -> list[BundleManifest]:
+        """Returns the manifests of this directory's bundles; OptionError if there are only others.
+
+        Each is read from the nearest tier where it is readable.
+        """
+        read: dict[BundleName, BundleManifest] = {}
+        others: dict[str, OptionError] = {}
+        for one in offers:
+            if one.name in read:
+                continue
+            with _passing_over(one, problems), one.tier.open(one.ref) as reader:
+                found = bundles.read_manifest(reader, one.ref)[0]
+                if found.root == root:
+                    read[one.name] = found
+                else:
+                    others[one.name.key] = _of_another_root(one.tier, root, found.root)
+        if others and not read:
+            raise next(iter(others.values()))
+        for key, other in others.items():
+            events.warn(f"{other} ({key}); that bundle is left where it is")
+        return [one for one in read.values() if one.parts == parts]
+
+    def recover(
+        self,
+        stage: StagingDir,
+        offers: Sequence[Offer],
+        found: Sequence[BundleManifest],
+        state: State,
+        why_stale: Callable[[BundleManifest], str | None],
+        problems: Problems,
+    ) -> list[BundleManifest]:
+        """Unpacks current saves that are not uploaded; returns the manifests of those.
+
+        Stale saves are moved aside with a warning and deleted from the tiers.
+        """
+        infos = self._local.saves()
+        here = {info.save_id for info in infos.values() if info is not None}
+        back: list[BundleManifest] = []
+        aside = stage.aside(f"held-{uuid.uuid4().hex[:8]}")
+        for one in sorted(found, key=lambda one: one.save_id.step):
+            save_id, step = one.save_id, one.save_id.step
+            if save_id in here or state.was_committed(save_id):
+                continue
+            if (why := why_stale(one)) is not None:
+                _set_aside(aside, one, why, offers)
+                continue
+            if infos.get(step) is not None or save_id in self.sources:
+                continue
+            if step in infos:  # The save cannot be identified.
+                self._local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
+            if self._fetch(save_id, offers, problems):
+                back.append(one)
+        if back:
+            shown = ", ".join(f"{one.step} ({tier})" for one, tier in self.sources.items())
+            _logger.info("%s: recovered steps %s", stage.path, shown)
+        lost = problems.keys() - self.sources.keys() - here
+        self.unusable = {one.step: problems[one] for one in lost if not state.was_committed(one)}
+        self._warn_of_lost(here, state)
+        return back
+
+    def _warn_of_lost(self, here: Collection[SaveId], state: State) -> None:
+        """Warns about silent peers, and about each save that too few nodes are left to recover."""
+        if self.peers is None:
+            return
+        if silent := self.peers.silent():
+            events.warn(
+                f"peers: expected an answer from all nodes, found none from {silent}; saves that "
+                "only they hold are left there, and training continues without them"
+            )
+        found = self.peers.survey()
+        for name, ref in bundles.newest_first(found.every - found.whole):
+            is_needed = not (
+                name.save_id in here
+                or name.save_id in self.sources
+                or state.was_committed(name.save_id)
+            )
+            if name.part == self._part and is_needed:
+                try:
+                    with self.peers.open(ref):
+                        pass
+                except StorageError as error:
+                    events.warn(f"step {name.step} cannot be recovered: {error}")
+
+    # ---- extents
+
+    def put(
+        self,
+        infos: Sequence[SaveInfo],
+        bundle_of: Callable[[SaveId], StagedBundle],
+        may_go: Callable[[SaveId], bool],
+        keep_waiting: Callable[[], bool],
+    ) -> None:
+        """Writes saves, in ascending order, to the extents unless they are there.
+
+        If the extents are full, the oldest save that may go makes room; StorageError if none does
+        until ``keep_waiting`` returns False.
+        """
+        if (extents := self.extents) is None:
+            return
+        held = {bundles.save_of(ref) for ref in extents.refs()}
+        for info in infos:
+            if info.save_id in held or (info is not infos[-1] and may_go(info.save_id)):
+                continue
+            bundle = bundle_of(info.save_id)
+            if info.parent is None:
+                extents.require_room(bundle.ref.nbytes, self._delta_bytes)
+            else:
+                self._delta_bytes = bundle.ref.nbytes
+            while not _put(extents, bundle, may_go):
+                if not keep_waiting():
+                    raise StorageError(
+                        f"{self._local.opened_dir}: expected room in Tiers.extents for a save, "
+                        f"found only saves that were not uploaded to {bundle.root} yet when the "
+                        "manager was closed; the uploader continues, save again later"
+                    )
+
+    def forget(self, save_ids: Collection[SaveId]) -> None:
+        """Deletes rolled-back saves from the extents durably; peers delete what is not staged."""
+        if self.extents is not None and save_ids:
+            refs = self.extents.refs()
+            self.extents.delete([one for one in refs if bundles.save_of(one) in save_ids])
+
+
+def refuse_another_root(tier: Tier, root: str, part: int) -> None:
+    """Checks, before anything is claimed, that a tier does not belong to another directory."""
+    roots: set[str] = set()
+    for one in _offered([tier], part):
+        # ``Replicas.manifests`` reports unreadable bundles.
+        with contextlib.suppress(Exception), tier.open(one.ref) as reader:
+            roots.add(bundles.read_manifest(reader, one.ref)[0].root)
+    if roots and root not in roots:
+        raise _of_another_root(tier, root, min(roots))
+
+
+def _offered(tiers: Iterable[Tier], part: int) -> list[Offer]:
+    found: list[Offer] = []
+    for tier in tiers:
+        try:
+            named = bundles.newest_first(tier.refs())
+        except StorageError as error:
+            events.warn(
+                f"{tier.name}: expected an answer, found none ({error}); saves that only they "
+                "hold are left where they are"
+            )
+            continue
+        found += [Offer(name, tier, ref) for name, ref in named if name.part == part]
+    return found
+
+
+def _put(extents: ExtentFile, bundle: StagedBundle, may_go: Callable[[SaveId], bool]) -> bool:
+    """Writes a bundle, for which the oldest saves that may go make room; returns whether it did."""
+    while True:
+        try:
+            extents.put(bundle)
+        except OutOfSpace:
+            oldest_first = reversed(bundles.newest_first(extents.refs()))
+            gone = (ref for name, ref in oldest_first if may_go(name.save_id))
+            if (ref := next(gone, None)) is None:
+                return False
+            extents.delete([ref])
+        else:
+            return True
+
+
+def _of_another_root(tier: Tier, root: str, found: str) -> OptionError:
+    return OptionError(
+        f"Tiers.{tier.name}: expected replicas of {root}, found saves of {found}; use separate "
+        "replicas for each checkpoint directory"
+    )
+
+
+def _set_aside(aside: Path, stale: BundleManifest, why: str, offers: Iterable[Offer]) -> None:
+    """Unpacks a stale save where no reader looks, and deletes it from the tiers."""
+    same = [one for one in offers if one.name == stale.name]
+    target = aside / str(stale.save_id.step) / stale.name.key
+    DurableDir(target.parent).create()
+    if any(_unpacked(one, target, True) for one in same):
+        events.warn(
+            f"{same[0].tier.name}: step {stale.save_id.step} is superseded: {why}; it was moved to "
+            f"{target}"
+        )
+        for one in same:
+            one.tier.delete([one.ref])
+
+
+def _unpacked(
+    offer: Offer,
+    final: Path,
+    fsync: bool,
+    item: str | None = None,
+    problems: Problems | None = None,
+) -> bool:
+    """Unpacks a bundle; returns whether that worked and it contains the item's save."""
+    # Ignored as a leftover after a kill.
+    unpacked = f"{final.name}{naming.TEMPORARY}-recalled-{secrets.token_hex(8)}"
+    temporary = final.with_name(unpacked)
+    folder = DurableDir(final.parent, fsync=fsync)
+    with _passing_over(offer, problems):
+        try:
+            with offer.tier.open(offer.ref) as reader:
+                contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
+            if item is not None:
+                _check_save(temporary, item, contents.save_id)
+            folder.publish(temporary, final)
+        except BaseException:
+            folder.remove(temporary)
+            raise
+        return True
+    return False
+
+
+def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
+    """Checks that a step is the save that its bundle names; a restore reports newer formats."""
+    with contextlib.suppress(FormatMismatch):
+        found = stored_saves.read_info(store_path(step_dir), item).save_id
+        if found != save_id:
+            raise Damaged(step_dir.name, f"the save {save_id}", f"{found}")
+
+
+@contextlib.contextmanager
+def _passing_over(offer: Offer, problems: Problems | None) -> Iterator[None]:
+    """Warns about an unusable bundle, and continues without it."""
+    try:
+        yield
+    except ClosedError:
+        raise  # The tier, not the bundle.
+    except Exception as error:
+        # Anyone can write anything to a tier, and no bundle may make startup fail.
+        events.warn(
+            f"{offer.tier.name}: expected the bundle {offer.ref.key}, found that it is not "
+            f"readable: {str(error) or type(error).__name__}; trying other replicas"
+        )
+        if problems is not None:
+            if not isinstance(error, RestoreError):
+                error = Damaged(offer.ref.key, "a readable bundle", str(error))
+            problems.setdefault(offer.name.save_id, error)

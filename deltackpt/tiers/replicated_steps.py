@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a replicated checkpoint directory: those in it, and those in the remote one.
+
+A step that is in the local directory is read there. The remote steps are known from the journal.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from deltackpt import events
+from deltackpt.errors import Damaged, RestoreError, StorageError, WaitTimeout
+from deltackpt.format import chain, naming
+from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
+from deltackpt.ledger.committed import CommittedStore
+from deltackpt.ledger.entries import CatalogEntry
+from deltackpt.ledger.opening import BucketSteps
+from deltackpt.ledger.steps import local_folder
+from deltackpt.ledger.uploaded_wal import UploadedWals
+from deltackpt.reading import inventory
+from deltackpt.reading.wal_locations import WalFolder, WalLocation, WalLocations
+from deltackpt.storage import posix
+from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import (
+    FileStore,
+    Missing,
+    ReadOnlyStore,
+    Stamp,
+    Store,
+    StorePath,
+    store_path,
+)
+from deltackpt.tiers.cursor import HURRY
+from deltackpt.tiers.staging import key_of
+
+if TYPE_CHECKING:
+    from deltackpt.tiers.replication import ReplicationClient
+
+_T = TypeVar("_T")
+
+
+class ReplicatedSteps(BucketSteps):
+    """The steps of a directory with a ``ReplicationClient``."""
+
+    def __init__(self, client: ReplicationClient, readable_secs: float):
+        """``readable_secs`` limits ``await_readable``."""
+        # Only it, its uploader and a compactor make remote changes, so the leading process knows
+        # all but the newest uploads and bases.
+        remote = CommittedStore(
+            client.journal, hidden=lambda: client.hidden, refresh=not client.leads
+        )
+        local = FileStore(client.local.path)
+        # Without a shared file system, the local directory has one part of a step.
+        store = remote if client.no_shared_fs else _NearestStore(local, remote)
+        super().__init__(client.journal, client.local.item, store)
+        self.given = client.orders.url
+        self._client, self._local = client, client.local
+        self._readable_secs = readable_secs
+        #: Held while a step is evicted, and while one is chosen for reading.
+        self.leaving = threading.Lock()
+        #: Number of readers of each step, which prevent its eviction.
+        self.readers: collections.Counter[int] = collections.Counter()
+        self._metadata: dict[SaveId, bytes] = {}
+
+    @property
+    def wal_location(self) -> WalLocation:
+        """See ``Steps``; read remotely if a single local directory may lack part of it."""
+        uploaded = UploadedWals(self.journal.root, self._client.remote, self.topics)
+        if self._client.no_shared_fs:
+            return uploaded
+        local = WalFolder(store_path(self._local.wal_dir), self.topics)
+        return WalLocations([local, uploaded])
+
+    def steps(self) -> list[int]:
+        """See ``Steps``; only the leading process knows all remote steps without a request."""
+        if not self._client.leads:
+            self.journal.state()
+        return [*self.saves()]
+
+    def saves(self) -> dict[int, SaveInfo | None]:
+        """See ``Steps``."""
+        found: dict[int, SaveInfo | None] = {
+            step: one.info for step, one in self.uploaded().items()
+        }
+        return found | self._local.saves()
+
+    def known(self) -> dict[int, SaveInfo]:
+        """Returns the saves with readable manifests."""
+        return {step: info for step, info in self.saves().items() if info is not None}
+
+    def uploaded(self) -> dict[int, CatalogEntry]:
+        """Returns the remote steps."""
+        steps = self.journal.known.steps
+        return {step: one for step, one in steps.items() if self._is_shown(one)}
+
+    def uploaded_bases(self) -> list[CatalogEntry]:
+        """Returns the compacted bases, which are all remote."""
+        bases = self.journal.known.bases.values()
+        return [one for one in bases if one.item == self.item and self._is_shown(one)]
+
+    def _is_shown(self, one: CatalogEntry) -> bool:
+        return (one.object_key, one.save_id) not in self._client.hidden
+
+    def compacted(self) -> frozenset[SaveId]:
+        """See ``Steps``."""
+        return frozenset(one.save_id for one in self.uploaded_bases())
+
+    def rolled_back(self) -> Iterator[SaveId]:
+        """See ``Steps``."""
+        return self._local.rolled_back()
+
+    def exists(self, save_id: SaveId) -> bool:
+        """Returns whether a save was uploaded; the answer is the same in every process."""
+        shown = self._client.remote().uploads - self._client.hidden
+        return any(found == save_id for _, found in shown)
+
+    def base_of(self, save_id: SaveId) -> BaseRef | None:
+        """Returns the compacted base of a save."""
+        found = (one.nbytes for one in self.uploaded_bases() if one.save_id == save_id)
+        nbytes = next(found, None)
+        return None if nbytes is None else BaseRef(save_id=save_id, nbytes=nbytes)
+
+    def metadata(self, step: int) -> bytes:
+        """See ``Steps``; read once."""
+        info = self.saves().get(step)
+        if info is None:
+            return super().metadata(step)
+        if info.save_id not in self._metadata:
+            try:
+                found = posix.read_bytes(self._local.step_dir(step) / naming.STEP_METADATA)
+            except (RestoreError, StorageError):
+                found = super().metadata(step)
+            self._metadata[info.save_id] = found
+        return self._metadata[info.save_id]
+
+    def lost_steps(self) -> dict[int, Damaged]:
+        """See ``Steps``: except local ones."""
+        lost = super().lost_steps()
+        local = self._local.saves() if lost else {}
+        return {step: why for step, why in lost.items() if step not in local}
+
+    def source_of(self, save_id: SaveId) -> str:
+        """Returns where a save is read: the remote directory, unless there is a nearer copy."""
+        info = None if self._client.no_shared_fs else self._local.saves().get(save_id.step)
+        if info is None or info.save_id != save_id:
+            return "directory"
+        return self._client.replicas.sources.get(save_id, "staging")
+
+    # ---- bringing steps back
+
+    def await_readable(self, step: int) -> None:
+        """See ``Steps``; fetches evicted saves from nearer tiers, or awaits the upload."""
+        if self._client.no_shared_fs:
+            self._await_upload(step)
+            return
+        local, bases, infos = self._local.saves(), self.compacted(), self.known()
+        steps = chain_steps(step, infos) & infos.keys()
+        newest_base = max((one for one in steps if infos[one].save_id in bases), default=0)
+        missing = [one for one in steps if one >= newest_base and one not in local]
+        with self.leaving:
+            self._client.replicas.fetch([infos[one].save_id for one in sorted(missing)])
+
+    def _await_upload(self, step: int) -> None:
+        client, deadline = self._client, time.monotonic() + self._readable_secs
+        client.process.wake(HURRY)
+        while (info := self._local.saves().get(step)) is not None:
+            progress = client.read_progress()
+            if self.journal.known.was_committed(info.save_id):
+                return
+            if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
+                raise Damaged(f"step {step}", "an uploaded save", problem)
+            if not client.keep_waiting(deadline):
+                raise WaitTimeout(
+                    f"step {step}: expected it to be uploaded to {self} within "
+                    f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
+                    "part of it in its own staging directory, found "
+                    f"{progress.problem or 'the upload in progress'}; restore again, or check the "
+                    "network"
+                )
+
+    def found_damaged(self, step: int) -> bool:
+        """Moves damaged local saves aside that exist elsewhere; returns whether to read again."""
+        uploaded, local, infos = self.uploaded(), self._local.saves(), self.known()
+        offered = {one.name.save_id for one in self._client.replicas.offers()}
+        found = False
+        for number in chain_steps(step, infos) & local.keys():
+            save_id = infos[number].save_id if number in infos else None
+            if number not in uploaded and save_id not in offered:
+                continue
+            if inventory.verify_step(self._local.at(number), self.item):
+                aside = self._client.stage.aside("damaged")
+                self._local.set_aside(number, aside / uuid.uuid4().hex)
+                events.warn(
+                    f"{self._client.stage.path}: step {number} is damaged in the staging "
+                    "directory; it was moved to aside/damaged and is read from another copy"
+                )
+                if save_id in offered and save_id is not None:
+                    self._client.replicas.fetch([save_id])
+                found = True
+        return found
+
+    @contextlib.contextmanager
+    def local(self, step: int, name: str) -> Iterator[Path]:
+        """See ``Steps``; a local step is not evicted while it is read."""
+        with self.leaving:
+            self.readers[step] += 1
+        store, stage = self.store_path.store, self._client.stage
+        if isinstance(store, _NearestStore):
+            store = store.holder(str(step))
+        if not isinstance(store, FileStore):
+            DurableDir(stage.path, fsync=False).make(stage.fetched)
+        try:
+            with local_folder(StorePath(store, f"{step}/{name}"), stage.fetched) as folder:
+                yield folder
+        finally:
+            with self.leaving:
+                self.readers[step] -= 1
+
+
+class _NearestStore(ReadOnlyStore):
+    """The steps of a local directory and of its remote one; thread-safe."""
+
+    def __init__(self, local: FileStore, remote: CommittedStore):
+        self._local, self._remote = local, remote
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return self._remote.url
+
+    def holder(self, key: str) -> Store:
+        """Returns the store that holds a key or a folder; the local one if both do."""
+        step = key.partition("/")[0]
+        is_step = naming.step_number(step) is not None
+        return self._local if is_step and self._local.stamp(step) is not None else self._remote
+
+    def get(self, key: str) -> bytes:
+        """See ``Store``."""
+        return self._call(key, lambda store: store.get(key))
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        """See ``Store``."""
+        self._call(key, lambda store: store.read_into(key, start, parts, whole=whole))
+
+    def length(self, key: str) -> int:
+        """See ``Store``."""
+        return self._call(key, lambda store: store.length(key))
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        return self._call(key, lambda store: store.version(key))
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """See ``Store``; without a folder, only remote keys."""
+        return self._call(folder, lambda store: store.keys(folder, after=after))
+
+    def folders(self, folder: str) -> list[str]:
+        """See ``Store``; without a folder, only remote ones."""
+        return self._call(folder, lambda store: store.folders(folder))
+
+    def stamp(self, folder: str) -> Stamp | None:
+        """See ``Store``."""
+        return self._call(folder, lambda store: store.stamp(folder))
+
+    def kvstore(self, folder: str) -> dict[str, object] | None:
+        """See ``Store``."""
+        return self._call(folder, lambda store: store.kvstore(folder))
+
+    def _call(self, key: str, call: Callable[[Store], _T]) -> _T:
+        holder = self.holder(key)
+        try:
+            return call(holder)
+        except Missing:
+            if holder is self._local and self.holder(key) is self._remote:
+                return call(self._remote)  # It was evicted concurrently.
+            raise
+
+
+def chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:
+    """Returns the steps of a chain, as far as they are known."""
+    by_id = {info.save_id: info for info in infos.values()}
+    if step not in infos:
+        return {step}
+    saves = chain.walk(infos[step], lambda parent: by_id.get(parent.save_id))
+    return {int(info.step_dir) for info in saves}
