@@ -78,7 +78,7 @@ class OrbaxSource:
         path = epath.Path(self.path)
         if template is None:
             found = orbax_dense.from_folder(path, None, self.step or 0)
-            described = DenseItem(self.path, digests=False, exists=self.path.is_dir)
+            described = DenseItem(self.path, digests=None, exists=self.path.is_dir)
             return with_numbers(found, described)
         handler = orbax_dense.handler()
         try:
