@@ -2,10 +2,10 @@
 """Merges saves and WAL records into host buffers; the newest wins. Numpy only.
 
 The planner reads row indices from the newest layer backwards, and skips rows that a newer layer
-contains. Each row is therefore decoded and written once. Two kinds of rows are merged whole first,
-oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
-raw rows of which at least half are needed. Groups whose segments overlap in a part of their fields
-or columns are merged oldest first, too.
+contains. Each row is therefore decoded and written once. Ranges, such as those of a base, are
+merged first, oldest layer first; they are read straight into the buffers, while the planner reads
+row indices. Groups whose segments overlap in a part of their fields or columns are merged oldest
+first, too.
 """
 
 from __future__ import annotations
@@ -184,9 +184,22 @@ def run(
         if on_bytes is not None:
             on_bytes(piece.nbytes)
 
-    for stage in stages:
-        pieces = [*stage]
-        runtime.map(merge, pieces, threads=1 if _are_small(pieces) else None)
+    coming = map(list, stages)
+    pieces = next(coming, None)
+    while pieces is not None:
+        if _are_small(pieces):
+            runtime.map(merge, pieces, threads=1)
+            pieces = next(coming, None)
+            continue
+        tasks = [runtime.submit(merge, piece) for piece in pieces]
+        try:
+            pieces = next(coming, None)  # Planned while the threads merge.
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                if not task.cancel():
+                    task.wait()
 
 
 def _are_small(pieces: Iterable[Work]) -> bool:
@@ -231,13 +244,13 @@ class Piece:
     def run(self, memory: Memory) -> None:
         """See ``Work``."""
         direct = self._direct_target()
-        if not self.field.is_relative:
-            self._populate()
         if direct is not None:
             out = direct.view(codecs.stored_dtype(direct.dtype))
             entry = self.field.stored[""]
             self.field.layer.read_into(self.field.segment, entry, self.start, self.stop, out)
             return
+        if not self.field.is_relative:
+            self._populate()
         lent: list[np.ndarray] = []
 
         def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -523,14 +536,6 @@ class _SegmentRows(NamedTuple):
     held: StoredRows
     needed: np.ndarray | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether merging all rows takes less time than choosing the needed ones."""
-        segment, group = self.segment.segment, self.segment.group
-        if self.needed is None or 2 * np.count_nonzero(self.needed) < len(self.needed):
-            return False
-        return all(segment.spec(group, field).codec == "raw" for field in segment.fields)
-
 
 class _Planner:
     """Plans one merge; ``stages`` runs once, on one thread. Only ``_read`` runs on others too."""
@@ -565,17 +570,12 @@ class _Planner:
         }
 
     def stages(self) -> Iterator[Iterator[Piece]]:
-        whole, chosen = self._ranges(), []
-        for part in [*self._newest_first(whole)]:
-            if part.is_whole:
-                whole[part.save].append(part._replace(needed=None))
-            else:
-                chosen.append(part)
+        ranges = self._ranges()
         for number, of_save in enumerate(self._found):
             gapped = [one for one in of_save if self._is_gapped(one, overlapping=True)]
-            if whole[number] or gapped:
-                yield self._oldest_first(number, whole[number], gapped)
-        yield (piece for part in chosen for piece in self._pieces(part))
+            if ranges[number] or gapped:
+                yield self._oldest_first(number, ranges[number], gapped)
+        yield (piece for part in self._newest_first(ranges) for piece in self._pieces(part))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
         """Returns whether a segment has row indices instead of ranges."""

@@ -25,6 +25,7 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
+from deltackpt.resources import host_memory
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, StorePath
 
@@ -188,6 +189,7 @@ class LayerReader:
             ends = {first, last}
             batches = [range(number, number + 1) for number in ends if number not in whole]
         else:
+            host_memory.populate(target)
             batches = self._batches(array, first, last)
         for numbers in batches:
             wanted = [self._wanted(array, number, start, stop, target) for number in numbers]
@@ -308,6 +310,7 @@ class LayerReader:
             padding = np.empty(run[0].offset - run[0].start, np.uint8)
             shown = _shown(array, numbers.start)
             data = out[at : at + run[-1].stop - run[0].offset]
+            host_memory.populate(data)
             self._read(run[0].start, [part for part in (padding, data) if len(part)], shown)
             for chunk in run:
                 nbytes = chunk.stop - chunk.offset

@@ -204,13 +204,15 @@ def fill(
             layers = [*layers_of(saves, targets, runtime), *records]
             for part in _runs(layers, targets):
                 cached = _cached(indices)
-                stages = [[*one] for one in merge.plan(part, targets, cached, runtime=runtime)]
+                stages = merge.plan(part, targets, cached, runtime=runtime)
                 if not over_parent:
                     # Ends with the saves: records cover nothing.
                     for parent, save, shards in zip((None, *saves)[done:], saves[done:], part):
                         check_covered(save, shards, targets, cached, parent=parent)
                 done += len(part)
-                meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
+                if progress is not None:
+                    stages = [[*one] for one in stages]
+                    meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
                 merge.run(stages, runtime, meter.add)
                 # The row indices of the next part take their memory.
                 del cached, stages

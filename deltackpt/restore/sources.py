@@ -100,11 +100,13 @@ class ItemFiles(Protocol):
 class DenseFiles:
     """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step."""
 
-    fresh = False
+    def __init__(self, found: DenseValues, *, fresh: bool = False):
+        """Keeps the contents; writes nothing yet.
 
-    def __init__(self, found: DenseValues):
-        """Keeps the contents, which must not be modified; writes nothing yet."""
-        self._found = found
+        They must not be modified; if ``fresh``, no other code reads them, and leaves may alias
+        them.
+        """
+        self._found, self.fresh = found, fresh
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __contains__(self, item: str) -> bool:

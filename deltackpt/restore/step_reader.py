@@ -41,6 +41,7 @@ from deltackpt.reading import (
 )
 from deltackpt.reading.dense_state import RecordedState
 from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_records import damage_of
@@ -135,7 +136,10 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """The data that a restore has read; ``problem`` is why no source was used."""
+    """The data that a restore has read; ``problem`` is why no source was used.
+
+    ``point`` is without its dense leaves if they were read from storage.
+    """
 
     tables: RestoredTables
     dense: dict[str, PyTree]
@@ -173,12 +177,13 @@ class StepReader:
         rows: RowRanges | None,
         service: Service,
         point: RecoveryPoint | None = None,
+        wal: WalReader | None = None,
     ) -> Found:
         """Finds a step, its chain unless a source may provide it, and what is wanted of it.
 
         Checks this process's share of the step's files, unless a source may have them; dense leaves
         may be checked while they are read. ``rows`` restricts the read to these, without dense
-        leaves.
+        leaves. ``wal`` reads the WAL records of ``point``, by default all of them again.
         """
         paths.check_template(template)
         step_dir = self._root.at(step)
@@ -206,12 +211,14 @@ class StepReader:
                 # Several processes share the work.
                 with_dense = straight is None or not alone
                 self._root.check_step_files(step_dir, self._share, dense=with_dense)
-        plan = None if point is None else self._plan(point, target.info.save_id)
+        plan = None
+        if point is not None:
+            plan = self._plan(point, target.info.save_id, wal or WalReader(self._root.wal_location))
         dense = rows is None
         return Found(step, target, chain, source, problem, expected, wanted, dense, plan, straight)
 
-    def _plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan:
-        found = WalReader(self._root.wal_location).read().plan(point, step)
+    def _plan(self, point: RecoveryPoint, step: SaveId, wal: WalReader) -> ReplayPlan:
+        found = wal.read().plan(point, step)
         if found is None:
             raise DamagedWal(
                 str(self._root.wal_location),
@@ -240,15 +247,12 @@ class StepReader:
                 # storage.
                 self._root.check_step_files(found.target.step_dir)
             replay_from = found.plan if point is None else None
-            if replay_from is not None:
-                leaves = dense_state.at_point(replay_from)
-                point = RecordedState(leaves, replay_from.items(), rows={})
             if point is not None and found.target.layout.dense:
-                files = DenseFiles(point.dense)
-                held.callback(files.close)
+                files = held.enter_context(contextlib.closing(DenseFiles(point.dense)))
             # Orbax mostly waits for its own threads, and the merge for memory.
             with Runtime() as runtime:
-                leaves = runtime.submit(placement.carried(self._dense), found, files)
+                read_dense = self._dense if replay_from is None else self._dense_at_point
+                leaves = runtime.submit(placement.carried(read_dense), found, files)
                 seen = SeenRows(found.target.layout)
                 if merged is None:
                     chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
@@ -262,8 +266,6 @@ class StepReader:
                         targets = targets_of(merged.buffers, merged.layout)
                         records = wal_rows.layers_of(replay_from, merged.layout)
                         reader.fill((), targets, records=records, seen=seen, over_parent=True)
-                if replay_from is not None and point is not None:
-                    point = point._replace(rows=seen.by_table())
                 if found.plan is None:
                     self._check_keys(found, merged)
                     dense = leaves.result()
@@ -271,6 +273,9 @@ class StepReader:
                     with damage_of(found.plan.last_records[0]):
                         self._check_keys(found, merged)
                         dense = leaves.result()
+                if replay_from is not None:
+                    items = replay_from.items()
+                    point = RecordedState(DenseValues({}, {}), items, seen.by_table())
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
@@ -360,6 +365,13 @@ class StepReader:
         if found.target.layout.dense:
             files.folder(naming.DENSE_ITEM)
         return files
+
+    def _dense_at_point(self, found: Found, files: ItemFiles | None) -> DenseRead:
+        """Reads the dense leaves of a recovery point from its WAL records."""
+        assert files is None and found.plan is not None
+        values = dense_state.at_point(found.plan)
+        with contextlib.closing(DenseFiles(values, fresh=True)) as files:
+            return self._dense(found, files)
 
     def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:
         if not found.dense or not found.target.layout.dense:

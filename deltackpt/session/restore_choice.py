@@ -121,6 +121,15 @@ class RestoreChooser:
 
     def __init__(self, run: Run):
         self._run = run
+        self._wal: WalReader | None = None
+
+    def pop_wal(self) -> WalReader | None:
+        """Returns the reader of the last choice once: it need not scan the WAL again.
+
+        None on processes that did not choose.
+        """
+        found, self._wal = self._wal, None
+        return found
 
     def newest(self, tried: FailedChoices, *, wal: bool) -> RestoreChoice | None:
         """Returns the newest step, or recovery point if ``wal``, that was not tried, or None."""
@@ -166,7 +175,8 @@ class RestoreChooser:
 
     def _index(self) -> WalIndex:
         """Reads the WAL; its records decide what can be restored, so all must be readable."""
-        index = WalReader(self._run.root.wal_location).read()
+        self._wal = WalReader(self._run.root.wal_location)
+        index = self._wal.read()
         index.require_topics()
         return index
 

@@ -292,7 +292,8 @@ class Restorer:
     ) -> tuple[Found, float]:
         with self._run.coordinator.together(f"finding step {step}"):
             self._run.root.await_readable(step)
-            found = self._steps.find(step, template, rows, service, point)
+            wal = self._chooser.pop_wal()
+            found = self._steps.find(step, template, rows, service, point, wal)
         return found, time.perf_counter()
 
     def _load(
