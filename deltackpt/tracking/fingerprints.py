@@ -336,6 +336,8 @@ def _like(array: object, other: jax.Array) -> jax.Array:
         return array
     if array.is_fully_addressable and not sharding.is_fully_addressable:
         return jax.device_put(np.asarray(array), sharding)
+    if sharding.is_fully_addressable and not array.is_fully_addressable:
+        array = array.addressable_data(0)  # Replicated stamps of a stacked table.
     return jax.device_put(array, sharding)
 
 
