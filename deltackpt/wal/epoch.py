@@ -203,9 +203,10 @@ def write_head(
     if layout is not None:
         directory = local_directory(run)
         topic = None if run.topic is None else kafka_writer.here(run.topic)
-    tables = layout or Layout((), (), (), ())
+    tables, local_heads = layout or Layout((), (), (), ()), WalFolder(store_path(run.local.wal_dir))
     while True:
-        number = max(reader.numbers(), default=-1) + 1
+        # If the reader is that of a bucket, the newest headers may not be uploaded yet.
+        number = max([*reader.numbers(), *local_heads.numbers()], default=-1) + 1
         head = EpochHeader(
             epoch=number,
             run=run.lineage.run,
@@ -269,6 +270,11 @@ class EndedWal(WalHooks):
                 write_head(self._run, self._reader, base, continues)
 
         self._run.coordinator.from_process_0(what, write, fatal=True)
+
+
+def wal_key(head: EpochHeader) -> str:
+    """Returns the prefix of the coordinator's keys of an epoch."""
+    return f"deltackpt/wal/{head.run}/{head.epoch}"
 
 
 def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
@@ -346,7 +352,7 @@ class SentProgress(WalProgress):
     def __init__(self, coordinator: Coordinator, head: EpochHeader):
         super().__init__(coordinator.index, coordinator.count)
         self._coordinator = coordinator
-        self._key = f"deltackpt/wal/{head.run}/{head.epoch}/"
+        self._key = f"{wal_key(head)}/progress/"
 
     def _store(self, record: bytes) -> None:
         with contextlib.suppress(StorageError):
