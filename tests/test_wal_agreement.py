@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -13,9 +14,13 @@ import pytest
 from job import MemoryService, coordinators
 
 from deltackpt.errors import ProcessMissing, StorageError
+from deltackpt.format.manifest import Layout
+from deltackpt.format.wal_format import EpochHeader
+from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.resources.runtime import Runtime, Task
-from deltackpt.wal.epoch import LagWatch
-from deltackpt.wal.save_requests import _EVERY, _KEPT, JointSaves, SaveRequest
+from deltackpt.session.run import Run
+from deltackpt.wal.epoch import LagWatch, OpenEpoch, SentProgress
+from deltackpt.wal.save_requests import _EVERY, _KEPT, JointSaves, SaveRequest, SaveRequests
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 ANEW = SaveRequest("rows were left out", restarts_wal=True)
@@ -258,6 +263,41 @@ def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
             one.call()
         stopped.set()
     assert caught.value.processes == (0,)
+
+
+def test_process_0_removes_the_keys_of_an_ended_epoch():
+    service = MemoryService()
+    run = SimpleNamespace(
+        coordinator=coordinators(service, 2, 60.0)[0],
+        options=ManagerOptions(wal=WalOptions()),
+        runtime=Background(),
+    )
+    requests = SaveRequests(cast(Run, run))
+    for number, left in ((0, {"0", "1", "10"}), (0, {"0", "1", "10"}), (1, {"1", "10"})):
+        for epoch in (0, 1, 10):
+            service.values[f"deltackpt/wal/run/{epoch}/calls/4"] = b"null"
+        epoch = SimpleNamespace(head=SimpleNamespace(run="run", epoch=number))
+        requests.begin_epoch(cast(OpenEpoch, epoch), Layout((), (), (), ()), 0)
+        assert {key.split("/")[3] for key in service.values} == left
+
+
+def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
+    service, stopped = MemoryService(), threading.Event()
+    head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
+    one, other = (SentProgress(each, head) for each in coordinators(service, 2, 0.2))
+    other.record(7, 70)
+    one.record(9, 90)
+    assert one.of_all(fresh=True) == 7
+
+    def wait(_: str) -> list[tuple[str, bytes]]:
+        stopped.wait(60)
+        return []
+
+    with mock.patch.object(service, "key_value_dir_get_bytes", wait):
+        assert one.of_each(fresh=True) == [9, 7]
+        one._read_at = 0.0
+        assert one.of_all() == 7
+        stopped.set()
 
 
 def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up():

@@ -320,7 +320,7 @@ class WalProgress(abc.ABC):
         """Makes this process's progress visible to the others; never raises."""
 
     @abc.abstractmethod
-    def _others(self) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, int]:
         """Returns the newest records of the other processes; never raises."""
 
     @abc.abstractmethod
@@ -338,7 +338,7 @@ class WalProgress(abc.ABC):
         """
         now = time.monotonic()
         if self.count > 1 and (fresh or now - self._read_at >= _READ_SECS):
-            others = self._others()
+            others = self._others(fresh=fresh)
             self._read = [others.get(number, 0) for number in range(self.count)]
             self._read_at = now
         found = [*self._read]
@@ -353,20 +353,27 @@ class SentProgress(WalProgress):
         super().__init__(coordinator.index, coordinator.count)
         self._coordinator = coordinator
         self._key = f"{wal_key(head)}/progress/"
+        #: Of the other processes, as last found.
+        self._found: dict[int, int] = {}
+        self._finding: threading.Thread | None = None
 
     def _store(self, record: bytes) -> None:
         with contextlib.suppress(StorageError):
             self._coordinator.replace(f"{self._key}{self.process}", record)
 
-    def _others(self) -> dict[int, int]:
-        found: dict[str, bytes] = {}
+    def _others(self, *, fresh: bool) -> dict[int, int]:
+        if fresh or self._finding is None or not self._finding.is_alive():
+            # ``append()`` must not wait if process 0, which runs the service, has stopped.
+            self._finding = threading.Thread(target=self._find, name="deltackpt-wal", daemon=True)
+            self._finding.start()
+        if fresh:
+            self._finding.join(self._coordinator.timeout_secs)
+        return self._found
+
+    def _find(self) -> None:
         with contextlib.suppress(StorageError):
             found = self._coordinator.folder(self._key)
-        none = Noted(0, 0).to_bytes()
-        return {
-            number: Noted.of(found.get(str(number), none)).number
-            for number in self._coordinator.others
-        }
+            self._found = {int(number): Noted.of(data).number for number, data in found.items()}
 
     def close(self) -> None:
         """See ``WalProgress``: nothing is open."""
@@ -398,7 +405,7 @@ class FileProgress(WalProgress):
                 os.close(self._file)
             self._file = None
 
-    def _others(self) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, int]:
         at, others = store_path(self._epoch_dir), {*range(self.count)} - {self.process}
         return {number: newest_durable(at / str(number)).number for number in others}
 
