@@ -56,12 +56,12 @@ class SaveEvent:
         this time.
       write_secs: remaining time until the arrays were written: waiting for storage only. With
         ``encode_secs`` it is the whole time of encoding and writing.
-      digest_secs: digests and manifest of the shard. With several processes, process 0 waits for
-        the other shards here.
-      commit_secs: from the last file of this process, dense leaves included, to the commit: merging
-        dense leaves, digests of the whole step, fsync, rename, and the wait for other processes.
+      digest_secs: digests and manifest of the shard, except for process 0's manifest.
+      commit_secs: from the last of these files, dense leaves included, to the commit: merging dense
+        leaves, process 0's manifest, digests of the whole step, fsync, rename, and the wait for
+        other processes.
       total_secs: from the call of ``save()`` to the commit. Time that is in no other field was
-        spent on dense leaves and other items, which are written after the tables.
+        spent on dense leaves and other items that took longer than the tables beside them.
       committed_unix_secs: time of the commit, in seconds since 1970. The event itself is emitted at
         the manager's next call.
       tables: figures of each table and slot with rows; not in the log line.

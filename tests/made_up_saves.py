@@ -47,6 +47,7 @@ def record(save_id: SaveId, *, rows: int = ROWS, process: int = 0, **changes: An
         "groups": held.groups,
         "tables": held.tables,
         "segments": (segment,),
+        "files": {},
     }
     return Manifest(**given | changes)
 

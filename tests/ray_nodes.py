@@ -232,8 +232,7 @@ def newest(manager: deltackpt.CheckpointManager, template: Any, **arguments: Any
 def remove_arrays(root: Path) -> None:
     """Removes the rows of all steps, and keeps their other files."""
     for path in root.glob("*/embeddings/**/*"):
-        is_array = "c" in path.relative_to(root).parts or path.name.startswith("layer.")
-        if path.is_file() and is_array:
+        if path.is_file() and path.name.startswith(("c.", "layer.")):
             path.unlink()
 
 

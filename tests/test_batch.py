@@ -333,6 +333,32 @@ def test_removed_files_leave_no_trace(tmp_path):
     files.force()
 
 
+def test_a_removal_while_others_write(tmp_path):
+    """Items of a step are written side by side, and one may remove a failed attempt."""
+    before = sys.getswitchinterval()
+    files, over = FileBatch(tmp_path, fsync=False), threading.Event()
+    digest = digests.digest_bytes(b"")
+
+    def note() -> None:
+        number = 0
+        while not over.is_set():
+            files._note(tmp_path / "other" / str(number), digest)
+            number += 1
+
+    thread = threading.Thread(target=note)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(200):
+            files.make(tmp_path / "attempt")
+            files.remove(tmp_path / "attempt")
+            files.below(tmp_path / "attempt", relative_to=tmp_path)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
 _FORKING = """
 import os, sys, threading, numpy as np
 from pathlib import Path

@@ -203,7 +203,7 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     )
     given = {"target": where, "endpoint": server.endpoint}
     whole: set[str] = set()
-    for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 6), ("publish", 0)):
+    for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 4), ("publish", 0)):
         kind = "KvStore" if name == "write" else "copies.Bucket"
         call = "put" if (store, name) == ("Bucket", "write") else name
         code = program.replace("{name}", call).replace("{kind}", kind)

@@ -24,17 +24,17 @@ from deltackpt.tiers.copy import copy
 TABLES = {"embeddings": deltackpt.Tables(select="t")}
 
 
-def without_a_version(data: bytes) -> bytes:
-    """The record with a version beside its body only."""
+def without(field: str, data: bytes) -> bytes:
+    """A record without a field of its body: "files" is newer than the version there."""
     head = msgpack.unpackb(data)
     body = msgpack.unpackb(head["body"])
-    del body["format_version"]
+    del body[field]
     head["body"] = msgpack.packb(body)
     return msgpack.packb(head | {"crc32c": google_crc32c.value(head["body"])})
 
 
-@pytest.fixture
-def root(tmp_path) -> Path:
+@pytest.fixture(params=["format_version", "files"])
+def root(tmp_path, request) -> Path:
     """A directory whose newest step is a delta of a development version."""
     table = jnp.zeros((100, 4))
     touched = deltackpt.touched.init({"t": table})
@@ -43,7 +43,7 @@ def root(tmp_path) -> Path:
         touched = deltackpt.touched.mark(touched, {"t": jnp.array([5])})
         trainer.save(2, {"t": table.at[5].set(1), "w": jnp.ones(3)}, touched=touched)
     at = tmp_path / "run/2/embeddings" / naming.manifest_name(0)
-    at.write_bytes(without_a_version(at.read_bytes()))
+    at.write_bytes(without(request.param, at.read_bytes()))
     return tmp_path / "run"
 
 
@@ -130,7 +130,7 @@ def test_a_wal_header_of_a_development_version_is_refused(tmp_path):
         trainer.append(2, {"t": table}, touched=touched)
         trainer.wait_appended()
     for header in [root / "log/0.msgpack", *root.glob("log/0/head.msgpack")]:
-        header.write_bytes(without_a_version(header.read_bytes()))
+        header.write_bytes(without("format_version", header.read_bytes()))
     for read in (verify_root, restored_latest, resumed):
         with pytest.raises(FormatTooOld, match="development version"):
             read(root)
@@ -143,6 +143,6 @@ def test_a_wal_header_of_a_development_version_is_refused(tmp_path):
 
 def test_a_lease_of_a_development_version_is_a_finding(root):
     [lease] = root.glob("lease.*")
-    lease.write_bytes(without_a_version(lease.read_bytes()))
+    lease.write_bytes(without("format_version", lease.read_bytes()))
     found = {finding.subject: finding for finding in doctor.examine(root, read_only=True)}
     assert found["lease"].severity == "problem"

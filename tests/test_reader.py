@@ -99,6 +99,7 @@ def put_save(
         groups=(group(),),
         tables=(table(),),
         features=() if parent is None else (manifest.LAYERS,),
+        files={},
         **stored,
     )
     put_head(root, head)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 import model
 import numpy as np
 import pytest
@@ -200,6 +201,36 @@ def test_host_rows_are_released_even_if_nothing_can_be_written(tmp_path):
             with pytest.raises(SaveFailed, match="no touched row is lost"):
                 saver.wait_until_finished()
         save(saver, 1, (state, marks))
+
+
+def test_items_side_by_side_are_written_outside_the_settings_of_the_program(tmp_path):
+    found, both = list[str](), threading.Barrier(2)
+
+    class Observed:
+        def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+            both.wait(LIMIT_SECS)
+            found.append(jax.config.jax_numpy_rank_promotion)
+
+        def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
+            pass
+
+    [coordinator] = coordinators(MemoryService(), 1, LIMIT_SECS)
+    before = jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    try:
+        commit.write(
+            StepTransaction(
+                final=tmp_path / "5",
+                items={"one": Observed(), "another": Observed()},
+                tables="one",
+                writers=step_writers(coordinator, commit.temporary_dir(tmp_path / "5", "run-1")),
+                own_files=dict,
+                check=lambda: None,
+            )
+        )
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", before)
+    assert found == ["allow", "allow"]
 
 
 # Several processes.

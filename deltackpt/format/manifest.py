@@ -241,7 +241,7 @@ class Manifest:
     layer: LayerRef | None = None
     #: The step's digests in process 0's manifest of a delta under our own commit, by path below the
     #: step: length, CRC32C and tail of ``storage.digests.Digest``. Bases have a file of them.
-    files: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+    files: dict[str, tuple[int, int, int]]
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
     #: How often the run had been restored before, itself included.
     restores: int = 0
@@ -363,6 +363,9 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
                 _check(record)
                 return record
     fields = records.fields_of(data, name=name, magic=magic)
+    if cls is Manifest and "files" not in fields:
+        # Such versions also named the chunks of bases differently.
+        raise records.too_old(name, "a map of files in the manifest")
     try:
         if cls is Manifest:
             refuse_unknown(features_in(fields), KNOWN_FEATURES, name)

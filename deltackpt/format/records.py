@@ -137,11 +137,7 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
     except ValueError as error:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
     if _VERSION not in fields:
-        raise FormatTooOld(
-            f"{name}: expected a version in the body of the {magic} record, found none, as written "
-            "by a development version of deltackpt; restore it with that version, and save it to a "
-            "new directory with this one"
-        )
+        raise too_old(name, f"a version in the body of the {magic} record")
     # No checksum covers the version beside the body.
     repeated = fields[_VERSION]
     if type(repeated) is not int or repeated < 1:
@@ -154,6 +150,14 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
     if version != repeated:
         raise Damaged(name, f"version {repeated} as its body says", f"version {version}")
     return fields
+
+
+def too_old(name: str, expected: str) -> FormatTooOld:
+    """Returns the error for a record that lacks what development versions did not write."""
+    return FormatTooOld(
+        f"{name}: expected {expected}, found none, as written by a development version of "
+        "deltackpt; restore it with that version, and save it to a new directory with this one"
+    )
 
 
 def quickly(

@@ -178,7 +178,6 @@ def run(
 
     If it raises Damaged, no thread is still running.
     """
-
     coming = map(list, stages)
     pieces, following = next(coming, None), None
 

@@ -310,6 +310,7 @@ class _PartMerge:
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
             digests=("item", naming.DENSE_ITEM) if self._has_dense else ("item",),
+            files={},
             dense_bytes=0 if self._number else dense_bytes,
             restores=self._target.head.restores,
         )

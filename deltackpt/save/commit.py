@@ -35,6 +35,7 @@ from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import Manifest, Part
 from deltackpt.format.row_blocks import width
 from deltackpt.resources.runtime import READS, Runtime
+from deltackpt.state import placement
 from deltackpt.storage import digests, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
@@ -253,10 +254,13 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     writers, temporary = step.writers, step.writers.temporary
     for name in step.items:
         batch.make(temporary / name)
+
+    @placement.neutral()  # On each thread.
+    def write_item(name: str) -> None:
+        step.items[name].write(temporary / name, batch, writers)
+
     # Side by side: an item that computes leaves the disk to the others.
-    writers.runtime.map(
-        lambda name: step.items[name].write(temporary / name, batch, writers), step.items
-    )
+    writers.runtime.map(write_item, step.items)
     written_at = time.perf_counter()
     if writers.process > 0:
         if uncovered(batch, step.tables):

@@ -332,7 +332,6 @@ class PendingSave(Item):
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """Writes process 0's manifest, after all other files of the step."""
         assert self.shard is not None and self.report is not None
-        started = time.perf_counter()
         done = save_shard.write_index(self.plan, item_dir, self.shard, batch, writers)
         if self.plan.lineage is not None:
             written = Written(done.crc32c, done.record.nbytes, done.record.compacted)
@@ -340,7 +339,6 @@ class PendingSave(Item):
         self.report = dataclasses.replace(
             self.report,
             bytes_written=self.report.bytes_written + done.nbytes - self.shard.nbytes,
-            digest_secs=self.report.digest_secs + time.perf_counter() - started,
         )
 
     def _write_arrays(

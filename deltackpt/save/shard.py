@@ -444,6 +444,7 @@ def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
         dense=layout.dense,
         tracking_paths=layout.tracking_paths,
         digests=plan.digests,
+        files={},
         restores=intent.restores,
         compacted=compacted,
         parents=intent.parents if writers.process == 0 else (),

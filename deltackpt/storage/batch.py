@@ -110,11 +110,12 @@ class FileBatch:
     def below(self, directory: Path, *, relative_to: Path) -> dict[str, Digest]:
         """Returns digests of files written below a directory, by POSIX path below another."""
         prefix, cut = f"{self._name(directory)}/", len(self._name(relative_to))
-        return {
-            name[cut:].lstrip("/"): digest
-            for name, digest in list(self.digests.items())
-            if name.startswith(prefix)
-        }
+        with self._lock:
+            return {
+                name[cut:].lstrip("/"): digest
+                for name, digest in self.digests.items()
+                if name.startswith(prefix)
+            }
 
     def write_chunk(
         self, path: Path, rows: np.ndarray, padding: int = 0, *, held: bool = False
@@ -170,7 +171,8 @@ class FileBatch:
         for top, folders, names in os.walk(directory):
             folder = Path(top)
             folders[:] = [name for name in folders if folder / name not in but]
-            self._directories[folder] = None
+            with self._lock:
+                self._directories[folder] = None
             for name in names:
                 if self._name(folder / name) not in self.digests:
                     paths.append(folder / name)
@@ -235,7 +237,8 @@ class FileBatch:
         return str(path)[len(str(self.top)) + 1 :]
 
     def _note(self, path: Path, digest: Digest) -> None:
-        self.digests[self._name(path)] = digest
+        with self._lock:
+            self.digests[self._name(path)] = digest
 
     def _keep(self, file: DirectFile) -> None:
         """Keeps a file for ``force``, and ends the oldest one if too many are open."""
