@@ -291,15 +291,15 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
         at_commit.append(unforced())
         real_rename(source, target, **folders)
 
-    def report(self: StepWriters, phase: str, records: dict[str, bytes]) -> None:
+    def report(self: StepWriters, phase: str, records: dict[str, bytes | None]) -> None:
         if phase == "written":
             own = f"{temporary}/item/of.1", f"{temporary}/digests.step.1.msgpack"
             at_word.append({path for path in unforced() if path.startswith(own)})
         real_report(self, phase, records)
 
-    def wait(self: StepWriters, phase: str) -> None:
+    def wait(self: StepWriters, phase: str) -> set[str]:
         others_wrote.set()
-        real_wait(self, phase)
+        return real_wait(self, phase)
 
     runtime = Runtime()
     connected = coordinators(MemoryService(), 2, LIMIT_SECS)

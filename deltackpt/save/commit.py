@@ -94,8 +94,11 @@ class StepWriters:
         found = {path.relative_to(self.temporary).as_posix(): path for path in paths}
         return {name: posix.read_bytes(path) for name, path in found.items()}
 
-    def report(self, phase: Phase, records: Mapping[str, bytes]) -> None:
-        """Reports that this process is done with a phase, with files that the receivers store."""
+    def report(self, phase: Phase, records: Mapping[str, bytes | None]) -> None:
+        """Reports that this process is done with a phase, with files that the receivers store.
+
+        None stands for a file that the receivers see on the shared file system.
+        """
         if self.count > 1:
             self._reported.add(phase)
             packed: Any = msgpack.packb(records)
@@ -122,14 +125,21 @@ class StepWriters:
         if self.process == 0 and self.count > 1:
             self.coordinator.expire(self.prefix)
 
-    def wait(self, phase: Phase) -> None:
-        """Waits for a report of process 0, or as process 0 for all others; stores their files."""
+    def wait(self, phase: Phase) -> set[str]:
+        """Waits for a report of process 0, or as process 0 for all others; stores their files.
+
+        Returns the names of these files, by posix path below the step.
+        """
         step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
         topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
+        received: dict[str, bytes | None] = {}
         for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
-            for name, data in msgpack.unpackb(packed).items():
+            received |= msgpack.unpackb(packed)
+        for name, data in received.items():
+            if data is not None:
                 root = DurableDir(self.temporary.parent, fsync=self.fsync)
                 root.write(self.temporary / name, data)
+        return {*received}
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """Reads the manifests that all others have written; returns the index, process 0's first.
@@ -263,10 +273,13 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     writers.runtime.map(write_item, step.items)
     written_at = time.perf_counter()
     if writers.process > 0:
+        records: dict[str, bytes | None] = {}
         if uncovered(batch, step.tables):
-            write_digests(batch, step.tables, naming.step_digests_name(writers.process))
+            name = naming.step_digests_name(writers.process)
+            write_digests(batch, step.tables, name)
+            records[name] = None
         batch.force()
-        writers.report("written", writers.records(_descriptions(step)))
+        writers.report("written", records | writers.records(_descriptions(step)))
         try:
             writers.wait("done")
         except (ProcessMissing, StorageError):
@@ -284,9 +297,10 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
         return Committed(written_at, time.perf_counter())
     if writers.count > 1:
         batch.force()  # While the others write.
-        writers.wait("written")
-        others = (temporary / naming.step_digests_name(one) for one in writers.reporters)
-        batch.adopt_files([path for path in others if path.exists()])
+        received = writers.wait("written")
+        others = {naming.step_digests_name(process) for process in writers.reporters}
+        # If one that was reported cannot be seen, the save fails.
+        batch.adopt_files([temporary / name for name in sorted(others & received)])
     for name, item in step.items.items():
         if name != step.tables:
             item.complete(temporary / name, batch, writers)
