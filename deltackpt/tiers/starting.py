@@ -339,7 +339,7 @@ class _Start:
         return self._first_orders(old, back, unfinished_rollback(back, self.state, lines))
 
     def _lost(self, removals: Sequence[Removal]) -> set[SaveId]:
-        """Saves that removals wait for, and that will never be uploaded: what they replace stays."""
+        """Saves that removals wait for, and that are lost: what they were to replace stays."""
         here = {info.save_id for info in self.local.saves().values() if info is not None}
         awaited = {one.after for one in removals if one.after is not None}
         return {one for one in awaited - here if not self.state.was_committed(one)}
