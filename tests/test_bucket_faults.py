@@ -233,7 +233,7 @@ class Trainer:
         self.ledger.claim()
 
     def begin(self) -> None:
-        self.ledger.begin_run(None, ["stage"])
+        self.ledger.begin_run(None)
 
     def leave_an_upload(self) -> None:
         self.ledger.abandon_upload(self.upload(ObjectKey(9)))

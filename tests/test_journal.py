@@ -159,12 +159,12 @@ def test_a_claim_records_the_step_that_training_resumed_from(root):
     ledger = claimed(root)
     assert JournalView(root).state().claim == ledger.claimed and not ledger.claimed.began
     first = commit(ledger, 1)
-    ledger.begin_run(first.save_id, ["stage"])
+    ledger.begin_run(first.save_id)
     claim = JournalView(root).state().claim
     assert claim == ledger.claimed
-    assert (claim.began, claim.goes_on, claim.stages) == (True, first.save_id, ("stage",))
+    assert (claim.began, claim.goes_on) == (True, first.save_id)
     number = ledger.known.entry.number
-    ledger.begin_run(first.save_id, ["stage"])
+    ledger.begin_run(first.save_id)
     assert ledger.state().entry.number == number
 
 
