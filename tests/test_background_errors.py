@@ -237,10 +237,10 @@ def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path)
     with saved(tmp_path) as manager:
         outcomes, real = iter([ZeroDivisionError("of nobody's making")]), Root._collect
 
-        def collect(root: Root, protected: Any) -> None:
+        def collect(root: Root, *arguments: Any) -> None:
             for error in outcomes:
                 raise error
-            real(root, protected)
+            real(root, *arguments)
 
         with mock.patch.object(Root, "_collect", collect), warnings.catch_warnings():
             warnings.simplefilter("error")
