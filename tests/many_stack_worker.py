@@ -42,6 +42,17 @@ class Stacker(Worker):
         self._run = self._run.trained(step)
         return {"kind": found.kind}
 
+    def verify(self) -> dict[str, Any]:
+        """Verifies the marks of all steps since the last call."""
+        compared = self._manager.verify_tracking(self._placed(), touched=self._run.touched)
+        return {"compared": compared}
+
+    def unmark(self) -> None:
+        """Trains a step whose rows are not marked."""
+        touched = self._run.touched
+        self._run = self._run.trained(0)
+        self._run.touched = touched
+
     def wait(self) -> dict[str, Any]:
         """Waits for saves and records; returns the rows in this process's shard of each save."""
         reports = self._manager.wait_until_finished()

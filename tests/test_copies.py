@@ -301,7 +301,7 @@ def test_bytes_that_a_disk_stores_wrongly_are_detected(run, tmp_path):
 
     def garbled(self, unit, name, pieces):
         data = b"".join(pieces)
-        real(self, unit, name, [data[:-1] + b"x" if name.endswith("0/0") else data])
+        real(self, unit, name, [data[:-1] + b"x" if name.endswith("/c.0.0") else data])
 
     with (
         mock.patch.object(copy_locations.Directory, "write", garbled),

@@ -526,7 +526,7 @@ def check_growth(
             elif operation == "lose":
                 saving.wait_until_finished()
                 with (
-                    mock.patch.object(storage_parts, "finish", side_effect=OSError("lost")),
+                    mock.patch.object(storage_parts, "write_manifest", side_effect=OSError("lost")),
                     contextlib.suppress(Exception),
                 ):
                     save()

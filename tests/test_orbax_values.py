@@ -86,8 +86,7 @@ def test_a_flipped_bit_is_never_read_and_does_not_affect_other_values(root):
                 raised += 1
         with pytest.raises(Damaged):
             item(root).read(every)
-        assert digests.check_step_files(
-            store_path(root / "1")
-        )  # `verify` finds it, wherever it is.
+        # ``verify`` finds it, wherever it is.
+        assert digests.check_step_files(store_path(root / "1"), {})
     path.write_bytes(intact)
     assert raised and passed > raised

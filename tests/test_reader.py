@@ -180,7 +180,7 @@ def test_only_the_wanted_boxes_are_read(root, tmp_path):
         chain, wanted=wanted, progress=lambda done, total: told.append((done, total))
     )
     held = found.buffers["t"]["values"]
-    for (rows, columns), array in held.items():
+    for (rows, columns, _), array in held.items():
         assert np.array_equal(array, states[2][slice(*rows), slice(*columns)])
     assert told[-1] == (found.bytes_read, found.bytes_read)
     assert found.bytes_read < sum(save.head.nbytes for save in chain)

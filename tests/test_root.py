@@ -28,6 +28,7 @@ from deltackpt import errors, inspect, serving
 from deltackpt.format import naming
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
+from deltackpt.save.pending_save import PendingSave
 from deltackpt.storage import posix
 from deltackpt.testing import Disk
 
@@ -44,7 +45,7 @@ def steps_in(path: Path) -> list[int]:
 
 def before_commit(act: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """Runs ``act`` when the first save in flight is about to commit."""
-    return before_first_call(deltackpt.storage.digests, "digests_bytes", lambda *_: act())
+    return before_first_call(PendingSave, "complete", lambda *_: act())
 
 
 def point(link: Path, to: str) -> None:

@@ -8,13 +8,16 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import deltackpt
-from deltackpt.errors import ServiceUnavailable
+from deltackpt.errors import DamagedKeys, ServiceUnavailable
 from deltackpt.reading import chains, reader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -110,3 +113,37 @@ def jnp_state() -> dict[str, Any]:
         "tables": {"words": jnp.zeros((64, 4), jnp.float32)},
         "bias": np.zeros(3),
     }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_reads_the_ids_of_others_from_the_source_too(tmp_path, fails):
+    tables = deltackpt.Tables(select="tables/*", key="keys/{name}")
+    rows = NamedSharding(jax.make_mesh((4,), ("rows",)), PartitionSpec("rows"))
+    sharded = {"words": np.ones((64, 4), np.float32)}, {"words": np.arange(64, dtype=np.int32)}
+    state = dict(zip(("tables", "keys"), jax.device_put(sharded, rows)))
+    asked = []
+
+    class Keyed(Source):
+        @contextlib.contextmanager
+        def tables(self, save, wanted, *, timeout_secs, files=True):
+            asked.append((files, sorted(wanted["tables/words"])))
+            with super().tables(save, wanted, timeout_secs=timeout_secs) as found:
+                if not files:
+                    if fails:
+                        raise ServiceUnavailable("expected rows, found none")
+                    [column] = found.buffers["tables/words"]["slot.key"].values()
+                    column[63] = column[5]
+                yield found
+
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        manager.save(1, state)
+        manager.wait_until_finished()
+        # It checks the ids of the only table, as the first of two processes would.
+        with mock.patch.object(manager._restorer._steps, "_share", (0, 2)):
+            if fails:  # Storage has the ids.
+                assert manager.restore(1, state, service=Keyed()).step == 1
+            else:
+                with pytest.raises(DamagedKeys, match="in rows 5 and 63"):
+                    manager.restore(1, state, service=Keyed())
+    (with_files, fields), (without_files, columns) = asked
+    assert with_files and "values" in fields and not without_files and len(columns) == 1

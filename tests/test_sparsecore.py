@@ -777,7 +777,7 @@ def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
 
     with (
         mock.patch.object(part_arrays.ZarrArrays, "read_into", altered),
-        pytest.raises(Damaged, match="rows.gaps/c/0: expected ascending rows after -1"),
+        pytest.raises(Damaged, match="rows.gaps/c.0: expected ascending rows after -1"),
     ):
         reader.restore_tables(chains.read_chain(tmp_path / "0"))
 

@@ -85,6 +85,16 @@ def test_without_marks_each_process_finds_its_own_rows(server, tmp_path):
     assert_steps(root, Topology(4), {step: model_at(step) for step in range(3)})
 
 
+def test_each_process_verifies_the_marks_of_its_rows(server, tmp_path):
+    with running(server, tmp_path / "root", 2) as job:
+        job.all("begin")
+        for compared in (False, True):
+            assert {found["compared"] for found in job.all("verify")} == {compared}
+            put(job, [int(compared)], "delta" if compared else "base")
+        job.all("unmark")
+        assert {found["error"]["type"] for found in job.each("verify")} == {"TrackingError"}
+
+
 def test_an_id_with_rows_on_two_processes_fails_the_restore_on_both(server, tmp_path):
     with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
         first, second = (found["error"] for found in job.each("twice", root=str(tmp_path / "root")))

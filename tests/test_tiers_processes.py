@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import many_wal_worker
 import pytest
 import servers
 from left_running import promoters
@@ -115,6 +116,48 @@ def test_processes_with_their_own_staging_directories_upload_their_parts(
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
         assert saved(job, 4) == "delta"
         job.close()
+
+
+def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bucket, tmp_path):
+    url, log = bucket.bucket("unmarked") + "/run", {"directory": str(tmp_path / "log")}
+
+    def opened(job: Job, folder: Path) -> None:
+        for number, process in enumerate(job.processes):
+            stage = {"staging_dir": str(folder / f"node{number}"), "endpoint": bucket.endpoint}
+            process.ask("open", root=url, log=log, tiers={**stage, "shared": False})
+        for answer in job.answers():
+            assert "error" not in answer, answer
+
+    def logged(job: Job, to: int) -> None:
+        assert job.one("run_on", to=to)["saved"] == []
+        job.all("wait_recovery", step=to)
+
+    def headers() -> list[int]:
+        return open_steps(url, endpoint=bucket.endpoint).wal_location.numbers()
+
+    server = Server(many_wal_worker.__file__, **bucket.environment)
+    with contextlib.closing(server), Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, tmp_path)
+        job.all("start", place=PLACE)
+        assert job.one("log")["saved"] == "base"
+        job.all("wait")
+        logged(job, 2)
+        wait_until(lambda: headers() == [0], "the header is uploaded")
+        job.all("train", to=3, forget=[1])
+        found = [one["saved"] for one in job.all("run_until_saved", at_most=5000)]
+        assert found[0] == found[1] and found[0][0][1] == "base", found
+        step = found[0][0][0]
+        # Its uploader would commit a header that process 1 writes, in place of that of process 0.
+        assert not [*(tmp_path / "node1").rglob("log/*.msgpack")]
+        job.all("wait")
+        logged(job, step + 2)
+        job.close()
+    with contextlib.closing(Server(many_wal_worker.__file__, **bucket.environment)) as server:
+        with Job(server, tmp_path / "jobs", processes=2) as job:
+            opened(job, tmp_path / "elsewhere")
+            for found in job.all("restore_latest", place=PLACE, like=step + 2):
+                assert (found["point"], found["wrong"]) == (step + 2, None), found
+            job.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])

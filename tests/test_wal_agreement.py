@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -13,9 +14,13 @@ import pytest
 from job import MemoryService, coordinators
 
 from deltackpt.errors import ProcessMissing, StorageError
+from deltackpt.format.manifest import Layout
+from deltackpt.format.wal_format import EpochHeader
+from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.resources.runtime import Runtime, Task
-from deltackpt.wal.epoch import LagWatch, WalProgress
-from deltackpt.wal.save_requests import _EVERY, JointSaves, SaveRequest
+from deltackpt.session.run import Run
+from deltackpt.wal.epoch import LagWatch, OpenEpoch, SentProgress
+from deltackpt.wal.save_requests import _EVERY, _KEPT, JointSaves, SaveRequest, SaveRequests
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 ANEW = SaveRequest("rows were left out", restarts_wal=True)
@@ -49,29 +54,24 @@ class Background:
 class Job:
     """Some processes, whose background work a test runs."""
 
-    def __init__(self, count: int, *, calls: int = 0, base_bytes: int = 1 << 30):
+    def __init__(
+        self, count: int, *, calls: int = 0, base_bytes: int = 1 << 30, timeout_secs: float = 60.0
+    ):
         self.service, self.backgrounds = CountingService(), [Background() for _ in range(count)]
-        #: The newest durable record of each process.
-        self.durable = [0] * count
         self.calls, self.saved = [calls] * count, [list[int]() for _ in range(count)]
         self.all = [
             JointSaves(
                 coordinator,
                 "log",
-                cast(WalProgress, self),
                 cast(Runtime, background),
                 calls=calls,
                 max_wal_ratio=1.0,
                 base_bytes=base_bytes,
             )
             for coordinator, background in zip(
-                coordinators(self.service, count, 60.0), self.backgrounds, strict=True
+                coordinators(self.service, count, timeout_secs), self.backgrounds, strict=True
             )
         ]
-
-    def of_all(self) -> int:
-        """See ``WalProgress``."""
-        return min(self.durable)
 
     def call(self, process: int) -> SaveRequest | None:
         """Appends in one process, and saves if all do."""
@@ -118,7 +118,7 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
     living = [*range(count)][: count - rng.randrange(2)]
     for _ in range(1500):
         process = rng.choice(living)
-        kind = rng.choice(("call", "call", "call", "work", "request", "durable"))
+        kind = rng.choice(("call", "call", "call", "work", "request", "grow"))
         if kind == "call":
             job.call(process)
         elif kind == "work":
@@ -126,8 +126,8 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
         elif kind == "request" and rng.random() < 0.1:
             job.all[process].request_save(NEEDED)
             requests.append((process, job.calls[process]))
-        elif kind == "durable":
-            job.durable[process] = job.calls[process]
+        elif kind == "grow":  # Its status is stored anew.
+            job.all[process].grew(rng.choice((0, 1 << 26)), 0)
         job.check()
     last = max(job.calls)
     for process in living * (last + 3 * _EVERY):
@@ -151,17 +151,43 @@ def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered():
 
 def test_process_0_removes_the_answers_of_calls_that_all_have_passed():
     job = Job(2)
+
+    def answers() -> set[str]:
+        return {key for key in job.service.values if "/calls/" in key}
+
     job.all[1].request_save(NEEDED)
+    for _ in range(100 * _EVERY):
+        job.call_all()
+        assert len(answers()) <= 3 * _KEPT
+    assert job.saved[0] == job.saved[1] != []
+    # A process that lags still needs the later ones.
+    before, calls = answers(), job.calls[1]
+    for _ in range(20 * _EVERY):
+        job.call(0)
+        job.backgrounds[0].run()
+    job.all[1].request_save(NEEDED)
+    assert {key for key in before if int(key.rpartition("/")[2]) > calls} <= answers()
+    for _ in range(24 * _EVERY):
+        job.call(1)
+        job.backgrounds[1].run()
+        job.check()
     for _ in range(20 * _EVERY):
         job.call_all()
-        job.durable = [*job.calls]
-    assert job.saved[0] == job.saved[1] != []
-    assert len([key for key in job.service.values if "/calls/" in key]) <= 2
-    # A process that lags still needs the later ones.
-    job.durable[1] = 3 * _EVERY
-    before = {key for key in job.service.values if "/calls/" in key}
-    job.call_all(4 * _EVERY)
-    assert before <= {*job.service.values}
+        job.check()
+    assert len(answers()) <= 3 * _KEPT
+
+
+def test_a_call_that_was_not_asked_ahead_waits_no_longer_than_the_timeout():
+    job, stopped = Job(2, calls=_EVERY - 1, timeout_secs=0.2), threading.Event()
+
+    def wait(_: str) -> list[tuple[str, bytes]]:
+        stopped.wait(60)
+        return []
+
+    with mock.patch.object(job.service, "key_value_dir_get_bytes", wait):
+        with pytest.raises(ProcessMissing, match="within 0.2 s"):
+            job.call(1)
+        stopped.set()
 
 
 def test_the_total_bytes_of_all_processes_trigger_a_step():
@@ -225,7 +251,6 @@ def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
         one = JointSaves(
             coordinators(job.service, 2, 0.2)[1],
             "log",
-            cast(WalProgress, job),
             runtime,
             calls=0,
             max_wal_ratio=1.0,
@@ -238,6 +263,41 @@ def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
             one.call()
         stopped.set()
     assert caught.value.processes == (0,)
+
+
+def test_process_0_removes_the_keys_of_an_ended_epoch():
+    service = MemoryService()
+    run = SimpleNamespace(
+        coordinator=coordinators(service, 2, 60.0)[0],
+        options=ManagerOptions(wal=WalOptions()),
+        runtime=Background(),
+    )
+    requests = SaveRequests(cast(Run, run))
+    for number, left in ((0, {"0", "1", "10"}), (0, {"0", "1", "10"}), (1, {"1", "10"})):
+        for epoch in (0, 1, 10):
+            service.values[f"deltackpt/wal/run/{epoch}/calls/4"] = b"null"
+        epoch = SimpleNamespace(head=SimpleNamespace(run="run", epoch=number))
+        requests.begin_epoch(cast(OpenEpoch, epoch), Layout((), (), (), ()), 0)
+        assert {key.split("/")[3] for key in service.values} == left
+
+
+def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
+    service, stopped = MemoryService(), threading.Event()
+    head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
+    one, other = (SentProgress(each, head) for each in coordinators(service, 2, 0.2))
+    other.record(7, 70)
+    one.record(9, 90)
+    assert one.of_all(fresh=True) == 7
+
+    def wait(_: str) -> list[tuple[str, bytes]]:
+        stopped.wait(60)
+        return []
+
+    with mock.patch.object(service, "key_value_dir_get_bytes", wait):
+        assert one.of_each(fresh=True) == [9, 7]
+        one._read_at = 0.0
+        assert one.of_all() == 7
+        stopped.set()
 
 
 def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up():

@@ -21,8 +21,11 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import WalRef
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import Pieces, UploadedWal, UploadedWals
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.storage.store import FileStore, store_path
 from deltackpt.wal import LocalWal
+from deltackpt.wal.epoch import write_head
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
@@ -191,3 +194,12 @@ def test_pieces_without_the_start_of_their_segment_are_ignored():
     assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
     assert naming.piece_range(naming.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
     assert naming.piece_range("5-9.1") is None
+
+
+def test_a_header_gets_a_new_number_although_the_one_before_is_not_uploaded_yet(tmp_path):
+    training = Training(tmp_path / "a")
+    with training.manager() as manager:
+        manager.save(0, training.train(0))
+        uploaded = WalReader(WalFolder(store_path(tmp_path / "none")))
+        heads = [write_head(manager._run, uploaded, None, None) for _ in range(2)]
+    assert [head.epoch for head in heads] == [1, 2]

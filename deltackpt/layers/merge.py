@@ -179,27 +179,22 @@ def run(
     If it raises Damaged, no thread is still running.
     """
 
-    def merge(piece: Work) -> None:
+    coming = map(list, stages)
+    pieces, following = next(coming, None), None
+
+    def merge(piece: Work | None) -> None:
+        nonlocal following
+        if piece is None:  # The next stage is planned while other threads merge this one.
+            following = next(coming, None)
+            return
         piece.run(runtime.memory)
         if on_bytes is not None:
             on_bytes(piece.nbytes)
 
-    coming = map(list, stages)
-    pieces = next(coming, None)
     while pieces is not None:
-        if _are_small(pieces):
-            runtime.map(merge, pieces, threads=1)
-            pieces = next(coming, None)
-            continue
-        tasks = [runtime.submit(merge, piece) for piece in pieces]
-        try:
-            pieces = next(coming, None)  # Planned while the threads merge.
-            for task in tasks:
-                task.result()
-        finally:
-            for task in tasks:
-                if not task.cancel():
-                    task.wait()
+        following = None
+        runtime.map(merge, [None, *pieces], threads=1 if _are_small(pieces) else None)
+        pieces = following
 
 
 def _are_small(pieces: Iterable[Work]) -> bool:
@@ -538,7 +533,7 @@ class _SegmentRows(NamedTuple):
 
 
 class _Planner:
-    """Plans one merge; ``stages`` runs once, on one thread. Only ``_read`` runs on others too."""
+    """Plans one merge; ``stages`` runs once. Only ``_read`` runs on several threads at a time."""
 
     def __init__(
         self,

@@ -147,22 +147,30 @@ def check_keys(restored: RestoredTables) -> None:
 def verify_keys(
     saves: Sequence[StoredSave],
     *,
-    plan: ReplayPlan | None = None,
     known: Wanted | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> None:
-    """Reads whole key columns of a step, or of the point of ``plan``; checks that ids are unique.
+    """Reads whole ``key_columns`` of a step, and checks that ids are unique."""
+    wanted = key_columns(saves[-1].layout, known=known, share=share)
+    if wanted:
+        check_keys(restore_tables(saves, wanted=wanted))
+
+
+def key_columns(
+    layout: Layout, *, known: Wanted | None = None, share: tuple[int, int] = (0, 1)
+) -> Wanted:
+    """Returns the whole key columns that a process must read to check that ids are unique.
 
     ``share`` is this process's index and the number of processes, which divide the tables.
     ``check_keys`` has checked what this process has: the boxes in ``known``.
     """
-    groups = saves[-1].layout.group_by_name
+    groups = layout.group_by_name
     every = {
         table.name: {key.name: [Box((0, table.rows), (0, width(key.trailing)))]}
-        for table in saves[-1].layout.tables
+        for table in layout.tables
         if (key := groups[table.group].key) is not None
     }
-    wanted = {
+    return {
         name: fields
         for number, (name, fields) in enumerate(every.items())
         if number % share[1] == share[0]
@@ -170,8 +178,6 @@ def verify_keys(
             (known or {}).get(name, {}).get(field) == held for field, held in fields.items()
         )
     }
-    if wanted:
-        check_keys(restore_tables(saves, wanted=wanted, plan=plan))
 
 
 def fill(

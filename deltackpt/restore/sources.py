@@ -40,7 +40,8 @@ _FINDER = "deltackpt.service.discovery"
 class RowSource(Protocol):
     """Merged tables of committed steps, held in memory.
 
-    Called once per restore and process, from any thread.
+    Called once per restore and process, from any thread; again for key columns, without files, if
+    several processes check that ids are unique.
     """
 
     def tables(
@@ -50,6 +51,7 @@ class RowSource(Protocol):
         *,
         timeout_secs: float,
         point: RecoveryPoint | None = None,
+        files: bool = True,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """Returns the wanted parts of exactly this save, bit-identical to storage.
 
@@ -66,6 +68,7 @@ class RowSource(Protocol):
             of the step, or with any of the WAL records up to the point; or it returns the complete
             point, indicated by ``RestoredTables.point``, with the ``files`` of
             ``reading.dense_state``.
+          files: whether the caller uses ``files``; they may be left out otherwise.
 
         Raises:
           ServiceError: the source cannot provide it; storage still can.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -253,7 +254,7 @@ class StepReader:
             with Runtime() as runtime:
                 read_dense = self._dense if replay_from is None else self._dense_at_point
                 leaves = runtime.submit(placement.carried(read_dense), found, files)
-                seen = SeenRows(found.target.layout)
+                seen, in_memory = SeenRows(found.target.layout), merged is not None
                 if merged is None:
                     chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
                     merged = reader.restore_tables(
@@ -263,15 +264,14 @@ class StepReader:
                     if progress is not None:
                         progress(merged.bytes_read, merged.bytes_read)
                     if replay_from is not None:
-                        targets = targets_of(merged.buffers, merged.layout)
-                        records = wal_rows.layers_of(replay_from, merged.layout)
-                        reader.fill((), targets, records=records, seen=seen, over_parent=True)
+                        _replay(replay_from, merged, seen)
+                checked = [merged, *self._key_columns(found, in_memory)]
                 if found.plan is None:
-                    self._check_keys(found, merged)
+                    _check_keys(checked)
                     dense = leaves.result()
                 else:
                     with damage_of(found.plan.last_records[0]):
-                        self._check_keys(found, merged)
+                        _check_keys(checked)
                         dense = leaves.result()
                 if replay_from is not None:
                     items = replay_from.items()
@@ -279,12 +279,28 @@ class StepReader:
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
-    def _check_keys(self, found: Found, merged: RestoredTables) -> None:
-        """Checks the ids of this process's rows, and all ids of its share of the tables."""
-        reader.check_keys(merged)
-        if found.dense and found.wanted is not None and self._share[1] > 1:
-            chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
-            reader.verify_keys(chain, plan=found.plan, known=found.wanted, share=self._share)
+    def _key_columns(self, found: Found, in_memory: bool) -> list[RestoredTables]:
+        """Reads all ids of this process's share of the tables, if it has only some of them."""
+        if not found.dense or found.wanted is None or self._share[1] == 1:
+            return []
+        wanted = reader.key_columns(found.target.layout, known=found.wanted, share=self._share)
+        if not wanted:
+            return []
+        if in_memory and (columns := self._columns_in_memory(found, wanted)) is not None:
+            if found.plan is not None and not columns.point:
+                _replay(found.plan, columns)
+            return [columns]
+        chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
+        return [reader.restore_tables(chain, wanted=wanted, plan=found.plan)]
+
+    def _columns_in_memory(self, found: Found, wanted: Wanted) -> RestoredTables | None:
+        assert found.source is not None
+        try:
+            with self._tables_of(found, found.source, wanted, files=False) as columns:
+                return columns
+        except Exception as error:
+            _log_fallback(found, _service_error(error))
+            return None
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, object]:
         """Reads additional items of a step, by name, with an argument for each item's handler."""
@@ -327,10 +343,7 @@ class StepReader:
         problem, merged, files, point = found.problem, None, None, None
         if found.source is not None:
             try:
-                point_of = {} if found.plan is None else {"point": found.plan.point}
-                with found.source.tables(
-                    found.target, found.wanted, timeout_secs=self._service_secs, **point_of
-                ) as merged:
+                with self._tables_of(found, found.source, found.wanted) as merged:
                     if found.plan is None:
                         files = self._files(found, merged, held)
                     elif merged.point and merged.files is not None:
@@ -338,15 +351,18 @@ class StepReader:
             except Exception as error:
                 problem, merged, point = _service_error(error), None, None
         if problem is not None:
-            process = coordination.process_index()
-            _logger.warning(
-                "process %d: reading step %d from storage: %s",
-                process,
-                found.step,
-                problem,
-                extra={"process_index": process},
-            )
+            _log_fallback(found, problem)
         return merged, files, point, problem
+
+    def _tables_of(
+        self, found: Found, source: RowSource, wanted: Wanted | None, *, files: bool = True
+    ) -> contextlib.AbstractContextManager[RestoredTables]:
+        ask = functools.partial(
+            source.tables, found.target, wanted, timeout_secs=self._service_secs
+        )
+        if found.plan is not None:
+            ask = functools.partial(ask, point=found.plan.point)
+        return ask() if files else ask(files=False)
 
     def _files(
         self, found: Found, merged: RestoredTables, held: contextlib.ExitStack
@@ -382,6 +398,29 @@ class StepReader:
             return found.straight()
         abstract = None if found.expected is None else found.expected.dense
         return self._others.dense(found.step, abstract, files)
+
+
+def _replay(plan: ReplayPlan, merged: RestoredTables, seen: SeenRows | None = None) -> None:
+    """Replays WAL records onto tables from memory; ``seen`` receives their rows."""
+    records = wal_rows.layers_of(plan, merged.layout)
+    targets = targets_of(merged.buffers, merged.layout)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
+
+
+def _check_keys(tables: Iterable[RestoredTables]) -> None:
+    for one in tables:
+        reader.check_keys(one)
+
+
+def _log_fallback(found: Found, problem: ServiceError) -> None:
+    process = coordination.process_index()
+    _logger.warning(
+        "process %d: reading step %d from storage: %s",
+        process,
+        found.step,
+        problem,
+        extra={"process_index": process},
+    )
 
 
 def joined(

@@ -63,8 +63,9 @@ def reading(
     *,
     timeout_secs: float,
     point: RecoveryPoint | None = None,
+    with_files: bool = True,
 ) -> Iterator[RestoredTables]:
-    """Reads the wanted parts of a save, and the files other than its tables.
+    """Reads the wanted parts of a save and, if requested, the files other than its tables.
 
     ``replicas`` holds the replicas of each shard in the order in which to try them. They may be at
     earlier WAL records than ``point``.
@@ -81,10 +82,13 @@ def reading(
         read = _Read(save, point, timeout_secs, pins, runtime, buffers)
 
         def take(shard: int) -> tuple[SaveInfo, ...]:
-            return read.shard(replicas[shard], work[shard], with_files=shard == needed[0])
+            return read.shard(
+                replicas[shard], work[shard], with_files=with_files and shard == needed[0]
+            )
 
         taken = runtime.map(take, needed, threads=_SHARDS_AT_ONCE)
-        whole = point is not None and read.files is not None and read.at_point
+        has_files = read.files is not None or not with_files
+        whole = point is not None and has_files and read.at_point
         yield RestoredTables(
             buffers=buffers,
             layout=save.layout,

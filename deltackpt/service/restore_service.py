@@ -102,6 +102,7 @@ class RestoreService:
         *,
         timeout_secs: float = 10.0,
         point: RecoveryPoint | None = None,
+        files: bool = True,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """Reads the wanted parts of a step from the replicas' memory; see ``RowSource``."""
         place = _resolved(self.directory), self.item
@@ -111,7 +112,9 @@ class RestoreService:
                 "found that of another directory; call connect() with the manager's directory"
             )
         replicas = self._by_shard(min(_DESCRIBE_SECS, timeout_secs / 2))
-        return reading(save, replicas, wanted, timeout_secs=timeout_secs, point=point)
+        return reading(
+            save, replicas, wanted, timeout_secs=timeout_secs, point=point, with_files=files
+        )
 
     # Status.
 

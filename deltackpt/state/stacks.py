@@ -258,7 +258,7 @@ class MemberRows:
     def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Returns the rows of some ids in host memory, (len(ids), *trailing)."""
         if out is None:
-            out = np.empty((len(ids), *self.shape[1:]), self.dtype)
+            out = np.zeros((len(ids), *self.shape[1:]), self.dtype)
         if not self.on_host:
             out[...] = np.asarray(self.on_device(ids))
             return out

@@ -336,6 +336,9 @@ def _like(array: object, other: jax.Array) -> jax.Array:
         return array
     if array.is_fully_addressable and not sharding.is_fully_addressable:
         return jax.device_put(np.asarray(array), sharding)
+    is_local = array.is_fully_addressable or not sharding.is_fully_addressable
+    if array.is_fully_replicated and not is_local:
+        array = array.addressable_data(0)  # Stamps of a stacked table.
     return jax.device_put(array, sharding)
 
 

@@ -203,9 +203,10 @@ def write_head(
     if layout is not None:
         directory = local_directory(run)
         topic = None if run.topic is None else kafka_writer.here(run.topic)
-    tables = layout or Layout((), (), (), ())
+    tables, local_heads = layout or Layout((), (), (), ()), WalFolder(store_path(run.local.wal_dir))
     while True:
-        number = max(reader.numbers(), default=-1) + 1
+        # If the reader is that of a bucket, the newest headers may not be uploaded yet.
+        number = max([*reader.numbers(), *local_heads.numbers()], default=-1) + 1
         head = EpochHeader(
             epoch=number,
             run=run.lineage.run,
@@ -271,6 +272,11 @@ class EndedWal(WalHooks):
         self._run.coordinator.from_process_0(what, write, fatal=True)
 
 
+def wal_key(head: EpochHeader) -> str:
+    """Returns the prefix of the coordinator's keys of an epoch."""
+    return f"deltackpt/wal/{head.run}/{head.epoch}"
+
+
 def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
     """Reads the header that process 0 has written and sent, if this process can see it."""
     if (directory := local_directory(run)) is None:
@@ -314,7 +320,7 @@ class WalProgress(abc.ABC):
         """Makes this process's progress visible to the others; never raises."""
 
     @abc.abstractmethod
-    def _others(self) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, int]:
         """Returns the newest records of the other processes; never raises."""
 
     @abc.abstractmethod
@@ -332,7 +338,7 @@ class WalProgress(abc.ABC):
         """
         now = time.monotonic()
         if self.count > 1 and (fresh or now - self._read_at >= _READ_SECS):
-            others = self._others()
+            others = self._others(fresh=fresh)
             self._read = [others.get(number, 0) for number in range(self.count)]
             self._read_at = now
         found = [*self._read]
@@ -346,21 +352,28 @@ class SentProgress(WalProgress):
     def __init__(self, coordinator: Coordinator, head: EpochHeader):
         super().__init__(coordinator.index, coordinator.count)
         self._coordinator = coordinator
-        self._key = f"deltackpt/wal/{head.run}/{head.epoch}/"
+        self._key = f"{wal_key(head)}/progress/"
+        #: Of the other processes, as last found.
+        self._found: dict[int, int] = {}
+        self._finding: threading.Thread | None = None
 
     def _store(self, record: bytes) -> None:
         with contextlib.suppress(StorageError):
             self._coordinator.replace(f"{self._key}{self.process}", record)
 
-    def _others(self) -> dict[int, int]:
-        found: dict[str, bytes] = {}
+    def _others(self, *, fresh: bool) -> dict[int, int]:
+        if fresh or self._finding is None or not self._finding.is_alive():
+            # ``append()`` must not wait if process 0, which runs the service, has stopped.
+            self._finding = threading.Thread(target=self._find, name="deltackpt-wal", daemon=True)
+            self._finding.start()
+        if fresh:
+            self._finding.join(self._coordinator.timeout_secs)
+        return self._found
+
+    def _find(self) -> None:
         with contextlib.suppress(StorageError):
             found = self._coordinator.folder(self._key)
-        none = Noted(0, 0).to_bytes()
-        return {
-            number: Noted.of(found.get(str(number), none)).number
-            for number in self._coordinator.others
-        }
+            self._found = {int(number): Noted.of(data).number for number, data in found.items()}
 
     def close(self) -> None:
         """See ``WalProgress``: nothing is open."""
@@ -392,7 +405,7 @@ class FileProgress(WalProgress):
                 os.close(self._file)
             self._file = None
 
-    def _others(self) -> dict[int, int]:
+    def _others(self, *, fresh: bool) -> dict[int, int]:
         at, others = store_path(self._epoch_dir), {*range(self.count)} - {self.process}
         return {number: newest_durable(at / str(number)).number for number in others}
 

@@ -42,6 +42,7 @@ from deltackpt.session.run import Run, WalHooks, keeper
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import store_path
 from deltackpt.wal import batch_capture, kafka_writer
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch_capture import Rows
@@ -683,8 +684,9 @@ class Recorder(WalHooks):
         epoch = self._epoch
         if not self._voiding or epoch is None:
             return
-        if self._reader.numbers()[:1] == [epoch.head.epoch]:
-            # Else that is done, the WAL is gone, or the root is another trainer's.
+        if WalReader(store_path(self._run.local.wal_dir)).numbers()[:1] == [epoch.head.epoch]:
+            # Else that is done, the WAL is gone, the root is another trainer's, or only process 0
+            # writes headers: it does so at the save that was requested of all.
             self._run.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.

@@ -10,14 +10,16 @@ service. The first process that asks stores the answer, yes if it knows of a req
 read it. Each process asks in the background, one call ahead, and then stores its own request and
 size, if they have changed. So nobody waits for a process that is slow or lost, and a slow one finds
 the same answers later. A request from before the newest save was met by that save. Process 0
-removes an answer once every process has a durable record of that call or a later one. If all save
-although a process is lost, the save fails and names it.
+removes answers of calls that every process has reached according to its stored status, which each
+therefore also stores from time to time. If all save although a process is lost, the save fails and
+names it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import threading
 from typing import NamedTuple
 
 from deltackpt.coordination import Coordinator
@@ -26,11 +28,15 @@ from deltackpt.format.manifest import Layout
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save.pending_save import base_bytes
 from deltackpt.session.run import Run
-from deltackpt.wal.epoch import OpenEpoch, WalProgress
+from deltackpt.wal.epoch import OpenEpoch, wal_key
 from deltackpt.wal.writer import WalFailure, WalWriter
 
 #: The processes decide about a save at every so many calls.
 _EVERY = 4
+#: So many answers are kept until process 0 looks which ones to remove.
+_KEPT = 8
+#: A status is stored after so many calls although nothing has changed.
+_STATUS_CALLS = _KEPT * _EVERY
 #: A WAL as long as some such bases is replayed before a save is requested.
 _LEAST_BASE_BYTES = 16 << 20
 #: Failures in a row after which a step is saved.
@@ -52,7 +58,7 @@ class SaveRequest(NamedTuple):
 class _Status(NamedTuple):
     """What a process tells the others."""
 
-    moment: int  # Of the last change: twice the number of calls, one more after a save.
+    moment: int  # When it held: twice the number of calls, one more after a save.
     request: SaveRequest | None = None
     grown: int = 0  # Bytes appended since the last step.
     dense: int = 0  # Bytes of its dense leaves.
@@ -65,15 +71,13 @@ class JointSaves:
         self,
         coordinator: Coordinator,
         key: str,  # Prefix of all keys of this epoch.
-        progress: WalProgress,
         runtime: Runtime,
         *,
         calls: int,
         max_wal_ratio: float,
         base_bytes: int,  # Of a base without dense leaves.
     ):
-        self._coordinator, self._key, self._progress = coordinator, key, progress
-        self._runtime = runtime
+        self._coordinator, self._key, self._runtime = coordinator, key, runtime
         self._max_wal_ratio, self._base_bytes = max_wal_ratio, base_bytes
         self._calls = calls
         #: The moment of the newest save.
@@ -90,8 +94,11 @@ class JointSaves:
             self._answer = self._ask(self._calls + 1)
         if self._calls % _EVERY:
             return None
-        if answer is None or answer.cancel():  # No thread was free.
-            return self._find_answer(self._calls, self._status, self._saved)
+        if answer is None:
+            answer = self._ask(self._calls)
+        if not answer.future.done():
+            # Perhaps no thread was free. This one would wait without a limit.
+            threading.Thread(target=answer.run, name="deltackpt-answer", daemon=True).start()
         secs = self._coordinator.timeout_secs
         if not concurrent.futures.wait([answer.future], secs).done:
             raise ProcessMissing(
@@ -126,6 +133,9 @@ class JointSaves:
         return max(2 * self._calls, self._saved)
 
     def _ask(self, number: int) -> Task[SaveRequest | None]:
+        now = max(2 * (number - 1), self._saved)  # This call needs its answer still.
+        if now - self._status.moment >= 2 * _STATUS_CALLS:
+            self._status = self._status._replace(moment=now)
         return self._runtime.submit(self._find_answer, number, self._status, self._saved)
 
     def _find_answer(self, number: int, status: _Status, saved: int) -> SaveRequest | None:
@@ -138,19 +148,18 @@ class JointSaves:
         answer = answers.get(str(number))
         if answer is None:
             answer = coordinator.put_first(f"{calls}{number}", _packed(self._needed(status, saved)))
-        if coordinator.index == 0:
-            everyone = self._progress.of_all()
-            for name in answers:
-                if int(name) <= everyone:
-                    coordinator.delete(f"{calls}{name}")
+        if coordinator.index == 0 and len(answers) > _KEPT:
+            statuses = self._statuses(status)
+            if len(statuses) == coordinator.count:
+                reached = min(one.moment for one in statuses.values()) // 2
+                for name in answers:
+                    if int(name) <= reached:
+                        coordinator.delete(f"{calls}{name}")
         return _request(json.loads(answer))
 
     def _needed(self, own: _Status, saved: int) -> SaveRequest | None:
         """Returns what some process requests, or all together need."""
-        coordinator = self._coordinator
-        stored = coordinator.folder(f"{self._key}/status/")
-        statuses = {int(process): _status(data) for process, data in stored.items()}
-        statuses[coordinator.index] = own
+        statuses = self._statuses(own)
         since = [one for one in statuses.values() if one.moment >= saved]
         requests = [one.request for one in since if one.request is not None]
         dense = sum(one.dense for one in statuses.values())
@@ -158,6 +167,11 @@ class JointSaves:
         if sum(one.grown for one in since) > limit:
             requests.append(SaveRequest(_GROWN, restarts_wal=False))
         return max(requests, key=lambda one: one.restarts_wal, default=None)
+
+    def _statuses(self, own: _Status) -> dict[int, _Status]:
+        stored = self._coordinator.folder(f"{self._key}/status/")
+        statuses = {int(process): _status(data) for process, data in stored.items()}
+        return {**statuses, self._coordinator.index: own}
 
 
 def _packed(value: _Status | SaveRequest | None) -> bytes:
@@ -181,6 +195,8 @@ class SaveRequests:
         self._run, self._options = run, run.options.wal
         #: Only with several processes; it outlives the writer of its epoch.
         self._joint: JointSaves | None = None
+        #: Prefix of the keys of the newest epoch.
+        self._key = ""
         #: The tables for which this process can append only after a save of all, and why.
         self._refused: tuple[Layout, str] | None = None
         self._bytes_at_step = 0
@@ -194,12 +210,15 @@ class SaveRequests:
     def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together."""
         self._bytes_at_step = 0
-        if self._run.coordinator.count == 1:
+        coordinator = self._run.coordinator
+        if coordinator.count == 1:
             return
+        ended, self._key = self._key, wal_key(epoch.head)
+        if coordinator.index == 0 and ended not in ("", self._key):
+            coordinator.delete(ended)  # All processes have ended that epoch.
         self._joint = JointSaves(
-            self._run.coordinator,
-            f"deltackpt/wal/{epoch.head.run}/{epoch.head.epoch}",
-            epoch.progress,
+            coordinator,
+            self._key,
             self._run.runtime,
             calls=calls,
             max_wal_ratio=self._options.max_wal_ratio,
