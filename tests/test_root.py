@@ -538,3 +538,13 @@ def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(tmp_p
         opened.close()
     opened_files = [one for one in Path("/proc/self/fd").iterdir() if one.exists()]
     assert tmp_path not in [one.readlink() for one in opened_files]
+
+
+def test_removed_steps_are_deleted_if_what_precedes_that_fails(tmp_path):
+    opened = Root.open(tmp_path)
+    (opened.step_dir(1) / "embeddings").mkdir(parents=True)
+    opened.remove_steps([1])
+    opened.collect(before=mock.Mock(side_effect=errors.OutOfSpace("full")))
+    with pytest.raises(errors.OutOfSpace, match="full"):
+        opened.close()
+    assert list((tmp_path / naming.TRASH).glob("*/*")) == []

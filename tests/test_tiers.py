@@ -439,6 +439,22 @@ def test_a_save_larger_than_the_staging_limit_is_staged_alone(node):
     assert one.root() == [0, 1]
 
 
+def test_the_staging_limit_counts_the_parts_of_all_processes(node):
+    with node().manager(max_staging_bytes=1000) as manager:
+        tiers = staged(manager)
+        shared = ReplicationClient(
+            tiers.stage,
+            tiers.local,
+            tiers.journal,
+            manager._run.options,
+            tiers.orders,
+            tiers.replicas,
+            processes=3,
+        )
+        assert tiers.make_room(500) is None
+        assert "1,500 bytes exceeds" in str(shared.make_room(500))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_closing_ends_the_wait_for_space(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))

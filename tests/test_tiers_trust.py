@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_tiers import ROWS, Node, eventually, node, open_at, s3, same, without_promoter
+from test_tiers import ROWS, Node, eventually, node, open_at, s3, same, staged, without_promoter
 
 import deltackpt
 from deltackpt import inspect, touched
@@ -27,7 +28,7 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Refused, Unanswered
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.staging import default_stage
+from deltackpt.tiers.staging import StagingDir, default_stage
 from deltackpt.tiers.uploader import Uploader
 
 __all__ = ["node", "s3"]
@@ -127,6 +128,37 @@ def test_retention_continues_after_restarts_in_an_outage(node):
         one.restore(manager)
         saves_each(one, manager, 5, 6, bases=(5, 6))
         eventually(lambda: one.root() == [6] == manager.all_steps(), "retention goes on")
+
+
+def test_a_step_stays_if_its_replacement_is_lost(node):
+    one = node()
+    one.run(1)
+    held = one.held()
+    one.staged_run(2, bases=[2], max_to_keep=1)
+    orders = one.stage.orders()
+    assert orders is not None and [removal.step for removal in orders.removals] == [1]
+    shutil.rmtree(one.stage.steps / "2")
+    with one.manager(max_to_keep=1) as manager:
+        assert manager.all_steps() == [1]
+        one.restore(manager)
+        assert same(one.held(), held)
+        saves_each(one, manager, 3, 4, bases=(3, 4))
+        eventually(lambda: one.root() == [4] == manager.all_steps(), "retention goes on")
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from step")
+def test_orders_that_could_not_be_written_are_written_before_the_next_save(node):
+    one = node()
+    with one.manager() as manager:
+        one.saves(manager, 1, 2, bases=(1, 2))
+        one.restore(manager, 1)
+        tiers, run = staged(manager), manager._run.lineage
+        tiers.begin_run(run.newest_committed, run.run)
+        full = mock.Mock(side_effect=OutOfSpace("the disk is full"))
+        with mock.patch.object(StagingDir, "order", full), pytest.raises(OutOfSpace):
+            one.saves(manager, 3, bases=[3])
+        one.saves(manager, 3, bases=[3])
+        eventually(lambda: one.root() == [1, 3], "step 2 is rolled back")
 
 
 def test_staging_of_another_remote_directory_at_the_same_url_is_moved_aside(node):

@@ -225,8 +225,10 @@ class Root(Steps):
     def abandon(self) -> None:
         """See ``Steps``."""
         self._collector.shutdown()
-        if self._lease is not None:
-            self._lease.withdraw()
+        with contextlib.ExitStack() as parts:
+            parts.callback(super().close)
+            if self._lease is not None:
+                self._lease.withdraw()
 
     def steps(self) -> list[int]:
         """See ``Steps``; StorageError if the directory no longer exists."""
@@ -374,7 +376,12 @@ class Root(Steps):
     def _collect(
         self, protected: Callable[[], frozenset[SaveId]], before: Callable[[], None]
     ) -> None:
-        before()
+        try:
+            before()
+        finally:  # If the disk is full, this makes room.
+            self._collect_own(protected)
+
+    def _collect_own(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         # The first compaction creates it.
         has_bases = os.path.isdir(self.path / naming.COMPACTED)
         if has_bases and (bases := self._compacted()):
@@ -417,9 +424,10 @@ class Root(Steps):
                     self.check_lease()
                     self.empty_trash()
         finally:
-            super().close()
-            if self._lease is not None:
-                self._lease.close()
+            with contextlib.ExitStack() as parts:
+                if self._lease is not None:
+                    parts.callback(self._lease.close)
+                super().close()
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -174,11 +174,9 @@ class RestoreChooser:
         ]
 
     def _index(self) -> WalIndex:
-        """Reads the WAL; its records decide what can be restored, so all must be readable."""
+        """Reads the WAL for a choice, and keeps the reader for ``pop_wal``."""
         self._wal = WalReader(self._run.root.wal_location)
-        index = self._wal.read()
-        index.require_topics()
-        return index
+        return _readable(self._wal)
 
     def lost_with(
         self, tried: FailedChoices, choice: RestoreChoice, error: RestoreError
@@ -235,7 +233,7 @@ class RestoreChooser:
 
     def points(self) -> list[RecoveryPoint]:
         """Returns the full recovery points that a committed step makes restorable, newest first."""
-        index = self._index()
+        index = _readable(WalReader(self._run.root.wal_location))
         _, unreached = coverings(index, self._run.root.restorable())
         return [point for point in index.points() if point.full and point not in unreached]
 
@@ -257,6 +255,13 @@ class RestoreChooser:
 
     def _shown(self, requested: int | RecoveryPoint) -> str:
         return f"{self._run.root.at(requested) if isinstance(requested, int) else requested}"
+
+
+def _readable(wal: WalReader) -> WalIndex:
+    """Reads a WAL; its records decide what can be restored, so all must be readable."""
+    index = wal.read()
+    index.require_topics()
+    return index
 
 
 def _number(requested: int | RecoveryPoint) -> int:

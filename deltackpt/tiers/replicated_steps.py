@@ -212,11 +212,11 @@ class ReplicatedSteps(BucketSteps):
         with self.leaving:
             self.readers[step] += 1
         store, stage = self.store_path.store, self._client.stage
-        if isinstance(store, _NearestStore):
-            store = store.holder(str(step))
-        if not isinstance(store, FileStore):
-            DurableDir(stage.path, fsync=False).make(stage.fetched)
         try:
+            if isinstance(store, _NearestStore):
+                store = store.holder(str(step))
+            if not isinstance(store, FileStore):
+                DurableDir(stage.path, fsync=False).make(stage.fetched)
             with local_folder(StorePath(store, f"{step}/{name}"), stage.fetched) as folder:
                 yield folder
         finally:

@@ -110,6 +110,8 @@ class ReplicationClient:
         #: Whether the trainer has started; before, the replicator serves the previous one, and the
         #: orders are only announced.
         self._is_confirmed = False
+        #: Whether the orders were written; if that failed, the next save repeats it.
+        self._is_written = True
         #: Serializes writing orders.
         self._ordering = threading.RLock()
         #: Bytes of the local saves, by ``key_of``.
@@ -213,6 +215,7 @@ class ReplicationClient:
     def abandon(self) -> None:
         """See ``Steps``."""
         with contextlib.ExitStack() as parts:
+            parts.callback(self.steps.close)
             parts.callback(self._close_tiers)
             parts.callback(self.failed_start_cleanup.close)
             if self._is_in_force():
@@ -251,6 +254,8 @@ class ReplicationClient:
         if self._is_reader:
             return
         with self._ordering:
+            if not self._is_written:
+                self._order()
             if not self.orders.began:
                 self._order(began=True, goes_on=resumed_from)
             if self.orders.lineage(run) is None:
@@ -350,11 +355,13 @@ class ReplicationClient:
             ),
             **changes,
         )
+        self._is_written = False
         if self._is_confirmed:
             self.stage.order(self.orders)
             self.process.wake()
         else:
             self.stage.announce(self.orders)
+        self._is_written = True
 
     # ---- eviction
 
@@ -546,8 +553,11 @@ class ReplicationClient:
             )
 
     def make_room(self, nbytes: int) -> str | None:
-        """Waits in the background for room for a save; may return a warning."""
-        most = self._tiers.max_staging_bytes
+        """Waits in the background for room for a save; may return a warning.
+
+        ``nbytes`` are those of this process.
+        """
+        nbytes, most = nbytes * self._writers, self._tiers.max_staging_bytes
         while (behind := sum(self.lag().values())) and behind + nbytes > most:
             if not self.keep_waiting():
                 raise StorageError(

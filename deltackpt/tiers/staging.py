@@ -158,7 +158,7 @@ class Orders:
         return dataclasses.replace(self, removals=kept)
 
     def pending(self, done: TierProgress, remote: State) -> tuple[Removal, ...]:
-        """Returns the removals that are not ``done``, or still wait; ``remote`` is as new."""
+        """Returns the removals that are not ``done``, or wait; ``remote`` must not be older."""
 
         def waits(after: SaveId | None) -> bool:
             return not (

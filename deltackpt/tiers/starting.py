@@ -41,6 +41,7 @@ from deltackpt.tiers.replicas import Problems, Replicas
 from deltackpt.tiers.replication import FindPeers, ReplicationClient
 from deltackpt.tiers.staging import (
     Orders,
+    Removal,
     RunLineage,
     StagingDir,
     check_stage,
@@ -180,6 +181,7 @@ def _open_for_reading(
             "processes see, or one per process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
+    local.opened_dir = stage.path
     none = Replicas(local, None, 0, fsync=False)
     return ReplicationClient(stage, local, journal, options, orders, none, processes=processes)
 
@@ -305,9 +307,10 @@ class _Start:
     def run(self, old: Orders | None, upload_headers: Callable[[], None]) -> Orders:
         """Moves aside what no longer counts, recovers what is missing; returns the first orders."""
         elsewhere = self._elsewhere(old) if self.writing and old is not None else None
-        if self.writing and old is not None:
-            done = self.stage.progress(old.holder)
-            removals = old.pending(done, self.state) if elsewhere is None else ()
+        if old is not None:
+            done, counts = self.stage.progress(old.holder), self.writing and elsewhere is None
+            # Only the first process orders them.
+            removals = old.pending(done, self.state) if counts else ()
             old = dataclasses.replace(old, removals=removals)
         problems: Problems = {}
         offers = self.replicas.offers()
@@ -320,8 +323,8 @@ class _Start:
         is_behind = old is not None and any(
             one.lineage.moment > (old.epoch, old.era) for one in found
         )
-        lost = self._leave_behind(known if is_behind else (), why_stale, elsewhere)
-        if self.writing and self.no_shared_fs:
+        self._leave_behind(known if is_behind else (), why_stale, elsewhere)
+        if self.writing and self.orders.no_shared_fs:
             # The other processes do not see this directory: they read the log state remotely.
             upload_headers()
         removals = () if old is None else old.removals
@@ -332,8 +335,14 @@ class _Start:
             return "it was removed" if is_removed else why_stale(one.save_id, one.lineage)
 
         back = self.replicas.recover(self.stage, offers, found, self.state, why_not, problems)
-        old = None if old is None else old.without(lost)
+        old = None if old is None else old.without(self._lost(removals))
         return self._first_orders(old, back, unfinished_rollback(back, self.state, lines))
+
+    def _lost(self, removals: Sequence[Removal]) -> set[SaveId]:
+        """Saves that removals wait for, and that are lost: what they were to replace stays."""
+        here = {info.save_id for info in self.local.saves().values() if info is not None}
+        awaited = {one.after for one in removals if one.after is not None}
+        return {one for one in awaited - here if not self.state.was_committed(one)}
 
     def _first_orders(
         self, old: Orders | None, back: Sequence[BundleManifest], left: tuple[SaveId, ...]
@@ -376,9 +385,9 @@ class _Start:
         known: Sequence[RunLineage],
         why_stale: Callable[[SaveId, RunLineage], str | None],
         elsewhere: str | None,
-    ) -> set[SaveId]:
-        """Removes or moves aside saves that no longer count; returns those not uploaded."""
-        by_run, moved = {one.run: one for one in known}, dict[str, dict[int, SaveId | None]]()
+    ) -> None:
+        """Removes or moves aside saves that no longer count."""
+        by_run, moved = {one.run: one for one in known}, dict[str, list[int]]()
         aside = self.stage.aside(f"left-{self.orders.epoch}-{uuid.uuid4().hex[:8]}")
         for step, info in sorted(self.local.saves().items(), reverse=True):
             why, uploaded = elsewhere, self.state.steps.get(step)
@@ -396,7 +405,7 @@ class _Start:
                     why = self._why_no_part(step)
             if why is not None:
                 self.local.set_aside(step, aside / str(step))
-                moved.setdefault(why, {})[step] = None if info is None else info.save_id
+                moved.setdefault(why, []).append(step)
         for why, steps in moved.items():
             events.warn(
                 f"{self.stage.path}: steps {sorted(steps)}, which are not at {self.orders.url}, "
@@ -407,7 +416,6 @@ class _Start:
                 f"{self.stage.path}: the WAL of epochs {epochs}, which {self.orders.url} does not "
                 f"hold, is superseded: {elsewhere}; it was moved to {aside / naming.LOG}"
             )
-        return {save_id for steps in moved.values() for save_id in steps.values() if save_id}
 
     def _why_no_part(self, step: int) -> str | None:
         count = stored_saves.read_save(self.local.at(step), self.local.item).head.process_count
