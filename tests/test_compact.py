@@ -298,6 +298,7 @@ def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
     write_chain(tmp_path, codec="adaptive4")
     kills, published = killed_anywhere(tmp_path, "tables")
