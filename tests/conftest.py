@@ -230,13 +230,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def most_resident_bytes() -> list[int]:
-    """How much memory this process may have before ``bounded_programs`` frees programs."""
+def cache_limit() -> list[int]:
+    """How much memory this process may have before ``clear_jax_caches`` frees programs."""
     return [_MOST_RESIDENT_BYTES]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bounded_programs(most_resident_bytes: list[int]) -> Iterator[None]:
+def clear_jax_caches(cache_limit: list[int]) -> Iterator[None]:
     """Frees what JAX compiled once it takes much memory: the programs of all files take gigabytes.
 
     Not after each file: even from the cache, 20 programs that most files use take half a second.
@@ -245,10 +245,10 @@ def bounded_programs(most_resident_bytes: list[int]) -> Iterator[None]:
     if "jax" not in sys.modules:
         return
     resident = psutil.Process().memory_info().rss
-    if resident > most_resident_bytes[0]:
+    if resident > cache_limit[0]:
         sys.modules["jax"].clear_caches()
         # The process keeps the freed memory; it grows again once further programs have filled it.
-        most_resident_bytes[0] = resident + _MOST_RESIDENT_BYTES // 16
+        cache_limit[0] = resident + _MOST_RESIDENT_BYTES // 16
 
 
 @pytest.fixture(autouse=True)

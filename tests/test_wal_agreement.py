@@ -19,8 +19,8 @@ from deltackpt.format.wal_format import EpochHeader
 from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.session.run import Run
-from deltackpt.wal.epoch import LagWatch, OpenEpoch, SentProgress
-from deltackpt.wal.save_requests import _EVERY, _KEPT, JointSaves, SaveRequest, SaveRequests
+from deltackpt.wal.epoch import CoordinatorProgress, LagWatch, OpenEpoch
+from deltackpt.wal.save_requests import _EVERY, _KEPT, SaveAgreement, SaveRequest, SaveRequests
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 ANEW = SaveRequest("rows were left out", restarts_wal=True)
@@ -60,7 +60,7 @@ class Job:
         self.service, self.backgrounds = CountingService(), [Background() for _ in range(count)]
         self.calls, self.saved = [calls] * count, [list[int]() for _ in range(count)]
         self.all = [
-            JointSaves(
+            SaveAgreement(
                 coordinator,
                 "log",
                 cast(Runtime, background),
@@ -248,7 +248,7 @@ def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
         return []
 
     with Runtime(2) as runtime, mock.patch.object(job.service, "key_value_dir_get_bytes", wait):
-        one = JointSaves(
+        one = SaveAgreement(
             coordinators(job.service, 2, 0.2)[1],
             "log",
             runtime,
@@ -284,7 +284,7 @@ def test_process_0_removes_the_keys_of_an_ended_epoch():
 def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
     service, stopped = MemoryService(), threading.Event()
     head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
-    one, other = (SentProgress(each, head) for each in coordinators(service, 2, 0.2))
+    one, other = (CoordinatorProgress(each, head) for each in coordinators(service, 2, 0.2))
     other.record(7, 70)
     one.record(9, 90)
     assert one.of_all(fresh=True) == 7

@@ -39,7 +39,7 @@ Span = tuple[int, int]
 class Box(NamedTuple):
     """Rows and columns of one field of a table; a field without columns has ``(0, 1)``.
 
-    ``cycle`` has the period and phases of the rows, if they are those of a ``Cycle``.
+    ``cycle`` has the period and phases of the rows, if they are those of a ``CyclicRows``.
     """
 
     rows: Span
@@ -49,7 +49,7 @@ class Box(NamedTuple):
     def within(self, table_rows: int) -> Rows:
         """Returns the rows, without those that a smaller table does not have."""
         span = common(self.rows, (0, table_rows))
-        return range(*span) if self.cycle is None else Cycle(span, *self.cycle).held()
+        return range(*span) if self.cycle is None else CyclicRows(span, *self.cycle).to_array()
 
 
 class Ranges:
@@ -89,7 +89,7 @@ class Ranges:
         return self._at[number] + min(row, stop) - start
 
 
-class Cycle(NamedTuple):
+class CyclicRows(NamedTuple):
     """Rows of a span at some ``phases`` of each ``period``, counted from the span's first row."""
 
     rows: Span
@@ -108,7 +108,7 @@ class Cycle(NamedTuple):
     def count_in(self, rows: Rows) -> int:
         """Returns how many of some rows of the span it has."""
         if isinstance(rows, np.ndarray):
-            return int(np.count_nonzero(self.flags(rows)))
+            return int(np.count_nonzero(self.contains(rows)))
         return sum(self._below(stop) - self._below(start) for start, stop in spans_of(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
@@ -116,14 +116,14 @@ class Cycle(NamedTuple):
         quotient, phase = np.divmod(rows - self.rows[0], self.period)
         return quotient * len(self.phases) + np.searchsorted(self.phases, phase)
 
-    def held(self) -> np.ndarray:
+    def to_array(self) -> np.ndarray:
         """Returns the rows, int64 ascending."""
         found = np.add.outer(
             np.arange(*self.rows, self.period), np.array(self.phases, int)
         ).reshape(-1)
         return found[: self.count]
 
-    def flags(self, rows: np.ndarray) -> np.ndarray:
+    def contains(self, rows: np.ndarray) -> np.ndarray:
         """Returns which of some rows of the span it has."""
         at_phase = np.zeros(self.period, bool)
         at_phase[[*self.phases]] = True
@@ -135,7 +135,7 @@ class RowSet:
     """Virtual rows: ``spans`` and ``cycles``, which are ascending and disjoint."""
 
     spans: tuple[Span, ...]
-    cycles: tuple[Cycle, ...] = ()
+    cycles: tuple[CyclicRows, ...] = ()
 
     def __len__(self) -> int:
         whole = sum(stop - start for start, stop in self.spans)
@@ -151,15 +151,15 @@ class RowSet:
         if not self.cycles:
             return rows_of(self.spans)
         parts = [np.arange(*span) for span in self.spans]
-        parts += [cycle.held() for cycle in self.cycles]
+        parts += [cycle.to_array() for cycle in self.cycles]
         return np.concatenate(sorted(parts, key=lambda rows: rows[0]))
 
-    def among(self, rows: np.ndarray) -> np.ndarray:
+    def intersect(self, rows: np.ndarray) -> np.ndarray:
         """Returns those of some ascending rows that the set contains."""
         parts = [rows[row_slice(rows, *span)] for span in self.spans]
         for cycle in self.cycles:
             inside = rows[row_slice(rows, *cycle.rows)]
-            parts.append(inside[cycle.flags(inside)])
+            parts.append(inside[cycle.contains(inside)])
         found = np.concatenate(parts) if parts else rows[:0]
         return np.sort(found) if self.cycles else found
 

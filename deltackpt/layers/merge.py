@@ -642,7 +642,7 @@ class _Planner:
         rows, found = np.asarray(held.rows), np.zeros(len(held.rows), bool)
         for cycle in cycles:
             part = row_blocks.row_slice(rows, *cycle.rows)
-            found[part] |= cycle.flags(rows[part])
+            found[part] |= cycle.contains(rows[part])
         return found if needed is None else needed & found
 
     def _flags(self, newer: dict[_Kind, np.ndarray], one: _Found) -> np.ndarray:

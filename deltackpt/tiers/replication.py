@@ -41,8 +41,8 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Missing
 from deltackpt.tiers import bundles
 from deltackpt.tiers.cursor import HURRY, LOOK
+from deltackpt.tiers.local_replicas import LocalReplicas
 from deltackpt.tiers.peers import PeerGroup
-from deltackpt.tiers.replicas import Replicas
 from deltackpt.tiers.replicated_steps import ReplicatedSteps, chain_steps
 from deltackpt.tiers.replicator import ReplicatorProcess
 from deltackpt.tiers.staging import (
@@ -79,13 +79,13 @@ class ReplicationClient:
         journal: JournalView,
         options: ManagerOptions,
         orders: Orders,
-        replicas: Replicas,
+        replicas: LocalReplicas,
         *,
         processes: int = 1,
         find_peers: FindPeers | None = None,
         group: PeerGroup | None = None,
     ):
-        """Created by ``starting``, which has announced the ``orders``.
+        """Created by ``startup``, which has announced the ``orders``.
 
         It searches for peers again whenever they do not answer the replicator.
         """

@@ -28,7 +28,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.maintenance import garbage
 from deltackpt.options import KafkaWal, LocalWal
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, local_wal_folder
-from deltackpt.reading.wal_locations import NAME, Noted, WalFolder, newest_durable
+from deltackpt.reading.wal_locations import NAME, DurableRecord, WalFolder, newest_durable
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense_save import DenseKeeper
 from deltackpt.session.run import Run, WalHooks
@@ -72,7 +72,7 @@ class OpenEpoch:
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         if no_shared_fs and head.directory is None:
-            self.progress: WalProgress = SentProgress(run.coordinator, head)
+            self.progress: WalProgress = CoordinatorProgress(run.coordinator, head)
         else:
             self.progress = FileProgress(directory, run.coordinator.index, head.process_count)
         self._watch = LagWatch(options.deadline_secs)
@@ -313,7 +313,7 @@ class WalProgress(abc.ABC):
     def record(self, number: int, step: int) -> None:
         """Stores this process's newest durable record: the ``append()`` call and the step."""
         self._own = number
-        self._store(Noted(number, step).to_bytes())
+        self._store(DurableRecord(number, step).to_bytes())
 
     @abc.abstractmethod
     def _store(self, record: bytes) -> None:
@@ -346,7 +346,7 @@ class WalProgress(abc.ABC):
         return found
 
 
-class SentProgress(WalProgress):
+class CoordinatorProgress(WalProgress):
     """Through the coordinator, for processes that share no directory."""
 
     def __init__(self, coordinator: Coordinator, head: EpochHeader):
@@ -373,7 +373,9 @@ class SentProgress(WalProgress):
     def _find(self) -> None:
         with contextlib.suppress(StorageError):
             found = self._coordinator.folder(self._key)
-            self._found = {int(number): Noted.of(data).number for number, data in found.items()}
+            self._found = {
+                int(number): DurableRecord.from_bytes(data).number for number, data in found.items()
+            }
 
     def close(self) -> None:
         """See ``WalProgress``: nothing is open."""

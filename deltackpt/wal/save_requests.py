@@ -64,7 +64,7 @@ class _Status(NamedTuple):
     dense: int = 0  # Bytes of its dense leaves.
 
 
-class JointSaves:
+class SaveAgreement:
     """One process's view of the calls at which all save in one WAL epoch; see the module."""
 
     def __init__(
@@ -194,7 +194,7 @@ class SaveRequests:
         assert run.options.wal is not None
         self._run, self._options = run, run.options.wal
         #: Only with several processes; it outlives the writer of its epoch.
-        self._joint: JointSaves | None = None
+        self._agreement: SaveAgreement | None = None
         #: Prefix of the keys of the newest epoch.
         self._key = ""
         #: The tables for which this process can append only after a save of all, and why.
@@ -205,7 +205,7 @@ class SaveRequests:
 
     def call(self) -> None:
         """Counts a call of ``append()``, and sets ``agreed`` for it."""
-        self.agreed = None if self._joint is None else self._joint.call()
+        self.agreed = None if self._agreement is None else self._agreement.call()
 
     def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together."""
@@ -216,7 +216,7 @@ class SaveRequests:
         ended, self._key = self._key, wal_key(epoch.head)
         if coordinator.index == 0 and ended not in ("", self._key):
             coordinator.delete(ended)  # All processes have ended that epoch.
-        self._joint = JointSaves(
+        self._agreement = SaveAgreement(
             coordinator,
             self._key,
             self._run.runtime,
@@ -227,7 +227,7 @@ class SaveRequests:
 
     def end(self) -> None:
         """Ends the epoch and cancels requests."""
-        self._joint = None
+        self._agreement = None
 
     def forget(self) -> None:
         """Begins another run."""
@@ -236,16 +236,16 @@ class SaveRequests:
 
     def request_save(self, reason: str, *, restarts_wal: bool = False) -> None:
         """Requests that all processes save a step."""
-        if self._joint is not None:
-            self._joint.request_save(SaveRequest(reason[:_MOST_CHARACTERS], restarts_wal))
+        if self._agreement is not None:
+            self._agreement.request_save(SaveRequest(reason[:_MOST_CHARACTERS], restarts_wal))
 
     def saved(self, writer: WalWriter | None) -> None:
         """Called when a save has started, which contains everything appended."""
         self._refused = None
         if writer is not None:
             self._bytes_at_step = writer.bytes_written
-        if self._joint is not None:
-            self._joint.saved()
+        if self._agreement is not None:
+            self._agreement.saved()
 
     def refused(self, layout: Layout, reason: str) -> None:
         """Called when only this process can append nothing before the next save of all."""
@@ -254,8 +254,8 @@ class SaveRequests:
     def missed(self, layout: Layout, reason: str) -> None:
         """Like ``refused``, because this process failed in its part of a save of all."""
         self._refused = layout, reason
-        if self._joint is not None:
-            self._joint.saved()
+        if self._agreement is not None:
+            self._agreement.saved()
 
     def waits_for_others(self, layout: Layout) -> bool:
         """Returns whether only this process needs a save of all, and requests it."""
@@ -287,8 +287,8 @@ class SaveRequests:
     def _is_long(self, writer: WalWriter, layout: Layout) -> bool:
         """Returns whether a single process has appended enough; with several, all together."""
         grown = writer.bytes_written - self._bytes_at_step
-        if self._joint is not None:
-            self._joint.grew(grown, writer.dense_bytes)
+        if self._agreement is not None:
+            self._agreement.grew(grown, writer.dense_bytes)
             return False
         return grown > self._options.max_wal_ratio * (_base_bytes(layout) + writer.dense_bytes)
 

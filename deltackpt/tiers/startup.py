@@ -33,11 +33,11 @@ from deltackpt.reading.wal_index import WalReader
 from deltackpt.storage import buckets, posix, redaction
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import replicas
+from deltackpt.tiers import local_replicas
 from deltackpt.tiers.bundles import BundleManifest
 from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.local_replicas import LocalReplicas, Problems
 from deltackpt.tiers.peers import PeerGroup
-from deltackpt.tiers.replicas import Problems, Replicas
 from deltackpt.tiers.replication import FindPeers, ReplicationClient
 from deltackpt.tiers.staging import (
     Orders,
@@ -108,7 +108,7 @@ def open_bucket(
         # Before the leases: another manager of this process may have to commit before it closes.
         extents = _extents(tiers, process, opened, taking)
         if extents is not None and writing:
-            replicas.refuse_another_root(extents, place.url, part)
+            local_replicas.refuse_another_root(extents, place.url, part)
         local = Root.open(stage.steps, item=item, confirmed=False)
         local.opened_dir = stage.path
         opened.callback(local.abandon)
@@ -119,7 +119,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = Replicas(local, extents, part, fsync=fsync)
+        found = LocalReplicas(local, extents, part, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -137,7 +137,7 @@ def open_bucket(
             process=part,
             processes=parts,
         )
-        start = _Start(stage, local, journal.known, first, found, writing, not tiers.shared)
+        start = _Startup(stage, local, journal.known, first, found, writing, not tiers.shared)
         orders = start.run(old, lambda: WalUpload(stage).upload_headers(journal))
         if group is not None:
             group.require_nodes()  # The remaining nodes were asked before.
@@ -182,7 +182,7 @@ def _open_for_reading(
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
     local.opened_dir = stage.path
-    none = Replicas(local, None, 0, fsync=False)
+    none = LocalReplicas(local, None, 0, fsync=False)
     return ReplicationClient(stage, local, journal, options, orders, none, processes=processes)
 
 
@@ -293,14 +293,14 @@ def unfinished_rollback(
 
 
 @dataclasses.dataclass
-class _Start:
+class _Startup:
     """Brings a local directory up to date with the remote one, its state, and its replicas."""
 
     stage: StagingDir
     local: Root
     state: State
     orders: Orders  # without what earlier ones leave to do
-    replicas: Replicas
+    replicas: LocalReplicas
     writing: bool
     no_shared_fs: bool
 

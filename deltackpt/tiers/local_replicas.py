@@ -52,7 +52,7 @@ class Offer(NamedTuple):
     ref: BundleRef
 
 
-class Replicas:
+class LocalReplicas:
     """The extents and peers of one process; unpacks bundles into its directory of saves."""
 
     def __init__(self, local: Root, extents: ExtentFile | None, part: int, *, fsync: bool):
@@ -237,7 +237,7 @@ def refuse_another_root(tier: Tier, root: str, part: int) -> None:
     """Checks, before anything is claimed, that a tier does not belong to another directory."""
     roots: set[str] = set()
     for one in _offered([tier], part):
-        # ``Replicas.manifests`` reports unreadable bundles.
+        # ``LocalReplicas.manifests`` reports unreadable bundles.
         with contextlib.suppress(Exception), tier.open(one.ref) as reader:
             roots.add(bundles.read_manifest(reader, one.ref)[0].root)
     if roots and root not in roots:
