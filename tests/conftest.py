@@ -169,7 +169,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Excludes what collection imports from garbage collection: a full one took 0.4 s."""
+    """Excludes imported objects from garbage collection: a full collection took 0.4 s."""
     gc.disable()
     try:
         return (yield)
@@ -231,15 +231,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def cache_limit() -> list[int]:
-    """How much memory this process may have before ``clear_jax_caches`` frees programs."""
+    """Resident bytes of this process above which ``clear_jax_caches`` acts."""
     return [_MOST_RESIDENT_BYTES]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def clear_jax_caches(cache_limit: list[int]) -> Iterator[None]:
-    """Frees what JAX compiled once it takes much memory: the programs of all files take gigabytes.
+    """Clears JAX's compilation caches once they are large: those of all files take gigabytes.
 
-    Not after each file: even from the cache, 20 programs that most files use take half a second.
+    Not after each file: loading 20 common programs takes half a second, even from the disk cache.
     """
     yield
     if "jax" not in sys.modules:
@@ -247,7 +247,7 @@ def clear_jax_caches(cache_limit: list[int]) -> Iterator[None]:
     resident = psutil.Process().memory_info().rss
     if resident > cache_limit[0]:
         sys.modules["jax"].clear_caches()
-        # The process keeps the freed memory; it grows again once further programs have filled it.
+        # The allocator keeps the freed memory, so the resident size stays at this level.
         cache_limit[0] = resident + _MOST_RESIDENT_BYTES // 16
 
 

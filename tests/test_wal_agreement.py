@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls at which all processes save, over a board in memory, and reports of those that lag."""
+"""Agreement on the calls at which all processes save, and reports of processes that lag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CountingService(MemoryService):
 
 
 class Background:
-    """Runs what was submitted when a test says so, or when its result is needed."""
+    """Runs submitted calls when a test calls ``run``, or when a result is needed."""
 
     def __init__(self) -> None:
         self.tasks: list[Task[Any]] = []
@@ -134,7 +134,7 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
         if job.calls[process] < last + 3 * _EVERY:
             job.call(process)
     job.check()
-    # Nobody asked in the last calls: every earlier request is met, and nothing follows.
+    # No process made a request in the last calls, so all requests were met.
     for process, calls in requests:
         assert any(number > calls for number in job.saved[process]), (process, calls)
     assert not [number for number in job.saved[0] if number > last + 2 * _EVERY]

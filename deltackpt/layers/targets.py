@@ -27,7 +27,7 @@ class Target:
 
     ``columns`` is None for a field that is not as wide as its table, and so never split; ``buffer``
     is (rows[1] - rows[0], *trailing), with trailing reduced to the columns. With a ``cycle`` over
-    the same rows, it has those of the cycle only.
+    the same rows, it contains only the cyclic rows.
     """
 
     group: str
@@ -38,11 +38,11 @@ class Target:
     cycle: CyclicRows | None = None
 
     def count(self, rows: Rows) -> int:
-        """Returns how many of some rows of its span it has."""
+        """Returns how many of some rows of its span the target contains."""
         return len(rows) if self.cycle is None else self.cycle.count_in(rows)
 
     def put(self, rows: Rows, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes values of some rows of its span to ``buffer``, its own or some columns of it."""
+        """Writes values of some rows to ``buffer``: its own, or a view of some of its columns."""
         if self.cycle is not None:
             chosen = np.asarray(rows)
             flags = self.cycle.contains(chosen)

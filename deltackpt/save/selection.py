@@ -66,7 +66,7 @@ class FieldPlan:
     dtype: np.dtype
     on_host: bool
     shards: tuple[_Shard, ...]
-    #: Tables of which the process owns some rows only, although a shard has all.
+    #: Tables of which this process writes only these rows, although its shard has all of them.
     cycles: tuple[CyclicRows, ...]
 
     @property

@@ -294,7 +294,7 @@ def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
     return found
 
 
-#: The others' are read so often at most.
+#: Minimum time between reads of the others' progress.
 _READ_SECS = 0.5
 #: Minimum time between reports of lagging processes.
 _REPORT_SECS = 60.0
@@ -307,7 +307,7 @@ class WalProgress(abc.ABC):
         self.process = process
         self.count = count
         self._own = 0
-        #: Of each process, as last read.
+        #: Number of each process's newest record, as last read.
         self._read, self._read_at = [0] * count, 0.0
 
     def record(self, number: int, step: int) -> None:
@@ -347,7 +347,7 @@ class WalProgress(abc.ABC):
 
 
 class CoordinatorProgress(WalProgress):
-    """Through the coordinator, for processes that share no directory."""
+    """Progress through the coordinator, for processes that share no directory."""
 
     def __init__(self, coordinator: Coordinator, head: EpochHeader):
         super().__init__(coordinator.index, coordinator.count)
@@ -382,7 +382,7 @@ class CoordinatorProgress(WalProgress):
 
 
 class FileProgress(WalProgress):
-    """In a file next to the segments of each process, where restores find it."""
+    """Progress in a file next to the segments of each process, which restores read."""
 
     def __init__(self, epoch_dir: Path, process: int, count: int):
         super().__init__(process, count)
