@@ -4,7 +4,7 @@
 "Encode" is timed from rows in host memory to packed arrays in memory. "Encode and store" ends with
 the arrays of a step in the page cache, including Zarr metadata and checksums. Decoding is
 timed from stored arrays in memory to rows in a table.
-Everything uses two threads, as saves and restores do. All bars are ratios to a plain copy of the
+Everything uses two threads, as saves and restores do. All targets are ratios to a plain copy of the
 same bytes by two threads in the same round.
 """
 

@@ -42,7 +42,7 @@ SAVES = {
     "Orbax defaults": ("Orbax defaults", "full"),
 }
 DELTA = next(iter(SAVES))
-#: Words and bars of deltas.
+#: Label and target of each figure of a delta.
 FIGURES = {
     "blocked": ("`save()` takes", 1.0),
     "lost": ("training time lost", 1 / 15),

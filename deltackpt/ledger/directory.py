@@ -378,7 +378,7 @@ class Root(Steps):
     ) -> None:
         try:
             before()
-        finally:  # If the disk is full, this makes room.
+        finally:  # Runs even on a full disk: it frees space.
             self._collect_own(protected)
 
     def _collect_own(self, protected: Callable[[], frozenset[SaveId]]) -> None:

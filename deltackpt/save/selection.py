@@ -376,7 +376,7 @@ class Stamps:
         return self._runtime.submit(_scan_all, scans).result
 
     def touched(self, group: str, held: RowSet) -> np.ndarray:
-        """Returns those of some rows that any TouchState marks, virtual, int64 ascending."""
+        """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
         if group not in self._rows:
             parts = [scan() for scan in self._scans[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -516,7 +516,7 @@ def _touched(stamps: jax.Array, since_clock: int, *, size: int) -> jax.Array:
     return jnp.nonzero(stamps > since_clock, size=size)[0].astype(jnp.int32)
 
 
-#: What gives those of some rows of a group that were touched, virtual, int64 ascending.
+#: Returns the touched rows among some rows of a group: virtual, int64, ascending.
 TouchedRows = Callable[[str, RowSet], np.ndarray]
 
 
