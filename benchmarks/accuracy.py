@@ -4,8 +4,8 @@
 Trains a DLRM. At L evenly spaced steps, a manager saves the state as a delta with the codec and
 restores it, and training continues from the restored state. Each run is compared with the
 uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs show
-what the comparison can detect: raw deltas (no difference), a perturbation of the initial tables by
-1e-7 (the noise floor), and a deliberately biased codec (which must fail).
+what the comparison can detect. Raw deltas must make no difference. A perturbation of the initial
+tables by 1e-7 gives the noise floor. A deliberately biased codec must fail.
 """
 
 from __future__ import annotations

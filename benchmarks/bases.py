@@ -19,7 +19,7 @@ import fresh
 import report as reports
 import state as states
 import ways
-import without_jax
+import workers_without_jax
 from report import Report, interleaved, secs, times
 
 TOUCHED = 0.05
@@ -82,7 +82,7 @@ def compaction(training: states.Loop, root: Path, nbytes: int) -> dict[str, floa
     quiet = training.quiet()
     limit = max(64 << 20, round(COMPACTION * nbytes))
     started = time.perf_counter()
-    with fresh.started(without_jax.compacted, root, limit) as process:
+    with fresh.started(workers_without_jax.compacted, root, limit) as process:
         busy, _, steps = training.until(process.wait)
         extra = fresh.heard(process)["extra"]
     quiet = (quiet + training.quiet()) / 2

@@ -2,8 +2,8 @@
 """Saves to a bucket behind a slow link: deltackpt, Orbax whose steps are copied, and a plain copy.
 
 A training loop saves state W at a fixed interval to a fake-gcs-server bucket behind a 100 MB/s
-link: deltas through the staging directory and uploader, and Orbax to a local directory that is
-copied in the background. It needs ``make servers``.
+link. deltackpt writes deltas through the staging directory and uploader. Orbax writes to a local
+directory that is copied in the background. It needs ``make servers``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs of rows: bits and error, and the speed of encoding and decoding; and blocks of leaves.
 
-Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and to the arrays
-of a step in the page cache, including Zarr metadata and checksums ("encode and store"). Decoding is
+"Encode" is timed from rows in host memory to packed arrays in memory. "Encode and store" ends with
+the arrays of a step in the page cache, including Zarr metadata and checksums. Decoding is
 timed from stored arrays in memory to rows in a table.
-Everything uses two threads, as saves and restores do. All bars are ratios to a plain copy of the
+Everything uses two threads, as saves and restores do. All targets are ratios to a plain copy of the
 same bytes by two threads in the same round.
 """
 
@@ -207,7 +207,7 @@ def add_errors(
 
 # Blocks of dense leaves.
 
-#: Bars for blocks, as multiples of the time of a plain copy: to encode some cases, to
+#: Targets for blocks, as multiples of the time of a plain copy: to encode some cases, to
 #: encode others, and to decode.
 BARS = {"ef4 of float32": 2.0}
 ENCODE_BAR, DECODE_BAR = 6.0, 4.0

@@ -77,10 +77,10 @@ class Case(NamedTuple):
     title: str
     model: str
     coding: str  # A key of ``CODINGS``.
-    small: bool = True  # The T5 of ``--size``, not that of ``--loss-size``.
-    weights: bool = False  # Without the optimizer state, as for inference processes.
-    raw_bar: float | None = None  # Of the bytes, over raw ones.
-    orbax_bar: float | None = None  # The same over Orbax's defaults.
+    small: bool = True  # Whether the T5 has ``--size`` instead of ``--loss-size``.
+    weights: bool = False  # Weights only, as for inference processes.
+    raw_bar: float | None = None  # Target: bytes as a fraction of raw ones.
+    orbax_bar: float | None = None  # Target: bytes as a fraction of Orbax's defaults.
 
 
 CASES = (

@@ -3,8 +3,8 @@
 
 A loop dispatches training steps a few ahead, as real loops do, and records when the device
 completes each. The time of save() includes the steps in flight, which every save waits for. The
-completions give the time without a step at the save (the gap around it, less an undisturbed step),
-the time of steps while the save is in flight, and the training time lost until its commit.
+completions show three times: the idle gap at the save (less an undisturbed step), the time of steps
+while the save is in flight, and the training time lost until its commit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAVES = {
     "Orbax defaults": ("Orbax defaults", "full"),
 }
 DELTA = next(iter(SAVES))
-#: Words and bars of deltas.
+#: Label and target of each figure of a delta.
 FIGURES = {
     "blocked": ("`save()` takes", 1.0),
     "lost": ("training time lost", 1 / 15),

@@ -2,10 +2,10 @@
 """The load-imbalance table: steps of a job of several ranks, with and without saves.
 
 Ranks are processes of this machine, joined by gloo; a step lasts as long as on the slowest rank.
-They train without saves; with deltas to a bucket, through a staging directory and an uploader of
-each rank, with one base and one compaction in the run; and with tuned Orbax to a directory, as
-often. A run ends when its background work is done. The ranks use all cores, or leave one to the
-background work. It needs ``make servers``.
+They train in three ways. The first has no saves. The second saves deltas to a bucket, with a
+staging directory and an uploader for each rank, one base and one compaction. The third saves as
+often with tuned Orbax to a directory. A run ends when its background work is done. The ranks use
+all cores, or leave one to the background work. It needs ``make servers``.
 """
 
 from __future__ import annotations

@@ -432,10 +432,10 @@ def main(
     """Runs a benchmark: parses the command line, measures, and shows the report.
 
     Args:
-      title: of the report.
+      title: title of the report.
       measure: the benchmark, or its parts, of which ``--only`` chooses some.
       sizes: describes what is measured, unless the benchmark does.
-      options: defaults of further options. A tuple takes several values.
+      options: defaults of further options; the option of a tuple takes several values.
     """
     parser = arguments(sys.modules["__main__"].__doc__)
     parts = measure if isinstance(measure, Mapping) else {Path(sys.argv[0]).stem: measure}

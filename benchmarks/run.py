@@ -28,9 +28,9 @@ class Benchmark(NamedTuple):
     """A command whose result has a name."""
 
     command: str  # The script and its arguments.
-    minutes: float  # About how long it takes on two idle cores.
+    minutes: float  # Approximate duration on two idle cores.
     tiny: str = "--scale 0.01 --repeats 1"  # Arguments of a smoke test, which measure nothing.
-    quick: str | None = None  # Arguments within the quick set; None if it is not part of it.
+    quick: str | None = None  # Arguments in the quick set; None if it is not in that set.
     needs: str = ""  # What must be installed besides the package.
 
 

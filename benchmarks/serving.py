@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import report as reports
 import ways
-import without_jax
+import workers_without_jax
 from report import Report, Sample, count, interleaved, megabytes, ratio, secs
 from running import kafka_cluster
 
@@ -72,7 +72,7 @@ class Trainer:
 @contextlib.contextmanager
 def followed(root: Path, address: Path, *kafka: str) -> Iterator[subprocess.Popen[str]]:
     """Runs the follower; ``kafka`` is the topic of the WAL, and the servers."""
-    follow = without_jax.follow
+    follow = workers_without_jax.follow
     with fresh.started(follow, root, address, kafka, stdin=subprocess.PIPE) as process:
         fresh.heard(process)
         assert process.stdin is not None
@@ -142,11 +142,12 @@ def lookups(report: Report, options: argparse.Namespace, root: Path) -> None:
         for batch in (2048, 65536):
             title = f"lookup of 1 M rows by {batch:,}, CPU"
             more = options.rows, batch, options.repeats
-            speeds.append(Sample(tuple(fresh.call(without_jax.gather, address, *more))))
+            speeds.append(Sample(tuple(fresh.call(workers_without_jax.gather, address, *more))))
             report.state(title, speeds[-1], bar=LOOKUP_SECS)
         share = options.lookups // 2
         readers = [
-            fresh.started(without_jax.read, address, len(hot), share, 16, seed) for seed in range(2)
+            fresh.started(workers_without_jax.read, address, len(hot), share, 16, seed)
+            for seed in range(2)
         ]
         while any(one.poll() is None for one in readers):
             trainer.append(hot)

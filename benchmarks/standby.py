@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recovery from a trainer's death: hot standby, storage and Orbax.
 
-A trainer is killed with SIGKILL, and a new process restores its newest step: stock Orbax from one
-full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby. The
+A trainer is killed with SIGKILL, and a new process restores its newest step. Stock Orbax restores
+one full save. deltackpt restores a base and ten deltas from storage, and from a hot standby. The
 *call* opens the directory and restores, until the arrays are on the device; the bars apply to it.
 The *whole* time starts at the kill, and includes the start of the new process. The standby maps its
 arrays copy-on-write; a first step that changes every element measures what this costs training.

@@ -30,13 +30,13 @@ import deltackpt
 
 
 class Case(NamedTuple):
-    """A save, and its bars."""
+    """A kind of save, and its targets."""
 
-    rows: float  # As a count, or as a share below 1.
-    way: str  # Its name in ``ways.WAYS``.
-    durable: tuple[float | None, float | None] = (1 / 25, 1 / 20)  # Over Orbax's.
-    nbytes: float | None = None  # Over both of Orbax's.
-    limit_secs: float | None = None  # Beside the limits of the machine.
+    rows: float  # Touched rows: a count, or a fraction below 1.
+    way: str  # Name in ``ways.WAYS``.
+    durable: tuple[float | None, float | None] = (1 / 25, 1 / 20)  # Time relative to Orbax's.
+    nbytes: float | None = None  # Bytes relative to both of Orbax's.
+    limit_secs: float | None = None  # Allowance on top of the machine's limits.
 
 
 BASE, RAW = "a base", "200,000 rows, `raw`"
@@ -56,7 +56,7 @@ WAYS = ways.WAYS | {"base": ways.Deltas}
 WARM_UP = 3
 #: Deltas per full save of Orbax, which takes longer.
 PER_ROUND = 4
-#: Limits of blocking and of a durable delta and base: so many times those of the machine.
+#: Targets as multiples of the machine's limits: blocking, a durable delta, a durable base.
 _BLOCKED_TIMES, _BLOCKED_SECS, _DURABLE_TIMES, _BASE_TIMES = 1.3, 0.003, 1.5, 1.3
 
 
@@ -166,7 +166,7 @@ def deltas(report: Report, options: argparse.Namespace, place: Path) -> None:
 _FEW, _MANY = "10 tables", "1,000 tables"
 #: Share of the rows that change between two saves.
 _SHARE = 0.05
-#: Bar of blocked time and CPU with many tables.
+#: Target for blocked time and CPU with many tables.
 _MANY_BAR = 2.0
 _TABLES = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "slots/{name}"}})
 

@@ -2,13 +2,13 @@
 """The table of the continuous-checkpointing thesis: records at each step against full saves.
 
 Its model: 8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1, batch 2,048, epochs of
-50,000 samples. Its training streams the updated rows instead of saving everything at the end of an
-epoch, and takes 38 % less time with one process and 47 % less with several. Its recovery takes 2 to
+50,000 samples. It streams the updated rows instead of saving everything at the end of an epoch.
+This takes 38 % less time with one process, and 47 % less with several. Its recovery takes 2 to
 7 times a full load.
 
 Ours: WAL records of the rows at each step and of the dense leaves at the end of the epoch, on this
-disk and in Kafka. Against them: synchronous full saves at the end of the epoch, by pickle with
-fsync, by Orbax and as a base of ours, on this disk; and in a bucket behind a slow link. Every save
+disk and in Kafka. They are compared with synchronous full saves at the end of the epoch: by pickle
+with fsync, by Orbax and as our base, on this disk and in a bucket behind a slow link. Every save
 is measured, none is modelled. With one index for each lookup, a step touches 3 % of the rows. With
 the thesis's 100 indices it touches 92 %: a record is then as large as a full save, and there is
 nothing to gain.

@@ -181,8 +181,8 @@ def warm_memory(state: Any, most: int = 1 << 62) -> None:
     """Flushes pending writes and touches free memory: at most ``most`` bytes, of four states.
 
     A virtual machine may get memory from its host only at first touch, and lose memory that it
-    frees. This was measured at 0.5 GB/s against 13 GB/s, a larger effect than all that is compared
-    here, and would hit any method that runs after a pause.
+    frees. First touches were measured at 0.5 GB/s, later ones at 13 GB/s. This effect exceeds every
+    difference compared here, and would affect any method that runs after a pause.
     """
     os.sync()
     flags = _FRESH | getattr(mmap, "MAP_POPULATE", 0)

@@ -54,7 +54,7 @@ CNR, CNR_DALY = "Check-N-Run, every 30 min", "Check-N-Run, Daly's interval"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What operations cost; measured figures are in docs/project/benchmarks.md."""
+    """Costs of operations; measured figures are in docs/project/benchmarks.md."""
 
     # Measured: 11 ms for 4,000 rows; 27 ms of training for 52 MB on a GPU.
     delta_stall_secs: float = 0.011
@@ -62,26 +62,26 @@ class Inputs:
     # Measured on a GPU: 75.4 ms of training for 1.04 GB, and 38.7 ms by Orbax.
     base_stall_per_gb: float = 0.0725
     orbax_stall_per_gb: float = 0.0372
-    cnr_stall_secs: float = 7.0  # Of a snapshot, as Check-N-Run reports (NSDI 2022).
+    cnr_stall_secs: float = 7.0  # Snapshot stall that Check-N-Run reports (NSDI 2022).
     # Measured bytes per second: writes with fsync, and a cold restore (1.56 GB in 1.8 s).
     disk_write: float = 1.0 * GB
     disk_read: float = 0.87 * GB
     memory_read: float = 2.6 * GB  # The same restore from the page cache: 601 ms.
     standby_secs_per_gb: float = 0.106  # Measured: a hot standby returns 1.04 GB in 0.11 s.
-    # Bytes of a stored row of 64 float32 values and one slot, of raw ones.
+    # Bytes of a stored row (64 float32 values, one slot) as a fraction of a raw row.
     int4_share: float = 0.16
     int8_share: float = 74 / 260
     # All below but `parse_secs` is assumed. Bytes per second between hosts (25 Gbit/s), and of
-    # each host to and from the store, with all hosts at once.
+    # each host to and from the store while all hosts use it.
     network: float = 3.1 * GB
     store: float = 0.2 * GB
     store_secs: float = 0.03  # Latency of a request to the store.
-    puts_per_sec: float = 50_000  # That the store accepts in all.
+    puts_per_sec: float = 50_000  # Total that the store accepts.
     readers: int = READS  # Files that process 0 reads at the same time, as in this version.
-    message_secs: float = 100e-6  # Of the coordination service, for at most 64 KiB.
+    message_secs: float = 100e-6  # Latency of the coordination service for up to 64 KiB.
     parse_secs: float = 0.7e-3  # Measured: decoding a manifest with 800 tables, warm.
-    broker: float = 0.2 * GB  # Bytes per second into a Kafka broker as leader, two replicas.
-    record_secs: float = 0.05  # Until a broker has acknowledged a WAL record.
+    broker: float = 0.2 * GB  # Bytes per second into a Kafka broker as leader of two replicas.
+    record_secs: float = 0.05  # Time until a broker acknowledges a WAL record.
     spread: float = 0.2  # Standard deviation of the logarithm of a host's time for a save.
 
 
@@ -89,10 +89,10 @@ class Inputs:
 class Job:
     """A training job: every host has the same share of the rows and of the dense leaves."""
 
-    hosts: int = 1000  # One process each.
-    rows: float = 38e6  # Of each host.
+    hosts: int = 1000  # With one process each.
+    rows: float = 38e6  # Per host.
     row_bytes: float = 260  # With slots.
-    dense_bytes: float = 10e6  # Of each host.
+    dense_bytes: float = 10e6  # Per host.
     tables: int = 800
     step_secs: float = 1.0
     # k steps touch `step_rows * k ** growth` distinct rows of each host. From published curves:
@@ -100,7 +100,7 @@ class Job:
     step_rows: float = 79e3
     growth: float = 0.745
     failure_secs: float = 600  # Mean time between failures of the job, each of one host.
-    restart_secs: float = 0  # Until all processes, one on a new host, could restore.
+    restart_secs: float = 0  # Time until all processes, one of them on a new host, can restore.
     k: int = 4  # Erasure code of the peers: k + m fragments.
     m: int = 2
     rack_hosts: int = 20
@@ -110,7 +110,7 @@ class Job:
         return self.rows * self.row_bytes + self.dense_bytes
 
     def delta_bytes(self, steps: float, share: float = 1.0) -> float:
-        """Bytes of a host's share of the changes of some steps; ``share`` of the raw rows."""
+        """Returns the bytes that a host changes in some steps; ``share`` scales the raw rows."""
         rows = min(self.rows, self.step_rows * steps**self.growth)
         return rows * self.row_bytes * share + self.dense_bytes
 
@@ -119,13 +119,13 @@ class Job:
 
 
 class Traffic(NamedTuple):
-    """What the coordination of one save takes, over all processes."""
+    """Coordination cost of one save, over all processes."""
 
     messages: int  # Through the coordination service.
     puts: int  # Files of payload, manifests and digests.
-    gets: int  # Of process 0.
+    gets: int  # By process 0.
     nbytes: float  # Manifests and digests.
-    pieces: int  # Messages that they would be instead.
+    pieces: int  # Messages needed to send these bytes instead.
     seconds: float  # From the last file of the slowest process until the commit.
 
 

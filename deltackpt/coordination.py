@@ -126,9 +126,9 @@ class Coordinator:
         self._calls = itertools.count()
         self._expired: collections.deque[str] = collections.deque()
         self._lock = threading.Lock()
-        #: How many blocks of ``alive`` run, and whether a thread shows it.
+        #: Number of ``alive`` blocks that run, and whether the heartbeat thread runs.
         self._working, self._is_beating = 0, False
-        #: The unexpected error that has ended that thread, until a call raises it.
+        #: The unexpected error that has ended the heartbeat thread, until a call raises it.
         self._died: Exception | None = None
         if self.count == 1:
             return
@@ -243,9 +243,9 @@ class Coordinator:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Shows during a block that this process is alive.
+        """Reports this process as alive while the block runs.
 
-        Raises ``StorageError`` if an unexpected error has ended the thread that showed it before.
+        Raises ``StorageError`` if an unexpected error has ended its heartbeat thread.
         """
         if self.count == 1:
             yield
@@ -254,8 +254,8 @@ class Coordinator:
             died, self._died = self._died, None
             if died is not None:
                 raise StorageError(
-                    f"{self._directory}: expected the thread that shows that process {self.index} "
-                    f"is alive to run, found that it has ended with {type(died).__name__}: {died}; "
+                    f"{self._directory}: expected a running heartbeat thread in process "
+                    f"{self.index}, found that it has ended with {type(died).__name__}: {died}; "
                     "the others may have missed this process: check their logs, then try again"
                 ) from died
             self._working += 1

@@ -62,10 +62,10 @@ from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
-    from deltackpt.tiers import starting
+    from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
-    starting = LazyModule("deltackpt.tiers.starting")
+    startup = LazyModule("deltackpt.tiers.startup")
 
 
 class CheckpointManager:
@@ -177,7 +177,7 @@ class CheckpointManager:
 
         def path() -> Path:
             local = buckets.file_path(directory)
-            return local or starting.saves_to(directory, options, coordination.process_index())
+            return local or startup.saves_to(directory, options, coordination.process_index())
 
         def warn(errors: list[DeltackptError]) -> None:
             for error in errors:
@@ -191,7 +191,7 @@ class CheckpointManager:
                         "found tiers; leave the option out, or use the URL of a bucket"
                     )
                 return Root.open(local, item=item, read_only=not writing, confirmed=False)
-            return starting.open_bucket(
+            return startup.open_bucket(
                 directory,
                 item=item,
                 options=options,

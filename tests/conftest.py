@@ -169,7 +169,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Excludes what collection imports from garbage collection: a full one took 0.4 s."""
+    """Excludes imported objects from garbage collection: a full collection took 0.4 s."""
     gc.disable()
     try:
         return (yield)
@@ -230,25 +230,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def most_resident_bytes() -> list[int]:
-    """How much memory this process may have before ``bounded_programs`` frees programs."""
+def cache_limit() -> list[int]:
+    """Resident bytes of this process above which ``clear_jax_caches`` acts."""
     return [_MOST_RESIDENT_BYTES]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bounded_programs(most_resident_bytes: list[int]) -> Iterator[None]:
-    """Frees what JAX compiled once it takes much memory: the programs of all files take gigabytes.
+def clear_jax_caches(cache_limit: list[int]) -> Iterator[None]:
+    """Clears JAX's compilation caches once they are large: those of all files take gigabytes.
 
-    Not after each file: even from the cache, 20 programs that most files use take half a second.
+    Not after each file: loading 20 common programs takes half a second, even from the disk cache.
     """
     yield
     if "jax" not in sys.modules:
         return
     resident = psutil.Process().memory_info().rss
-    if resident > most_resident_bytes[0]:
+    if resident > cache_limit[0]:
         sys.modules["jax"].clear_caches()
-        # The process keeps the freed memory; it grows again once further programs have filled it.
-        most_resident_bytes[0] = resident + _MOST_RESIDENT_BYTES // 16
+        # The allocator keeps the freed memory, so the resident size stays at this level.
+        cache_limit[0] = resident + _MOST_RESIDENT_BYTES // 16
 
 
 @pytest.fixture(autouse=True)

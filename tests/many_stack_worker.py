@@ -74,7 +74,7 @@ class Stacker(Worker):
         return {"step": found.step, "wrong": wrong}
 
     def twice(self, root: str) -> None:
-        """Saves and restores a table in which the last row has the id of the first."""
+        """Saves and restores a table whose first and last rows have the same id."""
         ids = np.arange(64, dtype=np.int32)
         ids[-1] = ids[0]
         rows = Topology(jax.device_count())

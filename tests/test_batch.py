@@ -334,7 +334,7 @@ def test_removed_files_leave_no_trace(tmp_path):
 
 
 def test_a_removal_while_others_write(tmp_path):
-    """Items of a step are written side by side, and one may remove a failed attempt."""
+    """Items of a step are written in parallel, and one may remove a failed attempt."""
     before = sys.getswitchinterval()
     files, over = FileBatch(tmp_path, fsync=False), threading.Event()
     digest = digests.digest_bytes(b"")

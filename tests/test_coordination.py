@@ -148,7 +148,7 @@ def test_a_service_that_does_not_answer_is_named():
 
 
 def test_an_error_that_ends_the_thread_of_a_process_is_raised_by_its_next_work():
-    job, error = Job(2, 0.1), ZeroDivisionError("of nobody's making")
+    job, error = Job(2, 0.1), ZeroDivisionError("unexpected")
     one, real = job.all[1], job.service.key_value_set_bytes
 
     def refuse(key: str, *arguments: Any, **options: Any) -> None:

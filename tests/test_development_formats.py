@@ -25,7 +25,7 @@ TABLES = {"embeddings": deltackpt.Tables(select="t")}
 
 
 def without(field: str, data: bytes) -> bytes:
-    """A record without a field of its body: "files" is newer than the version there."""
+    """Returns a record without a field; "files" was added after that development version."""
     head = msgpack.unpackb(data)
     body = msgpack.unpackb(head["body"])
     del body[field]

@@ -816,8 +816,8 @@ def require_fenced(start: concurrent.futures.Future[Any], save: Callable[[Any], 
     [
         *(
             "Journal.claim",
-            "_Start.run",
-            "Replicas.recover",
+            "_Startup.run",
+            "LocalReplicas.recover",
             "Saver.__init__",
             "ReplicationClient.confirm",
         ),

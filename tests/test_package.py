@@ -79,7 +79,7 @@ def fresh_python(program: str, **settings: str) -> str:
             "import deltackpt; deltackpt.CheckpointManager; deltackpt.TouchState;"
             "deltackpt.touched.mark; deltackpt.policies.Consecutive",
             "orbax flax optax tensorstore ray click rich h11 obstore confluent_kafka grain pandas "
-            "pyarrow matplotlib deltackpt.tiers.starting deltackpt.storage.node_client "
+            "pyarrow matplotlib deltackpt.tiers.startup deltackpt.storage.node_client "
             "deltackpt.ledger.journal",
         ),
         (

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import CatalogEntry, Entry, LeaseClaim, State
 from deltackpt.ledger.lease import Lease
-from deltackpt.tiers import starting
+from deltackpt.tiers import startup
 from deltackpt.tiers.bundles import BundleManifest
 from deltackpt.tiers.staging import RunLineage
 
@@ -158,12 +158,12 @@ def test_lost_bundles_never_revive_abandoned_saves(steps, seed, lost):
 
 
 def current(packs: list[BundleManifest], state: State, lines: list[RunLineage]) -> set[SaveId]:
-    why_stale = starting.classify(state, lines)
+    why_stale = startup.classify(state, lines)
     return {one.save_id for one in packs if why_stale(one.save_id, one.lineage) is None}
 
 
 def why_stale(pack: BundleManifest, state: State, lines: list[RunLineage]) -> str | None:
-    return starting.classify(state, lines)(pack.save_id, pack.lineage)
+    return startup.classify(state, lines)(pack.save_id, pack.lineage)
 
 
 def lines_of(packs: list[BundleManifest]) -> list[RunLineage]:
@@ -221,12 +221,12 @@ def test_rolled_back_steps_at_the_root_are_named():
         for step in range(4)
     ]
     state = State(Entry(claims=(claim(1, "somebody"),), standings=tuple(old)))
-    assert {one.step for one in starting.unfinished_rollback([pack], state, [pack.lineage])} == {
+    assert {one.step for one in startup.unfinished_rollback([pack], state, [pack.lineage])} == {
         2,
         3,
     }
     onwards = dataclasses.replace(pack, past={"old": 4})
-    assert starting.unfinished_rollback([onwards], state, [onwards.lineage]) == ()
+    assert startup.unfinished_rollback([onwards], state, [onwards.lineage]) == ()
     after = RunLineage(run="old", epoch=1, holder="somebody", era=2, past={"new": 1})
-    assert starting.unfinished_rollback([pack], state, [pack.lineage, after]) == ()
-    assert starting.unfinished_rollback([], state, []) == ()
+    assert startup.unfinished_rollback([pack], state, [pack.lineage, after]) == ()
+    assert startup.unfinished_rollback([], state, []) == ()

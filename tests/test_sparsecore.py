@@ -800,7 +800,9 @@ def assert_each_restores(root, step: int, job: Job, topology: Topology, model: M
     # Each process assembles its own shards of a global array.
     with (
         job.running(),
-        mock.patch.object(placement, "assembled", lambda leaf, boxes, held, may_alias: Held(held)),
+        mock.patch.object(
+            placement, "assembled", lambda leaf, boxes, held, may_alias: HostShards(held)
+        ),
     ):
         for result in job.on_each(own):
             if isinstance(result, Exception):
@@ -808,13 +810,13 @@ def assert_each_restores(root, step: int, job: Job, topology: Topology, model: M
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HostShards:
     """The shards of an array that one process has assembled, by box."""
 
     shards: dict[Any, np.ndarray]
 
 
-def assert_shards(found: Held, expected: jax.Array) -> None:
+def assert_shards(found: HostShards, expected: jax.Array) -> None:
     for box, shard in found.shards.items():
         assert shard.tobytes() == np.asarray(expected)[slice(*box.rows)].tobytes()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls at which all processes save, over a board in memory, and reports of those that lag."""
+"""Agreement on the calls at which all processes save, and reports of processes that lag."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deltackpt.format.wal_format import EpochHeader
 from deltackpt.options import ManagerOptions, WalOptions
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.session.run import Run
-from deltackpt.wal.epoch import LagWatch, OpenEpoch, SentProgress
-from deltackpt.wal.save_requests import _EVERY, _KEPT, JointSaves, SaveRequest, SaveRequests
+from deltackpt.wal.epoch import CoordinatorProgress, LagWatch, OpenEpoch
+from deltackpt.wal.save_requests import _EVERY, _KEPT, SaveAgreement, SaveRequest, SaveRequests
 
 NEEDED = SaveRequest("one process needs it", restarts_wal=False)
 ANEW = SaveRequest("rows were left out", restarts_wal=True)
@@ -37,7 +37,7 @@ class CountingService(MemoryService):
 
 
 class Background:
-    """Runs what was submitted when a test says so, or when its result is needed."""
+    """Runs submitted calls when a test calls ``run``, or when a result is needed."""
 
     def __init__(self) -> None:
         self.tasks: list[Task[Any]] = []
@@ -60,7 +60,7 @@ class Job:
         self.service, self.backgrounds = CountingService(), [Background() for _ in range(count)]
         self.calls, self.saved = [calls] * count, [list[int]() for _ in range(count)]
         self.all = [
-            JointSaves(
+            SaveAgreement(
                 coordinator,
                 "log",
                 cast(Runtime, background),
@@ -134,7 +134,7 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
         if job.calls[process] < last + 3 * _EVERY:
             job.call(process)
     job.check()
-    # Nobody asked in the last calls: every earlier request is met, and nothing follows.
+    # No process made a request in the last calls, so all requests were met.
     for process, calls in requests:
         assert any(number > calls for number in job.saved[process]), (process, calls)
     assert not [number for number in job.saved[0] if number > last + 2 * _EVERY]
@@ -248,7 +248,7 @@ def test_process_0_is_missing_if_it_does_not_answer_within_the_timeout():
         return []
 
     with Runtime(2) as runtime, mock.patch.object(job.service, "key_value_dir_get_bytes", wait):
-        one = JointSaves(
+        one = SaveAgreement(
             coordinators(job.service, 2, 0.2)[1],
             "log",
             runtime,
@@ -284,7 +284,7 @@ def test_process_0_removes_the_keys_of_an_ended_epoch():
 def test_progress_through_a_service_that_does_not_answer_is_the_last_known():
     service, stopped = MemoryService(), threading.Event()
     head = cast(EpochHeader, SimpleNamespace(run="run", epoch=0))
-    one, other = (SentProgress(each, head) for each in coordinators(service, 2, 0.2))
+    one, other = (CoordinatorProgress(each, head) for each in coordinators(service, 2, 0.2))
     other.record(7, 70)
     one.record(9, 90)
     assert one.of_all(fresh=True) == 7

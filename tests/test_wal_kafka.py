@@ -740,7 +740,7 @@ def test_a_refused_token_is_a_typed_error_before_training(secure, tmp_path):
 
 @pytest.fixture(scope="module")
 def settings_file(secure, tmp_path_factory) -> Path:
-    """What ``--kafka-config`` names."""
+    """A file for ``--kafka-config``."""
     found = tmp_path_factory.mktemp("settings") / "kafka.properties"
     lines = [f"{name} = {value}" for name, value in secure.config.items()]
     found.write_text("\n".join(["# of the trainer", "", *lines]))
@@ -751,21 +751,21 @@ def test_the_command_line_reads_the_records(secure, settings_file, tmp_path):
     run = KafkaRun(tmp_path, secure.topic("commands"), secure.config).started(3)
     exported = tmp_path / "exported"
 
-    def told(*command: object) -> str:
+    def output_of(*command: object) -> str:
         name, *rest = command
         found = output(_COMMAND, name, *rest, "--kafka-config", settings_file)
         assert PASSWORD not in found
         return found
 
-    points = json.loads(told("ls", run.root, "--wal", "--json"))["recovery_points"]
+    points = json.loads(output_of("ls", run.root, "--wal", "--json"))["recovery_points"]
     assert [one["save_id"]["step"] for one in points] == [3, 2, 1]
-    assert "recovery point 3" in told("show", run.root, 3)
-    assert "tables/users" in told("diff", run.root, 0, 2)
-    assert "full" in told("history", run.root, "tables/users", 0)
-    assert "3 of 3 full recovery points can be restored" in told("verify", run.root)
-    assert "up to recovery point 2" in told("plan", run.root, 2)
-    assert "3 full recovery points, newest 3" in told("doctor", run.root)
-    told("report", run.root, "-o", tmp_path / "report.html")
+    assert "recovery point 3" in output_of("show", run.root, 3)
+    assert "tables/users" in output_of("diff", run.root, 0, 2)
+    assert "full" in output_of("history", run.root, "tables/users", 0)
+    assert "3 of 3 full recovery points can be restored" in output_of("verify", run.root)
+    assert "up to recovery point 2" in output_of("plan", run.root, 2)
+    assert "3 full recovery points, newest 3" in output_of("doctor", run.root)
+    output_of("report", run.root, "-o", tmp_path / "report.html")
     for kind in ("safetensors", "parquet", "orbax"):
         assert "step 3" in output(
             _COMMAND, "export", kind, run.root, exported / kind, "--step", 3,

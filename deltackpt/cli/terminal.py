@@ -119,7 +119,7 @@ def _kafka_wal(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     from deltackpt.storage import kafka
     from deltackpt.wal import KafkaWal
 
-    # A function, so that secrets are neither sent to Ray nor become out of date.
+    # A function, so that secrets are not sent to Ray and stay current.
     settings = functools.partial(kafka.read_settings, path.absolute())
     settings()
     return KafkaWal(config=settings)
@@ -131,7 +131,7 @@ kafka_config = click.option(
     "wal",
     type=UserPath(dir_okay=False, path_type=Path),
     callback=_kafka_wal,
-    help="File of librdkafka's settings, to read a WAL in Kafka: lines such as name=value.",
+    help="File of librdkafka settings (name=value lines), to read a WAL in Kafka.",
     metavar="FILE",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -39,7 +39,7 @@ _INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _PATH_CHARACTERS = 4096
 #: Maximum number of folders above a file: creating and removing them recurses.
 _MOST_FOLDERS = 100
-#: Last bytes of a file that its digest has as they are.
+#: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 _TAIL_BYTES = 4
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
@@ -153,7 +153,7 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
 
 
 def too_old(name: str, expected: str) -> FormatTooOld:
-    """Returns the error for a record that lacks what development versions did not write."""
+    """Returns the error for a record without a field that development versions did not write."""
     return FormatTooOld(
         f"{name}: expected {expected}, found none, as written by a development version of "
         "deltackpt; restore it with that version, and save it to a new directory with this one"
@@ -443,7 +443,7 @@ def is_name(name: str) -> bool:
 def check_files(files: Mapping[str, tuple[int, int, int]]) -> None:
     """Checks digests (length, CRC32C, last bytes) of files by path below a directory.
 
-    Raises InvalidRecord if a path leads out of it, or no file can have such a digest.
+    Raises InvalidRecord if a path leads out of the directory, or if a digest is impossible.
     """
     for path, (length, crc, tail) in files.items():
         is_inside = len(path) <= _PATH_CHARACTERS and path.count("/") <= _MOST_FOLDERS

@@ -39,7 +39,7 @@ Span = tuple[int, int]
 class Box(NamedTuple):
     """Rows and columns of one field of a table; a field without columns has ``(0, 1)``.
 
-    ``cycle`` has the period and phases of the rows, if they are those of a ``Cycle``.
+    ``cycle`` is the period and phases of ``CyclicRows``; None for all rows of the span.
     """
 
     rows: Span
@@ -47,9 +47,9 @@ class Box(NamedTuple):
     cycle: tuple[int, tuple[int, ...]] | None = None
 
     def within(self, table_rows: int) -> Rows:
-        """Returns the rows, without those that a smaller table does not have."""
+        """Returns the rows below ``table_rows``."""
         span = common(self.rows, (0, table_rows))
-        return range(*span) if self.cycle is None else Cycle(span, *self.cycle).held()
+        return range(*span) if self.cycle is None else CyclicRows(span, *self.cycle).to_array()
 
 
 class Ranges:
@@ -89,8 +89,8 @@ class Ranges:
         return self._at[number] + min(row, stop) - start
 
 
-class Cycle(NamedTuple):
-    """Rows of a span at some ``phases`` of each ``period``, counted from the span's first row."""
+class CyclicRows(NamedTuple):
+    """Rows of a span whose offset from its first row, modulo ``period``, is in ``phases``."""
 
     rows: Span
     period: int
@@ -106,25 +106,25 @@ class Cycle(NamedTuple):
         return sum(-(-(length - phase) // self.period) for phase in self.phases if phase < length)
 
     def count_in(self, rows: Rows) -> int:
-        """Returns how many of some rows of the span it has."""
+        """Returns how many of some rows in the span are cyclic rows."""
         if isinstance(rows, np.ndarray):
-            return int(np.count_nonzero(self.flags(rows)))
+            return int(np.count_nonzero(self.contains(rows)))
         return sum(self._below(stop) - self._below(start) for start, stop in spans_of(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the positions in ``held`` of some of its rows."""
+        """Returns the positions of some of its rows in ``to_array()``."""
         quotient, phase = np.divmod(rows - self.rows[0], self.period)
         return quotient * len(self.phases) + np.searchsorted(self.phases, phase)
 
-    def held(self) -> np.ndarray:
+    def to_array(self) -> np.ndarray:
         """Returns the rows, int64 ascending."""
         found = np.add.outer(
             np.arange(*self.rows, self.period), np.array(self.phases, int)
         ).reshape(-1)
         return found[: self.count]
 
-    def flags(self, rows: np.ndarray) -> np.ndarray:
-        """Returns which of some rows of the span it has."""
+    def contains(self, rows: np.ndarray) -> np.ndarray:
+        """Returns a mask of the given rows of the span that are cyclic rows."""
         at_phase = np.zeros(self.period, bool)
         at_phase[[*self.phases]] = True
         return at_phase[(rows - self.rows[0]) % self.period]
@@ -132,10 +132,10 @@ class Cycle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowSet:
-    """Virtual rows: ``spans`` and ``cycles``, which are ascending and disjoint."""
+    """Virtual rows: ``spans`` and ``cycles``, each ascending, all disjoint."""
 
     spans: tuple[Span, ...]
-    cycles: tuple[Cycle, ...] = ()
+    cycles: tuple[CyclicRows, ...] = ()
 
     def __len__(self) -> int:
         whole = sum(stop - start for start, stop in self.spans)
@@ -143,7 +143,7 @@ class RowSet:
 
     @property
     def reach(self) -> tuple[Span, ...]:
-        """Returns spans that contain all rows, and others between those of cycles."""
+        """Returns spans that cover all rows, and the gaps of cyclic rows."""
         return joined([*self.spans, *(cycle.rows for cycle in self.cycles)])
 
     def rows(self) -> Rows:
@@ -151,15 +151,15 @@ class RowSet:
         if not self.cycles:
             return rows_of(self.spans)
         parts = [np.arange(*span) for span in self.spans]
-        parts += [cycle.held() for cycle in self.cycles]
+        parts += [cycle.to_array() for cycle in self.cycles]
         return np.concatenate(sorted(parts, key=lambda rows: rows[0]))
 
-    def among(self, rows: np.ndarray) -> np.ndarray:
-        """Returns those of some ascending rows that the set contains."""
+    def intersect(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the rows of the set among some ascending rows, ascending."""
         parts = [rows[row_slice(rows, *span)] for span in self.spans]
         for cycle in self.cycles:
             inside = rows[row_slice(rows, *cycle.rows)]
-            parts.append(inside[cycle.flags(inside)])
+            parts.append(inside[cycle.contains(inside)])
         found = np.concatenate(parts) if parts else rows[:0]
         return np.sort(found) if self.cycles else found
 

@@ -634,7 +634,7 @@ class _Planner:
     def _without_others(
         self, one: _Found, held: StoredRows, needed: np.ndarray | None
     ) -> np.ndarray | None:
-        """Clears the needed rows that no target has, if all targets are cycles."""
+        """Clears the needed rows that no target contains, if all targets are cyclic."""
         over = [t for field in one.segment.fields for t in self._over(one, field, held.rows)]
         cycles = {target.cycle for target in over if target.cycle is not None}
         if not cycles or any(target.cycle is None for target in over):
@@ -642,7 +642,7 @@ class _Planner:
         rows, found = np.asarray(held.rows), np.zeros(len(held.rows), bool)
         for cycle in cycles:
             part = row_blocks.row_slice(rows, *cycle.rows)
-            found[part] |= cycle.flags(rows[part])
+            found[part] |= cycle.contains(rows[part])
         return found if needed is None else needed & found
 
     def _flags(self, newer: dict[_Kind, np.ndarray], one: _Found) -> np.ndarray:

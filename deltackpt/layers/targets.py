@@ -14,7 +14,7 @@ from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, Layout, Manifest
-from deltackpt.format.row_blocks import Box, Cycle, Rows, Segment, Span, width
+from deltackpt.format.row_blocks import Box, CyclicRows, Rows, Segment, Span, width
 from deltackpt.resources import host_memory
 
 #: Table name to field name to the boxes of it that this process needs.
@@ -27,7 +27,7 @@ class Target:
 
     ``columns`` is None for a field that is not as wide as its table, and so never split; ``buffer``
     is (rows[1] - rows[0], *trailing), with trailing reduced to the columns. With a ``cycle`` over
-    the same rows, it has those of the cycle only.
+    the same rows, it contains only the cyclic rows.
     """
 
     group: str
@@ -35,17 +35,17 @@ class Target:
     rows: Span
     columns: Span | None
     buffer: np.ndarray
-    cycle: Cycle | None = None
+    cycle: CyclicRows | None = None
 
     def count(self, rows: Rows) -> int:
-        """Returns how many of some rows of its span it has."""
+        """Returns how many of some rows of its span the target contains."""
         return len(rows) if self.cycle is None else self.cycle.count_in(rows)
 
     def put(self, rows: Rows, values: np.ndarray, buffer: np.ndarray) -> None:
-        """Writes values of some rows of its span to ``buffer``, its own or some columns of it."""
+        """Writes values of some rows to ``buffer``: its own, or a view of some of its columns."""
         if self.cycle is not None:
             chosen = np.asarray(rows)
-            flags = self.cycle.flags(chosen)
+            flags = self.cycle.contains(chosen)
             positions, values = self.cycle.positions(chosen[flags]), values[flags]
         elif isinstance(rows, range):
             buffer[rows.start - self.rows[0] : rows.stop - self.rows[0]] = values
@@ -131,7 +131,7 @@ def targets_of(
                 # A template may have grown: its additional rows are not in the step.
                 start, stop = min(box.rows[0], table.rows), min(box.rows[1], table.rows)
                 rows = table.offset + start, table.offset + stop
-                cycle = None if box.cycle is None else Cycle(rows, *box.cycle)
+                cycle = None if box.cycle is None else CyclicRows(rows, *box.cycle)
                 found.append(
                     Target(
                         group=group.name,

@@ -161,7 +161,7 @@ class Root(Steps):
         return root
 
     def confirm(self) -> None:
-        """Called once every process has its manager: fences the previous holder.
+        """Fences the previous holder; called once every process has opened its manager.
 
         Leftovers may be that holder's save in flight. If it raises (FencedError: a newer trainer
         has started), ``abandon`` returns the lease or completes this.
@@ -203,7 +203,7 @@ class Root(Steps):
         return self.path / str(step)
 
     def remove_remade(self, temporary: Path) -> None:
-        """Removes what a failed save created in place of a directory that was moved or removed.
+        """Removes what a failed save recreated of a directory that was moved or removed.
 
         TensorStore creates all parent folders of a file. A directory in use has a lease file.
         """
@@ -378,7 +378,7 @@ class Root(Steps):
     ) -> None:
         try:
             before()
-        finally:  # If the disk is full, this makes room.
+        finally:  # Runs even on a full disk: it frees space.
             self._collect_own(protected)
 
     def _collect_own(self, protected: Callable[[], frozenset[SaveId]]) -> None:

@@ -35,7 +35,7 @@ class BucketSteps(Steps):
     """The steps named by a journal, for reading."""
 
     def __init__(self, journal: JournalView, item: str, store: Store | None = None):
-        """Reads from ``store``, by default what the journal names; sends no request yet."""
+        """Reads from ``store``, by default the committed objects; sends no request yet."""
         store = store or CommittedStore(journal)
         super().__init__(StorePath(store, ""), item, given=journal.root.store.url)
         self.journal = journal

@@ -277,7 +277,7 @@ class Steps:
 
 @contextlib.contextmanager
 def local_folder(at: StorePath, scratch: Path | None) -> Iterator[Path]:
-    """Yields a folder, if necessary downloaded to ``scratch`` or a temporary directory."""
+    """Yields a local folder; a remote one is downloaded to ``scratch``, or the system default."""
     if isinstance(at.store, FileStore):
         yield Path(at)
         return

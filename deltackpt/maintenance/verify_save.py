@@ -202,7 +202,7 @@ def _is_of_complete_dense(save: CommittedSave, inside: str, row_group: str) -> b
 
 
 def _misplaced(save: CommittedSave, head: Manifest) -> Iterator[Problem]:
-    """A save in the directory of another step (its chain shows whether it can be restored)."""
+    """Finds a save in another step's directory; its chain shows whether it can be restored."""
     wanted = f"a {'base' if save.is_base else head.kind} of step {save.step_dir.name}"
     found = f"a {head.kind} of step {head.save_id.step}"
     if wanted != found:

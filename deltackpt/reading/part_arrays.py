@@ -83,7 +83,7 @@ class ZarrArrays:
                 yield name
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """Returns the row indices in ``[first, stop)`` of a segment without ranges, and others."""
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges, or more."""
         entry = next(entry for entry in segment.arrays if entry.name == naming.GAPS)
         found, position, last = [], 0, -1
         for start in range(0, entry.shape[0], entry.chunk_rows):

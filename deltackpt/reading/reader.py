@@ -161,8 +161,8 @@ def key_columns(
 ) -> Wanted:
     """Returns the whole key columns that a process must read to check that ids are unique.
 
-    ``share`` is this process's index and the number of processes, which divide the tables.
-    ``check_keys`` has checked what this process has: the boxes in ``known``.
+    ``share`` is this process's index and the number of processes, which divide the tables among
+    them. Tables whose whole key column is in ``known`` are left out: they were checked already.
     """
     groups = layout.group_by_name
     every = {

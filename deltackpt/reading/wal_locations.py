@@ -23,14 +23,14 @@ _RECORD = struct.Struct("<QQ")
 NBYTES = _RECORD.size
 
 
-class Noted(NamedTuple):
+class DurableRecord(NamedTuple):
     """The newest durable record: the number of its ``append()`` call, 0 for none, and its step."""
 
     number: int
     step: int
 
     @classmethod
-    def of(cls, data: bytes) -> Noted:
+    def from_bytes(cls, data: bytes) -> DurableRecord:
         """Decodes the contents of the file; raises ``struct.error`` if they are not whole."""
         return cls(*_RECORD.unpack(data))
 
@@ -39,12 +39,12 @@ class Noted(NamedTuple):
         return _RECORD.pack(*self)
 
 
-def newest_durable(folder: StorePath) -> Noted:
+def newest_durable(folder: StorePath) -> DurableRecord:
     """Returns the progress stored next to a process's segments; empty if it cannot be read."""
     try:
-        return Noted.of((folder / NAME).read(most_bytes=NBYTES))
+        return DurableRecord.from_bytes((folder / NAME).read(most_bytes=NBYTES))
     except (RestoreError, StorageError, struct.error):
-        return Noted(0, 0)
+        return DurableRecord(0, 0)
 
 
 class Record(NamedTuple):

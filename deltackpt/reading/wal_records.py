@@ -34,7 +34,7 @@ from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES, REMOVED, EpochRef, Header, LayerArray, RowGroup
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.wal_locations import Noted, newest_durable
+from deltackpt.reading.wal_locations import DurableRecord, newest_durable
 from deltackpt.resources import host_memory
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, Missing, Stamp, StorePath
@@ -270,12 +270,12 @@ class ProcessWal:
         self._scans: dict[SegmentId, _Scan] = {}
         self._stamp: Stamp | None = None
         #: The newest durable record according to its writer: number of the call, and step.
-        self._noted = Noted(0, 0)
+        self._durable = DurableRecord(0, 0)
 
     @property
-    def noted(self) -> Noted:
+    def durable(self) -> DurableRecord:
         """Returns the newest durable record as of the last scan."""
-        return self._noted
+        return self._durable
 
     @property
     def records(self) -> list[WalRecord]:
@@ -337,12 +337,12 @@ class ProcessWal:
         last = self._last_that_count()
         gaps = [at.seq for at in self._scans if seq + 1 < at.seq <= last.get(at.part, at.seq)]
         problems = [one.problem for one in breaks if not one.is_torn]
-        if self._noted.number > number:
-            expected = f"the WAL record of step {self._noted.step}, which was durable"
+        if self._durable.number > number:
+            expected = f"the WAL record of step {self._durable.step}, which was durable"
             have = "no record" if newest is None else f"none above step {step}"
             missing = Damaged(self._name(seq + 1), expected, have)
             trimmed = newest is None and not problems
-            yield Hole(self._noted.step, None, trimmed, [*problems, missing][0])
+            yield Hole(self._durable.step, None, trimmed, [*problems, missing][0])
         elif problems:
             steps = [one.step for one in breaks if one.step is not None]
             yield Hole(max(steps, default=step + 1), None, False, problems[0])
@@ -384,7 +384,7 @@ class ProcessWal:
                 self._scans.clear()
             self._stamp = stamp
         # Before the segments: what is durable by now is in them.
-        self._noted = newest_durable(self._store_path)
+        self._durable = newest_durable(self._store_path)
         places = sorted(
             place
             for name in self._store_path.names()

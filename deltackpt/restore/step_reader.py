@@ -280,7 +280,7 @@ class StepReader:
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
     def _key_columns(self, found: Found, in_memory: bool) -> list[RestoredTables]:
-        """Reads all ids of this process's share of the tables, if it has only some of them."""
+        """Reads all ids of this process's share of the tables, unless it restores them anyway."""
         if not found.dense or found.wanted is None or self._share[1] == 1:
             return []
         wanted = reader.key_columns(found.target.layout, known=found.wanted, share=self._share)

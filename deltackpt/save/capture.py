@@ -437,11 +437,7 @@ _LEAST_EVICTED_BYTES = 4096
 def _split_evicted(
     segment: SegmentSource, bits_of: Callable[[str, np.ndarray], np.ndarray]
 ) -> list[tuple[SegmentSource, np.ndarray | None]]:
-    """Splits off rows that have no id, and zeros in all other fields.
-
-    ``bits_of`` returns the bits of the rows of a field at some positions, (rows, row_bytes) uint8.
-    Returns each segment with the positions of its rows; None for all.
-    """
+    """Splits off zero rows without an id; returns segments with row positions (None: all)."""
     name_of_key = segment.key or ""
     key = segment.fields.get(name_of_key)
     # A table of two columns may be split, and its key column with it.

@@ -9,10 +9,10 @@ process 0. That reads the manifests, checks that all describe the same save, wri
 index of all shards, commits, and reports that to all. A process that fails reports its error
 instead, which prevents the commit.
 
-If the processes do not share a file system, each writes to a directory on its own node, and sends
-its manifest, digests and the nodes of the databases of dense leaves with its reports. The manifest
-of process 0 is sent once the step is committed there; then the others publish their shards. Rows
-and values stay where they were written, until they are uploaded.
+If the processes do not share a file system, each writes to a directory on its own node. With its
+reports, it sends its manifest, its digests and the nodes of the OCDBT databases of dense leaves.
+Process 0 sends its manifest after it has committed the step; then the others publish their shards.
+Rows and values stay on their node until they are uploaded.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.parts import part_of
 from deltackpt.storage.posix import DurableDir
 
-#: What a process reports: all its files of the step are written, and, on process 0, the save is
-#: complete.
+#: A process reports that all its files of the step are written; process 0 also reports the commit.
 Phase = Literal["written", "done"]
 
 _DEEDS: dict[Phase, str] = {
@@ -145,8 +144,8 @@ class StepWriters:
         """Reads the manifests that all others have written; returns the index, process 0's first.
 
         ``own`` is process 0's manifest without the index. Raises Disagreement if a shard belongs to
-        another save or the shards do not cover the tables, TrackingError if processes with the same
-        rows have marked different ones.
+        another save or the shards do not cover the tables. Raises TrackingError if processes that
+        hold the same rows have marked different ones.
         """
         parts, owned = [part_of(own, 0)], [own.owned_cells]
         stamps = {key: (0, value) for key, value in own.shared_stamps.items()}
@@ -213,7 +212,7 @@ class Item(Protocol):
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """Completes the item on process 0, after all processes have written their parts.
 
-        That of the tables is completed last, after all other files were written.
+        The item of the tables is completed last, after all other files are written.
         """
 
 
@@ -269,7 +268,7 @@ def _write(step: StepTransaction, batch: FileBatch) -> Committed:
     def write_item(name: str) -> None:
         step.items[name].write(temporary / name, batch, writers)
 
-    # Side by side: an item that computes leaves the disk to the others.
+    # In parallel: an item that computes leaves the disk to the others.
     writers.runtime.map(write_item, step.items)
     written_at = time.perf_counter()
     if writers.process > 0:

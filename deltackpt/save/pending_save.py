@@ -402,7 +402,7 @@ class PendingSave(Item):
                 writers.wait("done")
                 return
             if writers.count > 1:
-                batch.force()  # While the others write.
+                batch.force()  # In parallel with the writes of the others.
                 writers.wait("written")
             self.complete(item_dir, batch, writers)
             batch.force()

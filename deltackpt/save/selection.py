@@ -25,7 +25,7 @@ from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
 from deltackpt.format.naming import Leaf
-from deltackpt.format.row_blocks import Cycle, FieldSpec, GroupEntry, RowSet, Span, width
+from deltackpt.format.row_blocks import CyclicRows, FieldSpec, GroupEntry, RowSet, Span, width
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture
 from deltackpt.save.capture import FieldShard, FieldSource, SegmentSource
@@ -66,8 +66,8 @@ class FieldPlan:
     dtype: np.dtype
     on_host: bool
     shards: tuple[_Shard, ...]
-    #: Tables of which the process owns some rows only, although a shard has all.
-    cycles: tuple[Cycle, ...]
+    #: Tables of which this process writes only these rows, although its shard has all of them.
+    cycles: tuple[CyclicRows, ...]
 
     @property
     def rows(self) -> RowSet:
@@ -259,12 +259,12 @@ def _field_plans(
 ) -> list[FieldPlan]:
     """Returns what this process writes of one field: a plan for each column range that it has."""
     by_columns: dict[Span, list[_Shard]] = {}
-    cycles: list[Cycle] = []
+    cycles: list[CyclicRows] = []
     for table in members:
         leaf = leaves[table.name][spec.name]
         if isinstance(leaf, MemberRows):
             span = (table.offset, table.offset + table.rows)
-            cycle = Cycle(span, leaf.stack.shards, leaf.owned_phases())
+            cycle = CyclicRows(span, leaf.stack.shards, leaf.owned_phases())
             if cycle.count:
                 shard = _Shard(table.name, *span, placement.ITSELF, 0)
                 by_columns.setdefault((0, width(spec.trailing)), []).append(shard)
@@ -376,14 +376,14 @@ class Stamps:
         return self._runtime.submit(_scan_all, scans).result
 
     def touched(self, group: str, held: RowSet) -> np.ndarray:
-        """Returns those of some rows that any TouchState marks, virtual, int64 ascending."""
+        """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
         if group not in self._rows:
             parts = [scan() for scan in self._scans[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
         rows = self._rows[group]
         if held == RowSet(self._spans[group]):
             return rows
-        return held.among(rows)
+        return held.intersect(rows)
 
     def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns TouchState path to the int32 stamps of a few virtual rows; -1 if unknown here."""
@@ -516,7 +516,7 @@ def _touched(stamps: jax.Array, since_clock: int, *, size: int) -> jax.Array:
     return jnp.nonzero(stamps > since_clock, size=size)[0].astype(jnp.int32)
 
 
-#: What gives those of some rows of a group that were touched, virtual, int64 ascending.
+#: Returns the touched rows among some rows of a group: virtual, int64, ascending.
 TouchedRows = Callable[[str, RowSet], np.ndarray]
 
 
@@ -587,7 +587,7 @@ def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layo
 
     def joined(group: str, held: RowSet) -> np.ndarray:
         found = touched(group, held)
-        more = held.among(further[group]) if group in further else found[:0]
+        more = held.intersect(further[group]) if group in further else found[:0]
         return np.union1d(found, more) if len(more) else found
 
     return joined

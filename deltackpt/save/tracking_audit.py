@@ -171,7 +171,7 @@ def _parent_sample(samples: Samples, plan: _SamplePlan) -> Sample | None:
         if sample.bits.keys() != plan.fields.keys():
             continue
         # If a table has grown, each process holds other rows.
-        held = np.isin(sample.rows, plan.held.among(sample.rows))
+        held = np.isin(sample.rows, plan.held.intersect(sample.rows))
         if held.any():
             return Sample(
                 sample.rows[held],
@@ -219,7 +219,7 @@ def _sampled(
         if touched is not None:
             in_spans = [touched[row_blocks.row_slice(touched, *span)] for span in spans]
             parts.append(_some(in_spans, plan.most // 2))
-        rows = plan.held.among(row_blocks.distinct(np.concatenate(parts)))
+        rows = plan.held.intersect(row_blocks.distinct(np.concatenate(parts)))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
     return Sample(rows, sources.stamps.at(plan.group, rows), bits)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookup of Ray services: a directory's hot standby for restores, peer agents for staging.
 
-``restore.sources`` and ``tiers.starting`` import this module by name.
+``restore.sources`` and ``tiers.startup`` import this module by name.
 """
 
 from __future__ import annotations

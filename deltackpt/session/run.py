@@ -415,19 +415,19 @@ class Run:
 
     @property
     def no_shared_fs(self) -> bool:
-        """Returns whether each process makes its part of a save in a directory of its own."""
+        """Returns whether each process writes its part of a save to its own directory."""
         return self.replication is not None and self.replication.no_shared_fs
 
     @property
     def local(self) -> Root:
-        """Returns the local directory in which a manager that can save makes its saves."""
+        """Returns the local directory to which a writable manager saves."""
         local = self.opened if isinstance(self.opened, Steps) else self.opened.local
         assert isinstance(local, Root)
         return local
 
     @property
     def ledger(self) -> Root | ReplicationClient:
-        """Returns what starts, rolls back and removes steps: locally, and in the tiers if any."""
+        """Returns the object that starts, rolls back and removes steps, in the tiers too."""
         return self.local if self.replication is None else self.replication
 
     def check_lease(self, *, refresh: bool = False) -> None:
@@ -442,7 +442,7 @@ class Run:
             self.replication.check_claim(refresh=refresh)
 
     def begin_replication(self) -> None:
-        """Records for the tiers, before its first save, from which save the run resumes."""
+        """Records for the tiers, before the run's first save, from which save it resumes."""
         if self.replication is not None:
             self.replication.begin_run(self.lineage.newest_committed, self.lineage.run)
 

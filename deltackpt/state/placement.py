@@ -383,9 +383,9 @@ def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[Owne
 
 
 def block_owners(leaf: Leaf, count: int) -> list[int]:
-    """Returns the process that writes each of ``count`` equal blocks of rows; alike on each.
+    """Returns the process that writes each of ``count`` equal blocks; the same on all processes.
 
-    No block is on two devices in part.
+    Each block of rows must be whole on one device.
     """
     if not isinstance(leaf, jax.Array):
         processes = coordination.process_count()

@@ -183,8 +183,8 @@ def _padded(size: int, multiple: int) -> int:
 class MemberRows:
     """One table in a stacked array, which looks like an array (rows, *trailing); copies nothing.
 
-    ``array`` is None if only parts of it are held; ``columns`` is () if all are the table's. Rows
-    on other processes read as zeros.
+    ``array`` is None if only parts of it are kept; ``columns`` is () if the rows are not padded.
+    Rows on other processes read as zeros.
     """
 
     def __init__(self, array: Leaf, stack: StackedTable, member: StackMember):
@@ -226,7 +226,7 @@ class MemberRows:
         return tuple(sorted(self.stack.first_id(self.member.name, shard) for shard in owned))
 
     def box(self) -> Box:
-        """Returns the rows of which this process needs all: those of its SparseCores."""
+        """Returns the rows that this process restores: those of its SparseCores."""
         shards, whole = self.stack.shards, placement.whole(self.shape)
         if coordination.process_count() == 1:
             return whole
@@ -294,7 +294,8 @@ class MemberRows:
         if coordination.process_count() == 1:
             with placement.on_device_of(self.array):
                 return _gathered(self.array, rows, width=width)
-        # No program of one process reads an array of several: each device gathers its rows.
+        # One process cannot run a program on an array of several processes: each device gathers
+        # its own rows.
         out: jax.Array | None = None
         for first, part in self._held_parts():
             assert isinstance(part, jax.Array)
@@ -302,7 +303,7 @@ class MemberRows:
                 [device] = part.devices()
                 out = jnp.zeros((len(ids), *self.shape[1:]), self.dtype, device=device)
             at = np.flatnonzero((rows >= first) & (rows < first + len(part)))
-            # Few sizes compile; indices behind the last row are dropped.
+            # Padding limits how many sizes compile; indices past the last row are dropped.
             padding = (1 << max(0, len(at) - 1).bit_length()) - len(at)
             if len(at):
                 local = np.pad(rows[at] - first, (0, padding))

@@ -35,8 +35,7 @@ _UNOPENED = (
     *(errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG),
     *(errno.EIO, errno.ESTALE, errno.EROFS),
 )
-#: Read from files, and verified, at once: clearing new memory, reading and verifying stay in the
-#: CPU cache.
+#: Bytes that are read and then verified in one piece, small enough to stay in the CPU cache.
 _RUN_BYTES = 4 << 20
 #: By dtype kind, in Zarr v3 JSON.
 _FILL_VALUES: dict[str, object] = {"b": False, "c": [0.0, 0.0], "f": 0.0}

@@ -83,7 +83,7 @@ def check_config(config: Mapping[str, object]) -> None:
 def read_settings(path: Path) -> dict[str, str]:
     """Returns the settings of librdkafka in a file of lines ``name=value``.
 
-    Raises ``OptionError`` if it is not such a file; the error has nothing of its contents.
+    Raises ``OptionError`` if it is not such a file; the error contains nothing from it.
     """
     found = {}
     try:
@@ -131,8 +131,8 @@ class Topic:
         self.config = config
         self._kafka = _library()
         self._lock = threading.Lock()
-        #: Those that look up offsets, and the one that fetches messages: a broker answers the
-        #: requests of a connection in turn, and holds a fetch back until there is a message.
+        #: One client for offsets and one for messages: a broker answers the requests of a
+        #: connection in turn, and delays a fetch until there is a message.
         self._readers: dict[Literal["look up", "fetch"], _KafkaClient] = {}
 
     def __str__(self) -> str:
@@ -189,8 +189,8 @@ class Topic:
     def read(self, spans: Mapping[int, Offsets], *, follow: bool = False) -> Iterator[Message]:
         """Yields the messages of partitions, each in order; some may have been deleted.
 
-        With ``follow``, it may yield later messages, too, and a call that continues from there is
-        fast: they were fetched in the meantime.
+        With ``follow``, later messages are fetched ahead and may be yielded too, so a call that
+        continues from there is fast.
         """
         with self._lock:
             yield from self._reader("fetch").messages(spans, follow=follow)

@@ -232,7 +232,7 @@ class ExtentFile:
         return aligned_buffer(max(header.nbytes for header in held.headers))
 
     def _read_payload(self, held: _Held, buffer: np.ndarray, number: int) -> memoryview:
-        """Reads and verifies what an extent of a bundle holds."""
+        """Reads and verifies the payload of an extent of a bundle."""
         header, extent = held.headers[number], held.extents[number]
         payload = buffer[: header.nbytes]
         at = self._division.start(extent) + BLOCK_BYTES

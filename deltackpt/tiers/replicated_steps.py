@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a replicated checkpoint directory: those in it, and those in the remote one.
+"""The local and remote steps of a replicated checkpoint directory.
 
-A step that is in the local directory is read there. The remote steps are known from the journal.
+A step in the local directory is read there. The journal lists the remote steps.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _T = TypeVar("_T")
 
 
 class ReplicatedSteps(BucketSteps):
-    """The steps of a directory with a ``ReplicationClient``."""
+    """The local and remote steps of a ``ReplicationClient``."""
 
     def __init__(self, client: ReplicationClient, readable_secs: float):
         """``readable_secs`` limits ``await_readable``."""
-        # Only it, its uploader and a compactor make remote changes, so the leading process knows
-        # all but the newest uploads and bases.
+        # Only the leading process, its uploader and a compactor change the remote directory, so
+        # the leading process misses only the newest uploads and bases.
         remote = CommittedStore(
             client.journal, hidden=lambda: client.hidden, refresh=not client.leads
         )
@@ -63,7 +63,7 @@ class ReplicatedSteps(BucketSteps):
         self.given = client.orders.url
         self._client, self._local = client, client.local
         self._readable_secs = readable_secs
-        #: Held while a step is evicted, and while one is chosen for reading.
+        #: Lock for evicting a step and for choosing one to read.
         self.leaving = threading.Lock()
         #: Number of readers of each step, which prevent its eviction.
         self.readers: collections.Counter[int] = collections.Counter()

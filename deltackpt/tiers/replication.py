@@ -41,8 +41,8 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Missing
 from deltackpt.tiers import bundles
 from deltackpt.tiers.cursor import HURRY, LOOK
+from deltackpt.tiers.local_replicas import LocalReplicas
 from deltackpt.tiers.peers import PeerGroup
-from deltackpt.tiers.replicas import Replicas
 from deltackpt.tiers.replicated_steps import ReplicatedSteps, chain_steps
 from deltackpt.tiers.replicator import ReplicatorProcess
 from deltackpt.tiers.staging import (
@@ -66,10 +66,10 @@ FindPeers = Callable[[PeerGroup | None], PeerGroup]
 
 
 class ReplicationClient:
-    """The tiers of one local directory; used by the saving and by the training thread.
+    """The tiers of one local directory; used by the saving and the training thread.
 
-    The first process of a job *leads*: it orders all remote changes. The others share its staging
-    directory, and only read it; or each has one of its own, with its parts of the saves.
+    The first process of a job *leads*: it orders all remote changes. The others either share its
+    staging directory and only read it, or each has its own, with its parts of the saves.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class ReplicationClient:
         journal: JournalView,
         options: ManagerOptions,
         orders: Orders,
-        replicas: Replicas,
+        replicas: LocalReplicas,
         *,
         processes: int = 1,
         find_peers: FindPeers | None = None,
         group: PeerGroup | None = None,
     ):
-        """Created by ``starting``, which has announced the ``orders``.
+        """Created by ``startup.open_bucket``, which has announced the ``orders``.
 
-        It searches for peers again whenever they do not answer the replicator.
+        ``find_peers`` is called again whenever peers do not answer the replicator.
         """
         self.stage, self.local, self.journal = stage, local, journal
         self.orders, self.replicas = orders, replicas
@@ -110,19 +110,19 @@ class ReplicationClient:
         #: Whether the trainer has started; before, the replicator serves the previous one, and the
         #: orders are only announced.
         self._is_confirmed = False
-        #: Whether the orders were written; if that failed, the next save repeats it.
+        #: Whether the orders were written; if writing failed, the next save retries it.
         self._is_written = True
         #: Serializes writing orders.
         self._ordering = threading.RLock()
         #: Bytes of the local saves, by ``key_of``.
         self._sizes: dict[str, int] = {}
-        #: What was reported: the number of uploads, damaged saves, problems that persist.
+        #: Already reported: the number of uploads, damaged saves, persisting problems.
         self._reported_uploads = 0
         self._reported_damaged: set[str] = set()
         self._reported_problems: set[str] = set()
         self._raised: set[str] = set()
         self.steps = ReplicatedSteps(self, options.timeouts.save_secs)
-        #: Whether there are saves that no ``wait`` has covered.
+        #: Whether there are saves that no call of ``wait`` has confirmed.
         self._is_unconfirmed = bool(self.lag())
 
     def __str__(self) -> str:
@@ -175,9 +175,9 @@ class ReplicationClient:
             events.warn(str(error))
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Called first, with an all-gather of the processes: only saves that all have count.
+        """Moves saves aside that lack some process's part; called first, with an all-gather.
 
-        A save that lacks a process's part can never be uploaded.
+        Such a save can never be uploaded.
         """
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         held = self.journal.known.was_committed
@@ -221,7 +221,7 @@ class ReplicationClient:
             if self._is_in_force():
                 parts.callback(self.local.abandon)
                 with contextlib.suppress(FencedError, StorageError):
-                    self._finish_start()  # An interrupt may have ended ``confirm``.
+                    self._finish_start()  # ``confirm`` may have been interrupted.
 
     def close(self) -> None:
         """Closes everything that is open; the replicator continues until nothing is left."""
@@ -263,7 +263,7 @@ class ReplicationClient:
                 self.start()
 
     def _lineages(self, resumed_from: SaveId | None, run: str) -> tuple[RunLineage, ...]:
-        """Lineages of the local runs, and of a run that begins."""
+        """Returns the lineages of the local runs and of a new run."""
         past: dict[str, int] = {}
         if resumed_from is not None:
             before = self.orders.lineage(resumed_from.run)
@@ -330,11 +330,7 @@ class ReplicationClient:
     def _order(
         self, removals: Iterable[Removal] = (), gone: Collection[SaveId] = (), **changes: object
     ) -> None:
-        """Writes new orders, without those of the old ones that are done.
-
-        Removals that wait for one of ``gone``, which were removed deliberately, wait for the newest
-        local save instead.
-        """
+        """Writes new orders; removals that waited for ``gone`` saves wait for the newest one."""
         # The orders may be those of the next trainer on this staging directory.
         self.local.check_lease()
         old, progress = self.orders, self.read_progress()
@@ -381,14 +377,14 @@ class ReplicationClient:
             local.remove(folder)
 
     def _tidy(self) -> None:
-        """Evicts what the local directory no longer needs, as far as known."""
+        """Evicts what the local directory no longer needs, as far as this process knows."""
         self.read_progress()
         if not self._is_reader:
             with self.steps.leaving:
                 self._evict()
 
     def _evict(self) -> None:
-        """Evicts uploaded saves in none of the newest chains; and parts that never will be."""
+        """Evicts uploaded saves outside the newest chains, and parts that can never be uploaded."""
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         if self.no_shared_fs:
             progress, newest = self.progress(), max(self.local.steps(), default=None)
@@ -434,7 +430,7 @@ class ReplicationClient:
 
     @property
     def hidden(self) -> Hidden:
-        """Units that may exist remotely until the orders are carried out, but do not count."""
+        """Returns the remote units that are to be removed, and are therefore ignored."""
         if self._hidden is None or self._hidden[0] is not self.orders:
             self._hidden = self.orders, frozenset(one.unit for one in self.orders.removals)
         return self._hidden[1]
@@ -456,7 +452,7 @@ class ReplicationClient:
         return progress
 
     def remote(self) -> State:
-        """Returns the remote state: as known, but at least what the leading process has seen."""
+        """Returns the remote state, at least as new as the leading process has seen."""
         if not self.leads:
             with contextlib.suppress(StorageError):
                 return self.journal.state()
@@ -593,7 +589,7 @@ class ReplicationClient:
         )
 
     def _may_go(self, save_id: SaveId) -> bool:
-        """Whether a save was uploaded, can never be, or was removed deliberately."""
+        """Returns whether a save was uploaded, can never be, or was removed deliberately."""
         infos = self.local.saves()
         info = infos.get(save_id.step)
         if info is None or info.save_id != save_id:
@@ -673,7 +669,7 @@ class ReplicationClient:
 
 
 def _newest_chains(infos: dict[int, SaveInfo], count: int) -> set[int]:
-    """Steps of the ``count`` newest chains."""
+    """Returns the steps of the ``count`` newest chains."""
     kept: set[int] = set()
     oldest: set[int] = set()
     for step in sorted(infos, reverse=True):

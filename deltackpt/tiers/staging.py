@@ -84,7 +84,7 @@ class RunLineage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Removal:
-    """A save, or a compacted base, that must not stay in the remote directory if it is there.
+    """A save, or a compacted base, that must be removed from the remote directory.
 
     It was rolled back, or is unneeded. Until ``after``, the newest staged save at that time, is
     uploaded, the remote directory still needs what that replaces. None if no save was staged.
@@ -99,7 +99,7 @@ class Removal:
 
     @property
     def unit(self) -> tuple[ObjectKey, SaveId]:
-        """The key of its unit in the remote directory, and the save in it."""
+        """Returns the key of its unit in the remote directory, and the save in it."""
         return ObjectKey(self.step, self.item), self.save_id
 
 
@@ -199,7 +199,7 @@ class TierProgress:
     code: str = ""
     problem_unix_secs: float = 0.0  # since when
     pid: int = 0
-    orders: int = 0  # number of the newest orders carried out, except for what waits
+    orders: int = 0  # number of the newest orders carried out, except waiting removals
     entry: int = 0  # number of the newest remote journal entry that it has seen
     #: By staged run, the greatest attempt ever committed remotely.
     held: dict[str, int] = dataclasses.field(default_factory=dict)

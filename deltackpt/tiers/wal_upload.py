@@ -27,7 +27,7 @@ from deltackpt.ledger.entries import State, WalRef
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.uploaded_wal import HEAD, HEAD_COPY, pieces_at
 from deltackpt.reading.wal_index import WalReader
-from deltackpt.reading.wal_locations import NAME, Noted, newest_durable
+from deltackpt.reading.wal_locations import NAME, DurableRecord, newest_durable
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage.store import Missing, StorePath, store_path
@@ -183,7 +183,7 @@ class WalUpload:
                 fresh = [one for one in fresh if one.end < damaged.end]
             if fresh:
                 source = self._logs.segments_of(head) / segment
-                yield _UploadPiece(segment, source, start, fresh, is_closed, log.noted.number)
+                yield _UploadPiece(segment, source, start, fresh, is_closed, log.durable.number)
 
     def _send(self, ref: WalRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
         try:
@@ -235,7 +235,8 @@ class WalUpload:
                     one.save_id
                     for name, records in log.segments.items()
                     for one in records
-                    if recorded < one.save_id.attempt <= log.noted.number and one.end <= ends[name]
+                    if recorded < one.save_id.attempt <= log.durable.number
+                    and one.end <= ends[name]
                 ]
                 if fresh:
                     journal.check()
@@ -305,7 +306,7 @@ def _advanced(log: ProcessWal) -> bool:
 
 
 def _put_progress(at: StorePath, newest: SaveId) -> None:
-    (to := at / NAME).store.put(to.key, Noted(newest.attempt, newest.step).to_bytes())
+    (to := at / NAME).store.put(to.key, DurableRecord(newest.attempt, newest.step).to_bytes())
 
 
 def _newest(state: State) -> int:

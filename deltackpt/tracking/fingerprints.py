@@ -220,7 +220,7 @@ class RowTracker:
         if self._is_new or not rows:
             return None
         if coordination.process_count() > 1 and any(one.is_fully_addressable for one in stamps):
-            return None  # Of a stacked table, each process sees its own rows.
+            return None  # Each process sees only its own rows of a stacked table.
         clock = int(self._touched.clock)
         # One by one: the tables may be on different devices.
         return sum(int(_count(one, clock)) for one in stamps) / rows

@@ -103,7 +103,7 @@ def segments_of(
         named, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
 
         def touched(group: str, held: RowSet) -> np.ndarray:
-            return held.among(named.get(group, nothing))
+            return held.intersect(named.get(group, nothing))
 
         given = including(touched, pending, layout)
         return sources, given, [*sources.segments(whole=False, touched=given, always=always)]

@@ -28,7 +28,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.maintenance import garbage
 from deltackpt.options import KafkaWal, LocalWal
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, local_wal_folder
-from deltackpt.reading.wal_locations import NAME, Noted, WalFolder, newest_durable
+from deltackpt.reading.wal_locations import NAME, DurableRecord, WalFolder, newest_durable
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense_save import DenseKeeper
 from deltackpt.session.run import Run, WalHooks
@@ -72,7 +72,7 @@ class OpenEpoch:
         self._lock = threading.Lock()
         self._durable: collections.deque[RecoveryPoint] = collections.deque(maxlen=_KEPT)
         if no_shared_fs and head.directory is None:
-            self.progress: WalProgress = SentProgress(run.coordinator, head)
+            self.progress: WalProgress = CoordinatorProgress(run.coordinator, head)
         else:
             self.progress = FileProgress(directory, run.coordinator.index, head.process_count)
         self._watch = LagWatch(options.deadline_secs)
@@ -294,7 +294,7 @@ def head_of(run: Run, reader: WalReader, sent: EpochHeader) -> EpochHeader:
     return found
 
 
-#: The others' are read so often at most.
+#: Minimum time between reads of the others' progress.
 _READ_SECS = 0.5
 #: Minimum time between reports of lagging processes.
 _REPORT_SECS = 60.0
@@ -307,13 +307,13 @@ class WalProgress(abc.ABC):
         self.process = process
         self.count = count
         self._own = 0
-        #: Of each process, as last read.
+        #: Number of each process's newest record, as last read.
         self._read, self._read_at = [0] * count, 0.0
 
     def record(self, number: int, step: int) -> None:
         """Stores this process's newest durable record: the ``append()`` call and the step."""
         self._own = number
-        self._store(Noted(number, step).to_bytes())
+        self._store(DurableRecord(number, step).to_bytes())
 
     @abc.abstractmethod
     def _store(self, record: bytes) -> None:
@@ -346,8 +346,8 @@ class WalProgress(abc.ABC):
         return found
 
 
-class SentProgress(WalProgress):
-    """Through the coordinator, for processes that share no directory."""
+class CoordinatorProgress(WalProgress):
+    """Progress through the coordinator, for processes that share no directory."""
 
     def __init__(self, coordinator: Coordinator, head: EpochHeader):
         super().__init__(coordinator.index, coordinator.count)
@@ -373,14 +373,16 @@ class SentProgress(WalProgress):
     def _find(self) -> None:
         with contextlib.suppress(StorageError):
             found = self._coordinator.folder(self._key)
-            self._found = {int(number): Noted.of(data).number for number, data in found.items()}
+            self._found = {
+                int(number): DurableRecord.from_bytes(data).number for number, data in found.items()
+            }
 
     def close(self) -> None:
         """See ``WalProgress``: nothing is open."""
 
 
 class FileProgress(WalProgress):
-    """In a file next to the segments of each process, where restores find it."""
+    """Progress in a file next to the segments of each process, which restores read."""
 
     def __init__(self, epoch_dir: Path, process: int, count: int):
         super().__init__(process, count)

@@ -101,7 +101,7 @@ class UncheckedRows:
             clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))
         }
         for (group, held), rows in touched[0].items():
-            named = held.among(given.get(group, np.empty(0, np.int64)))
+            named = held.intersect(given.get(group, np.empty(0, np.int64)))
             missing = np.setdiff1d(np.setdiff1d(rows, named), touched[1][group, held])
             if len(missing):
                 return _described(split, group, missing)
@@ -120,7 +120,7 @@ def _all_touched(
 
 def _described(split: Split, group: str, rows: np.ndarray) -> str:
     for table in split.layout.tables:
-        held = RowSet(((table.offset, table.offset + table.rows),)).among(rows) - table.offset
+        held = RowSet(((table.offset, table.offset + table.rows),)).intersect(rows) - table.offset
         if table.group == group and len(held):
             return f"{len(held)} rows of table {table.name}, the first of them {held[0]},"
     return f"{len(rows)} rows"

@@ -685,8 +685,8 @@ class Recorder(WalHooks):
         if not self._voiding or epoch is None:
             return
         if WalReader(store_path(self._run.local.wal_dir)).numbers()[:1] == [epoch.head.epoch]:
-            # Else that is done, the WAL is gone, the root is another trainer's, or only process 0
-            # writes headers: it does so at the save that was requested of all.
+            # Otherwise the header exists, the WAL is gone, another trainer has the root, or only
+            # process 0 writes headers, at the save that was requested of all.
             self._run.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.

@@ -5,14 +5,15 @@ A record needs no agreement: each process appends to its own part, and readers c
 point only if all parts hold its number. A step needs one: all processes must save it at the same
 call, whichever of them needs it, and no call may wait for another process.
 
-With several processes, every fourth call is therefore decided by a key of the job's coordination
-service. The first process that asks stores the answer, yes if it knows of a request; all others
-read it. Each process asks in the background, one call ahead, and then stores its own request and
-size, if they have changed. So nobody waits for a process that is slow or lost, and a slow one finds
-the same answers later. A request from before the newest save was met by that save. Process 0
-removes answers of calls that every process has reached according to its stored status, which each
-therefore also stores from time to time. If all save although a process is lost, the save fails and
-names it.
+With several processes, a key in JAX's coordination service therefore decides every fourth call. The
+first process that reaches the decision stores the answer: a save if any stored status requests one.
+All others read it. Each process does this in the background, one call ahead, and stores its own
+status (request and WAL size) if it has changed. So no process waits for one that is slow or lost,
+and a slow one reads the same answers later. A save meets all requests made before it.
+
+Process 0 deletes the answers that every process has passed according to its status. Each process
+therefore also stores an unchanged status from time to time. If a process is lost, the save that the
+others make fails and names it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from deltackpt.session.run import Run
 from deltackpt.wal.epoch import OpenEpoch, wal_key
 from deltackpt.wal.writer import WalFailure, WalWriter
 
-#: The processes decide about a save at every so many calls.
+#: Number of calls between decisions.
 _EVERY = 4
-#: So many answers are kept until process 0 looks which ones to remove.
+#: Number of answers above which process 0 deletes old ones.
 _KEPT = 8
-#: A status is stored after so many calls although nothing has changed.
+#: Number of calls after which an unchanged status is stored again.
 _STATUS_CALLS = _KEPT * _EVERY
-#: A WAL as long as some such bases is replayed before a save is requested.
+#: Minimum size of a base for ``max_wal_ratio``.
 _LEAST_BASE_BYTES = 16 << 20
-#: Failures in a row after which a step is saved.
+#: Consecutive failures after which a step is saved.
 _FAILURES = 2
-#: Growth is reported in this many parts of the limit.
+#: Growth is reported in steps of this fraction of the limit.
 _SHARES = 16
 #: Limit for the text of a request: a message has at most 64 KiB.
 _MOST_CHARACTERS = 8 << 10
@@ -56,16 +57,16 @@ class SaveRequest(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """What a process tells the others."""
+    """What a process reports to the others."""
 
-    moment: int  # When it held: twice the number of calls, one more after a save.
+    moment: int  # Logical time: twice the number of calls, plus one after a save.
     request: SaveRequest | None = None
     grown: int = 0  # Bytes appended since the last step.
     dense: int = 0  # Bytes of its dense leaves.
 
 
-class JointSaves:
-    """One process's view of the calls at which all save in one WAL epoch; see the module."""
+class SaveAgreement:
+    """One process's part in agreeing at which calls of a WAL epoch all save; see the module."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class JointSaves:
         #: The moment of the newest save.
         self._saved = 2 * calls
         self._status = self._stored = _Status(self._saved)
-        #: What the next call needs, if it is a decided one.
+        #: The answer for the next call, if that call has one.
         self._answer: Task[SaveRequest | None] | None = None
 
     def call(self) -> SaveRequest | None:
@@ -97,7 +98,7 @@ class JointSaves:
         if answer is None:
             answer = self._ask(self._calls)
         if not answer.future.done():
-            # Perhaps no thread was free. This one would wait without a limit.
+            # If no pool thread was free: running it here could block without a limit.
             threading.Thread(target=answer.run, name="deltackpt-answer", daemon=True).start()
         secs = self._coordinator.timeout_secs
         if not concurrent.futures.wait([answer.future], secs).done:
@@ -110,7 +111,7 @@ class JointSaves:
         return answer.future.result()
 
     def request_save(self, request: SaveRequest) -> None:
-        """Requests a step of all processes, unless more was requested."""
+        """Requests a save of all processes; a request that restarts the WAL replaces another."""
         if self._status.request is None or request.restarts_wal:
             self._status = self._status._replace(moment=self._moment, request=request)
 
@@ -158,7 +159,7 @@ class JointSaves:
         return _request(json.loads(answer))
 
     def _needed(self, own: _Status, saved: int) -> SaveRequest | None:
-        """Returns what some process requests, or all together need."""
+        """Returns a request of any process, or one because the WAL has grown; None without one."""
         statuses = self._statuses(own)
         since = [one for one in statuses.values() if one.moment >= saved]
         requests = [one.request for one in since if one.request is not None]
@@ -193,8 +194,8 @@ class SaveRequests:
     def __init__(self, run: Run):
         assert run.options.wal is not None
         self._run, self._options = run, run.options.wal
-        #: Only with several processes; it outlives the writer of its epoch.
-        self._joint: JointSaves | None = None
+        #: None with one process; it outlives the writer of its epoch.
+        self._agreement: SaveAgreement | None = None
         #: Prefix of the keys of the newest epoch.
         self._key = ""
         #: The tables for which this process can append only after a save of all, and why.
@@ -205,7 +206,7 @@ class SaveRequests:
 
     def call(self) -> None:
         """Counts a call of ``append()``, and sets ``agreed`` for it."""
-        self.agreed = None if self._joint is None else self._joint.call()
+        self.agreed = None if self._agreement is None else self._agreement.call()
 
     def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together."""
@@ -216,7 +217,7 @@ class SaveRequests:
         ended, self._key = self._key, wal_key(epoch.head)
         if coordinator.index == 0 and ended not in ("", self._key):
             coordinator.delete(ended)  # All processes have ended that epoch.
-        self._joint = JointSaves(
+        self._agreement = SaveAgreement(
             coordinator,
             self._key,
             self._run.runtime,
@@ -227,7 +228,7 @@ class SaveRequests:
 
     def end(self) -> None:
         """Ends the epoch and cancels requests."""
-        self._joint = None
+        self._agreement = None
 
     def forget(self) -> None:
         """Begins another run."""
@@ -236,16 +237,16 @@ class SaveRequests:
 
     def request_save(self, reason: str, *, restarts_wal: bool = False) -> None:
         """Requests that all processes save a step."""
-        if self._joint is not None:
-            self._joint.request_save(SaveRequest(reason[:_MOST_CHARACTERS], restarts_wal))
+        if self._agreement is not None:
+            self._agreement.request_save(SaveRequest(reason[:_MOST_CHARACTERS], restarts_wal))
 
     def saved(self, writer: WalWriter | None) -> None:
         """Called when a save has started, which contains everything appended."""
         self._refused = None
         if writer is not None:
             self._bytes_at_step = writer.bytes_written
-        if self._joint is not None:
-            self._joint.saved()
+        if self._agreement is not None:
+            self._agreement.saved()
 
     def refused(self, layout: Layout, reason: str) -> None:
         """Called when only this process can append nothing before the next save of all."""
@@ -254,8 +255,8 @@ class SaveRequests:
     def missed(self, layout: Layout, reason: str) -> None:
         """Like ``refused``, because this process failed in its part of a save of all."""
         self._refused = layout, reason
-        if self._joint is not None:
-            self._joint.saved()
+        if self._agreement is not None:
+            self._agreement.saved()
 
     def waits_for_others(self, layout: Layout) -> bool:
         """Returns whether only this process needs a save of all, and requests it."""
@@ -287,8 +288,8 @@ class SaveRequests:
     def _is_long(self, writer: WalWriter, layout: Layout) -> bool:
         """Returns whether a single process has appended enough; with several, all together."""
         grown = writer.bytes_written - self._bytes_at_step
-        if self._joint is not None:
-            self._joint.grew(grown, writer.dense_bytes)
+        if self._agreement is not None:
+            self._agreement.grew(grown, writer.dense_bytes)
             return False
         return grown > self._options.max_wal_ratio * (_base_bytes(layout) + writer.dense_bytes)
 

@@ -2,7 +2,7 @@
 """Two trainers that fence each other, and a reader, on a real server and a bad network.
 
 Some trainers are killed before or after a request of a claim, a put, a retirement or a rollback.
-The fate of each request is drawn from the campaign's seed; the order of requests depends on the
+The campaign's seed determines the fate of each request. The order of requests depends on the
 machine.
 """
 
@@ -41,8 +41,7 @@ _FILES = ("x", "commit.msgpack")
 _PHASES = {"claim": 0.1, "put: files": 0.05, "put: entry": 0.05, "retire": 0.2, "rollback": 0.3}
 #: In a recorded run, at least so many kills on each server.
 _LEAST_KILLS = 20
-#: Rounds with one server: Azurite answers nothing for minutes while it collects garbage, which it
-#: does every ten minutes.
+#: Rounds per server: Azurite collects garbage every ten minutes, and does not answer meanwhile.
 _ROUNDS = 50
 _REQUESTS = ("get", "read_into", "length", "keys", "folders", "put", "delete")
 
@@ -60,7 +59,7 @@ class _Mortal:
 
     def __init__(self, held: Store):
         self._held = held
-        #: How many moments before and after requests it survives; None for all.
+        #: Number of request boundaries that the client survives; None for all.
         self.left: int | None = None
 
     def __getattr__(self, name: str) -> Any:

@@ -28,7 +28,7 @@ _FILES = ("first", "second")
 
 
 class _Save(NamedTuple):
-    """A save; its files hold its text."""
+    """A save; each of its files contains its text."""
 
     step: int
     run: str
@@ -56,7 +56,7 @@ class _Shared:
 
 
 def _stored(folder: Path) -> set[str]:
-    """What the files of a step hold: one text, unless it is incomplete."""
+    """Returns the texts in the files of a step: one, if it is complete."""
     return {(folder / naming.EMBEDDINGS_ITEM / name).read_text() for name in _FILES}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the replication of a local checkpoint directory: claims the remote one, and recovers.
+"""Starts replication: claims the remote checkpoint directory, and recovers local saves.
 
 Saves that training rolled back or superseded must not return. The claims in the remote journal
 record from where each trainer resumed, and orders and bundles record the lineage of each run.
@@ -33,11 +33,11 @@ from deltackpt.reading.wal_index import WalReader
 from deltackpt.storage import buckets, posix, redaction
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import replicas
+from deltackpt.tiers import local_replicas
 from deltackpt.tiers.bundles import BundleManifest
 from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.local_replicas import LocalReplicas, Problems
 from deltackpt.tiers.peers import PeerGroup
-from deltackpt.tiers.replicas import Problems, Replicas
 from deltackpt.tiers.replication import FindPeers, ReplicationClient
 from deltackpt.tiers.staging import (
     Orders,
@@ -50,7 +50,7 @@ from deltackpt.tiers.staging import (
 )
 from deltackpt.tiers.wal_upload import WalUpload
 
-#: Defines ``peer_group(...)``.
+#: Module that finds peers, imported only if ``Tiers.peers`` is set.
 _DISCOVERY = "deltackpt.service.discovery"
 
 
@@ -108,7 +108,7 @@ def open_bucket(
         # Before the leases: another manager of this process may have to commit before it closes.
         extents = _extents(tiers, process, opened, taking)
         if extents is not None and writing:
-            replicas.refuse_another_root(extents, place.url, part)
+            local_replicas.refuse_another_root(extents, place.url, part)
         local = Root.open(stage.steps, item=item, confirmed=False)
         local.opened_dir = stage.path
         opened.callback(local.abandon)
@@ -119,7 +119,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = Replicas(local, extents, part, fsync=fsync)
+        found = LocalReplicas(local, extents, part, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -137,7 +137,7 @@ def open_bucket(
             process=part,
             processes=parts,
         )
-        start = _Start(stage, local, journal.known, first, found, writing, not tiers.shared)
+        start = _Startup(stage, local, journal.known, first, found, writing, not tiers.shared)
         orders = start.run(old, lambda: WalUpload(stage).upload_headers(journal))
         if group is not None:
             group.require_nodes()  # The remaining nodes were asked before.
@@ -171,7 +171,7 @@ def _withdraw(journal: Journal) -> None:
 def _open_for_reading(
     stage: StagingDir, journal: JournalView, options: ManagerOptions, processes: int
 ) -> ReplicationClient:
-    """The local and remote directory that the first process of a job has just opened."""
+    """Opens the directories that the first process of the job has just opened."""
     claim = journal.state().claim
     orders = stage.announced()
     if orders is None or claim is None or orders.holder != claim.lease.holder:
@@ -182,14 +182,14 @@ def _open_for_reading(
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
     local.opened_dir = stage.path
-    none = Replicas(local, None, 0, fsync=False)
+    none = LocalReplicas(local, None, 0, fsync=False)
     return ReplicationClient(stage, local, journal, options, orders, none, processes=processes)
 
 
 def _extents(
     tiers: Tiers, process: int, opened: contextlib.ExitStack, taking: Callable[[], None]
 ) -> ExtentFile | None:
-    """The extents of a process; closes another manager of it only if that uses the same."""
+    """Opens a process's extents; ``taking`` closes its other managers if they use them."""
     if tiers.extents is None:
         return None
     folder = posix.user_path(tiers.extents.directory)
@@ -209,7 +209,7 @@ def _extents(
 
 
 def _finder(url: str, item: str, tiers: Tiers, claim: LeaseClaim) -> FindPeers | None:
-    """A function that finds the requested peers through Ray, imported only on use."""
+    """Returns a function that finds the requested peers through Ray, imported on first use."""
     how = tiers.peers
     if how is None:
         return None
@@ -227,8 +227,8 @@ def classify(
 ) -> Callable[[SaveId, RunLineage], str | None]:
     """Returns a function that explains why a save that was never uploaded is stale; pure.
 
-    A save is stale if it belongs to a former directory at the URL, or if a later run, or a trainer
-    that took the directory since, does not descend from it. ``lines`` include the saves' own
+    A save is stale if it belongs to a former directory at the URL. It is also stale if a later run,
+    or a later trainer of the directory, does not descend from it. ``lines`` include the saves' own
     lineages.
     """
     by_run = {lineage.run: lineage for lineage in lines}
@@ -238,7 +238,7 @@ def classify(
     living: list[RunLineage] = []
 
     def descends(resumed_from: SaveId | None, run: str, attempt: int) -> bool:
-        """Whether a trainer that resumes from a save descends from an attempt of a run."""
+        """Returns whether a trainer that resumes from a save descends from an attempt of a run."""
         if resumed_from is None:
             return False
         if resumed_from.run == run:
@@ -293,23 +293,23 @@ def unfinished_rollback(
 
 
 @dataclasses.dataclass
-class _Start:
-    """Brings a local directory up to date with the remote one, its state, and its replicas."""
+class _Startup:
+    """Reconciles a local directory with the remote state and with its replicas."""
 
     stage: StagingDir
     local: Root
     state: State
     orders: Orders  # without what earlier ones leave to do
-    replicas: Replicas
+    replicas: LocalReplicas
     writing: bool
     no_shared_fs: bool
 
     def run(self, old: Orders | None, upload_headers: Callable[[], None]) -> Orders:
-        """Moves aside what no longer counts, recovers what is missing; returns the first orders."""
+        """Moves superseded saves aside, recovers missing ones; returns the first orders."""
         elsewhere = self._elsewhere(old) if self.writing and old is not None else None
         if old is not None:
             done, counts = self.stage.progress(old.holder), self.writing and elsewhere is None
-            # Only the first process orders them.
+            # Only the first process orders removals.
             removals = old.pending(done, self.state) if counts else ()
             old = dataclasses.replace(old, removals=removals)
         problems: Problems = {}
@@ -319,13 +319,13 @@ class _Start:
         known = () if old is None else old.lines
         lines = (*(one.lineage for one in found), *known)
         why_stale = classify(self.state, lines)
-        # Trainers of this directory have moved aside what they left behind: only later ones count.
+        # Earlier trainers of this directory have moved superseded saves aside already.
         is_behind = old is not None and any(
             one.lineage.moment > (old.epoch, old.era) for one in found
         )
         self._leave_behind(known if is_behind else (), why_stale, elsewhere)
         if self.writing and self.orders.no_shared_fs:
-            # The other processes do not see this directory: they read the log state remotely.
+            # The other processes do not see this directory: they read WAL headers remotely.
             upload_headers()
         removals = () if old is None else old.removals
         removed = {one.save_id for one in removals if one.run is None}
@@ -339,7 +339,7 @@ class _Start:
         return self._first_orders(old, back, unfinished_rollback(back, self.state, lines))
 
     def _lost(self, removals: Sequence[Removal]) -> set[SaveId]:
-        """Saves that removals wait for, and that are lost: what they were to replace stays."""
+        """Returns lost saves that removals wait for; these removals must not happen."""
         here = {info.save_id for info in self.local.saves().values() if info is not None}
         awaited = {one.after for one in removals if one.after is not None}
         return {one for one in awaited - here if not self.state.was_committed(one)}
@@ -347,7 +347,7 @@ class _Start:
     def _first_orders(
         self, old: Orders | None, back: Sequence[BundleManifest], left: tuple[SaveId, ...]
     ) -> Orders:
-        """The first orders under a claim, including unfinished earlier ones."""
+        """Returns the first orders under a claim, including unfinished earlier ones."""
         lines = {one.lineage.run: one.lineage for one in back}
         orders = self.orders
         if old is not None:
@@ -367,7 +367,7 @@ class _Start:
         return dataclasses.replace(orders, lines=tuple(lines.values()), removals=removals)
 
     def _elsewhere(self, old: Orders) -> str | None:
-        """Why nothing counts that was not uploaded; None if this directory was used last."""
+        """Returns why saves that were not uploaded are superseded, or None."""
         holders = {one.lease.epoch: one.lease.holder for one in self.state.entry.claims}
         # A directory that was never used, or that more trainers followed than the journal records.
         is_unknown = not old.holder or old.epoch < min(holders)
@@ -386,7 +386,7 @@ class _Start:
         why_stale: Callable[[SaveId, RunLineage], str | None],
         elsewhere: str | None,
     ) -> None:
-        """Removes or moves aside saves that no longer count."""
+        """Removes or moves aside superseded and damaged saves."""
         by_run, moved = {one.run: one for one in known}, dict[str, list[int]]()
         aside = self.stage.aside(f"left-{self.orders.epoch}-{uuid.uuid4().hex[:8]}")
         for step, info in sorted(self.local.saves().items(), reverse=True):
@@ -432,8 +432,7 @@ class _Start:
             with contextlib.suppress(Damaged):
                 if (number, epochs.head(number).run) in uploaded:
                     continue
-            # After a kill between the two, the next process that opens the directory moves the
-            # rest.
+            # If a kill separates the two, the next start moves the second.
             for name in (naming.epoch_name(number), str(number)):
                 if (log / name).exists():
                     DurableDir(self.stage.path, fsync=False).publish(log / name, aside / name)

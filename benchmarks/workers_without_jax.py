@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for processes of their own without JAX: followers, readers, a compaction."""
+"""Functions that run in processes without JAX: followers, readers, a compaction."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas of one process's saves near the node, as bundles: in extents and on peers.
+"""Replicas of one process's staged saves, as bundles, in extents and on peers.
 
-A node that lost its staging directory (memory, a power cut), or its replacement, recovers saves
-from them that were never uploaded. The nearest tier comes first.
+If a node loses its staging directory, it or its replacement recovers from them the saves that were
+never uploaded. The nearest tier is used first.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from deltackpt.tiers.staging import StagingDir
 
 _logger = logging.getLogger(__name__)
 
-#: Errors of unusable bundles.
+#: Errors of unusable bundles, by save.
 Problems = dict[SaveId, RestoreError]
 
 
 class Offer(NamedTuple):
-    """A bundle in a tier."""
+    """A bundle that a tier holds."""
 
     name: BundleName
     tier: Tier
     ref: BundleRef
 
 
-class Replicas:
+class LocalReplicas:
     """The extents and peers of one process; unpacks bundles into its directory of saves."""
 
     def __init__(self, local: Root, extents: ExtentFile | None, part: int, *, fsync: bool):
@@ -111,9 +111,9 @@ class Replicas:
     def manifests(
         self, offers: Sequence[Offer], root: str, parts: int, problems: Problems
     ) -> list[BundleManifest]:
-        """Returns the manifests of this directory's bundles; OptionError if there are only others.
+        """Returns the manifests of the bundles of ``root``; OptionError if all are of other roots.
 
-        Each is read from the nearest tier where it is readable.
+        Each is read from the nearest tier that has a readable copy.
         """
         read: dict[BundleName, BundleManifest] = {}
         others: dict[str, OptionError] = {}
@@ -171,7 +171,7 @@ class Replicas:
         return back
 
     def _warn_of_lost(self, here: Collection[SaveId], state: State) -> None:
-        """Warns about silent peers, and about each save that too few nodes are left to recover."""
+        """Warns about peers that do not answer, and saves with too few fragments left."""
         if self.peers is None:
             return
         if silent := self.peers.silent():
@@ -204,8 +204,8 @@ class Replicas:
     ) -> None:
         """Writes saves, in ascending order, to the extents unless they are there.
 
-        If the extents are full, the oldest save that may go makes room; StorageError if none does
-        until ``keep_waiting`` returns False.
+        If the extents are full, the oldest saves that ``may_go`` are deleted. Raises StorageError
+        if there is still no room when ``keep_waiting`` returns False.
         """
         if (extents := self.extents) is None:
             return
@@ -237,7 +237,7 @@ def refuse_another_root(tier: Tier, root: str, part: int) -> None:
     """Checks, before anything is claimed, that a tier does not belong to another directory."""
     roots: set[str] = set()
     for one in _offered([tier], part):
-        # ``Replicas.manifests`` reports unreadable bundles.
+        # ``LocalReplicas.manifests`` reports unreadable bundles.
         with contextlib.suppress(Exception), tier.open(one.ref) as reader:
             roots.add(bundles.read_manifest(reader, one.ref)[0].root)
     if roots and root not in roots:
@@ -260,7 +260,7 @@ def _offered(tiers: Iterable[Tier], part: int) -> list[Offer]:
 
 
 def _put(extents: ExtentFile, bundle: StagedBundle, may_go: Callable[[SaveId], bool]) -> bool:
-    """Writes a bundle, for which the oldest saves that may go make room; returns whether it did."""
+    """Writes a bundle, deleting the oldest saves that ``may_go`` if full; False if no room."""
     while True:
         try:
             extents.put(bundle)
@@ -337,7 +337,7 @@ def _passing_over(offer: Offer, problems: Problems | None) -> Iterator[None]:
     except ClosedError:
         raise  # The tier, not the bundle.
     except Exception as error:
-        # Anyone can write anything to a tier, and no bundle may make startup fail.
+        # Anyone can write to a tier, and no bundle may make startup fail.
         events.warn(
             f"{offer.tier.name}: expected the bundle {offer.ref.key}, found that it is not "
             f"readable: {str(error) or type(error).__name__}; trying other replicas"
