@@ -172,6 +172,21 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(node, al
         assert manager.all_steps() == [1, 2, 3, 4]
 
 
+def test_a_removed_part_that_waits_for_its_upload_is_ordered_once_and_not_listed(node, alone):
+    one = node()
+    with one.manager(max_to_keep=1, wait_for="staging") as manager:
+        staged(manager).no_shared_fs = True  # As if other processes had parts of each save.
+        saves_each(one, manager, 1, 2, 3, 4, 5, bases=(1, 2, 3, 4, 5))
+        assert manager.all_steps() == [5]
+        orders = one.stage.orders()
+        assert orders is not None and [removal.step for removal in orders.removals] == [1, 2, 3, 4]
+        assert one.local() == [1, 2, 3, 4, 5]
+        promote(one)
+        assert one.root() == [5]
+        staged(manager).read_progress()
+        assert manager.all_steps() == [5]
+
+
 @pytest.mark.filterwarnings("ignore:.*resuming from step")
 def test_orders_that_could_not_be_written_are_written_before_the_next_save(node):
     one = node()
