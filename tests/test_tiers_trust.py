@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from test_tiers import ROWS, Node, eventually, node, open_at, s3, same, staged, 
 import deltackpt
 from deltackpt import inspect, touched
 from deltackpt.errors import ForeignDirectory, OptionError, OutOfSpace
+from deltackpt.format import naming
 from deltackpt.ledger.journal import Journal
 from deltackpt.maintenance.compact import compact
 from deltackpt.options import DeltaOptions
@@ -144,6 +147,44 @@ def test_a_step_stays_if_its_replacement_is_lost(node):
         assert same(one.held(), held)
         saves_each(one, manager, 3, 4, bases=(3, 4))
         eventually(lambda: one.root() == [4] == manager.all_steps(), "retention goes on")
+
+
+def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(node, alone):
+    one = node()
+    trash = one.stage.steps / naming.TRASH
+
+    def free_bytes(_: Path) -> int:
+        used = one.local() + [step for folder in trash.glob("*") for step in folder.glob("*")]
+        return 0 if len(used) >= 3 else 1 << 40
+
+    def is_saved() -> bool:
+        with contextlib.suppress(OutOfSpace):
+            one.saves(manager, 4, bases=[4])
+            return True
+        return False
+
+    with one.manager(keep_local=1, wait_for="staging") as manager:
+        with mock.patch("deltackpt.storage.posix.free_bytes", free_bytes):
+            one.saves(manager, 1, 2, 3, bases=(1, 2, 3))
+            assert not is_saved()
+            promote(one)
+            eventually(is_saved, "there is room again")
+        assert manager.all_steps() == [1, 2, 3, 4]
+
+
+def test_a_removed_part_that_waits_for_its_upload_is_ordered_once_and_not_listed(node, alone):
+    one = node()
+    with one.manager(max_to_keep=1, wait_for="staging") as manager:
+        staged(manager).no_shared_fs = True  # As if other processes had parts of each save.
+        saves_each(one, manager, 1, 2, 3, 4, 5, bases=(1, 2, 3, 4, 5))
+        assert manager.all_steps() == [5]
+        orders = one.stage.orders()
+        assert orders is not None and [removal.step for removal in orders.removals] == [1, 2, 3, 4]
+        assert one.local() == [1, 2, 3, 4, 5]
+        promote(one)
+        assert one.root() == [5]
+        staged(manager).read_progress()
+        assert manager.all_steps() == [5]
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from step")

@@ -119,6 +119,8 @@ class Saver:
             # After a mere timeout of a wait, the save itself continues.
             if isinstance(error, ProcessMissing) or not isinstance(error, WaitTimeout):
                 run.emit_failure("save", step, error, started)
+            if isinstance(error, StorageError):
+                self._collect()
             raise
         if saved.kind is not None:
             self._warn_of_tracking(is_first)
@@ -477,7 +479,9 @@ class Saver:
         self.in_flight = None
         cause = flight.future.exception()
         if cause is not None:
-            return self._failed(flight, cause)
+            failure = self._failed(flight, cause)
+            self._collect()
+            return failure
         run.newest = flight.step
         run.lineage.poll()
         while self._leftovers:
@@ -486,12 +490,16 @@ class Saver:
         self._report(flight, done)
         for text in done.warnings:
             events.warn(text)
+        self._collect()
+        return None
+
+    def _collect(self) -> None:
+        """Removes unneeded files, also after a failed save: a full disk needs the room."""
         try:
-            run.ledger.collect(run.lineage.protected)
-        except Exception as error:  # The save is valid regardless of the error.
+            self._run.ledger.collect(self._run.lineage.protected)
+        except Exception as error:  # A save is valid regardless of the error.
             text = str(error) if isinstance(error, StorageError) else repr(error)
             events.warn(f"unneeded files could not be removed: {text}")
-        return None
 
     def wait_uploaded(self, timeout_secs: float) -> None:
         """Waits until every save is durable as configured; see ``ReplicationClient.wait``."""

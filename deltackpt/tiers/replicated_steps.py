@@ -20,7 +20,7 @@ from deltackpt.errors import Damaged, RestoreError, StorageError, WaitTimeout
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import BaseRef, SaveId, SaveInfo
 from deltackpt.ledger.committed import CommittedStore
-from deltackpt.ledger.entries import CatalogEntry
+from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.steps import local_folder
 from deltackpt.ledger.uploaded_wal import UploadedWals
@@ -89,7 +89,17 @@ class ReplicatedSteps(BucketSteps):
         found: dict[int, SaveInfo | None] = {
             step: one.info for step, one in self.uploaded().items()
         }
-        return found | self._local.saves()
+        return found | {
+            step: info
+            for step, info in self._local.saves().items()
+            if info is None or not self._is_removed(step, info.save_id)
+        }
+
+    def _is_removed(self, step: int, save_id: SaveId) -> bool:
+        """Whether a local save does not count: a removed part stays until it is uploaded."""
+        if self._client.no_shared_fs and self.journal.known.was_committed(save_id):
+            return True  # Unless ``uploaded`` has it.
+        return (ObjectKey(step), save_id) in self._client.hidden
 
     def known(self) -> dict[int, SaveInfo]:
         """Returns the saves with readable manifests."""
