@@ -691,10 +691,11 @@ def _show_protocol(report: Report, job: Job, inputs: Inputs) -> None:
             "messages to and from process 0": f"{cost.messages:,}",
             "manifests and digests, which process 0 reads from storage": megabytes(cost.nbytes),
             "messages of 64 KiB, if they were sent to process 0": f"{cost.pieces:,}",
+            "files that process 0 reads": f"{cost.gets:,}",
         }
         for readers in (1, 8, 32):
             took = coordination(job, inputs, kind, nbytes, readers=readers).seconds
-            figures[f"commit, {readers} of the {cost.gets:,} files at once"] = secs(took)
+            figures[f"commit, {readers} of these files at once"] = secs(took)
         for what, value in figures.items():
             rows[what].append(value)
     table = [[what, *row] for what, row in rows.items()]
