@@ -78,12 +78,14 @@ def open_steps(
     item: str | None = None,
     endpoint: str | None = None,
     wal: KafkaWal | None = None,
+    follow: bool = False,
     deadline_secs: float = DEADLINE_SECS,
 ) -> Steps:
     """Opens the steps of a path, URL or JSON kvstore spec for reading; creates and removes nothing.
 
     The item is by default the one in the newest step; OptionError if that holds other or several.
-    ``wal`` reads WAL records in Kafka; without it, they are reported as missing.
+    ``wal`` reads WAL records in Kafka; without it, they are reported as missing. With ``follow``,
+    later ones are fetched ahead.
     """
     path = buckets.file_path(where)
     if path is not None:
@@ -95,7 +97,7 @@ def open_steps(
     if wal is not None:
         from deltackpt.reading.wal_topics import WalTopics
 
-        opened.topics = WalTopics(wal.config, follow=True)
+        opened.topics = WalTopics(wal.config, follow=follow)
     return opened
 
 

@@ -209,7 +209,7 @@ def follow(
     if hold_secs <= 0:
         raise OptionError(f"follow: expected positive hold_secs, found {hold_secs}")
     kafka = wal if isinstance(wal, KafkaWal) else None
-    opened = open_steps(directory, item=item, endpoint=endpoint, wal=kafka)
+    opened = open_steps(directory, item=item, endpoint=endpoint, wal=kafka, follow=True)
     followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
     choice, rows = TableChoice(chosen, of_slots), None
     if chosen:

@@ -523,7 +523,7 @@ class Follower(RowReplica):
         wal: KafkaWal | None = None,  # Reads WAL records in Kafka.
         soft: bool = True,  # Also apply records without dense leaves, soon above a full point.
     ):
-        self._root = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
+        self._root = open_steps(directory, item=item, endpoint=endpoint, wal=wal, follow=True)
         followed = FollowedWal(self._root, item, soft=soft)
         super().__init__(followed, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
         self._candidates = Candidates(self._root, followed)

@@ -327,9 +327,10 @@ def content_findings(
     ).ok_if(writable)
     yield _steps_finding(steps)
     yield from of_dense
-    if wal is not None:
-        opened.topics = WalTopics(wal.config)
-    yield from log_findings(opened, known)
+    with contextlib.ExitStack() as held:
+        if wal is not None:
+            opened.topics = held.enter_context(contextlib.closing(WalTopics(wal.config)))
+        yield from log_findings(opened, known)
     yield from _leftovers(path, entries)
     yield from _lease(path, entries)
 
