@@ -308,7 +308,7 @@ class Run:
     options: ManagerOptions
     event_handlers: tuple[events.EventHandler, ...]
     root: Steps  # everything that is committed
-    opened: Steps | ReplicationClient  # what was opened, and has to be closed
+    replication: ReplicationClient | None  # None without tiers
     item: str  # name of the item with the tables
     choice: Tables
     coordinator: Coordinator
@@ -396,7 +396,7 @@ class Run:
             options=options,
             event_handlers=event_handlers,
             root=root,
-            opened=opened[0],
+            replication=replication,
             item=item,
             choice=choice,
             coordinator=coordinator,
@@ -409,9 +409,9 @@ class Run:
         )
 
     @property
-    def replication(self) -> ReplicationClient | None:
-        """Returns the client of a manager with tiers."""
-        return None if isinstance(self.opened, Steps) else self.opened
+    def opened(self) -> Steps | ReplicationClient:
+        """Returns what was opened, and has to be closed."""
+        return self.root if self.replication is None else self.replication
 
     @property
     def no_shared_fs(self) -> bool:
@@ -421,7 +421,7 @@ class Run:
     @property
     def local(self) -> Root:
         """Returns the local directory to which a writable manager saves."""
-        local = self.opened if isinstance(self.opened, Steps) else self.opened.local
+        local = self.root if self.replication is None else self.replication.local
         assert isinstance(local, Root)
         return local
 
@@ -435,11 +435,11 @@ class Run:
 
         Without ``refresh``, a bucket is not queried: the last known state is used.
         """
-        if isinstance(self.opened, Root):
-            self.opened.check_lease()
-        elif self.replication is not None:
+        if self.replication is not None:
             self.replication.local.check_lease()
             self.replication.check_claim(refresh=refresh)
+        elif isinstance(self.root, Root):
+            self.root.check_lease()
 
     def begin_replication(self) -> None:
         """Records for the tiers, before the run's first save, from which save it resumes."""
