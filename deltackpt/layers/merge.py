@@ -542,6 +542,7 @@ class _Planner:
         runtime: Runtime | None,
     ):
         self._targets, self._indices = targets, indices
+        self._has_cycles = any(target.cycle is not None for target in targets.all)
         self._found = [
             [_Found(layer, segment) for layer in of_save for segment in layer.segments]
             for of_save in layers
@@ -635,6 +636,8 @@ class _Planner:
         self, one: _Found, held: StoredRows, needed: np.ndarray | None
     ) -> np.ndarray | None:
         """Clears the needed rows that no target contains, if all targets are cyclic."""
+        if not self._has_cycles:
+            return needed
         over = [t for field in one.segment.fields for t in self._over(one, field, held.rows)]
         cycles = {target.cycle for target in over if target.cycle is not None}
         if not cycles or any(target.cycle is None for target in over):
