@@ -40,7 +40,7 @@ _PATH_CHARACTERS = 4096
 #: Maximum number of folders above a file: creating and removing them recurses.
 _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
-_TAIL_BYTES = 4
+TAIL_BYTES = 4
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
 _NIL = b"\xc0"
@@ -450,7 +450,7 @@ def check_files(files: Mapping[str, tuple[int, int, int]]) -> None:
         if not is_inside or _INSIDE.fullmatch(path) is None:
             expected = f"paths of files below it, at most {_MOST_FOLDERS} folders deep"
             raise InvalidRecord(expected, path)
-        if length > MOST or crc >> 32 or tail >> 8 * min(length, _TAIL_BYTES):
+        if length > MOST or crc >> 32 or tail >> 8 * min(length, TAIL_BYTES):
             raise InvalidRecord(f"a possible digest of {shown(path)}", (length, crc, tail))
 
 

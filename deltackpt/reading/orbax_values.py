@@ -18,13 +18,14 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import naming
+from deltackpt.format.records import TAIL_BYTES
 from deltackpt.format.row_blocks import Key
 from deltackpt.reading import stored_saves
 from deltackpt.reading.stored_saves import StoredSave, check_dense
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, ocdbt
-from deltackpt.storage.digests import BLOCK_BYTES, TAIL_BYTES, Digest, crc32c, joined
+from deltackpt.storage.digests import BLOCK_BYTES, Digest, crc32c, joined
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.ocdbt import ZARRAY, Extent, Index
 from deltackpt.storage.store import StorePath

@@ -24,7 +24,7 @@ import numpy as np
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.format.records import InvalidRecord
+from deltackpt.format.records import TAIL_BYTES, InvalidRecord
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import StorePath, store_path
 
@@ -160,7 +160,6 @@ def _applied(columns: tuple[int, ...], vector: int) -> int:
 
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
-TAIL_BYTES = 4
 _READERS = 2
 
 

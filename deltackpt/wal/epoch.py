@@ -203,10 +203,10 @@ def write_head(
     if layout is not None:
         directory = local_directory(run)
         topic = None if run.topic is None else kafka_writer.here(run.topic)
-    tables, local_heads = layout or Layout((), (), (), ()), WalFolder(store_path(run.local.wal_dir))
+    tables, headers = layout or Layout((), (), (), ()), WalFolder(store_path(run.local.wal_dir))
     while True:
         # If the reader is that of a bucket, the newest headers may not be uploaded yet.
-        number = max([*reader.numbers(), *local_heads.numbers()], default=-1) + 1
+        number = max([*reader.numbers(), *headers.numbers()], default=-1) + 1
         head = EpochHeader(
             epoch=number,
             run=run.lineage.run,
@@ -228,12 +228,11 @@ def write_head(
             local = local_wal_folder(directory, head.run)
             for one in (local.at / name, local.segments(number) / naming.HEAD_COPY):
                 one.store.put(one.key, data)
-        header = store_path(run.local.wal_dir) / name
+        header, copy = headers.at / name, headers.segments(number) / naming.HEAD_COPY
         try:
             header.store.put(header.key, data, absent=True)
         except Exists:
             continue  # Another trainer's; the lease decides between us.
-        copy = WalFolder(header.parent).segments(number) / naming.HEAD_COPY
         copy.store.put(copy.key, data)
         return head
 

@@ -254,7 +254,7 @@ class SaveRequests:
 
     def missed(self, layout: Layout, reason: str) -> None:
         """Like ``refused``, because this process failed in its part of a save of all."""
-        self._refused = layout, reason
+        self.refused(layout, reason)
         if self._agreement is not None:
             self._agreement.saved()
 
