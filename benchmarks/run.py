@@ -60,7 +60,13 @@ BENCHMARKS = {
     "lookups": Benchmark("serving.py --only lookups patches", 2, _SERVING),
     "tracking": Benchmark("tracking.py", 1, "--scale 0.01 --repeats 2 --batch 64", "--repeats 15"),
     "processes": Benchmark("scaling.py", 5, "--scale 0.02 --repeats 1 --processes 1 2"),
-    "thesis": Benchmark("thesis.py", 45, "--quick", needs="make servers"),
+    "thesis": Benchmark("thesis.py --only epochs", 15, "--quick", needs="make servers"),
+    "thesis-lookups": Benchmark(
+        "thesis.py --only epochs --processes 1 --lookups 100 --repeats 3", 8, "--quick"
+    ),
+    "thesis-store": Benchmark(
+        "thesis.py --only slow-store kills", 12, "--quick", needs="make servers"
+    ),
     "tiers": Benchmark("tiers.py", 30, "--scale 0.01 --repeats 1 --processes 2 --nodes 2"),
     "clustering": Benchmark("clustering.py", 2, "--scale 0.01 --repeats 1 --iterations 2"),
     "interference": Benchmark(

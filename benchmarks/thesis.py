@@ -279,9 +279,14 @@ def slow_store(report: Report, options: argparse.Namespace, root: Path) -> None:
     mine = found(RECORDS, "secs")
     report.compare(f"{link}: epoch", mine, NONE, found(NONE, "secs"), secs)
     report.compare(f"{link}: epoch", mine, names[2], found(names[2], "secs"), secs, bar=bar)
+    rows: list[list[Any]] = []
     for name in names[1:]:
         report.state(f"{link}: base and epoch are complete, {name}", found(name, "complete"), secs)
+        relative = found(name, "secs").over(found(NONE, "secs"))
+        rows.append([name, (relative, times), (found(name, "complete"), secs)])
     report.section()
+    columns = ("an epoch with", "time, of no saves", "until the bucket has everything")
+    report.publish("store", columns, rows)
 
 
 def _await_records(stage: Path, url: str, address: str) -> None:
@@ -322,6 +327,8 @@ def kills(report: Report, options: argparse.Namespace, root: Path) -> None:
         for figure in ("steps", "rows"):
             report.state(f"SIGKILL, {mode}: lost {figure}", found(mode, figure), count)
     report.section()
+    lost_by_mode = found.rows((ALL, RECORDS, "pickle"), steps=count, rows=count)
+    report.publish("kills", ("training with", "lost steps", "lost rows"), lost_by_mode)
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
