@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact bytes that inspection reads of a step; without jax."""
+"""The exact bytes of files, and of what inspection reads of a step; without jax."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import numpy as np
 
 from deltackpt import inspect
 from deltackpt.inspect.dense_items import PLACEHOLDERS
+
+
+def bytes_below(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files, by their paths below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def table_fields(root: Path, step: int) -> dict[str, bytes]:

@@ -73,26 +73,6 @@ def test_a_touch_state_is_used(tmp_path, where):
     assert recorded(tmp_path, 1) == "touched"
 
 
-def test_a_restore_continues_with_the_tracking_of_the_step(tmp_path):
-    state, marks = initial(), touched.init({"emb": jnp.zeros((ROWS, 4))})
-    with manager(tmp_path / "touched") as one:
-        one.save(0, state, touched=marks)
-    with manager(tmp_path / "touched") as one:
-        found = one.restore_latest(state)
-        assert found.touched is not None
-        marks = touched.mark(found.touched, {"emb": jnp.array([7])})
-        assert one.save(1, moved(found.state, 7), touched=marks).kind == "delta"
-        assert rows_of(one) == [1]
-    with manager(tmp_path / "hashed") as one:
-        one.save(0, state)
-    with manager(tmp_path / "hashed") as one:
-        found = one.restore_latest(state)
-        assert found.touched is None
-        assert one.save(1, moved(found.state, 7)).kind == "delta"
-        assert rows_of(one) == [1]
-    assert recorded(tmp_path / "hashed", 1) == "fingerprints"
-
-
 @pytest.mark.parametrize("tracking", ["auto", "touched", "fingerprints"])
 @pytest.mark.parametrize("before", ["touched", "fingerprints", "untracked"])
 def test_the_next_save_accepts_the_touch_state_of_a_restore(tmp_path, before, tracking):
@@ -207,10 +187,7 @@ def test_the_default_selects_large_embeddings_and_logs_them_once(tmp_path, caplo
         "item": {"embeddings": jnp.zeros((4096, 2))},
         "pos": {"embedding": jnp.zeros((512, 2))},
     }
-    with (
-        caplog.at_level(logging.INFO, "deltackpt"),
-        deltackpt.CheckpointManager(tmp_path) as one,
-    ):
+    with caplog.at_level(logging.INFO, "deltackpt"), deltackpt.CheckpointManager(tmp_path) as one:
         one.save(0, state)
         one.save(1, state)
     found = [line for line in caplog.messages if line.startswith("tables: ")]

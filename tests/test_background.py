@@ -72,23 +72,14 @@ def cpus_of(task: Path) -> str:
     return line.split()[1]
 
 
-def test_bytes_are_not_sent_faster_than_the_pace():
+def test_bytes_are_not_sent_faster_than_the_pace_and_a_pause_gives_no_credit():
     clock = Clock()
     pace = Pace(1000.0, clock=clock)
-    assert pace.reserve(500) == 0.0
-    assert pace.reserve(1000) == pytest.approx(0.5)
-    assert pace.reserve(1) == pytest.approx(1.5)
+    assert [pace.reserve(nbytes) for nbytes in (500, 1000, 1)] == pytest.approx([0.0, 0.5, 1.5])
     clock.now += 1.0
     assert pace.reserve(1) == pytest.approx(0.501)
-
-
-def test_a_pause_gives_no_credit():
-    clock = Clock()
-    pace = Pace(1000.0, clock=clock)
-    pace.reserve(1000)
     clock.now += 3600.0
-    assert pace.reserve(1000) == 0.0
-    assert pace.reserve(1000) == pytest.approx(1.0)
+    assert [pace.reserve(1000) for _ in range(2)] == pytest.approx([0.0, 1.0])
 
 
 def test_a_waiting_thread_continues_when_the_pace_is_lifted():
@@ -192,26 +183,19 @@ def test_the_back_off_grows_if_only_tidying_fails(tmp_path, monkeypatch):
     assert rests == [0.2, 0.4, 0.8, 1.6, 3.2]
 
 
-def test_uploads_are_spread_over_the_save_interval():
+def test_uploads_are_spread_over_the_save_interval_for_a_bounded_time():
     made = [0.0, 10.0, 30.0]
     assert [delay_secs(made, 30.0, process, 4) for process in range(4)] == [0, 5, 10, 15]
     assert delay_secs(made, 37.0, 3, 4) == pytest.approx(8.0)
     assert delay_secs(made, 50.0, 3, 4) == 0.0
-
-
-def test_the_upload_delay_of_a_save_is_bounded():
     assert delay_secs([0.0, 86400.0], 86400.0, 1, 2) == MOST_DELAY_SECS
-
-
-def test_a_first_save_and_one_from_the_future_are_not_delayed():
-    assert delay_secs([], 1.0, 1, 2) == 0.0
-    assert delay_secs([1.0], 1.0, 1, 2) == 0.0
-    assert delay_secs([0.0, 100.0], 50.0, 1, 2) == 0.0
+    # A first save, and one from the future.
+    for made, now in (([], 1.0), ([1.0], 1.0), ([0.0, 100.0], 50.0)):
+        assert delay_secs(made, now, 1, 2) == 0.0
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"cpus": []}, {"cpus": [-1]}, {"cpus": ["0"]}, {"bytes_per_sec": 0.0}, {"threads": 0}],
+    "wrong", [{"cpus": []}, {"cpus": [-1]}, {"cpus": ["0"]}, {"bytes_per_sec": 0.0}, {"threads": 0}]
 )
 def test_options_of_background_work_are_checked_when_they_are_made(wrong):
     (name,) = wrong
@@ -232,13 +216,7 @@ def test_background_must_be_an_options_group():
 def orders_of(process: int) -> Orders:
     """Orders of one of two processes."""
     return Orders(
-        number=1,
-        lease=1,
-        url="s3://a/b",
-        endpoint=None,
-        item="e",
-        process=process,
-        processes=2,
+        number=1, lease=1, url="s3://a/b", endpoint=None, item="e", process=process, processes=2
     )
 
 

@@ -20,6 +20,7 @@ import tensorstore as ts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machine import open_files
+from shown import bytes_below
 
 from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.format import row_blocks
@@ -34,14 +35,6 @@ from deltackpt.storage.zarr_writer import ZarrWriter
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
     spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
     ts.open(spec, create=True).result().write(values).result()
-
-
-def _files(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 def _aligned(values: np.ndarray) -> np.ndarray:
@@ -78,8 +71,8 @@ def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     nbytes = array.finish()
     files.force()
     _stock(tmp_path / "stock", entry, values)
-    assert _files(tmp_path / "ours") == _files(tmp_path / "stock")
-    assert nbytes == sum(map(len, _files(tmp_path / "ours").values()))
+    assert bytes_below(tmp_path / "ours") == bytes_below(tmp_path / "stock")
+    assert nbytes == sum(map(len, bytes_below(tmp_path / "ours").values()))
     assert files.below(tmp_path / "ours", relative_to=tmp_path / "ours") == {
         name: digest._replace(blocks=files.digests[f"ours/{name}"].blocks)
         for name, digest in digests.digest_tree(tmp_path / "stock").items()
@@ -104,8 +97,8 @@ def test_threads_share_the_chunks_of_an_array_in_any_pieces(
         nbytes = array.finish()
         files.force()
     _stock(folder / "stock", entry, values)
-    assert _files(folder / "ours") == _files(folder / "stock")
-    assert nbytes == sum(map(len, _files(folder / "ours").values()))
+    assert bytes_below(folder / "ours") == bytes_below(folder / "stock")
+    assert nbytes == sum(map(len, bytes_below(folder / "ours").values()))
 
 
 def test_two_threads_write_chunks_of_one_array_at_the_same_time(tmp_path, monkeypatch):

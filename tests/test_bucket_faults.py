@@ -153,16 +153,25 @@ def _operation(network: Proxy, name: str, fate, deadline_secs: float, *, retries
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_returns_correct_results_whatever_one_fault_does(network, kind, retries):
     deadline_secs = SHORT_SECS[network.server.scheme] if kind == "stall" else LONG_SECS
+    whole: dict[str, Plan] = {}
 
-    def work(name: str) -> None:
-        whole = _operation(network, name, proxy.at({}), LONG_SECS, retries=retries)
-        for number in range(len(whole.seen)):
-            with named(f"{name}, request {number}: {whole.seen[number]}"):
-                fate = proxy.at({number: kind})
-                plan = _operation(network, name, fate, deadline_secs, retries=retries)
-                assert plan.struck == [(number, kind)]
+    def learn(name: str) -> None:
+        whole[name] = _operation(network, name, proxy.at({}), LONG_SECS, retries=retries)
 
-    together([functools.partial(work, name) for name in OPERATIONS])
+    def work(name: str, number: int) -> None:
+        with named(f"{name}, request {number}: {whole[name].seen[number]}"):
+            fate = proxy.at({number: kind})
+            plan = _operation(network, name, fate, deadline_secs, retries=retries)
+            assert plan.struck == [(number, kind)]
+
+    together([functools.partial(learn, name) for name in OPERATIONS])
+    together(
+        [
+            functools.partial(work, name, number)
+            for name, plan in whole.items()
+            for number in range(len(plan.seen))
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("behead", "slow")])

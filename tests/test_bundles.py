@@ -12,6 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from shown import bytes_below
 
 import deltackpt
 from deltackpt.errors import Damaged, StorageError
@@ -41,12 +42,6 @@ def test_joined_checksums_equal_the_checksum_of_the_whole():
         one, two = (drawn.integers(0, 256, count, np.uint8).tobytes() for count in (first, second))
         whole = google_crc32c.value(one + two)
         assert digests.joined(google_crc32c.value(one), google_crc32c.value(two), second) == whole
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def made(folder: Path, files: dict[str, bytes]) -> Path:
@@ -100,7 +95,7 @@ def test_a_step_comes_out_of_its_bundle_byte_for_byte(step, tmp_path):
     held = Held(packed(step, stored_saves.read_info(store_path(step), "embeddings").save_id))
     assert google_crc32c.value(bytes(held.data)) == held.ref.crc32c
     bundles.unpack(held, held.ref, tmp_path / "out", fsync=True)
-    assert tree(tmp_path / "out") == tree(step)
+    assert bytes_below(tmp_path / "out") == bytes_below(step)
 
 
 @hypothesis.given(
@@ -152,22 +147,17 @@ def test_no_name_in_a_bundle_leads_out_of_it(tmp_path, name):
         bundles.unpack(held, hostile.ref, tmp_path / "out", fsync=False)
 
 
-def test_a_step_removed_while_it_is_packed_is_missing(tmp_path):
-    folder = made(tmp_path / "7", {"a": b"1" * 100})
-    pack = packed(folder)
-    (folder / "a").unlink()
-    with pytest.raises(Missing):
-        Held(pack)
-    with pytest.raises(Missing):
-        packed(tmp_path / "8")
-
-
-def test_a_truncated_file_is_damage(tmp_path):
+def test_a_step_removed_while_it_is_packed_is_missing_and_a_truncated_file_is_damage(tmp_path):
     folder = made(tmp_path / "7", {"a": b"1" * 100})
     pack = packed(folder)
     (folder / "a").write_bytes(b"1" * 99)
     with pytest.raises(Damaged, match="1 more bytes"):
         Held(pack)
+    (folder / "a").unlink()
+    with pytest.raises(Missing):
+        Held(pack)
+    with pytest.raises(Missing):
+        packed(tmp_path / "8")
 
 
 def test_a_bundle_that_cannot_be_unpacked_is_a_typed_error(tmp_path):
@@ -212,6 +202,6 @@ def test_the_golden_bundle_is_read_and_written_the_same(tmp_path):
     )
     label = BundleRef(key, len(held.data), int(crc32c, 16))
     found = bundles.unpack(held, label, tmp_path / "out", fsync=False)
-    assert tree(tmp_path / "out") == tree(folder / "files")
+    assert bytes_below(tmp_path / "out") == bytes_below(folder / "files")
     again = Held(StagedBundle(folder / "files", found))
     assert (bytes(again.data), again.ref) == (held.data, label)

@@ -116,13 +116,6 @@ def test_the_error_names_the_fault_and_the_newest_intact_step(spoil, match):
 # --- walk ------------------------------------------------------------------------------------
 
 
-def test_a_walk_of_a_base_looks_up_nothing() -> None:
-    def find(parent: ParentRef) -> SaveInfo:
-        raise AssertionError(parent)
-
-    assert list(chain.walk(save(1), find)) == [save(1)]
-
-
 def test_a_walk_looks_up_a_parent_after_its_child_is_consumed() -> None:
     events: list[object] = []
 
@@ -135,15 +128,18 @@ def test_a_walk_looks_up_a_parent_after_its_child_is_consumed() -> None:
     assert events == [2, "1", 1]
 
 
-def test_a_walk_ends_if_parents_form_a_cycle() -> None:
-    by_dir = {"2": save(2, 3), "3": save(3, 2)}
-    found = chain.walk(by_dir["3"], lambda parent: by_dir.get(parent.step_dir))
-    assert [s.save_id.step for s in found] == [3, 2]
-
-
-def test_a_walk_yields_the_found_save_even_if_it_is_not_the_parent() -> None:
-    other = save(1, run="other")
-    assert list(chain.walk(save(2, 1), lambda parent: other)) == [save(2, 1), other]
+@pytest.mark.parametrize(
+    ("start", "parents", "expected"),
+    [
+        (save(1), {}, [save(1)]),
+        # A cycle ends, and the found save is yielded even if it is not the parent.
+        (save(3, 2), {"2": save(2, 3), "3": save(3, 2)}, [save(3, 2), save(2, 3)]),
+        (save(2, 1), {"1": save(1, run="other")}, [save(2, 1), save(1, run="other")]),
+    ],
+    ids=["base", "cycle", "another run"],
+)
+def test_a_walk_yields_what_it_finds(start, parents, expected) -> None:
+    assert list(chain.walk(start, lambda parent: parents[parent.step_dir])) == expected
 
 
 def test_a_walk_propagates_lookup_errors() -> None:

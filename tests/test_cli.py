@@ -10,7 +10,6 @@ import sys
 import click
 import jax.numpy as jnp
 import pytest
-from click.testing import CliRunner
 from command import run
 from test_compact import chain, write_chain
 
@@ -125,8 +124,3 @@ def test_a_listing_imports_no_package_that_only_other_commands_need(tmp_path):
     *lines, imported = found.stdout.splitlines()
     assert imported == "[]", found.stderr
     assert [line.split()[:2] for line in lines[1:3]] == [["0", "base"], ["1", "delta"]]
-
-
-def test_help_has_examples():
-    found = CliRunner().invoke(cli.cli, ["compact", "--help"])
-    assert "deltackpt compact /data/run-17" in found.output

@@ -208,10 +208,6 @@ def test_packed_codes_round_trip(bits, data):
     assert np.array_equal(row_codecs.unpack(packed, bits, width), codes)
 
 
-def test_packed_bytes_have_the_minimum_size():
-    assert [row_codecs.packed_bytes(64, bits) for bits in (2, 3, 4, 8)] == [16, 24, 32, 64]
-
-
 @pytest.mark.parametrize("name", UNIFORM)
 def test_decoding_matches_the_format_page(name):
     """A second decoder, written from docs/reference/format.md, one value at a time."""

@@ -214,11 +214,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             most = max((folder / name).length() for name in folder.keys())
             assert most <= max(segment_bytes, 500)
             info = SaveInfo(
-                save_id=SaveId("r", 7, number),
-                kind="base",
-                parent=None,
-                step_dir="7",
-                nbytes=0,
+                save_id=SaveId("r", 7, number), kind="base", parent=None, step_dir="7", nbytes=0
             )
             ledger.commit(
                 CatalogEntry.of(

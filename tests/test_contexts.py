@@ -81,8 +81,7 @@ def moved(state: dict[str, Any]) -> dict[str, Any]:
 
 def abstract(state: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct.like(leaf) if isinstance(leaf, jax.Array) else leaf,
-        state,
+        lambda leaf: jax.ShapeDtypeStruct.like(leaf) if isinstance(leaf, jax.Array) else leaf, state
     )
 
 

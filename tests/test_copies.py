@@ -22,6 +22,7 @@ import servers
 from command import run as command
 from golden import make_golden
 from model import before_first_call
+from shown import bytes_below
 from test_compact import chain, contents, manager, run_compaction, write_chain
 from test_verify import chunk, flip
 
@@ -104,15 +105,6 @@ def assert_restores(root: Path, states: dict[int, dict], *steps: int) -> None:
             model.assert_same(reader.restore(step, states[step]).state, states[step])
 
 
-def files(root: Path) -> dict[str, bytes]:
-    """The bytes of all files, by their paths below a directory."""
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
-
-
 def file_spec(place: Path) -> str:
     """A bucket in a directory."""
     return json.dumps({"driver": "file", "path": str(place)})
@@ -137,7 +129,7 @@ def test_all_steps_are_copied_with_their_compacted_bases(run, target, tmp_path):
     back(target, tmp_path / "again", all_steps=True)
     assert_restores(tmp_path / "again", states, *states)
     for step in "012":
-        assert files(tmp_path / "again" / step) == files(root / step)
+        assert bytes_below(tmp_path / "again" / step) == bytes_below(root / step)
 
 
 @pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
@@ -165,7 +157,7 @@ def test_a_step_without_digests_of_orbax_files_is_copied_as_it_is(tmp_path):
     (step / "embeddings" / naming.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
     (step / naming.STEP_DIGESTS).unlink()
     copy(tmp_path / "run", tmp_path / "target")
-    assert files(tmp_path / "target" / "0") == files(step)
+    assert bytes_below(tmp_path / "target" / "0") == bytes_below(step)
     report = verify_root(tmp_path / "target")
     assert report.intact and "not checked" in report.saves[0].notes[0]
 
@@ -230,7 +222,7 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
 
 
 def test_damage_at_the_source_is_named_and_nothing_becomes_visible(root, tmp_path):
-    for name, before in files(root / "2").items():
+    for name, before in bytes_below(root / "2").items():
         victim, target = root / "2" / name, tmp_path / name.replace("/", "-")
         flip(victim, victim)
         with pytest.raises((errors.Damaged, errors.BrokenChain)) as caught:
@@ -337,10 +329,10 @@ def test_an_entry_that_may_be_another_save_is_never_touched(make, run, tmp_path)
     target = tmp_path / "target"
     copy(run[0], target)
     make(target / "2")
-    before = sorted(target.rglob("*")), files(target)
+    before = sorted(target.rglob("*")), bytes_below(target)
     with pytest.raises(errors.TargetDiffers, match="move this entry away"):
         copy(run[0], target, recheck=True)
-    assert (sorted(target.rglob("*")), files(target)) == before
+    assert (sorted(target.rglob("*")), bytes_below(target)) == before
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -536,12 +528,6 @@ def test_copying_beside_a_trainer_with_retention_gives_complete_steps(tmp_path):
             except (errors.StepGone, errors.StepNotFound):
                 continue
     assert verify_root(tmp_path / "target").intact
-
-
-def test_two_copies_to_one_directory_exclude_each_other(run, tmp_path):
-    target = tmp_path / "target"
-    with copies._place(target, None), pytest.raises(errors.InUse, match="no other copy"):
-        copy(run[0], target)
 
 
 # Refusals.

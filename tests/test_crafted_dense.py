@@ -178,9 +178,7 @@ def _replaced(described: Any, rng: random.Random) -> Any:
 
 
 @settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(0, 1 << 32), template=st.booleans(), count=st.integers(1, 2))
 @example(seed=0, template=True, count=1)

@@ -43,7 +43,6 @@ POLICIES = {
     "intermittent": deltackpt.policies.Intermittent(max_chain=8),
 }
 DELTAS = deltackpt.policies.Consecutive(max_delta_ratio=10, max_restore_ratio=100)
-STEPS = range(1, 9)
 
 
 @pytest.fixture
@@ -302,23 +301,6 @@ def test_a_budget_selects_the_next_wider_codec_and_finally_an_exact_one(tmp_path
 
 
 # Memory.
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
-@pytest.mark.parametrize("most", [1, 100_000])
-def test_without_room_for_references_unchanged_blocks_are_left_out(
-    tmp_path, loop, policy, codec, most
-):
-    dense = deltackpt.Dense(deltas="blocks", codec=codec, max_reference_bytes=most)
-    with opened(tmp_path, dense, policy=POLICIES[policy]) as saver:
-        kinds = loop.steps(saver, *STEPS)
-        if not codec:
-            assert_exact(saver, loop.states)
-            return
-        assert_close(saver, loop, STEPS)
-    last = max(step for step, kind in zip(STEPS, kinds, strict=True) if kind == "delta")
-    assert_kept_as_stored(tmp_path, loop, last, dense=dense, policy=POLICIES[policy])
 
 
 @pytest.mark.parametrize(("most", "codecs"), [(1 << 30, {"ef4", "ef8", "int8"}), (1, {"int8"})])

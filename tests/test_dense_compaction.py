@@ -33,7 +33,7 @@ from killed_compaction import killed_anywhere
 from shown import dense_leaves
 
 import deltackpt
-from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
+from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.maintenance import compact
 from deltackpt.reading import stored_saves
 from deltackpt.storage import ocdbt
@@ -79,15 +79,6 @@ def test_a_base_is_compacted_in_pieces_that_fit_into_memory(tmp_path):
     assert compact.compact(root, step=3) is None
 
 
-def test_a_full_disk_is_refused_before_anything_is_read(written):
-    root, _ = written
-    with (
-        mock.patch.object(compact.posix, "free_bytes", lambda path: 4000),
-        pytest.raises(OutOfSpace, match="expected room for"),
-    ):
-        run_compaction(root, 5)
-
-
 def test_a_compacted_base_is_compacted_again_and_deltas_continue_from_it(written):
     root, states = written
     run_compaction(root, 3)
@@ -111,32 +102,6 @@ def test_a_compacted_base_is_compacted_again_and_deltas_continue_from_it(written
     assert {"ef4", "ef8", "sparse"} <= used, "what the base decodes to is their reference"
     found = restored(root, 6, state)
     assert all(bits(state["params"][name])[0] in found for name in ("exact", "half", "bias"))
-
-
-def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
-    root = tmp_path / "run"
-    how = {
-        "max_to_keep": 1,
-        "deltas": deltackpt.DeltaOptions(
-            bases="compacted", policy=deltackpt.policies.Consecutive(max_chain=3)
-        ),
-    }
-    state = initial()
-    touched = deltackpt.touched.init({"emb": state["emb"]})
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options(**how)) as one:
-        for step in range(9):
-            assert one.save(step, state, touched=touched).kind == ("delta" if step else "base")
-            one.wait_until_finished()
-            if step in (3, 6):
-                before = dense_leaves(root, step)
-                assert run_compaction(root, step) is not None
-                assert dense_leaves(root, step) == before
-            last, state = state, trained(state, step)
-            touched = marked(touched, step)
-        one._root._collected.result()
-        assert set(one.all_steps()) <= {6, 7, 8} and not (root / "compacted/3").exists()
-        assert one.restore(8, last).chain == (6, 7, 8)
-    assert restored(root, 8, last)
 
 
 def write_items(root: Path) -> dict:

@@ -266,11 +266,7 @@ def test_another_process_writes_only_its_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    "count",
-    [
-        pytest.param(2, marks=pytest.mark.processes),
-        pytest.param(4, marks=pytest.mark.long),
-    ],
+    "count", [pytest.param(2, marks=pytest.mark.processes), pytest.param(4, marks=pytest.mark.long)]
 )
 def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
     port = free_port()

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
-from dense_runs import by_orbax
 from dense_states import Loop, assert_exact, opened, own
 from shown import dense_leaves
 from test_hostile_records import MANIFEST, change
@@ -24,7 +23,7 @@ import deltackpt
 from deltackpt import inspect
 from deltackpt.errors import Damaged
 from deltackpt.format.naming import DENSE_ITEM
-from deltackpt.maintenance import compact, verify
+from deltackpt.maintenance import verify
 from deltackpt.reading import stored_saves
 from deltackpt.testing import Disk, stored_chunks
 
@@ -51,15 +50,6 @@ def test_a_delta_stores_raw_values_in_its_shard_and_a_base_orbaxs_item(tmp_path)
     groups = [segment.group for segment in record.segments]
     assert sorted(groups) == ["bfloat16", "bool", "float32", "int32", "plain"]
     assert all(segment.ranges is not None for segment in record.segments)
-
-
-def test_the_values_are_those_of_orbaxs_item(tmp_path):
-    loop = Loop()
-    with opened(tmp_path, WHOLE) as saver:
-        loop.steps(saver, 1, 2)
-        loop.save(saver, 3, force_base=True)
-    assert [own(tmp_path, step) for step in (2, 3)] == [True, False]
-    assert dense_leaves(tmp_path, 2) == dense_leaves(tmp_path, 3)
 
 
 def test_no_older_save_is_read(tmp_path):
@@ -104,42 +94,6 @@ def test_leaves_may_change_and_be_donated_once_save_has_returned(tmp_path, dense
         saver.wait_until_finished()
         assert inspect.open(tmp_path).save_of(2).kind == "delta"
         model.assert_same(saver.restore(2, expected).state, expected)
-
-
-def test_runs_with_whole_leaves_and_with_blocks_continue_each_other(tmp_path):
-    loop = Loop()
-    with opened(tmp_path, WHOLE) as saver:
-        loop.steps(saver, 1, 2)
-    # A base does not count dense leaves that deltas contain whole.
-    policy = deltackpt.policies.Consecutive(max_delta_ratio=1e6, max_restore_ratio=1e6)
-    for step, dense in ((3, BLOCKS), (5, WHOLE), (7, BLOCKS)):
-        with opened(tmp_path, dense, policy=policy) as saver:
-            loop.touched = saver.restore(step - 1, loop.state).touched
-            assert loop.steps(saver, step, step + 1) == ["delta", "delta"]
-    complete = {step: record_of(tmp_path, step).complete for step in range(2, 9)}
-    assert [step for step, whole in complete.items() if whole] == [2, 5, 6]
-    with opened(tmp_path, WHOLE, **READ) as reader:
-        assert_exact(reader, loop.states)
-    changed = sum(segment.count for segment in record_of(tmp_path, 7).segments)
-    assert changed < sum(segment.count for segment in record_of(tmp_path, 6).segments)
-
-
-def test_compaction_makes_orbaxs_item(tmp_path):
-    loop = Loop()
-    with opened(tmp_path, WHOLE) as saver:
-        loop.steps(saver, 1, 2, 3, 4)
-    before = dense_leaves(tmp_path, 3), dense_leaves(tmp_path, 4)
-    assert compact.compact(tmp_path, step=3) is not None
-    base = tmp_path / "compacted/3/embeddings"
-    assert stored_saves.read_save(base.parent).head.nbytes == loop.state["emb"].nbytes
-    found = by_orbax(base / DENSE_ITEM)
-    np.testing.assert_array_equal(found["params"]["w"], loop.states[3]["params"]["w"])
-    for removed in (1, 2):
-        shutil.rmtree(tmp_path / str(removed))
-    assert (dense_leaves(tmp_path, 3), dense_leaves(tmp_path, 4)) == before
-    shutil.rmtree(tmp_path / "3")
-    with opened(tmp_path, WHOLE, **READ) as reader:
-        model.assert_same(reader.restore(4, loop.states[4]).state, loop.states[4])
 
 
 def test_dense_leaves_do_not_count_towards_the_length_of_a_chain(tmp_path):

@@ -251,60 +251,35 @@ def assert_equal_batches(first: data.Batch, second: data.Batch) -> None:
         assert np.array_equal(mine, theirs)
 
 
-@pytest.mark.long
-@pytest.mark.drawn("demos", 2)
-@pytest.mark.parametrize("criteo", [False, True])
-def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
-    data_file = request.getfixturevalue("shared") / "criteo_sample.txt" if criteo else None
-    arguments = ["--scale", "0.1", f"--directory={tmp_path}"]
-    arguments += [f"--data={data_file}"] if criteo else []
-    environment = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, demo.__file__, *arguments], env=environment, stdout=subprocess.PIPE
-    )
-    assert done.returncode == 0
-    assert b"nothing was lost" in done.stdout
+#: Demos: the program, its arguments beside the scale, and what it prints if all is well.
+DEMOS = {
+    "one process": (demo, [], "nothing was lost"),
+    "Criteo": (demo, [], "nothing was lost"),
+    "WAL": (demo_log, ["--steps=24", "--kills=3"], "no acknowledged step was lost"),
+    "Kafka": (demo_log, ["--steps=24", "--kills=3", "--kafka"], "no acknowledged step was lost"),
+    "serving": (demo_serving, ["--steps=24"], "none is mixed or wrong"),
+    "bucket": (demo_s3, [], "no step in the bucket was lost"),
+}
 
 
 @pytest.mark.long
 @pytest.mark.drawn("demos", 2)
-@pytest.mark.parametrize("kafka", [False, True])
-def test_wal_demo_loses_no_acknowledged_step(tmp_path, kafka):
-    arguments = ["--scale", "0.1", "--steps=24", "--kills=3", f"--directory={tmp_path}"]
-    if kafka:
+@pytest.mark.parametrize("name", DEMOS)
+def test_demos_prove_that_nothing_is_lost(tmp_path, request, name):
+    program, arguments, told = DEMOS[name]
+    if name == "Criteo":
+        arguments = ["--data", str(request.getfixturevalue("shared") / "criteo_sample.txt")]
+    elif name == "Kafka":
         reason = kafka_cluster.missing()
         required(reason is None, str(reason))
-        arguments.append("--kafka")
+    elif name == "bucket":
+        servers.program("versitygw")
     done = subprocess.run(
-        [sys.executable, demo_log.__file__, *arguments],
+        [sys.executable, program.__file__, "--scale=0.1", f"--directory={tmp_path}", *arguments],
         env=os.environ | {"XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
+        text=True,
     )
     assert done.returncode == 0
-    assert b"no acknowledged step was lost" in done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.drawn("demos", 2)
-def test_serving_demo_answers_with_no_mixed_version(tmp_path):
-    arguments = ["--scale", "0.1", "--steps=24", f"--directory={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, demo_serving.__file__, *arguments],
-        env=os.environ | {"XLA_FLAGS": ""},
-        stdout=subprocess.PIPE,
-    )
-    assert done.returncode == 0
-    assert b"none is mixed or wrong" in b" ".join(done.stdout.split())
-
-
-@pytest.mark.long
-@pytest.mark.drawn("demos", 2)
-def test_a_node_lost_during_an_upload_loses_nothing_in_the_bucket(tmp_path):
-    servers.program("versitygw")
-    done = subprocess.run(
-        [sys.executable, demo_s3.__file__, "--scale", "0.1", f"--directory={tmp_path}"],
-        env=os.environ | {"XLA_FLAGS": ""},
-        stdout=subprocess.PIPE,
-    )
-    assert done.returncode == 0
-    assert b"no step in the bucket was lost" in done.stdout and b"PutObject" in done.stdout
+    assert told in " ".join(done.stdout.split())
+    assert name != "bucket" or "PutObject" in done.stdout

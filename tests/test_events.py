@@ -78,39 +78,6 @@ def registry() -> Registry:
     return Registry()
 
 
-def test_an_upload_is_logged_counted_and_forwarded(caplog, registry):
-    given: list[dict] = []
-    logger = mock.Mock(log_entry=given.append)
-    event_handlers = [events.PrometheusHandler(registry), events.OrbaxLoggerHandler(logger)]
-    with caplog.at_level("INFO", "deltackpt.events"):
-        events.emit(UPLOAD, event_handlers)
-    assert "process 0: upload step=1200 bytes_sent=4096" in caplog.text
-    assert given[0]["event"] == "upload" and given[0]["waiting_bytes"] == 8192
-    for name, value in (
-        ("uploads_total", 1),
-        ("uploaded_bytes_total", 4096),
-        ("waiting_bytes", 8192),
-        ("last_uploaded_step", 1200),
-    ):
-        assert registry.value(name, process="0") == value
-    assert registry.value("upload_seconds_count", process="0", stage="upload") == 1
-
-
-def test_a_wal_record_is_logged_at_debug_and_counted_by_kind(caplog, registry):
-    event_handlers = [events.PrometheusHandler(registry)]
-    with caplog.at_level("DEBUG", "deltackpt.events"):
-        events.emit(APPEND, event_handlers)
-        events.emit(replace(APPEND, kind="soft", step=1202, dense_bytes=0), event_handlers)
-    assert "process 0: append step=1201 kind='full' rows=500" in caplog.text
-    assert {record.levelname for record in caplog.records} == {"DEBUG"}
-    for kind, step in (("full", 1201), ("soft", 1202)):
-        labels = {"process": "0", "kind": kind}
-        assert registry.value("appends_total", **labels) == 1
-        assert registry.value("appended_rows_total", **labels) == 500
-        assert registry.value("last_appended_step", **labels) == step
-        assert registry.value("append_seconds_count", **labels, stage="durable") == 1
-
-
 class Kept:
     """A handler that records its events and the threads that deliver them."""
 
@@ -128,8 +95,10 @@ def kept() -> Kept:
     return Kept()
 
 
-EVENTS = {"save": SAVE, "restore": RESTORE, "failure": FAILURE}
+EVENTS = (SAVE, RESTORE, UPLOAD, APPEND, FAILURE)
 LEVELS = {
+    "append": (APPEND, logging.DEBUG),
+    "upload": (UPLOAD, logging.INFO),
     "save": (SAVE, logging.INFO),
     "restore": (RESTORE, logging.INFO),
     "failure": (FAILURE, logging.ERROR),
@@ -142,7 +111,7 @@ LEVELS = {
 
 def logged(caplog, event: events.Event, **options: Any) -> Any:
     """Emits an event and returns its only log record."""
-    with caplog.at_level(logging.INFO, logger="deltackpt"):
+    with caplog.at_level(logging.DEBUG, logger="deltackpt"):
         events.emit(event, **options)
     (record,) = caplog.records
     return record
@@ -184,10 +153,8 @@ def test_a_failing_handler_is_reported_and_does_not_stop_the_others(kept):
     assert len(kept.received) == 1
 
 
-@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
-def test_handlers_cannot_modify_events(event):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.step = 3
+def test_handlers_cannot_modify_events():
+    assert all(type(event).__dataclass_params__.frozen for event in EVENTS)
 
 
 def test_a_deltackpt_error_is_reported_by_its_code_others_by_class():
@@ -212,7 +179,7 @@ def test_an_orbax_logger_receives_every_figure_in_json_types():
         table="words", field=VALUES, codec="int4", reason="int4", rows=500, nbytes=130_000,
         ratio=0.2, relative_error=0.06,
     )  # fmt: skip
-    for event in (replace(SAVE, tables=(figures,)), RESTORE, FAILURE):
+    for event in (replace(SAVE, tables=(figures,)), RESTORE, FAILURE, UPLOAD):
         handler.receive(event)
         names = {field.name for field in dataclasses.fields(event)}
         assert names | {"event", "job_name"} <= set(entries[-1])
@@ -221,35 +188,41 @@ def test_an_orbax_logger_receives_every_figure_in_json_types():
 
 
 def test_prometheus_counts_saves_and_restores_by_process(registry):
-    handlers = [events.PrometheusHandler(registry)]
-    for event in (SAVE, replace(SAVE, step=1300), RESTORE):
+    handlers, soft = [events.PrometheusHandler(registry)], replace(APPEND, kind="soft", step=1202)
+    for event in (SAVE, replace(SAVE, step=1300), RESTORE, UPLOAD, APPEND, soft):
         events.emit(event, handlers)
-    save, restore = {"process": "2", "kind": "delta"}, {"process": "0", "source": "storage"}
-    for name, labels, value in (
-        ("saves_total", save, 2),
-        ("saved_rows_total", save, 1000),
-        ("saved_bytes_total", save, 260_000),
-        ("saved_ratio", save, 0.05),
-        ("last_saved_step", {"process": "2"}, 1300),
-        ("last_commit_timestamp_seconds", {"process": "2"}, 1.8e9),
-        ("restores_total", restore, 1),
-        ("restored_bytes_total", restore, 4096),
-    ):
-        assert registry.value(name, **labels) == value, name
+    other, own = {"process": "2"}, {"process": "0"}
+    save, restore = {**other, "kind": "delta"}, {**own, "source": "storage"}
+    samples = [
+        (save, {"saves_total": 2, "saved_rows_total": 1000, "saved_bytes_total": 260_000}),
+        (save, {"saved_ratio": 0.05}),
+        (other, {"last_saved_step": 1300, "last_commit_timestamp_seconds": 1.8e9}),
+        (restore, {"restores_total": 1, "restored_bytes_total": 4096}),
+        (own, {"uploads_total": 1, "uploaded_bytes_total": 4096, "waiting_bytes": 8192}),
+        (own, {"last_uploaded_step": 1200}),
+        ({**own, "stage": "upload"}, {"upload_seconds_count": 1}),
+    ]
+    for kind, step in (("full", 1201), ("soft", 1202)):
+        labels = {**own, "kind": kind}
+        samples.append((labels, {"appends_total": 1, "appended_rows_total": 500}))
+        samples.append((labels, {"last_appended_step": step}))
+        samples.append(({**labels, "stage": "durable"}, {"append_seconds_count": 1}))
+    for labels, values in samples:
+        assert {name: registry.value(name, **labels) for name in values} == values
     for stage in STAGES:
         found = registry.value("save_seconds_sum", **save, stage=stage)
         assert found == pytest.approx(2 * getattr(SAVE, f"{stage}_secs"))
-    for stage, secs in (("find", 0.05), ("read", 0.15), ("place", 0.05), ("total", 0.25)):
-        assert registry.value("restore_seconds_sum", **restore, stage=stage) == secs
+    for stage in ("find", "read", "place", "total"):
+        found = registry.value("restore_seconds_sum", **restore, stage=stage)
+        assert found == getattr(RESTORE, f"{stage}_secs")
 
 
 def test_prometheus_counts_failures_by_operation_and_code(registry):
     handlers = [events.PrometheusHandler(registry)]
     before = time.time()
-    events.emit(FAILURE, handlers)
-    events.emit(replace(SKIP, code="damaged"), handlers)
-    for operation, code in (("save", "out-of-space"), ("skip", "damaged")):
-        labels = {"process": "2", "operation": operation, "code": code}
+    for event in (FAILURE, replace(SKIP, code="damaged")):
+        events.emit(event, handlers)
+        labels = {"process": "2", "operation": event.operation, "code": event.code}
         assert registry.value("failures_total", **labels) == 1
         assert before <= registry.value("last_failure_timestamp_seconds", **labels) <= time.time()
 
@@ -568,7 +541,7 @@ def test_the_alerts_on_the_page_use_only_exported_metrics(exported):
 
 def test_every_figure_is_explained_on_the_page():
     page = PAGE.read_text()
-    for event in (SAVE, RESTORE, UPLOAD, APPEND, FAILURE):
+    for event in EVENTS:
         for field in dataclasses.fields(event):
             assert f"| `{field.name}` |" in page, field.name
     for name in events.TableFigures._fields:

@@ -32,16 +32,14 @@ ENDINGS = {"end": 0, "raise": 1, "exit": 3}
 LIMIT_SECS = 120
 
 
-def leave(
-    root: Path, *, limit_secs: float = LIMIT_SECS, **task: Any
-) -> subprocess.CompletedProcess[str]:
+def leave(root: Path, **task: Any) -> subprocess.CompletedProcess[str]:
     """Runs a program that ends with its save of step 2 in flight."""
     how = task.pop("how", [leaver.__file__])
     return subprocess.run(
         [sys.executable, *how, json.dumps({"root": str(root), **task})],
         capture_output=True,
         text=True,
-        timeout=limit_secs,
+        timeout=LIMIT_SECS,
         cwd=Path(leaver.__file__).parent,
         env={**os.environ, "XLA_FLAGS": ""},
     )
@@ -62,40 +60,38 @@ def child_code(found: subprocess.CompletedProcess[str]) -> int:
     return next(line["child"] for line in told if "child" in line)
 
 
-@pytest.mark.parametrize(
-    ("ending", "kind", "stage"),
-    [
-        *((ending, kind, "all") for ending in ENDINGS for kind in ("base", "delta")),
-        *((ending, "delta", None) for ending in ENDINGS),
-        ("end", "delta", "write"),
-        ("exit", "base", "write"),
-        ("raise", "delta", "commit"),
-    ],
-)
-def test_a_program_that_ends_without_close_loses_no_step(tmp_path, ending, kind, stage):
-    found = leave(tmp_path, ending=ending, kind=kind, stage=stage)
-    assert found.returncode == ENDINGS[ending], found.stderr
+PROGRAM = "import runpy; runpy.run_module('leaver', run_name='__main__')"
+#: Programs that end with a save in flight, beside their exit codes.
+PROGRAMS: list[tuple[int, dict[str, Any]]] = [
+    *(
+        (code, {"ending": ending, "kind": kind, "stage": "all"})
+        for ending, code in ENDINGS.items()
+        for kind in ("base", "delta")
+    ),
+    *((code, {"ending": ending, "stage": None}) for ending, code in ENDINGS.items()),
+    (0, {"ending": "end", "stage": "write"}),
+    (3, {"ending": "exit", "kind": "base", "stage": "write"}),
+    (1, {"ending": "raise", "stage": "commit"}),
+    *(
+        (0, {"ending": "no threads", "kind": kind, "stage": stage})
+        for kind in ("base", "delta")
+        for stage in ("all", "write", "commit")
+    ),
+    (0, {"stage": "all", "how": ["-m", "leaver"]}),
+    (0, {"stage": "all", "how": ["-c", PROGRAM]}),
+    # Nothing refers to the manager; threads that Python stops at exit; and threads that go on after
+    # the main thread, of which one only appends.
+    *((0, {"stage": "all", "where": where}) for where in ("dropped", "daemon", "worker")),
+    *((0, {"where": where}) for where in ("thread", "thread of another's", "logging thread")),
+]
+
+
+@pytest.mark.parametrize(("code", "task"), PROGRAMS, ids=lambda value: str(value).strip("{}"))
+def test_a_program_that_ends_without_close_loses_no_step(tmp_path, code, task):
+    found = leave(tmp_path, **task)
+    assert found.returncode == code, found.stderr
     assert "Event loop is closed" not in found.stderr
-    assert ("ValueError: the training diverged" in found.stderr) == (ending == "raise")
-    assert_restores(tmp_path, 2)
-
-
-@pytest.mark.parametrize("kind", ["base", "delta"])
-@pytest.mark.parametrize("stage", ["all", "write", "commit"])
-def test_no_step_is_lost_if_no_thread_can_start_any_more(tmp_path, kind, stage):
-    found = leave(tmp_path, ending="no threads", kind=kind, stage=stage)
-    assert found.returncode == 0, found.stderr
-    assert_restores(tmp_path, 2)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [["-m", "leaver"], ["-c", "import runpy; runpy.run_module('leaver', run_name='__main__')"]],
-    ids=["module", "string"],
-)
-def test_no_step_is_lost_however_the_program_was_started(tmp_path, how):
-    found = leave(tmp_path, stage="all", how=how)
-    assert found.returncode == 0, found.stderr
+    assert ("ValueError: the training diverged" in found.stderr) == (task.get("ending") == "raise")
     assert_restores(tmp_path, 2)
 
 
@@ -153,28 +149,6 @@ def test_ctrl_c_before_the_exit_waits_for_the_save_loses_nothing(tmp_path):
     found = leave(tmp_path, ending="interrupted", stage="all")
     assert found.returncode == 0, found.stderr
     assert "KeyboardInterrupt" in found.stderr
-    assert_restores(tmp_path, 2)
-
-
-def test_an_unreferenced_manager_finishes_its_save(tmp_path):
-    found = leave(tmp_path, stage="all", where="dropped")
-    assert found.returncode == 0, found.stderr
-    assert_restores(tmp_path, 2)
-
-
-@pytest.mark.parametrize("where", ["daemon", "worker"])
-def test_the_save_of_a_thread_that_never_ends_on_its_own_is_finished(tmp_path, where):
-    """A daemon thread, and an executor's worker, which Python stops at exit."""
-    found = leave(tmp_path, stage="all", where=where)
-    assert found.returncode == 0, found.stderr
-    assert_restores(tmp_path, 2)
-
-
-@pytest.mark.parametrize("where", ["thread", "thread of another's", "logging thread"])
-def test_a_thread_that_continues_training_after_the_main_thread_ends_saves(tmp_path, where):
-    """Also if the main thread has opened its manager, and if it only appends."""
-    found = leave(tmp_path, where=where)
-    assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
 
 

@@ -209,14 +209,6 @@ def test_no_bytes_of_another_bundle_are_written_after_one(held):
     assert held.path.read_bytes()[start + 100 : start + PAYLOAD_BYTES].strip(b"\0") == b""
 
 
-def test_payloads_of_several_pieces_are_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
-    pack = MemoryPack("run", 2 * PAYLOAD_BYTES - 5)
-    held = storing(tmp_path, pack)
-    holds(held, pack)
-    holds_reopened(held, pack)
-
-
 @pytest.mark.parametrize("pieces", ["in one piece", "in pieces"])
 def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monkeypatch, pieces):
     if pieces == "in pieces":
@@ -247,17 +239,6 @@ def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monk
         holds(found, *expected, after)
         holds_reopened(found, *expected, after)
         shutil.rmtree(folder)
-
-
-def test_extents_of_stored_bundles_are_never_overwritten(held, disk):
-    pack = MemoryPack("run.0", PAYLOAD_BYTES + 1)
-    held.put(pack)
-    taken = held.path.read_bytes()[start_of(0) : start_of(2)]
-    for number in range(1, 20):
-        held.put(other := MemoryPack(f"run.{number}", number * 100))
-        held.delete([other.ref])
-        assert held.path.read_bytes()[start_of(0) : start_of(2)] == taken
-    holds(held, pack)
 
 
 @pytest.mark.parametrize("at", [0, 9, 21, 30, 100, BLOCK_BYTES - 1], ids=lambda at: f"byte{at}")
@@ -344,30 +325,6 @@ def test_a_full_file_reports_its_contents_and_loses_nothing(held):
     held.delete([packs[0].ref, packs[1].ref])
     held.put(large)
     holds(held, packs[2], large)
-
-
-def test_dropped_bundles_do_not_reappear(tmp_path):
-    packs = [MemoryPack(key, 2 * PAYLOAD_BYTES) for key in "abc"]
-    held = storing(tmp_path, *packs)
-    held.delete([packs[0].ref, packs[2].ref, BundleRef("nobody", 1, 1)])
-    held.delete([packs[0].ref])
-    held.delete([])
-    holds(held, packs[1])
-    with pytest.raises(Missing):
-        read(held, packs[0].ref)
-    holds_reopened(held, packs[1])
-    with contextlib.closing(storing(tmp_path, packs[0])) as held:
-        holds(held, packs[1], packs[0])
-
-
-def test_a_drop_is_on_disk_before_its_extents_are_reused(tmp_path, disk):
-    pack = MemoryPack("dropped", 2 * PAYLOAD_BYTES)
-    held = storing(tmp_path / "disk", pack)
-    held.delete([pack.ref])
-    assert not disk.later
-    held.close()
-    held.path.write_bytes(disk.forced)
-    holds_reopened(held)
 
 
 def test_a_failed_drop_can_be_retried(held):
@@ -471,19 +428,14 @@ def test_a_file_with_another_layout_is_left_unchanged(tmp_path, count, extent_by
     holds_reopened(held, pack)
 
 
-def test_a_foreign_file_of_that_name_is_left_unchanged(tmp_path):
-    for contents in (b"x" * 10_000, b"", b"x"):
+def test_a_foreign_or_truncated_file_of_that_name_is_left_unchanged(tmp_path):
+    opened(tmp_path).close()
+    short = (tmp_path / "extents").read_bytes()[: 3 * EXTENT_BYTES]
+    for contents in (b"x" * 10_000, b"", b"x", short):
         (tmp_path / "extents").write_bytes(contents)
-        with pytest.raises(Damaged, match="move the file away|the end of the file"):
+        with pytest.raises(Damaged, match="move the file away|more bytes, found the end of the"):
             opened(tmp_path)
         assert (tmp_path / "extents").read_bytes() == contents
-
-
-def test_a_truncated_file_is_damaged(tmp_path):
-    opened(tmp_path).close()
-    os.truncate(tmp_path / "extents", 3 * EXTENT_BYTES)
-    with pytest.raises(Damaged, match="expected 4096 more bytes, found the end of the file"):
-        opened(tmp_path)
 
 
 def test_a_later_version_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
@@ -26,15 +27,7 @@ import pytest
 from test_tiers import Node, eventually, node, s3, same, staged
 
 import deltackpt
-from deltackpt import manager, options
-from deltackpt.errors import (
-    ClosedError,
-    FencedError,
-    OptionError,
-    OutOfSpace,
-    SaveFailed,
-    StorageError,
-)
+from deltackpt import errors, manager, options
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.journal import Journal
@@ -77,7 +70,7 @@ def test_every_option_of_another_type_is_refused_by_name(kind):
     needed = NEEDED.get(kind.__name__, {})
     for field in dataclasses.fields(kind):
         for value in (ANYTHING, float("nan")):
-            with pytest.raises(OptionError, match=f"{field.name}|codec"):
+            with pytest.raises(errors.OptionError, match=f"{field.name}|codec"):
                 kind(**{**needed, field.name: value})
 
 
@@ -100,13 +93,55 @@ def test_invalid_options_do_not_fence_the_running_trainer(tmp_path, arguments):
     state, marks = leaver.states(0)[0]
     with opened(tmp_path) as live:
         model.commit(live, 1, state, touched=marks)
-        with pytest.raises(OptionError):
+        with pytest.raises(errors.OptionError):
             opened(tmp_path, **{name: make() for name, make in arguments.items()})
         model.commit(live, 2, state, touched=marks)
         assert live.all_steps() == [1, 2]
 
 
-def commit(one: Node, manager: deltackpt.CheckpointManager, step: int) -> None:
+class Directory:
+    """A run in a directory, with the calls of a ``Node``."""
+
+    def __init__(self, root: Path):
+        self._root, (self._state, self._marks) = root, leaver.states(0)[0]
+
+    def manager(self, **_: Any) -> deltackpt.CheckpointManager:
+        return opened(self._root)
+
+    def save(self, manager: deltackpt.CheckpointManager, step: int) -> deltackpt.Saved:
+        return manager.save(step, self._state, touched=self._marks, force_base=True)
+
+    def restore(self, manager: deltackpt.CheckpointManager) -> deltackpt.Restored:
+        found = manager.restore_latest(self._state)
+        assert found is not None
+        model.assert_same(found.state, self._state)
+        return found
+
+    def root(self) -> list[int]:
+        return sorted(int(path.name) for path in self._root.iterdir() if path.name.isdecimal())
+
+
+#: A place of saves: a directory, or a bucket to which trainers of one or several stages upload.
+PLACES = pytest.mark.parametrize("place", ["directory", "same stage", "another stage"])
+
+
+@pytest.fixture
+def trainers(request, tmp_path, place) -> Callable[[], Any]:
+    """Returns trainers of one place, each with its own stage if the place says so."""
+    root = tmp_path / "root"
+    if place == "directory":
+        return lambda: Directory(root)
+    first = request.getfixturevalue("node")()
+    numbers = itertools.count()
+
+    def trainer() -> Node:
+        stage = tmp_path / f"stage{next(numbers)}" if place == "another stage" else first.stage.path
+        return Node(first.url, first.endpoint, stage)
+
+    return trainer
+
+
+def commit(one: Node | Directory, manager: deltackpt.CheckpointManager, step: int) -> None:
     """Saves a step, and waits until it is committed."""
     one.save(manager, step)
     manager.wait_until_finished()
@@ -198,31 +233,6 @@ def test_a_manager_whose_start_fails_at_any_point_takes_and_leaves_nothing(tmp_p
         assert found is not None and found.step == step
 
 
-def test_a_start_that_is_interrupted_at_its_end_returns_the_lease_or_keeps_it(tmp_path):
-    """The former trainer continues or is fenced; it does not wait for one that never starts."""
-    state, marks = leaver.states(0)[0]
-    with opened(tmp_path / "other"):
-        stages = functions_called(lambda: opened(tmp_path / "other").close())
-    names = [code.co_qualname for code in stages]
-    last = stages[names.index("Root.confirm") : names.index("CheckpointManager.close")]
-    assert len(last) > 5
-    for number, code in enumerate(last):
-        root = tmp_path / str(number)
-        live = opened(root)
-        model.commit(live, 1, state, touched=marks)
-        with pytest.raises(KeyboardInterrupt):
-            call_failing(lambda root=root: opened(root), code, KeyboardInterrupt)
-        with contextlib.suppress(FencedError):
-            started(lambda live=live: live.save(2, state, touched=marks)).result(40)
-            live.wait_until_finished()
-        with opened(root) as following:
-            found = following.restore_latest(state)
-            assert found is not None and found.step in (1, 2), code.co_qualname
-            following.save(3, state, touched=found.touched)
-        with contextlib.suppress(FencedError):
-            live.close()
-
-
 def started(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """Starts a call in a thread; returns once it waits for a starting trainer, or has ended."""
     future = in_thread(call)
@@ -242,21 +252,18 @@ def failing_after(during: Callable[[], Any], patch: pytest.MonkeyPatch) -> list[
     return found
 
 
-def test_a_save_committed_while_another_manager_fails_to_start_is_not_fenced(tmp_path, monkeypatch):
-    state, marks = leaver.states(0)[0]
-
-    def save(step: int) -> None:
-        model.commit(live, step, state, touched=marks)
-
-    with opened(tmp_path) as live:
-        save(1)
+@PLACES
+def test_a_save_committed_while_another_manager_fails_to_start_is_not_fenced(trainers, monkeypatch):
+    first = trainers()
+    with first.manager(wait_for="remote") as live:
+        commit(first, live, 0)
         with monkeypatch.context() as patch:
-            saved = failing_after(lambda: save(2), patch)
+            saved = failing_after(lambda: commit(first, live, 1), patch)
             with pytest.raises(Broken):
-                opened(tmp_path)
+                trainers().manager()
         saved[0].result(60)
-        save(3)
-        assert live.all_steps() == [1, 2, 3]
+        commit(first, live, 2)
+        assert first.root() == [0, 1, 2]
 
 
 def test_a_lease_holder_waits_until_a_newer_trainer_has_started_or_failed(tmp_path):
@@ -271,7 +278,7 @@ def test_a_lease_holder_waits_until_a_newer_trainer_has_started_or_failed(tmp_pa
     checked = started(live.check_lease)
     assert not checked.done()
     second.confirm()
-    with pytest.raises(FencedError, match="epoch 2"):
+    with pytest.raises(errors.FencedError, match="epoch 2"):
         checked.result(60)
     second.check_lease()
     live.close()
@@ -302,7 +309,7 @@ def test_a_trainer_killed_while_it_started_fences_at_once(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: pid)
         Root.open(tmp_path, confirmed=False)
-    with pytest.raises(FencedError, match="epoch 2"):
+    with pytest.raises(errors.FencedError, match="epoch 2"):
         started(live.check_lease).result(lease.GRACE_SECS / 2)
     live.close()
 
@@ -312,22 +319,8 @@ def test_a_start_that_takes_too_long_fences(tmp_path, monkeypatch):
     live = Root.open(tmp_path)
     Root.open(tmp_path, confirmed=False)
     for _ in range(2):
-        with pytest.raises(FencedError, match="epoch 2"):
+        with pytest.raises(errors.FencedError, match="epoch 2"):
             live.check_lease()
-    live.close()
-
-
-def test_a_save_in_flight_is_not_removed_by_a_trainer_that_cannot_start(tmp_path, monkeypatch):
-    """Its directory becomes a leftover only when the other trainer has started."""
-    flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
-    live = Root.open(tmp_path)
-    flight.mkdir()
-    full = (_ for _ in ()).throw
-    monkeypatch.setattr(lease.DirectoryLease, "sign", lambda _: full(StorageError("full")))
-    with pytest.raises(StorageError, match="full"):
-        opened(tmp_path)
-    assert flight.is_dir()
-    live.check_lease()
     live.close()
 
 
@@ -340,7 +333,7 @@ def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_
         spare = Node(f"{first.url}-spare", first.endpoint, tmp_path / "spare")
         # Starts like the other one, to record which functions its start calls.
         twin = spare if is_same else Node(spare.url, spare.endpoint, tmp_path / "twin")
-        with contextlib.suppress(FencedError), spare.manager():
+        with contextlib.suppress(errors.FencedError), spare.manager():
             stages = functions_called(lambda: twin.manager().close())
         names = [code.co_qualname for code in stages]
         late = stages[names.index("Journal.claim") : names.index("ReplicationClient.confirm")]
@@ -358,62 +351,48 @@ def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_
         assert same(other.held(), first.held())
 
 
-@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
-def test_a_save_uploaded_while_another_manager_fails_to_start_is_not_fenced(
-    node, tmp_path, monkeypatch, is_same
+@PLACES
+def test_a_start_that_is_interrupted_at_its_end_returns_the_claim_or_keeps_it(
+    trainers, place, tmp_path
 ):
-    first = node()
-    with first.manager(wait_for="remote") as live:
-        commit(first, live, 0)
-        other = first if is_same else Node(first.url, first.endpoint, tmp_path / "other")
-
-        def save() -> None:
-            commit(first, live, 1)
-
-        with monkeypatch.context() as patch:
-            saved = failing_after(save, patch)
-            with pytest.raises(Broken):
-                other.manager()
-        saved[0].result(60)
-        commit(first, live, 2)
-        assert first.root() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
-def test_a_bucket_start_that_is_interrupted_at_its_end_returns_the_claim_or_keeps_it(
-    node, tmp_path, is_same
-):
-    one = node()
-    spare = Node(f"{one.url}-spare", one.endpoint, tmp_path / "spare")
-    with contextlib.suppress(FencedError), spare.manager():
+    """The former trainer continues or is fenced; it does not wait for one that never starts."""
+    one = trainers()
+    if place == "directory":
+        spare = Directory(tmp_path / "spare")
+        first, end = "Root.confirm", "CheckpointManager.close"
+    else:
+        spare = Node(f"{one.url}-spare", one.endpoint, tmp_path / "spare")
+        first, end = "ReplicationClient.confirm", "close_others"
+    with contextlib.suppress(errors.FencedError), spare.manager():
         stages = functions_called(lambda: spare.manager().close())
     names = [code.co_qualname for code in stages]
-    last = stages[names.index("ReplicationClient.confirm") : names.index("close_others") + 1]
-    chosen = [*last[:: len(last) // 5], *(one for one in last if one.co_name == "order"), last[-1]]
-    assert len(last) > 10
+    last = stages[names.index(first) : names.index(end) + (end == "close_others")]
+    assert len(last) > (5 if place == "directory" else 10)
+    if place != "directory":
+        some = [one for one in last if one.co_name == "order"]
+        last = [*last[:: len(last) // 5], *some, last[-1]]
     step = -1
-    for number, code in enumerate(chosen):
+    for code in last:
         live = one.manager()
         step += 1
         commit(one, live, step)
-        other = one if is_same else Node(one.url, one.endpoint, tmp_path / f"other{number}")
-        made: list[deltackpt.CheckpointManager] = []
+        other, made = trainers(), list[deltackpt.CheckpointManager]()
         with contextlib.suppress(KeyboardInterrupt):
             call_failing(
                 lambda other=other, made=made: made.append(other.manager()), code, KeyboardInterrupt
             )
         for each in made:  # Only a start in the same staging directory does that.
             each.close()
-        with contextlib.suppress(FencedError):
+        with contextlib.suppress(errors.FencedError):
             started(lambda live=live, step=step: one.save(live, step + 1)).result(40)
             started(live.wait_until_finished).result(40)
-        with contextlib.suppress(FencedError):
+        with contextlib.suppress(errors.FencedError):
             live.close()
         with one.manager() as following:
             found = one.restore(following).step
         assert found in (step, step + 1) and one.root() == [*range(found + 1)], code.co_qualname
         step = found
-    assert not [*one.stage.aside("").iterdir()]
+    assert place == "directory" or not [*one.stage.aside("").iterdir()]
 
 
 def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
@@ -425,15 +404,17 @@ def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     commit(one, live, 0)
     other = Node(one.url, one.endpoint, tmp_path / "other")
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "start", lambda _: (_ for _ in ()).throw(StorageError("silent")))
+        patch.setattr(
+            Journal, "start", lambda _: (_ for _ in ()).throw(errors.StorageError("silent"))
+        )
         with pytest.warns(UserWarning, match="the uploader will change: silent"):
             second = other.manager()
     saved = started(lambda: (one.save(live, 1), live.wait_until_finished()))
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         saved.result(lease.GRACE_SECS / 2)
     claim = JournalView(staged(second).journal.root).state().claim
     assert claim is not None and not claim.lease.pending and not claim.began
-    with contextlib.suppress(FencedError):
+    with contextlib.suppress(errors.FencedError):
         live.close()
     second.close()
 
@@ -444,11 +425,11 @@ def test_the_first_manager_of_a_stage_outlives_one_that_cannot_use_its_extents(n
         directory=str(tmp_path / "x"), nbytes=40 << 16, extent_bytes=1 << 16
     )
     with one.manager(extents=given, wait_for="remote") as live:
-        with pytest.raises(OptionError, match="set nbytes="):
+        with pytest.raises(errors.OptionError, match="set nbytes="):
             one.manager(extents=dataclasses.replace(given, nbytes=80 << 16))
         commit(one, live, 0)
         second = one.manager(extents=given)
-        with pytest.raises(FencedError, match="another manager of this process"):
+        with pytest.raises(errors.FencedError, match="another manager of this process"):
             live.latest_step()
         second.close()
 
@@ -464,7 +445,7 @@ def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_has_started(
 
     def full(own: lease.DirectoryLease) -> None:
         if flight.exists():
-            raise OutOfSpace("full")
+            raise errors.OutOfSpace("full")
         sign(own)
 
     monkeypatch.setattr(lease.DirectoryLease, "sign", full)
@@ -582,7 +563,7 @@ def test_a_start_that_a_newer_one_overtakes_is_fenced_and_keeps_the_newer_orders
     with newer:
         one.restore(newer)
         commit(one, newer, 1)
-        with pytest.raises(FencedError):
+        with pytest.raises(errors.FencedError):
             starts.end("A", fails=False)
         commit(one, newer, 2)
         assert one.root() == [0, 1, 2]
@@ -674,7 +655,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         is_closed = False
         try:
             old.all_steps()
-        except (ClosedError, FencedError):
+        except (errors.ClosedError, errors.FencedError):
             is_closed = True
         signal.raise_signal(signal.SIGTERM)
         assert old._termination.announced(2) == (not is_closed), code.co_qualname
@@ -683,7 +664,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
             assert following.all_steps() == [1], code.co_qualname
             following.save(2, state, force_base=True)
         if not is_closed:
-            with contextlib.suppress(FencedError):
+            with contextlib.suppress(errors.FencedError):
                 old.close()
 
         def leaks(root: Path = root, before: collections.Counter[str] = before):
@@ -731,7 +712,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
     old = opened(tmp_path)
     with failing_saves(tmp_path):
         old.save(1, state, touched=marks)
-        with pytest.raises(SaveFailed):
+        with pytest.raises(errors.SaveFailed):
             old._end("another start", "settle")
 
     def interrupt(_: object) -> None:
@@ -741,7 +722,7 @@ def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once
         patch.setattr(exits, "uninterrupted", interrupt)
         with pytest.raises(KeyboardInterrupt):
             old._end("another start", "close")
-    with pytest.raises(SaveFailed):
+    with pytest.raises(errors.SaveFailed):
         old.wait_until_finished()
     old.close()
     old.close()
@@ -763,9 +744,9 @@ def test_a_start_that_loses_its_staged_saves_releases_everything(node, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         one.manager(extents=extents)
     assert not machine.open_files(tmp_path / "x")
-    with pytest.raises(StorageError, match="moved or removed"):
+    with pytest.raises(errors.StorageError, match="moved or removed"):
         live.check_lease()
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(errors.StorageError):
         live.close()
     with one.manager(extents=extents) as following:
         commit(one, following, 0)
@@ -801,36 +782,41 @@ def paused(start: Callable[[], Any], where: str) -> Iterator[concurrent.futures.
 
 def require_fenced(start: concurrent.futures.Future[Any], save: Callable[[Any], Any]) -> None:
     """Checks that a start, or the first save of its manager, is fenced."""
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         manager = start.result(60)
         try:
             save(manager)
             manager.wait_until_finished()
         finally:
-            with contextlib.suppress(FencedError):
+            with contextlib.suppress(errors.FencedError):
                 manager.close()
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("place", "where"),
     [
         *(
-            "Journal.claim",
-            "_Startup.run",
-            "LocalReplicas.recover",
-            "Saver.__init__",
-            "ReplicationClient.confirm",
+            ("directory", where)
+            for where in (
+                *("Saver.__init__", "Root.confirm", "DirectoryLease.start", "close_others"),
+                "Watch.__init__",
+            )
         ),
-        *("StagingDir.order", "ReplicationClient._finish_start", "Journal.start", "close_others"),
-        "Watch.__init__",
+        *(
+            ("same stage", where)
+            for where in (
+                *("Journal.claim", "_Startup.run", "LocalReplicas.recover", "Saver.__init__"),
+                *("ReplicationClient.confirm", "StagingDir.order", "Journal.start"),
+                *("ReplicationClient._finish_start", "close_others", "Watch.__init__"),
+            )
+        ),
     ],
 )
-def test_a_start_that_pauses_anywhere_leaves_the_uploads_to_the_one_that_overtook_it(node, where):
+def test_a_start_that_pauses_anywhere_leaves_the_saves_to_the_one_that_overtook_it(trainers, where):
     """In particular if both claim the staging directory and the bucket in opposite orders."""
-    one = node()
+    one, older = trainers(), trainers()
     with one.manager() as first:
-        one.save(first, 0)
-    older = Node(one.url, one.endpoint, one.stage.path)
+        commit(one, first, 0)
     with contextlib.ExitStack() as stack:
         with paused(older.manager, where) as start:
             newer = stack.enter_context(one.manager())
@@ -843,26 +829,6 @@ def test_a_start_that_pauses_anywhere_leaves_the_uploads_to_the_one_that_overtoo
     assert one.root() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["Saver.__init__", "Root.confirm", "DirectoryLease.start", "close_others", "Watch.__init__"],
-)
-def test_a_start_in_a_directory_that_pauses_anywhere_leaves_it_to_the_one_that_overtook_it(
-    tmp_path, where
-):
-    states = [one for one, _ in leaver.states(0)[:1]]
-    with paused(lambda: opened(tmp_path), where) as start:
-        newer = opened(tmp_path)
-        model.commit(newer, 1, states[0], force_base=True)
-    concurrent.futures.wait([start], 60)
-    model.commit(newer, 2, states[0], force_base=True)
-    require_fenced(start, lambda manager: manager.save(9, states[0], force_base=True))
-    newer.save(3, states[0], force_base=True)
-    newer.close()
-    with opened(tmp_path) as following:
-        assert following.all_steps() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("stalled", ["at its first save", "as it starts"])
 def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_newer_one(
     node, monkeypatch, stalled
@@ -873,7 +839,7 @@ def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_new
     def stall() -> None:
         monkeypatch.setattr(StagingDir, "order", lambda _, orders: late.append(orders))
 
-    with contextlib.suppress(FencedError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(errors.FencedError), contextlib.ExitStack() as stack:
         if stalled == "as it starts":
             stall()
         live = stack.enter_context(one.manager(wait_for="staging"))
@@ -889,7 +855,7 @@ def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_new
             assert late and found is not None and found.holder not in {old.holder for old in late}
             commit(one, newer, 2)
             assert one.root() == [0, 1, 2]
-        with pytest.raises(FencedError):
+        with pytest.raises(errors.FencedError):
             one.save(live, 3)
     with one.manager() as following:
         assert one.restore(following).step == 2
@@ -901,7 +867,7 @@ def test_overlapping_starts_of_one_process_do_not_wait_for_each_other(node, monk
     one = node()
     monkeypatch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("a start waits"))
     _live, starts = begin_two(one, monkeypatch, wait_for="remote")
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         starts.end("A", fails=False)
     newer = starts.end("B", fails=False)
     assert newer is not None
@@ -924,7 +890,7 @@ def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, 
     with newer:
         model.commit(newer, 2, state, touched=marks, force_base=True)
         for fenced in (live, older):
-            with pytest.raises(FencedError):
+            with pytest.raises(errors.FencedError):
                 fenced.save(3, state, touched=marks)
         assert newer.all_steps() == [1, 2]
 
@@ -943,9 +909,9 @@ def test_a_start_records_that_it_started_without_waiting_for_a_newer_one(node, m
     assert newest is not None and newest == claims[0].claimed and not newest.lease.pending
     claims[1].claim(pending=True)
     claims[1].start()
-    with pytest.raises(FencedError):
+    with pytest.raises(errors.FencedError):
         claims[0].start()
-    with contextlib.suppress(FencedError):
+    with contextlib.suppress(errors.FencedError):
         first.close()
 
 
@@ -985,10 +951,10 @@ def test_a_trainer_killed_while_it_starts_leaves_the_staged_saves_to_the_next_on
             starts.begin(name, one.manager)
         for name in others:
             starts.end(name, fails=True)
-        with pytest.raises(FencedError):
+        with pytest.raises(errors.FencedError):
             started(lambda: one.save(live, 3)).result(60)
             live.wait_until_finished()
-        with contextlib.suppress(FencedError):
+        with contextlib.suppress(errors.FencedError):
             live.close()
     with one.manager() as following:
         assert one.restore(following).step == 2

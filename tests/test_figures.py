@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from deltackpt import events
-from deltackpt.format.manifest import Layout, TableEntry, TableFigures, table_figures
+from deltackpt.format.manifest import TableEntry, table_figures
 from deltackpt.format.row_blocks import Encoding, FieldSpec, GroupEntry, Segment
 
 VALUES = FieldSpec(name="values", trailing=(4,), dtype="bfloat16")
@@ -56,11 +55,6 @@ def test_a_row_has_the_bytes_of_its_columns() -> None:
     assert FieldSpec(name="slot.none", trailing=(0,), dtype="float32").row_bytes == 0
 
 
-def test_a_layout_finds_its_groups_by_name() -> None:
-    other = GroupEntry(name="g1", rows=1, fields=(VALUES,))
-    assert Layout((GROUP, other), TABLES, (), ()).group_by_name == {"g0": GROUP, "g1": other}
-
-
 def test_the_bytes_of_a_field_are_divided_by_rows() -> None:
     found = table_figures((GROUP,), TABLES, [segment(encoding())])
     assert [(f.table, f.field, f.rows, f.nbytes) for f in found] == [
@@ -91,7 +85,3 @@ def test_codecs_and_errors_of_all_segments_are_combined() -> None:
     assert found.codec == "raw+uniform8"
     assert found.reason == "raw was asked for; uniform8 was asked for"
     assert found.relative_error == math.sqrt(4 / 16)
-
-
-def test_events_name_the_figures() -> None:
-    assert events.TableFigures is TableFigures

