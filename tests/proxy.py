@@ -313,9 +313,12 @@ class _Upstream:
         self._source = _Source(connection)
 
     def gone(self) -> bool:
-        """Whether the server closed it; nothing else can be readable."""
+        """Whether it was closed; nothing else can be readable."""
         polled = select.poll()
-        polled.register(self._connection, select.POLLIN)
+        try:
+            polled.register(self._connection, select.POLLIN)
+        except ValueError:  # By this proxy, in another thread.
+            return True
         return bool(polled.poll(0))
 
     def ask(self, message: _Message) -> _Message:
