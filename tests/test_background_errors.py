@@ -26,6 +26,7 @@ import deltackpt
 from deltackpt import serving
 from deltackpt.errors import (
     ClosedError,
+    Damaged,
     DeltackptError,
     FencedError,
     OptionError,
@@ -300,7 +301,7 @@ def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monke
         asked.append(sum(part.nbytes for part in parts))
         real(store, key, start, parts, **how)
 
-    monkeypatch.setattr(copy_locations, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copy_locations, "SEGMENT_BYTES", 1000)
     with mock.patch.object(FileStore, "read_into", read_into):
         copy.copy(tmp_path / "root", tmp_path / "copy")
     longest = max(one.stat().st_size for one in (tmp_path / "root" / "1").rglob("*"))
@@ -311,15 +312,15 @@ def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monke
 
 def test_a_file_that_changes_during_a_copy_is_damage(tmp_path):
     saved(tmp_path / "root").close()
-    real = FileStore.read_into
+    real = FileStore.get
 
-    def read_into(store: FileStore, key: str, start: int, parts: Any, **how: Any) -> None:
-        real(store, key, start, parts, **how)
+    def get(store: FileStore, key: str) -> bytes:
+        data = real(store, key)
         if "/c." in key or key.endswith(".bin"):
-            parts[0][0] ^= 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        return data
 
-    monkeypatched = mock.patch.object(FileStore, "read_into", read_into)
-    with monkeypatched, pytest.raises(DeltackptError):
+    with mock.patch.object(FileStore, "get", get), pytest.raises(Damaged):
         copy.copy(tmp_path / "root", tmp_path / "copy")
     assert not (tmp_path / "copy" / "1").exists()
 

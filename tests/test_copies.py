@@ -189,6 +189,7 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     where = bucket if store == "Bucket" else str(tmp_path / "target")
     program = (
         "import os, signal, sys\n"
+        "from deltackpt.ledger.journal import Journal\n"
         "from deltackpt.tiers import copy as copies\n"
         "from deltackpt.storage.kv_store import KvStore\n"
         f"kind = {'copies.Directory' if store == 'Directory' else '{kind}'}\n"
@@ -204,8 +205,8 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     given = {"target": where, "endpoint": server.endpoint}
     whole: set[str] = set()
     for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 4), ("publish", 0)):
-        kind = "KvStore" if name == "write" else "copies.Bucket"
-        call = "put" if (store, name) == ("Bucket", "write") else name
+        kind = "KvStore" if name == "write" else "Journal"
+        call = name if store == "Directory" else {"write": "put", "publish": "commit"}[name]
         code = program.replace("{name}", call).replace("{kind}", kind)
         cut = subprocess.run([sys.executable, "-c", code, str(after)], capture_output=True)
         assert cut.returncode == -signal.SIGKILL, cut.stderr
@@ -384,7 +385,7 @@ def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(listed, root, tmp
 
         replacing = mock.patch.object(copies, "_units", then)
     else:
-        replacing = before_first_call(copy_locations, "pieces_of", lambda *_: replace_step_2(root))
+        replacing = before_first_call(digests, "verified_file", lambda *_: replace_step_2(root))
     with replacing, pytest.raises(errors.StepGone, match="replaced"):
         copy(root, tmp_path / "target", steps=[2])
     assert not (tmp_path / "target" / "2").exists()
@@ -444,9 +445,7 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         given["endpoint"] = request.getfixturevalue("server").endpoint
     write_chain(tmp_path / "other", 1)
     with (
-        before_first_call(
-            copy_locations.Bucket, "publish", lambda *_: copy(tmp_path / "other", **given)
-        ),
+        before_first_call(Journal, "commit", lambda *_: copy(tmp_path / "other", **given)),
         pytest.raises(errors.FencedError),
     ):
         copy(run[0], **given, steps=[0])
@@ -474,8 +473,8 @@ def test_a_foreign_directory_is_refused_before_anything_is_created_there(run, tm
 def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
     real = copy_locations.Directory.publish
 
-    def publish(self, unit, expected):
-        real(self, unit, expected)
+    def publish(self, unit):
+        real(self, unit)
         if unit.name == "2":
             shutil.rmtree(tmp_path / "target" / "compacted")
 
@@ -500,7 +499,7 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
 
 
 def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
-    def lose(place, unit, _):
+    def lose(place, unit):
         next(place._staged(unit).rglob("manifest.0.msgpack")).unlink()
 
     with (
@@ -517,7 +516,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(root, removed, tmp
         os.rename(root / removed, tmp_path / "removed")
 
     with (
-        before_first_call(copy_locations, "pieces_of", remove),
+        before_first_call(digests, "verified_file", remove),
         pytest.raises(errors.StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -161,6 +161,7 @@ def _applied(columns: tuple[int, ...], vector: int) -> int:
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
 _READERS = 2
+_Piece = TypeVar("_Piece", bytes, bytearray, memoryview, bytes | bytearray)
 
 
 #: Path below a step to the fields of a ``Digest`` without blocks, as in ``Manifest.files``.
@@ -421,6 +422,45 @@ class Streamed:
         found = Digest(self._length, self._crc, tail)
         if found != (right := Digest(expected.length, wanted, expected.tail)):
             raise Damaged(shown, _described(right), _described(found))
+
+
+def verified(
+    shown: str, expected: Digest, read: Callable[[int, int], _Piece], *, most_bytes: int
+) -> Iterator[_Piece]:
+    """Yields a file's pieces; ``Damaged`` instead of the last one if they do not match its digest.
+
+    ``read`` returns a piece by its offset and length. An empty file is one piece.
+    """
+    came = Streamed()
+    for start in range(0, max(1, expected.length), most_bytes):
+        nbytes = min(most_bytes, expected.length - start)
+        piece = read(start, nbytes)
+        came.add(piece)
+        if start + nbytes == expected.length:
+            came.check(shown, expected)
+        yield piece
+
+
+def verified_file(
+    at: StorePath, expected: Digest, *, most_bytes: int
+) -> Iterator[bytes | bytearray]:
+    """Yields the pieces of a stored file, like ``verified``."""
+    shown = str(at)
+
+    def read(start: int, nbytes: int) -> bytes | bytearray:
+        if nbytes == expected.length:
+            return at.store.get(at.key)
+        piece = bytearray(nbytes)
+        at.store.read_into(at.key, start, [memoryview(piece)])
+        return piece
+
+    try:
+        if (length := at.length(shown)) != expected.length:
+            raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
+        with at.missing_is_damage(shown):
+            yield from verified(shown, expected, read, most_bytes=most_bytes)
+    except Damaged as error:  # It may name an object.
+        raise Damaged(shown, error.expected, error.found) from None
 
 
 def _problem(

@@ -32,9 +32,9 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.entries import SAVES, CatalogEntry, ObjectKey, prefix_epoch
+from deltackpt.ledger.entries import SAVES, ObjectKey, prefix_epoch
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.upload import Uploaded, describe, send
+from deltackpt.ledger.upload import Unit, describe, send
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage import buckets
@@ -133,6 +133,9 @@ class _Upload:
         else:
             prefix, parts = journal.prefix(unit), Parts(None)
         return cls(save=save, info=info, orders=orders, journal=journal, prefix=prefix, parts=parts)
+
+    def unit(self, files: Mapping[str, Digest]) -> Unit:
+        return Unit(ObjectKey(self.save.step), self.info, self.save.at, files)
 
     def require_parent(self) -> None:
         """Checks that the parent was uploaded; reads the journal if that is not known."""
@@ -428,25 +431,21 @@ class Uploader(Cursor):
         if self._must_wait(info, found):
             return False
         try:
-            digests = digests or inventory.every_digest(save.at, orders.item)
-            objects = sum(one.objects for one in parts.values())
-            put = describe(digests, journal.root / upload.prefix, objects)
+            unit = upload.unit(digests or inventory.every_digest(save.at, orders.item))
+            standing = describe(unit, journal.root, upload.prefix)
             upload.require_parent()
             if not upload.is_staged():
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            unit = ObjectKey(save.step)
-            journal.commit(
-                CatalogEntry.of(
-                    info, unit, upload.prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
-                )
-            )
+            journal.commit(standing)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))
             return True
         upload.parts.remove()
         del self._uploads[save.key]
-        self._report_uploaded(upload, put)
+        # With the digests and the journal entry.
+        objects = sum(one.objects for one in parts.values()) + 2
+        self._report_uploaded(upload, standing.stored_bytes, objects)
         return True
 
     def _send(self, upload: _Upload) -> tuple[UploadPart, dict[str, Digest] | None]:
@@ -465,9 +464,9 @@ class Uploader(Cursor):
                 for other in range(1, orders.processes):
                     for name in inventory.only_at(at, orders.item, other):
                         own.pop(name, None)
+            unit = upload.unit(own)
             objects = send(
-                at,
-                own,
+                unit,
                 upload.journal.root / upload.prefix,
                 done=upload.done,
                 pace=self._pace,
@@ -476,8 +475,7 @@ class Uploader(Cursor):
         except RestoreError as error:
             of = f"the part of process {orders.process}: " if orders.no_shared_fs else ""
             return UploadPart(process=orders.process, problem=f"{of}{error}"), None
-        nbytes = sum(digest.length for digest in own.values())
-        return UploadPart(process=orders.process, nbytes=nbytes, objects=objects), every
+        return UploadPart(process=orders.process, nbytes=unit.nbytes, objects=objects), every
 
     def _until_turn(
         self, save: StagedSave, found: Sequence[StagedSave], orders: Orders
@@ -534,19 +532,19 @@ class Uploader(Cursor):
                 upload.journal.abandon_upload(upload.prefix)
                 self._is_littered = True
 
-    def _report_uploaded(self, upload: _Upload, put: Uploaded) -> None:
+    def _report_uploaded(self, upload: _Upload, nbytes: int, objects: int) -> None:
         save, recent, now = upload.save, self.progress.recent, time.time()
         record = UploadRecord(
             number=recent[-1].number + 1 if recent else 1,
             save_id=upload.info.save_id,
-            nbytes=put.nbytes,
-            objects=put.objects + 1,
+            nbytes=nbytes,
+            objects=objects,
             seconds=time.perf_counter() - upload.began,
             lag_secs=max(0.0, now - _made_secs(save.at)),
             committed_unix_secs=now,
         )
         self._report_state(upload.journal, recent=(*recent, record)[-MOST_RECENT:])
-        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, put.nbytes, record.seconds)
+        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, nbytes, record.seconds)
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:
