@@ -166,7 +166,7 @@ def test_a_truncated_file_is_damage(tmp_path):
     folder = made(tmp_path / "7", {"a": b"1" * 100})
     pack = packed(folder)
     (folder / "a").write_bytes(b"1" * 99)
-    with pytest.raises(Damaged, match="1 more bytes"):
+    with pytest.raises(Damaged, match="100 bytes, found 99 bytes"):
         Held(pack)
 
 

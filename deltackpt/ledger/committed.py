@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, posix
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte
+from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte, split
 
 #: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
 #: size of a single upload, and no process should hold a whole object.
@@ -37,19 +38,6 @@ _FETCHERS = 4
 def object_name(name: str, file: Digest, number: int) -> str:
     """Returns the name of one of a file's objects, below its prefix."""
     return name if file.length <= SEGMENT_BYTES else f"{SEGMENTS}/{name}/{number:06}"
-
-
-def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryview], int]:
-    """Removes the first bytes of some parts; returns them, and their number."""
-    found, nbytes = [], 0
-    while parts and nbytes < most_bytes:
-        piece = parts[0][: most_bytes - nbytes]
-        found.append(piece)
-        nbytes += piece.nbytes
-        parts[0] = parts[0][piece.nbytes :]
-        if not parts[0].nbytes:
-            del parts[0]
-    return found, nbytes
 
 
 class CommittedStore(ReadOnlyStore):
@@ -89,9 +77,7 @@ class CommittedStore(ReadOnlyStore):
             data = bytearray(digest.length)
             self.read_into(key, 0, [memoryview(data)])
             data = bytes(data)
-        if digests.digest_bytes(data)[:3] != digest[:3]:
-            found = f"{len(data)} other bytes"
-            raise Damaged(key, f"{digest.length} bytes as committed", found)
+        digests.check_bytes(data, digest, key)
         return data
 
     def read_into(
@@ -101,14 +87,11 @@ class CommittedStore(ReadOnlyStore):
         prefix, name, digest = self._file(key)
         wanted = sum(part.nbytes for part in parts)
         first = first_byte(key, start, wanted, digest.length, whole=whole)
-        left = [part for part in parts if part.nbytes]
-        while left:
-            number, inside = divmod(first, SEGMENT_BYTES)
-            pieces, nbytes = _first_bytes(left, SEGMENT_BYTES - inside)
+        for number, at_byte, inside in split(first, parts, count(SEGMENT_BYTES, SEGMENT_BYTES)):
             at = self._at(prefix, object_name(name, digest, number))
-            read = functools.partial(at.store.read_into, at.key, inside, pieces)
+            begin = at_byte - number * SEGMENT_BYTES
+            read = functools.partial(at.store.read_into, at.key, begin, inside)
             self._read_committed(prefix, key, read)
-            first += nbytes
 
     def length(self, key: str) -> int:
         """See ``Store``."""
