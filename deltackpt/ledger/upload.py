@@ -4,6 +4,17 @@
 Each file is compared with its digest, so altered files never reach a bucket. One object with all
 digests follows; then the unit may be committed. The uploader of a job with several processes does
 these steps separately, since each process sends its files; copies and compaction do all at once.
+
+How saves get from one place to another::
+
+    what            is missing if            is verified by            is committed by
+    copy            its digests differ       digests, then read back   rename, or journal entry
+    upload          never committed there    digests                   journal entry
+    compacted base  not committed there      digests                   journal entry
+    download        always                   digests                   nobody: it is temporary
+    bundle          the tier lacks its key   CRC32C of the stream      the tier
+    recovered save  not here, not remote     digests                   rename
+    WAL records     piece names lack them    their own checksums       the epoch's header
 """
 
 from __future__ import annotations
@@ -26,7 +37,7 @@ from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.store import StorePath
 
-#: Concurrent uploads: enough to hide the latency of a service.
+#: Concurrent files: enough to hide the latency of a service.
 WORKERS = 8
 #: Maximum bytes in flight, over all objects. TensorStore holds a second copy.
 _IN_FLIGHT_BYTES = 32 << 20

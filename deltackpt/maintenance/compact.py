@@ -27,7 +27,6 @@ from deltackpt.errors import (
     AlreadyCompacting,
     Damaged,
     OptionError,
-    OutOfSpace,
     StepNotFound,
     StorageError,
 )
@@ -144,7 +143,12 @@ def compact(
         planned = plan(root, item=item, step=step, parts=wanted)
         if planned is None:
             return None
-        _require_room(planned)
+        posix.require_room(
+            root,
+            planned.nbytes + planned.dense_bytes,
+            f"compacted step {planned.step} in {root}",
+            "free space or keep fewer steps, then retry",
+        )
         with detect_step_removal(planned):
             most = most_workers(planned, chain(planned), memory_bytes)
         count = min(wanted, len(planned.parts), most)
@@ -293,12 +297,3 @@ def _by_threads(
         for future in concurrent.futures.as_completed(futures):
             future.result()
     return [future.result() for future in futures]
-
-
-def _require_room(plan: CompactionPlan) -> None:
-    free, needed = posix.free_bytes(plan.directory), plan.nbytes + plan.dense_bytes
-    if free < needed:
-        raise OutOfSpace(
-            f"{plan.directory}: expected room for {needed:,} bytes to compact step "
-            f"{plan.step}, found {free:,} bytes free; free space or keep fewer steps, then retry"
-        )

@@ -29,7 +29,7 @@ from deltackpt.errors import (
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.entries import ObjectKey
-from deltackpt.ledger.upload import Unit
+from deltackpt.ledger.upload import WORKERS, Unit
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
@@ -37,8 +37,6 @@ from deltackpt.tiers.copy_locations import Bucket, Directory, gone
 
 Location = Directory | Bucket
 _ACTION = "copy another step, or restore this one from a backup"
-#: Concurrent files: enough to hide the latency of a bucket.
-WORKERS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy sources and targets: directories, and buckets, which are written through their journal."""
+"""Copy sources and targets: directories, and buckets, which are written through their journal.
+
+A bucket receives a unit as from the uploader. A directory receives it in another way: files of an
+interrupted copy are kept for the next one, and a rename may replace a damaged unit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ import numpy as np
 
 from deltackpt.errors import (
     Damaged,
-    OutOfSpace,
     RestoreError,
     StepGone,
     StorageError,
@@ -22,7 +25,6 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
-from deltackpt.ledger import lease
 from deltackpt.ledger.committed import SEGMENT_BYTES, CommittedStore
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import ObjectKey
@@ -142,11 +144,8 @@ class Directory:
         staged = self._staged(unit)
         self._dir.make(staged)
         needed = unit.nbytes - posix.tree_bytes(staged)
-        if posix.free_bytes(staged) < needed:
-            raise OutOfSpace(
-                f"{self.name}: expected room for {needed:,} bytes of {unit.name}, found "
-                f"{posix.free_bytes(staged):,} free; make room, then copy again"
-            )
+        shown = f"{self.name}/{unit.name}"
+        posix.require_room(staged, needed, shown, "make room, then copy again")
 
         def copy(name: str) -> None:
             digest = unit.files[name]
@@ -177,7 +176,7 @@ class Directory:
         path = self._staged(unit) / name
         return path.is_file() and digests.digest_file(path)[:3] == unit.files[name][:3]
 
-    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Writes a file of an incomplete unit; does not follow links to other files."""
         path = self._staged(unit) / name
         with posix.typed_errors(path, "write"), self._dir.opened(path.parent, make=True) as folder:
@@ -276,15 +275,8 @@ class Bucket:
         return [unit.step for unit in self._store.units() if unit.item is None]
 
     def in_use(self) -> str | None:
-        """See ``Directory``; a claim by a trainer counts, since its end is not known."""
-        claim = self._journal.state().trainer
-        if claim is None or self._is_claimed:
-            return None
-        held = claim.lease
-        return (
-            f"a trainer that holds it: epoch {held.epoch}, process {held.pid} on {held.host}, "
-            f"since {lease.utc(held.since_secs)}"
-        )
+        """See ``Directory``."""
+        return gc.claimed_by(self._journal.state())
 
     def store_path(self, key: ObjectKey) -> StorePath:
         """See ``Directory``."""
