@@ -449,6 +449,9 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         pytest.raises(errors.FencedError),
     ):
         copy(run[0], **given, steps=[0])
+    # The refused upload is deleted.
+    at = buckets.locate(given["target"], endpoint=given.get("endpoint")).open()
+    assert len({key.split("/")[1] for key in at.keys() if key.startswith("saves/")}) == 1
     back(given, tmp_path / "again")
     assert contents(tmp_path / "again", 0) == contents(tmp_path / "other", 0)
     with pytest.raises(errors.TargetDiffers, match="another save"):
