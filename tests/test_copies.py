@@ -449,13 +449,24 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         pytest.raises(errors.FencedError),
     ):
         copy(run[0], **given, steps=[0])
-    # The refused upload is deleted.
-    at = buckets.locate(given["target"], endpoint=given.get("endpoint")).open()
-    assert len({key.split("/")[1] for key in at.keys() if key.startswith("saves/")}) == 1
     back(given, tmp_path / "again")
     assert contents(tmp_path / "again", 0) == contents(tmp_path / "other", 0)
     with pytest.raises(errors.TargetDiffers, match="another save"):
         copy(run[0], **given, steps=[0])
+
+
+def test_an_upload_that_may_be_committed_keeps_its_files(run, tmp_path, monkeypatch):
+    given, commit = {"target": file_spec(tmp_path / "kv")}, Journal.commit
+
+    def refused(journal, *args, **options):
+        commit(journal, *args, **options)
+        raise errors.FencedError("the answer was lost, and the entry is unreadable")
+
+    with monkeypatch.context() as patch, pytest.raises(errors.FencedError):
+        patch.setattr(Journal, "commit", refused)
+        copy(run[0], **given, steps=[0])
+    back(given, tmp_path / "again")
+    assert contents(tmp_path / "again", 0) == contents(run[0], 0)
 
 
 def test_a_target_whose_trainer_may_be_alive_is_refused_unless_offline(run, tmp_path):

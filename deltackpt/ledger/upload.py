@@ -8,13 +8,15 @@ these steps separately, since each process sends its files; copies and compactio
 How saves get from one place to another::
 
     what            is missing if            is verified by            is committed by
-    copy            its digests differ       digests, then read back   rename, or journal entry
+    copy            lengths, records differ  digests                   rename, or journal entry
     upload          never committed there    digests                   journal entry
     compacted base  not committed there      digests                   journal entry
     download        always                   digests                   nobody: it is temporary
     bundle          the tier lacks its key   CRC32C of the stream      the tier
     recovered save  not here, not remote     digests                   rename
     WAL records     piece names lack them    their own checksums       the epoch's header
+
+A copy to a directory is also read back, one to a bucket is not.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import FencedError, RestoreError, StorageError, TargetDiffers
+from deltackpt.errors import BrokenChain, RestoreError, StorageError, TargetDiffers
 from deltackpt.format.manifest import SaveInfo
 from deltackpt.ledger.committed import SEGMENT_BYTES, object_name
 from deltackpt.ledger.entries import COMMIT, CatalogEntry, ObjectKey
@@ -39,7 +41,8 @@ from deltackpt.storage.store import StorePath
 
 #: Concurrent files: enough to hide the latency of a service.
 WORKERS = 8
-#: Maximum bytes in flight, over all objects. TensorStore holds a second copy.
+#: Maximum bytes in flight, over all files. A file of several pieces holds the next one as well, and
+#: TensorStore a second copy of each.
 _IN_FLIGHT_BYTES = 32 << 20
 
 
@@ -126,20 +129,25 @@ def commit(
 ) -> CatalogEntry:
     """Uploads and commits a unit; ``reading`` surrounds the reads, and see ``Journal.commit``.
 
-    An upload that is not committed is deleted; after a StorageError it remains, because it may be.
+    Deletes the files of an upload that was certainly not committed. After FencedError or a failure
+    of the storage it may be, so the files remain until a later holder of the bucket sweeps them.
     """
     prefix = journal.prefix(unit.key)
     try:
         with reading or contextlib.nullcontext():
             send(unit, journal.root / prefix, workers=workers, on_bytes=on_bytes)
-            standing = describe(unit, journal.root, prefix)
-        standing = journal.commit(standing, alone=alone, replace=replace)
-    except (RestoreError, FencedError, TargetDiffers):
+            entry = describe(unit, journal.root, prefix)
+    except RestoreError:
         _discard(prefix, journal)
         raise
-    if standing.prefix != prefix:  # Another upload of the same save came first.
+    try:
+        entry = journal.commit(entry, alone=alone, replace=replace)
+    except (BrokenChain, TargetDiffers):
         _discard(prefix, journal)
-    return standing
+        raise
+    if entry.prefix != prefix:  # Another upload of the same save came first.
+        _discard(prefix, journal)
+    return entry
 
 
 def _discard(prefix: str, journal: Journal) -> None:

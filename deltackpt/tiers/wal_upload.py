@@ -142,9 +142,8 @@ class WalUpload:
     def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
         """Uploads the oldest piece that is due, or of ``every`` piece; returns whether it did."""
         for ref, process, log in self._staged(journal):
-            # An earlier uploader may have ended before it noted what it sent.
-            if (ref.prefix, process) not in self._noted:
-                self._note(ref, process, log, journal, is_checked=False)
+            # What this or an earlier uploader sent may not be noted, or not have been durable yet.
+            self._note(ref, process, log, journal, is_checked=False)
             for piece in self._waiting(ref, process, log, journal):
                 since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())
                 late = time.monotonic() - since >= PIECE_SECS
@@ -227,9 +226,9 @@ class WalUpload:
     ) -> None:
         """Records the newest uploaded record of a process, as the process does locally."""
         at, sent = journal.root / ref.prefix / process, self._known(ref, journal)
-        if (ref.prefix, process) not in self._noted:
-            self._noted[ref.prefix, process] = newest_durable(at).number
-        noted = self._noted[ref.prefix, process]
+        noted = self._noted.get((ref.prefix, process))
+        if noted is None:
+            noted = self._noted[ref.prefix, process] = newest_durable(at).number
         ends = {name: _end(sent, f"{process}/{name}") for name in log.segments}
         fresh = [
             one.save_id
