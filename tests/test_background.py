@@ -254,7 +254,7 @@ def two_parts(tmp_path: Path, monkeypatch) -> Any:
     at = store_path(tmp_path / "stage")
     found = [StagedSave(step, info, at, step) for step, info in infos.items()]
     work = Uploader(StagingDir(tmp_path / "stage"))
-    monkeypatch.setattr(work, "_send", lambda *_: (UploadPart(process=0), None))
+    monkeypatch.setattr(work, "_send", lambda *_: UploadPart(process=0))
 
     def advance(save: StagedSave) -> bool:
         return work._advance(save, infos[save.step], found, orders_of(0), journal)

@@ -295,7 +295,7 @@ def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monke
         asked.append(sum(part.nbytes for part in parts))
         real(store, key, start, parts, **how)
 
-    monkeypatch.setattr(copy_locations, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copy_locations, "SEGMENT_BYTES", 1000)
     with mock.patch.object(FileStore, "read_into", read_into):
         copy.copy(tmp_path / "root", tmp_path / "copy")
     longest = max(one.stat().st_size for one in (tmp_path / "root" / "1").rglob("*"))

@@ -20,12 +20,12 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.inspect.checkpoints import Checkpoints
-from deltackpt.ledger import committed
+from deltackpt.ledger import committed, upload
 from deltackpt.ledger.committed import COMMIT, CommittedStore
 from deltackpt.ledger.entries import CatalogEntry, ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps
-from deltackpt.ledger.upload import upload
+from deltackpt.ledger.upload import Unit
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.storage import buckets
@@ -62,14 +62,11 @@ def commit(ledger: Journal, root: Path, unit: ObjectKey) -> CatalogEntry:
     """Uploads a step or compacted base of a directory to a store and commits it."""
     source = store_path(root / unit.name)
     files = inventory.every_digest(source, naming.EMBEDDINGS_ITEM, base=unit.item is not None)
-    prefix = ledger.prefix(unit)
-    put = upload(source, files, ledger.root / prefix)
     if unit.item is None:
         info = stored_saves.read_save(source, naming.EMBEDDINGS_ITEM).info
     else:
         info = stored_saves.read_base(store_path(root / str(unit.step)), unit.item).info
-    standing = CatalogEntry.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
-    return ledger.commit(standing)
+    return upload.commit(Unit(unit, info, source, files), ledger)
 
 
 @pytest.fixture(scope="module")
@@ -207,20 +204,13 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             ledger = Journal(root)
             ledger.claim()
             ledger.retire(lambda state: [one.prefix for one in state.steps.values()])
-            prefix = ledger.prefix(ObjectKey(7))
-            files = digest_tree(source)
-            put = upload(store_path(source), files, root / prefix)
-            folder = root / prefix
-            most = max((folder / name).length() for name in folder.keys())
-            assert most <= max(segment_bytes, 500)
             info = SaveInfo(
                 save_id=SaveId("r", 7, number), kind="base", parent=None, step_dir="7", nbytes=0
             )
-            ledger.commit(
-                CatalogEntry.of(
-                    info, ObjectKey(7), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
-                )
-            )
+            unit = Unit(ObjectKey(7), info, store_path(source), digest_tree(source))
+            folder = root / upload.commit(unit, ledger).prefix
+            most = max((folder / name).length() for name in folder.keys())
+            assert most <= max(segment_bytes, 500)
             found = as_directory(root) / "7"
             assert found.keys() == ["empty", "large", "small"]
             assert (found / "large").read() == data and (found / "empty").read() == b""
@@ -239,5 +229,5 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             # A file that changes during the upload is not uploaded.
             (source / "large").write_bytes(data[:5_000] + b"x" + data[5_001:])
             with pytest.raises(Damaged, match="large"):
-                upload(store_path(source), files, root / ledger.prefix(ObjectKey(7)))
+                upload.commit(unit, ledger)
             (source / "large").write_bytes(data)

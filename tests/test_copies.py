@@ -181,6 +181,7 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     where = bucket if store == "Bucket" else str(tmp_path / "target")
     program = (
         "import os, signal, sys\n"
+        "from deltackpt.ledger.journal import Journal\n"
         "from deltackpt.tiers import copy as copies\n"
         "from deltackpt.storage.kv_store import KvStore\n"
         f"kind = {'copies.Directory' if store == 'Directory' else '{kind}'}\n"
@@ -196,8 +197,8 @@ def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, buc
     given = {"target": where, "endpoint": server.endpoint}
     whole: set[str] = set()
     for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 4), ("publish", 0)):
-        kind = "KvStore" if name == "write" else "copies.Bucket"
-        call = "put" if (store, name) == ("Bucket", "write") else name
+        kind = "KvStore" if name == "write" else "Journal"
+        call = name if store == "Directory" else {"write": "put", "publish": "commit"}[name]
         code = program.replace("{name}", call).replace("{kind}", kind)
         cut = subprocess.run([sys.executable, "-c", code, str(after)], capture_output=True)
         assert cut.returncode == -signal.SIGKILL, cut.stderr
@@ -281,7 +282,7 @@ def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
     with manager(bucket, tiers=tiers) as trainer:  # type: ignore[arg-type]
         state = model.initial()
         model.commit(trainer, 7, state, touched=model.new_touched(state))
-        with pytest.raises(errors.InUse, match="a trainer that holds it: epoch 1"):
+        with pytest.raises(errors.InUse, match=r"claimed by process .* \(epoch 1, since"):
             copy(root, **given, steps=[2])
         trainer.check_lease()
     assert copy(root, **given, steps=[2], offline=True).copied[-1] == "2"
@@ -376,7 +377,7 @@ def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(listed, root, tmp
 
         replacing = mock.patch.object(copies, "_units", then)
     else:
-        replacing = before_first_call(copy_locations, "pieces_of", lambda *_: replace_step_2(root))
+        replacing = before_first_call(digests, "verified_file", lambda *_: replace_step_2(root))
     with replacing, pytest.raises(errors.StepGone, match="replaced"):
         copy(root, tmp_path / "target", steps=[2])
     assert not (tmp_path / "target" / "2").exists()
@@ -436,9 +437,7 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
         given["endpoint"] = request.getfixturevalue("server").endpoint
     write_chain(tmp_path / "other", 1)
     with (
-        before_first_call(
-            copy_locations.Bucket, "publish", lambda *_: copy(tmp_path / "other", **given)
-        ),
+        before_first_call(Journal, "commit", lambda *_: copy(tmp_path / "other", **given)),
         pytest.raises(errors.FencedError),
     ):
         copy(run[0], **given, steps=[0])
@@ -446,6 +445,20 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
     assert contents(tmp_path / "again", 0) == contents(tmp_path / "other", 0)
     with pytest.raises(errors.TargetDiffers, match="another save"):
         copy(run[0], **given, steps=[0])
+
+
+def test_an_upload_that_may_be_committed_keeps_its_files(run, tmp_path, monkeypatch):
+    given, commit = {"target": file_spec(tmp_path / "kv")}, Journal.commit
+
+    def refused(journal, *args, **options):
+        commit(journal, *args, **options)
+        raise errors.FencedError("the answer was lost, and the entry is unreadable")
+
+    with monkeypatch.context() as patch, pytest.raises(errors.FencedError):
+        patch.setattr(Journal, "commit", refused)
+        copy(run[0], **given, steps=[0])
+    back(given, tmp_path / "again")
+    assert contents(tmp_path / "again", 0) == contents(run[0], 0)
 
 
 def test_a_target_whose_trainer_may_be_alive_is_refused_unless_offline(run, tmp_path):
@@ -466,8 +479,8 @@ def test_a_foreign_directory_is_refused_before_anything_is_created_there(run, tm
 def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
     real = copy_locations.Directory.publish
 
-    def publish(self, unit, expected):
-        real(self, unit, expected)
+    def publish(self, unit):
+        real(self, unit)
         if unit.name == "2":
             shutil.rmtree(tmp_path / "target" / "compacted")
 
@@ -492,7 +505,7 @@ def test_a_release_never_lets_two_hold_the_lock(tmp_path):
 
 
 def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
-    def lose(place, unit, _):
+    def lose(place, unit):
         next(place._staged(unit).rglob("manifest.0.msgpack")).unlink()
 
     with (
@@ -509,7 +522,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(root, removed, tmp
         os.rename(root / removed, tmp_path / "removed")
 
     with (
-        before_first_call(copy_locations, "pieces_of", remove),
+        before_first_call(digests, "verified_file", remove),
         pytest.raises(errors.StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")

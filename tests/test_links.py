@@ -22,6 +22,7 @@ from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import ObjectKey
+from deltackpt.ledger.upload import Unit
 from deltackpt.maintenance import compact, garbage, gc
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.nodes.directory_blobs import INCOMING, DirectoryBlobs
@@ -103,19 +104,12 @@ def remove_everything(root: Path) -> None:
         for number in opened.wal_location.numbers():
             garbage.remove_wal_epoch(opened.wal_location, number)
     place, no_info = Directory(root, ITEM), cast(SaveInfo, None)
-    for unit in (ObjectKey(90, None), ObjectKey(3, ITEM)):
+    for key in (ObjectKey(90, None), ObjectKey(3, ITEM)):
+        unit = Unit(key, no_info, store_path(root), {})
         with whatever_comes():
-            place.publish(unit, {})
+            place.publish(unit)
         with whatever_comes():
-            place.add(
-                unit,
-                no_info,
-                store_path(root),
-                {},
-                reading=damaged(),
-                workers=1,
-                on_bytes=lambda *_: None,
-            )
+            place.add(unit, reading=damaged(), workers=1, on_bytes=lambda *_: None)
     with whatever_comes(), compact.exclusive(root):
         pass
     with whatever_comes():

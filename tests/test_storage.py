@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ from deltackpt.format import row_blocks
 from deltackpt.storage import arrays, batch, digests
 from deltackpt.storage.digests import ChunkSums
 from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import split
 
 
 def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> arrays.ArrayEntry:
@@ -78,6 +80,45 @@ def test_digests_from_memory_are_those_of_the_files(tmp_path):
     computed = {name: digest._replace(blocks=b"") for name, digest in written.items()}
     assert len(computed) > 2
     assert computed == digests.digest_tree(tmp_path / "a")
+
+
+@given(length=st.integers(0, 40), most=st.integers(1, 50), flipped=st.integers(-1, 40))
+def test_the_last_piece_of_an_altered_file_never_arrives(length, most, flipped):
+    data = bytearray(range(1, length + 1))
+    expected, given = digests.digest_bytes(data), data[:]
+    altered = 0 <= flipped < length
+    if altered:
+        given[flipped] ^= 1
+    came: list[bytes] = []
+
+    def read(start: int, nbytes: int) -> bytes:
+        return bytes(given[start : start + nbytes])
+
+    with pytest.raises(Damaged, match="the file") if altered else contextlib.nullcontext():
+        came.extend(digests.verified("the file", expected, read, most_bytes=most))
+    count = max(1, -(-length // most))
+    assert len(came) == count - altered and b"".join(came) == given[: sum(map(len, came))]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=8),
+    sizes=st.lists(st.integers(0, 12), max_size=5),
+    first=st.integers(0, 20),
+)
+def test_a_read_over_several_pieces_is_one_read_of_each(lengths, sizes, first):
+    ends = [*itertools.accumulate(lengths)]
+    data = bytes(range(sum(lengths)))
+    parts = [bytearray(size) for size in sizes]
+    wanted = data[first : first + sum(sizes)]
+    numbers = []
+    for number, start, inside in split(first, map(memoryview, parts), ends):
+        numbers.append(number)
+        for part in inside:
+            assert start + len(part) <= ends[number]
+            part[:] = data[start : start + len(part)]
+            start += len(part)
+    assert numbers == sorted(set(numbers))
+    assert b"".join(parts)[: len(wanted)] == wanted
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -421,7 +421,7 @@ def dies_before_it_notes(one: Logging) -> StorePath:
     """Uploads the appended records without noting it; returns the newest piece."""
     work = Uploader(one.stage)
     work.trainer = Trainer(is_gone=True)
-    with mock.patch.object(wal_upload.WalUpload, "_note", side_effect=KeyboardInterrupt):
+    with mock.patch.object(wal_upload, "_put_progress", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             while work.step():
                 pass

@@ -311,6 +311,7 @@ def copy(
     """
     if steps and all_steps:
         raise click.UsageError("--step and --all are mutually exclusive")
+    from deltackpt.ledger.upload import WORKERS
     from deltackpt.tiers import copy as copying
 
     item = _found_item(source, item, endpoint)
@@ -322,7 +323,7 @@ def copy(
             steps=steps or None,
             all_steps=all_steps,
             endpoint=endpoint,
-            workers=workers or copying.WORKERS,
+            workers=workers or WORKERS,
             progress=progress,
             **options,
         )

@@ -87,12 +87,7 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
     temporary = temporary_beside(target)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        free_bytes = posix.free_bytes(target.parent)
-        if free_bytes < needed_bytes:
-            raise OutOfSpace(
-                f"{target}: expected room for {needed_bytes:,} bytes, found {free_bytes:,} free; "
-                "make room, or export elsewhere"
-            )
+        posix.require_room(target.parent, needed_bytes, target, "make room, or export elsewhere")
         try:
             temporary.mkdir()
             yield temporary

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import google_crc32c
 
@@ -21,8 +22,8 @@ from deltackpt.ledger.entries import COMMIT, Hidden, ObjectKey
 from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, posix
-from deltackpt.storage.digests import Digest, Streamed
-from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte
+from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte, split
 
 #: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
 #: size of a single upload, and no process should hold a whole object.
@@ -34,22 +35,9 @@ _KEPT_UNITS = 512
 _FETCHERS = 4
 
 
-def segment_name(name: str, number: int) -> str:
-    """Returns the name of a file's segment, below its prefix."""
-    return f"{SEGMENTS}/{name}/{number:06}"
-
-
-def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryview], int]:
-    """Removes the first bytes of some parts; returns them, and their number."""
-    found, nbytes = [], 0
-    while parts and nbytes < most_bytes:
-        piece = parts[0][: most_bytes - nbytes]
-        found.append(piece)
-        nbytes += piece.nbytes
-        parts[0] = parts[0][piece.nbytes :]
-        if not parts[0].nbytes:
-            del parts[0]
-    return found, nbytes
+def object_name(name: str, file: Digest, number: int) -> str:
+    """Returns the name of one of a file's objects, below its prefix."""
+    return name if file.length <= SEGMENT_BYTES else f"{SEGMENTS}/{name}/{number:06}"
 
 
 class CommittedStore(ReadOnlyStore):
@@ -89,9 +77,7 @@ class CommittedStore(ReadOnlyStore):
             data = bytearray(digest.length)
             self.read_into(key, 0, [memoryview(data)])
             data = bytes(data)
-        if digests.digest_bytes(data)[:3] != digest[:3]:
-            found = f"{len(data)} other bytes"
-            raise Damaged(key, f"{digest.length} bytes as committed", found)
+        digests.check_bytes(data, digest, key)
         return data
 
     def read_into(
@@ -101,14 +87,11 @@ class CommittedStore(ReadOnlyStore):
         prefix, name, digest = self._file(key)
         wanted = sum(part.nbytes for part in parts)
         first = first_byte(key, start, wanted, digest.length, whole=whole)
-        is_one, left = digest.length <= SEGMENT_BYTES, [part for part in parts if part.nbytes]
-        while left:
-            number, inside = (0, first) if is_one else divmod(first, SEGMENT_BYTES)
-            pieces, nbytes = _first_bytes(left, SEGMENT_BYTES - inside)
-            at = self._at(prefix, name if is_one else segment_name(name, number))
-            read = functools.partial(at.store.read_into, at.key, inside, pieces)
+        for number, at_byte, inside in split(first, parts, count(SEGMENT_BYTES, SEGMENT_BYTES)):
+            at = self._at(prefix, object_name(name, digest, number))
+            begin = at_byte - number * SEGMENT_BYTES
+            read = functools.partial(at.store.read_into, at.key, begin, inside)
             self._read_committed(prefix, key, read)
-            first += nbytes
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -175,33 +158,22 @@ class CommittedStore(ReadOnlyStore):
         at = self._at(prefix, below) if below else self._journal.root / prefix
         return at.kvstore()
 
-    def fetch(self, folder: str, target: Path) -> None:
-        """Downloads a folder's files to an existing directory; Damaged if one differs."""
-        keys = self.keys(folder)
+    def fetch(
+        self, folder: str, target: Path, wanted: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Downloads the ``wanted`` files below a folder to a directory; Damaged if one differs."""
+        at = StorePath(self, folder)
 
-        def fetch(key: str) -> None:
-            path = target / key.removeprefix(f"{folder}/")
+        def fetch(name: str) -> None:
+            path, file = target / name, self._file((at / name).key)[2]
+            pieces = digests.verified_file(at / name, file, most_bytes=SEGMENT_BYTES)
             with posix.typed_errors(path, "be written"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "wb") as file:
-                    self._copy(key, file)
+                with open(path, "wb") as opened:
+                    opened.writelines(pieces)
 
         with Runtime(_FETCHERS) as runtime:
-            runtime.map(fetch, keys)
-
-    def _copy(self, key: str, file: IO[bytes]) -> None:
-        """Copies a file piece by piece, and verifies it at the end."""
-        digest, start, came = self._file(key)[2], 0, Streamed()
-        if digest.length <= SEGMENT_BYTES:
-            file.write(self.get(key))
-            return
-        while start < digest.length:
-            piece = bytearray(min(SEGMENT_BYTES, digest.length - start))
-            self.read_into(key, start, [memoryview(piece)])
-            file.write(piece)
-            came.add(piece)
-            start += len(piece)
-        came.check(f"{self.url}/{key}", digest)
+            runtime.map(fetch, filter(wanted, at.keys()))
 
     def units(self, *, refresh: bool = True) -> Mapping[ObjectKey, str]:
         """Returns the prefix of each unit's files; ``refresh`` queries the journal again."""

@@ -17,7 +17,7 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PieceRange
 from deltackpt.ledger.entries import State, WalRef
 from deltackpt.reading.wal_locations import NAME, NBYTES, Record
-from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte
+from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte, split
 
 if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
@@ -96,16 +96,10 @@ class UploadedWal(ReadOnlyStore):
         found = self._pieces(key)
         wanted = sum(part.nbytes for part in parts)
         first = first_byte(f"{self.url}/{key}", start, wanted, found.length, whole=whole)
-        numbered = iter(found.whole)
-        piece = next(numbered)
-        for part in parts:
-            while part.nbytes:
-                while piece.end <= first:
-                    piece = next(numbered)
-                inside = part[: piece.end - first]
-                at = self._at / key / naming.piece_name(piece)
-                at.store.read_into(at.key, first - piece.start, [inside])
-                part, first = part[inside.nbytes :], first + inside.nbytes
+        for number, at_byte, inside in split(first, parts, (one.end for one in found.whole)):
+            piece = found.whole[number]
+            at = self._at / key / naming.piece_name(piece)
+            at.store.read_into(at.key, at_byte - piece.start, inside)
 
     def length(self, key: str) -> int:
         """See ``Store``."""

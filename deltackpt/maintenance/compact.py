@@ -25,31 +25,27 @@ from pathlib import Path
 
 from deltackpt.errors import (
     AlreadyCompacting,
-    BrokenChain,
     Damaged,
-    FencedError,
     OptionError,
-    OutOfSpace,
     StepNotFound,
     StorageError,
-    TargetDiffers,
 )
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import lease
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import CatalogEntry, ObjectKey
+from deltackpt.ledger.entries import ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.ledger.upload import upload
+from deltackpt.ledger.upload import Unit, commit
 from deltackpt.maintenance.base_merge import MergedPart, merge_part, most_workers, written_part
 from deltackpt.maintenance.plan import CompactionPlan, chain, detect_step_removal, plan
 from deltackpt.reading import chains, inventory, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.reading.stored_saves import StoredSave, read_base
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import buckets, parts, posix
 from deltackpt.storage.posix import DurableDir, fsync_path
@@ -147,7 +143,12 @@ def compact(
         planned = plan(root, item=item, step=step, parts=wanted)
         if planned is None:
             return None
-        _require_room(planned)
+        posix.require_room(
+            root,
+            planned.nbytes + planned.dense_bytes,
+            f"compacted step {planned.step} in {root}",
+            "free space or keep fewer steps, then retry",
+        )
         with detect_step_removal(planned):
             most = most_workers(planned, chain(planned), memory_bytes)
         count = min(wanted, len(planned.parts), most)
@@ -184,7 +185,7 @@ def _compact_in_bucket(
             held = at.store
             assert isinstance(held, CommittedStore)
             for save in found:
-                _fetch(held, save.item_dir.key, folder)
+                held.fetch(save.item_dir.key, folder / save.item_dir.key)
             item_below = StoredItem(found)
             if item_below.shards and item_below.base is not None:
                 _fetch_item(held, item_below.base.save, folder)
@@ -194,42 +195,25 @@ def _compact_in_bucket(
         return done
 
 
-def _fetch(held: CommittedStore, key: str, folder: Path) -> None:
-    target = folder / key
-    target.mkdir(parents=True)
-    held.fetch(key, target)
-
-
 def _fetch_item(held: CommittedStore, base: StoredSave, folder: Path) -> None:
     """Downloads the base's dense item and the digests of its step."""
-    if base.compacted:
-        return  # Downloaded with the base.
-    step = base.step_dir.key
-    _fetch(held, f"{step}/{naming.DENSE_ITEM}", folder)
-    for name in base.step_dir.keys():
-        if name == naming.STEP_DIGESTS or naming.step_digests_process(name) is not None:
-            (folder / step / name).write_bytes(held.get(f"{step}/{name}"))
+
+    def wanted(name: str) -> bool:
+        is_digests = name == naming.STEP_DIGESTS or naming.step_digests_process(name) is not None
+        return is_digests or name.startswith(f"{naming.DENSE_ITEM}/")
+
+    if not base.compacted:  # It was downloaded with the base.
+        held.fetch(base.step_dir.key, folder / base.step_dir.key, wanted)
 
 
-def _put_base(journal: Journal, folder: Path, unit: ObjectKey) -> None:
+def _put_base(journal: Journal, folder: Path, key: ObjectKey) -> None:
     """Uploads and commits a compacted base, unless the bucket has one already."""
-    assert unit.item is not None
+    assert key.item is not None
     journal.resume(wait=True)
-    source = store_path(folder / unit.name)
-    prefix = journal.prefix(unit)
-    try:
-        put = upload(
-            source, inventory.every_digest(source, unit.item, base=True), journal.root / prefix
-        )
-        info = stored_saves.read_base(folder / str(unit.step), unit.item).info
-        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
-        stands = journal.commit(standing).prefix == prefix
-        journal.copy_newest()
-    except (FencedError, BrokenChain, TargetDiffers):
-        journal.delete([prefix])
-        raise
-    if not stands:
-        journal.delete([prefix])
+    source, info = store_path(folder / key.name), read_base(folder / str(key.step), key.item).info
+    files = inventory.every_digest(source, key.item, base=True)
+    commit(Unit(key, info, source, files), journal)
+    journal.copy_newest()
 
 
 @contextlib.contextmanager
@@ -313,12 +297,3 @@ def _by_threads(
         for future in concurrent.futures.as_completed(futures):
             future.result()
     return [future.result() for future in futures]
-
-
-def _require_room(plan: CompactionPlan) -> None:
-    free, needed = posix.free_bytes(plan.directory), plan.nbytes + plan.dense_bytes
-    if free < needed:
-        raise OutOfSpace(
-            f"{plan.directory}: expected room for {needed:,} bytes to compact step "
-            f"{plan.step}, found {free:,} bytes free; free space or keep fewer steps, then retry"
-        )

@@ -22,6 +22,7 @@ from deltackpt.errors import Damaged, InUse
 from deltackpt.format import naming
 from deltackpt.ledger import lease as ledger_lease
 from deltackpt.ledger.directory import Root, is_leftover
+from deltackpt.ledger.entries import State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
 from deltackpt.ledger.opening import BucketSteps, open_steps
@@ -233,11 +234,7 @@ class _Bucket:
         return [], []
 
     def in_use(self) -> str | None:
-        claim = self._journal.known.trainer
-        if claim is None:
-            return None
-        held = claim.lease
-        return f"it claimed by process {held.pid} on {held.host}, which may be running"
+        return claimed_by(self._journal.known)
 
     def collect(self, find: Callable[[], Collectable]) -> Collectable:
         """Claims the bucket, then searches again and removes what is found."""
@@ -317,6 +314,17 @@ def in_use(opened: Root) -> str | None:
     if quiet < QUIET_SECS:
         return f"{holder}, which has ended, and {what} that changed {quiet:.0f} s ago"
     return None
+
+
+def claimed_by(state: State) -> str | None:
+    """Returns why a trainer may be running in a bucket: when it ends is not known."""
+    if state.trainer is None:
+        return None
+    held = state.trainer.lease
+    return (
+        f"it claimed by process {held.pid} on {held.host}, which may be running (epoch "
+        f"{held.epoch}, since {ledger_lease.utc(held.since_secs)})"
+    )
 
 
 def _own_change(path: Path) -> float:

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import h11
 
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
-from deltackpt.ledger.upload import Pace
 from deltackpt.nodes.blobs import BlobStore, OpenObject
+from deltackpt.resources.runtime import Pace
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
 from deltackpt.storage.striping import HEAD_BYTES, NodesStore

@@ -265,7 +265,7 @@ class ProcessWal:
 
     def __init__(self, store_path: StorePath, run: str, epoch: EpochRef, process: int):
         """Reads nothing yet; ``store_path`` is the directory of its segments."""
-        self._store_path = store_path
+        self.store_path = store_path
         self._run, self._epoch, self._process = run, epoch, process
         self._scans: dict[SegmentId, _Scan] = {}
         self._stamp: Stamp | None = None
@@ -355,10 +355,10 @@ class ProcessWal:
     def _name(self, seq: int) -> str:
         """Returns the name in errors of the segment with a record, or of the previous one."""
         before = [place for place in sorted(self._scans) if place.seq <= seq]
-        return self._segment(before[-1]).shown(4) if before else self._store_path.shown()
+        return self._segment(before[-1]).shown(4) if before else self.store_path.shown()
 
     def _segment(self, place: SegmentId) -> StorePath:
-        return self._store_path / naming.segment_name(*place)
+        return self.store_path / naming.segment_name(*place)
 
     def _may_end_in(self, place: SegmentId) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
@@ -376,18 +376,18 @@ class ProcessWal:
 
         Raises FormatTooNew, and StorageError if the directory cannot be read.
         """
-        if isinstance(self._store_path.store, FileStore):
-            stamp = self._store_path.stamp()
+        if isinstance(self.store_path.store, FileStore):
+            stamp = self.store_path.stamp()
             if self._stamp is not None and not self._stamp.same(stamp):
                 # A copy with other bytes may have replaced the directory. In other stores, asking
                 # would cost another listing.
                 self._scans.clear()
             self._stamp = stamp
         # Before the segments: what is durable by now is in them.
-        self._durable = newest_durable(self._store_path)
+        self._durable = newest_durable(self.store_path)
         places = sorted(
             place
-            for name in self._store_path.names()
+            for name in self.store_path.names()
             if (place := naming.parse_segment_name(name)) is not None
         )
         for gone in self._scans.keys() - {*places}:  # It was trimmed.

@@ -22,7 +22,7 @@ import numpy as np
 from deltackpt import codecs, coordination, events
 from deltackpt.codecs import Codec
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import OutOfSpace, TrackingError
+from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import Kind, LayerRef, LeafFigures, TrackingName, table_figures
 from deltackpt.format.row_blocks import GroupEntry, Segment, width
 from deltackpt.layers.write import LayerShard
@@ -222,12 +222,8 @@ def codecs_of(plan: Mapping[str, PlannedCodec]) -> dict[str, Codec]:
 def require_room(root: Path, nbytes: int, step: int) -> None:
     """Raises OutOfSpace if the file system of a directory has too little free space."""
     existing = next(path for path in (root, *root.parents) if path.exists())
-    free = posix.free_bytes(existing)
-    if free < nbytes:
-        raise OutOfSpace(
-            f"step {step} in {root}: expected room for {nbytes:,} bytes, found {free:,} free; "
-            "free space or keep fewer steps, then save again: no touched row is lost"
-        )
+    advice = "free space or keep fewer steps, then save again: no touched row is lost"
+    posix.require_room(existing, nbytes, f"step {step} in {root}", advice)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -161,6 +161,7 @@ def _applied(columns: tuple[int, ...], vector: int) -> int:
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
 _READERS = 2
+_Piece = TypeVar("_Piece", bound=bytes | memoryview)
 
 
 #: Path below a step to the fields of a ``Digest`` without blocks, as in ``Manifest.files``.
@@ -179,6 +180,12 @@ class Digest(NamedTuple):
     crc32c: int
     tail: int
     blocks: bytes = b""
+
+    @property
+    def whole_crc32c(self) -> int:
+        """Returns the CRC32C of the complete file."""
+        tail = self.tail.to_bytes(min(self.length, TAIL_BYTES), "little")
+        return crc32c(np.frombuffer(tail, np.uint8), self.crc32c)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,29 +405,47 @@ def _described(digest: Digest) -> str:
     return f"{digest.length} bytes, crc32c {digest.crc32c:08x}, tail {digest.tail:08x}"
 
 
-class Streamed:
-    """Compares the bytes of a file with its digest as they arrive."""
+def verified(
+    shown: str, expected: Digest, read: Callable[[int, int], _Piece], *, most_bytes: int
+) -> Iterator[_Piece]:
+    """Yields a file's pieces; ``Damaged`` instead of the last one if they do not match its digest.
 
-    def __init__(self) -> None:
-        self._length = 0
-        self._crc = 0
-        self._last = b""
+    ``read`` returns a piece by its offset and length. An empty file is one piece.
+    """
+    crc, length, last = 0, 0, b""
+    for start in range(0, max(1, expected.length), most_bytes):
+        nbytes = min(most_bytes, expected.length - start)
+        piece = read(start, nbytes)
+        crc, length = crc32c(np.frombuffer(piece, np.uint8), crc), length + len(piece)
+        last = (last + bytes(piece[-TAIL_BYTES:]))[-TAIL_BYTES:]
+        if start + nbytes == expected.length:
+            found = Digest(length, crc, int.from_bytes(last, "little"))
+            right = Digest(expected.length, expected.whole_crc32c, expected.tail)
+            if found != right:
+                raise Damaged(shown, _described(right), _described(found))
+        yield piece
 
-    def add(self, data: bytes | bytearray | memoryview) -> None:
-        """Adds the next bytes."""
-        self._length += len(data)
-        self._crc = crc32c(np.frombuffer(data, np.uint8), self._crc)
-        self._last = (self._last + bytes(data[-TAIL_BYTES:]))[-TAIL_BYTES:]
 
-    def check(self, shown: str, expected: Digest) -> None:
-        """Raises ``Damaged``, with the given name, unless all bytes arrived and match."""
-        tail = int.from_bytes(self._last, "little")
-        # The digest's CRC covers all bytes but the last four.
-        ending = expected.tail.to_bytes(len(self._last), "little")
-        wanted = crc32c(np.frombuffer(ending, np.uint8), expected.crc32c)
-        found = Digest(self._length, self._crc, tail)
-        if found != (right := Digest(expected.length, wanted, expected.tail)):
-            raise Damaged(shown, _described(right), _described(found))
+def verified_file(
+    at: StorePath, expected: Digest, *, most_bytes: int
+) -> Iterator[bytes | memoryview]:
+    """Yields the pieces of a stored file, like ``verified``."""
+    shown = str(at)
+
+    def read(start: int, nbytes: int) -> bytes | memoryview:
+        if nbytes == expected.length:
+            return at.store.get(at.key)
+        piece = memoryview(bytearray(nbytes))
+        at.store.read_into(at.key, start, [piece])
+        return piece
+
+    try:
+        if (length := at.length(shown)) != expected.length:
+            raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
+        with at.missing_is_damage(shown):
+            yield from verified(shown, expected, read, most_bytes=most_bytes)
+    except Damaged as error:  # It may name an object.
+        raise Damaged(shown, error.expected, error.found) from None
 
 
 def _problem(

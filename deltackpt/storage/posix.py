@@ -122,6 +122,14 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def require_room(path: Path, nbytes: int, what: object, advice: str) -> None:
+    """Raises OutOfSpace unless the file system of ``path`` has room for the bytes of ``what``."""
+    if (free := free_bytes(path)) < nbytes:
+        raise OutOfSpace(
+            f"{what}: expected room for {nbytes:,} bytes, found {free:,} free; {advice}"
+        )
+
+
 #: Errors of file systems without direct I/O, or with a larger alignment.
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS})
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -308,6 +308,31 @@ def fill(parts: Iterable[memoryview], data: bytes | memoryview) -> None:
         left = left[part.nbytes :]
 
 
+def split(
+    first: int, parts: Iterable[memoryview], ends: Iterable[int]
+) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """Divides a read at offset ``first`` over consecutive pieces, which end at ``ends``.
+
+    Yields each piece that it reaches, by its position, with the offset of the first byte and the
+    parts to fill from there.
+    """
+    left = [part.cast("B") for part in parts if part.nbytes]
+    for number, end in enumerate(ends):
+        if not left:
+            return
+        start, inside = first, list[memoryview]()
+        while left and first < end:
+            piece = left[0][: end - first]
+            inside.append(piece)
+            first += piece.nbytes
+            if piece.nbytes < left[0].nbytes:
+                left[0] = left[0][piece.nbytes :]
+            else:
+                del left[0]
+        if inside:
+            yield number, start, inside
+
+
 def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
     """Returns the error for a service that did not answer in time."""
     return Unanswered(

@@ -14,8 +14,8 @@ import hashlib
 import re
 import secrets
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import google_crc32c
@@ -23,7 +23,7 @@ import google_crc32c
 from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.node_client import Node
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Store, first_byte
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Store, first_byte, split
 
 #: Sizes of pieces. Each node should get four of an object, so that requests overlap.
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
@@ -265,15 +265,8 @@ class NodesStore(Store):
     ) -> None:
         wanted = sum(part.nbytes for part in parts)
         start = first_byte(self._shown(key), start, wanted, head.nbytes, whole=whole)
-        into = defaultdict[int, list[memoryview]](list)
-        at = start
-        for part in parts:
-            left = part.cast("B")
-            while left.nbytes:
-                number, used = divmod(at, head.piece_bytes)
-                into[number].append(left[: head.piece_bytes - used])
-                at += into[number][-1].nbytes
-                left = left[head.piece_bytes - used :]
+        ends = count(head.piece_bytes, head.piece_bytes)
+        into = {number: inside for number, _, inside in split(start, parts, ends)}
 
         def read_piece(node: Node, name: str, number: int) -> None:
             used = max(0, start - number * head.piece_bytes)

@@ -3,15 +3,17 @@
 
 Its CRC32C is computed from the files' digests, so creating a bundle reads nothing; its consumer
 reads it once.
+
+A bundle has all existing files of a step directory, also those of a damaged save or of a single
+process. A ``ledger.upload.Unit`` instead has all files that the save's records name.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
-import os
 import re
 import struct
 import threading
@@ -29,8 +31,8 @@ from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.storage import digests, posix
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digest, Streamed
-from deltackpt.storage.store import Missing, store_path
+from deltackpt.storage.digests import Digest, verified
+from deltackpt.storage.store import FileStore, Missing, fill, split, store_path
 from deltackpt.tiers.staging import Orders, RunLineage, StagingDir
 
 _MAGIC = "deltackpt.pack"
@@ -96,14 +98,12 @@ class SegmentReader:
         """See ``Reader``."""
         require_range(self._ref, start, len(out))
         with self._lock:
-            while len(out):
-                number, offset = divmod(start, self._segment_bytes)
+            ends = itertools.count(self._segment_bytes, self._segment_bytes)
+            for number, at, inside in split(start, [out], ends):
                 if self._loaded is None or self._loaded[0] != number:
                     self._loaded = None
                     self._loaded = number, self._load(number)
-                given = self._loaded[1][offset : offset + len(out)]
-                out[: len(given)] = given
-                start, out = start + len(given), out[len(given) :]
+                fill(inside, self._loaded[1][at - number * self._segment_bytes :])
 
 
 class Bundle(Reader, Protocol):
@@ -180,16 +180,16 @@ class StagedBundle:
     def __init__(self, step_dir: Path, contents: BundleManifest):
         record = manifest.to_bytes(contents, _MAGIC)
         self.root = contents.root
-        self._step_dir = step_dir
+        self._files = FileStore(step_dir)
         self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record
         self._names = [*contents.files]
         lengths = (length for length, _, _ in contents.files.values())
-        #: Offset of each file, and the end of the last one.
-        self._starts = [*itertools.accumulate(lengths, initial=len(self._head))]
+        #: The ends of the head and of each file.
+        self._ends = [*itertools.accumulate(lengths, initial=len(self._head))]
         total = digests.crc32c(np.frombuffer(self._head, np.uint8))
         for found in contents.files.values():
-            total = digests.joined(total, whole_crc32c(Digest(*found)), found[0])
-        self._label = BundleRef(contents.name.key, self._starts[-1], total)
+            total = digests.joined(total, Digest(*found).whole_crc32c, found[0])
+        self._label = BundleRef(contents.name.key, self._ends[-1], total)
 
     @property
     def ref(self) -> BundleRef:
@@ -199,31 +199,11 @@ class StagedBundle:
     def read_into(self, start: int, out: memoryview) -> None:
         """See ``Bundle``; raises Missing if the step was removed concurrently."""
         require_range(self._label, start, len(out))
-        if start < len(self._head):
-            taken = min(len(self._head) - start, len(out))
-            out[:taken] = self._head[start : start + taken]
-            start, out = start + taken, out[taken:]
-        number = bisect.bisect_right(self._starts, start) - 1
-        while len(out):
-            taken = min(self._starts[number + 1] - start, len(out))
-            if taken:
-                self._read_file(self._names[number], start - self._starts[number], out[:taken])
-            start, out, number = start + taken, out[taken:], number + 1
-
-    def _read_file(self, name: str, start: int, out: memoryview) -> None:
-        path = self._step_dir / name
-        try:
-            with open(path, "rb", buffering=0) as file:
-                while len(out):
-                    count = os.preadv(file.fileno(), [out], start)
-                    if count == 0:
-                        shown = posix.object_name(path)
-                        raise Damaged(shown, f"{len(out)} more bytes", "its end")
-                    start, out = start + count, out[count:]
-        except FileNotFoundError as error:
-            raise Missing(str(path)) from error
-        except OSError as error:
-            raise posix.unreadable(path, error) from error
+        for number, at, inside in split(start, [out], self._ends):
+            if number == 0:
+                fill(inside, memoryview(self._head)[at:])
+            else:
+                self._files.read_into(self._names[number - 1], at - self._ends[number - 1], inside)
 
 
 def manifest_of(
@@ -281,12 +261,6 @@ def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders)
     return StagedBundle(step_dir, contents)
 
 
-def whole_crc32c(digest: Digest) -> int:
-    """Returns the CRC32C of a complete file from its digest, which omits the last four bytes."""
-    tail = digest.tail.to_bytes(min(digest.length, digests.CRC_BYTES), "little")
-    return digests.crc32c(np.frombuffer(tail, np.uint8), digest.crc32c)
-
-
 def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
     """Returns the manifest of a stored bundle, or Damaged, and the offset of its first file."""
     prefix = bytearray(_PREFIX.size)
@@ -318,17 +292,18 @@ def unpack(reader: Reader, ref: BundleRef, folder: Path, *, fsync: bool) -> Bund
     with posix.typed_errors(folder, "unpack a save"):
         folder.mkdir(parents=True)
     batch = FileBatch(folder, fsync=fsync)
+
+    def read(begin: int, offset: int, nbytes: int) -> memoryview:
+        reader.read_into(begin + offset, buffer[:nbytes])
+        return buffer[:nbytes]
+
     with contextlib.closing(batch):
         for name, found in contents.files.items():
-            path, streamed = folder / name, Streamed()
-            batch.make(path.parent)
-            with batch.new(path) as file:
-                for offset in range(0, found[0], _PIECE_BYTES):
-                    piece = buffer[: min(_PIECE_BYTES, found[0] - offset)]
-                    reader.read_into(start + offset, piece)
-                    streamed.add(piece)
+            shown, of_file = f"{ref.key}/{name}", functools.partial(read, start)
+            batch.make((folder / name).parent)
+            with batch.new(folder / name) as file:
+                for piece in verified(shown, Digest(*found), of_file, most_bytes=_PIECE_BYTES):
                     file.append(np.frombuffer(piece, np.uint8))
-            streamed.check(f"{ref.key}/{name}", Digest(*found))
             start += found[0]
         batch.force()
     return contents

@@ -27,17 +27,16 @@ from deltackpt.errors import (
     TargetDiffers,
 )
 from deltackpt.format import naming
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.entries import ObjectKey
+from deltackpt.ledger.upload import WORKERS, Unit
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
-from deltackpt.storage.digests import Digest
-from deltackpt.tiers.copy_locations import Bucket, Directory, digests_bytes, gone
+from deltackpt.tiers.copy_locations import Bucket, Directory, gone
 
 Location = Directory | Bucket
-#: Concurrent files: enough to hide the latency of a bucket.
-WORKERS = 8
+_ACTION = "copy another step, or restore this one from a backup"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,45 +160,36 @@ class _CopyRun:
     _total: int = 0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def copy(self, units: Mapping[ObjectKey, SaveId]) -> None:
+    def copy(self, saves: Mapping[ObjectKey, SaveInfo]) -> None:
         """Copies units, each of which must still be the given save; completed ones remain."""
-        done = {*self.copied, *self.found}
-        expected: dict[ObjectKey, dict[str, Digest]] = {}
-        for unit, save_id in units.items():
-            if unit.name not in done:
-                with self._reading(unit, save_id):
-                    expected[unit] = self._source.digests(unit)
-        self._total = self.bytes_written + self.bytes_found
-        self._total += sum(digests_bytes(digests) for digests in expected.values())
-        for unit, digests in expected.items():
-            if self._target.holds(unit, digests, recheck=self._recheck):
+        done, units = {*self.copied, *self.found}, list[Unit]()
+        for key, info in saves.items():
+            if key.name not in done:
+                with self._reading(key, info.save_id):
+                    units.append(self._source.unit(key, info))
+        self._total = self.bytes_written + self.bytes_found + sum(unit.nbytes for unit in units)
+        for unit in units:
+            if self._target.holds(unit, recheck=self._recheck):
                 self.found.append(unit.name)
-                self._done(digests_bytes(digests), 0)
+                self._done(unit.nbytes, 0)
                 continue
-            with self._reading(unit, units[unit]):
-                info = self._source.info(unit)
-            if info is None:
-                raise gone(self._source, unit)
             self._target.add(
                 unit,
-                info,
-                self._source.store_path(unit),
-                digests,
-                reading=self._reading(unit, units[unit]),
+                reading=self._reading(unit.key, unit.info.save_id),
                 workers=self._workers,
                 on_bytes=self._done,
             )
-            self.file_count += len(digests)
+            self.file_count += len(unit.files)
             self.copied.append(unit.name)
 
     @contextlib.contextmanager
-    def _reading(self, unit: ObjectKey, save_id: SaveId) -> Iterator[None]:
+    def _reading(self, key: ObjectKey, save_id: SaveId) -> Iterator[None]:
         try:
-            with _check_unchanged(self._source, unit, save_id):
+            with _check_unchanged(self._source, key, save_id):
                 yield
-        except Damaged:
-            self.damaged = unit
-            raise
+        except Damaged as error:
+            self.damaged = key
+            raise Damaged(error.object_name, error.expected, error.found, _ACTION) from error
 
     def _done(self, found: int, written: int) -> None:
         with self._lock:
@@ -236,19 +226,19 @@ def _wanted(source: Location, steps: Collection[int] | None, all_steps: bool) ->
 
 def _units(
     source: Location, steps: Sequence[int], unusable: Collection[ObjectKey]
-) -> dict[ObjectKey, SaveId]:
+) -> dict[ObjectKey, SaveInfo]:
     """The units that restoring the steps needs, with their saves, in copy order."""
-    found: dict[ObjectKey, SaveId] = {}
+    found: dict[ObjectKey, SaveInfo] = {}
     for step in steps:
         found.update(_chain_units(source, step, unusable))
     # A save depends only on earlier steps, and on the base that replaces it.
-    order = sorted(found, key=lambda unit: (unit.step, unit.item is None))
-    return {unit: found[unit] for unit in order}
+    order = sorted(found, key=lambda key: (key.step, key.item is None))
+    return {key: found[key] for key in order}
 
 
 def _chain_units(
     source: Location, step: int, unusable: Collection[ObjectKey]
-) -> dict[ObjectKey, SaveId]:
+) -> dict[ObjectKey, SaveInfo]:
     """The units of one chain, and the step itself, which its compacted base does not replace."""
     own = source.info(ObjectKey(step))
     if own is None:
@@ -257,17 +247,17 @@ def _chain_units(
         saves = chains.read_chain(
             source.store_path(ObjectKey(step)),
             source.item,
-            unusable=[str(unit.step) for unit in unusable],
+            unusable=[str(key.step) for key in unusable],
         )
-    units = {ObjectKey(step): own.save_id}
+    units = {ObjectKey(step): own}
     for save in saves:
-        unit = ObjectKey(int(save.info.step_dir), source.item if save.compacted else None)
-        units[unit] = save.info.save_id
+        key = ObjectKey(int(save.info.step_dir), source.item if save.compacted else None)
+        units[key] = save.info
     return units
 
 
 @contextlib.contextmanager
-def _check_unchanged(source: Location, unit: ObjectKey, save_id: SaveId) -> Iterator[None]:
+def _check_unchanged(source: Location, key: ObjectKey, save_id: SaveId) -> Iterator[None]:
     """Checks after a copy that a source unit is still the same save: StepGone if it is not."""
     cause: RestoreError | None = None
     try:
@@ -275,10 +265,10 @@ def _check_unchanged(source: Location, unit: ObjectKey, save_id: SaveId) -> Iter
     except (Damaged, BrokenChain) as error:
         cause = error
     try:
-        now = source.info(unit)
+        now = source.info(key)
     except RestoreError as error:
         raise cause or error from None
     if now is None or now.save_id != save_id:
-        raise gone(source, unit) from cause
+        raise gone(source, key) from cause
     if cause is not None:
         raise cause

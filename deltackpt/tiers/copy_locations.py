@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy sources and targets: directories, and buckets, which are written through their journal."""
+"""Copy sources and targets: directories, and buckets, which are written through their journal.
+
+A bucket receives a unit as from the uploader. A directory receives it in another way: files of an
+interrupted copy are kept for the next one, and a rename may replace a damaged unit.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,7 +19,6 @@ import numpy as np
 
 from deltackpt.errors import (
     Damaged,
-    OutOfSpace,
     RestoreError,
     StepGone,
     StorageError,
@@ -22,66 +26,38 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
-from deltackpt.ledger import lease
 from deltackpt.ledger.committed import SEGMENT_BYTES, CommittedStore
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import CatalogEntry, ObjectKey
+from deltackpt.ledger.entries import ObjectKey
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
 from deltackpt.ledger.opening import refuse_foreign
-from deltackpt.ledger.upload import upload
+from deltackpt.ledger.upload import Unit, commit
 from deltackpt.maintenance import gc
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import buckets, digests, posix
-from deltackpt.storage.digests import Digest
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_tree
 from deltackpt.storage.store import Missing, StorePath, store_path
 
 #: Receives the bytes found and the bytes written of a copy, in several threads.
 OnBytes = Callable[[int, int], None]
 
-#: Bytes of a file in memory at a time.
-PIECE_BYTES = SEGMENT_BYTES
-_MEND = "copy another step, or restore this one from a backup"
 
-
-def gone(source: Directory | Bucket, unit: ObjectKey) -> StepGone:
+def gone(source: Directory | Bucket, key: ObjectKey) -> StepGone:
     """Returns the error for a unit that was removed from the source during the copy."""
     return StepGone(
-        f"{source.name}/{unit.name}: expected it to remain during the copy, found it removed or "
+        f"{source.name}/{key.name}: expected it to remain during the copy, found it removed or "
         "replaced; copy again, since the newest step has changed"
     )
 
 
-def differs(shown: str, found: str) -> TargetDiffers:
-    """Returns the error for a target that holds something else under a name."""
+def _differs(shown: str, found: str) -> TargetDiffers:
+    """The error for a target that holds something else under a name."""
     return TargetDiffers(
         f"{shown}: expected the copied save, or none, found {found}, which was not touched; copy "
         "to an empty target, or move this entry away first"
     )
-
-
-def pieces_of(at: StorePath, expected: Digest) -> Iterator[bytes | bytearray]:
-    """Yields a file piece by piece, one in memory; Damaged at the end if it does not match."""
-    came, shown = digests.Streamed(), str(at)
-    try:
-        with at.missing_is_damage(shown):
-            if (length := at.store.length(at.key)) != expected.length:
-                raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
-            for start in range(0, expected.length, PIECE_BYTES):
-                piece = bytearray(min(PIECE_BYTES, expected.length - start))
-                at.store.read_into(at.key, start, [memoryview(piece)])
-                came.add(piece)
-                yield piece
-        came.check(shown, expected)
-    except Damaged as error:  # May name an object.
-        raise Damaged(shown, error.expected, error.found, _MEND) from None
-
-
-def digests_bytes(digests: Mapping[str, Digest]) -> int:
-    """Returns the total size of files, by their digests."""
-    return sum(digest.length for digest in digests.values())
 
 
 #: Maximum bytes in flight; a larger file is copied alone.
@@ -119,49 +95,47 @@ class Directory:
         # Without a lease, no trainer ever used it.
         return gc.in_use(opened) if any(epochs(self._path)) else None
 
-    def store_path(self, unit: ObjectKey) -> StorePath:
+    def store_path(self, key: ObjectKey) -> StorePath:
         """Returns the folder of a unit."""
-        return store_path(self._folder(unit))
+        return store_path(self._path / key.name)
 
-    def info(self, unit: ObjectKey) -> SaveInfo | None:
+    def info(self, key: ObjectKey) -> SaveInfo | None:
         """Returns a unit's entry in the chain; None if it does not exist."""
-        step_dir, folder = self._path / str(unit.step), self._folder(unit)
+        step_dir, folder = self._path / str(key.step), self._path / key.name
         if not folder.is_dir():
             return None
         try:
-            if unit.item is None:
+            if key.item is None:
                 return stored_saves.read_save(step_dir, self.item).info
-            return stored_saves.read_base(step_dir, unit.item).info
+            return stored_saves.read_base(step_dir, key.item).info
         except RestoreError:
             if not folder.is_dir():  # The unit was removed concurrently.
                 return None
             raise
 
-    def digests(self, unit: ObjectKey) -> dict[str, Digest]:
-        """Returns the digests of all files of a unit, by relative path."""
-        is_base = unit.item is not None
-        return inventory.every_digest(self.store_path(unit), unit.item or self.item, base=is_base)
+    def unit(self, key: ObjectKey, info: SaveInfo) -> Unit:
+        """Returns a unit with the digests of all its files."""
+        at, is_base = self.store_path(key), key.item is not None
+        return Unit(key, info, at, inventory.every_digest(at, key.item or self.item, base=is_base))
 
-    def holds(self, unit: ObjectKey, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
+    def holds(self, unit: Unit, *, recheck: bool) -> bool:
         """Returns whether a unit is complete, or raises TargetDiffers; ``recheck`` reads it all."""
-        folder, aside = self._folder(unit), self._aside(unit)
+        folder, aside = self._path / unit.name, self._aside(unit)
         if not os.path.lexists(folder):
             if aside.is_dir():  # An earlier copy was interrupted while replacing it.
                 self._dir.publish(aside, folder)
             else:
                 return False
-        self._require_same(unit, expected)
-        if any(_length(folder / name) != digest.length for name, digest in expected.items()):
+        self._require_same(unit)
+        files = unit.files
+        if any(_length(folder / name) != digest.length for name, digest in files.items()):
             return False
-        records = {name: digest for name, digest in expected.items() if name.endswith(".msgpack")}
-        return not digests.check_files(folder, expected if recheck else records)
+        records = {name: digest for name, digest in files.items() if name.endswith(".msgpack")}
+        return not digests.check_files(folder, files if recheck else records)
 
     def add(
         self,
-        unit: ObjectKey,
-        info: SaveInfo,
-        source: StorePath,
-        expected: Mapping[str, Digest],
+        unit: Unit,
         *,
         reading: AbstractContextManager[None],
         workers: int,
@@ -170,19 +144,17 @@ class Directory:
         """Copies a unit and makes it visible atomically; ``reading`` surrounds the reads."""
         staged = self._staged(unit)
         self._dir.make(staged)
-        needed = digests_bytes(expected) - posix.tree_bytes(staged)
-        if posix.free_bytes(staged) < needed:
-            raise OutOfSpace(
-                f"{self.name}: expected room for {needed:,} bytes of {unit.name}, found "
-                f"{posix.free_bytes(staged):,} free; make room, then copy again"
-            )
+        needed = unit.nbytes - posix.tree_bytes(staged)
+        shown = f"{self.name}/{unit.name}"
+        posix.require_room(staged, needed, shown, "make room, then copy again")
 
         def copy(name: str) -> None:
-            digest = expected[name]
-            found = self._has_written(unit, name, digest)
+            digest = unit.files[name]
+            found = self._has_written(unit, name)
             if not found:
-                self.write(unit, name, pieces_of(source / name, digest))
-                if not self._has_written(unit, name, digest):
+                pieces = digests.verified_file(unit.at / name, digest, most_bytes=SEGMENT_BYTES)
+                self.write(unit, name, pieces)
+                if not self._has_written(unit, name):
                     raise StorageError(
                         f"{self.name}/{unit.name}/{name}: expected to read back the written "
                         "bytes, found different bytes; check the store, then copy again"
@@ -192,18 +164,20 @@ class Directory:
         try:
             with reading, Runtime(workers, memory_bytes=_MEMORY_BYTES) as runtime:
                 runtime.map(
-                    copy, expected, cost=lambda name: min(expected[name].length, PIECE_BYTES)
+                    copy,
+                    unit.files,
+                    cost=lambda name: min(unit.files[name].length, SEGMENT_BYTES),
                 )
         except Damaged:
             self._dir.remove(staged)
             raise
-        self.publish(unit, expected)
+        self.publish(unit)
 
-    def _has_written(self, unit: ObjectKey, name: str, expected: Digest) -> bool:
+    def _has_written(self, unit: Unit, name: str) -> bool:
         path = self._staged(unit) / name
-        return path.is_file() and digests.digest_file(path)[:3] == expected[:3]
+        return path.is_file() and digests.digest_file(path)[:3] == unit.files[name][:3]
 
-    def write(self, unit: ObjectKey, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Writes a file of an incomplete unit; does not follow links to other files."""
         path = self._staged(unit) / name
         with posix.typed_errors(path, "write"), self._dir.opened(path.parent, make=True) as folder:
@@ -215,16 +189,16 @@ class Directory:
                     file.append(np.frombuffer(piece, np.uint8))
                 file.sync()
 
-    def publish(self, unit: ObjectKey, expected: Mapping[str, Digest]) -> None:
+    def publish(self, unit: Unit) -> None:
         """Makes a unit visible; nothing is removed before everything is durable."""
-        staged, final = self._staged(unit), self._folder(unit)
+        staged, final = self._staged(unit), self._path / unit.name
         with posix.typed_errors(final, "be published"), self._dir.opened(staged) as top:
             for folder, _, inside, descriptor in os.fwalk(".", dir_fd=top):
                 for name in inside:
-                    if Path(folder, name).as_posix() not in expected:
+                    if Path(folder, name).as_posix() not in unit.files:
                         os.unlink(name, dir_fd=descriptor)  # Left by another attempt.
         fsync_tree(staged)  # Another attempt may have been killed before it fsynced its files.
-        missing = [name for name, of in expected.items() if _length(staged / name) != of.length]
+        missing = [name for name, of in unit.files.items() if _length(staged / name) != of.length]
         if missing:
             raise StorageError(
                 f"{staged}: expected every written file, found {missing[0]} removed; stop the "
@@ -233,7 +207,7 @@ class Directory:
         if not os.path.lexists(final):
             self._dir.publish(staged, final)
             return
-        self._require_same(unit, expected)  # The unit is damaged: the new copy replaces it.
+        self._require_same(unit)  # The unit is damaged: the new copy replaces it.
         aside = self._aside(unit)
         self._dir.remove(aside)
         self._dir.publish(final, aside)
@@ -246,27 +220,24 @@ class Directory:
         self._dir.remove(aside)
         self._dir.remove_empty(aside.parent)
 
-    def _folder(self, unit: ObjectKey) -> Path:
-        return self._path / unit.name
-
-    def _staged(self, unit: ObjectKey) -> Path:
+    def _staged(self, unit: Unit) -> Path:
         return self._path / naming.COPYING / unit.name.replace("/", ".")
 
-    def _aside(self, unit: ObjectKey) -> Path:
+    def _aside(self, unit: Unit) -> Path:
         """Folder of a damaged unit while it is being replaced; trainers do not empty it."""
         return self._path / naming.COPYING / "replaced" / unit.name.replace("/", ".")
 
-    def _require_same(self, unit: ObjectKey, expected: Mapping[str, Digest]) -> None:
+    def _require_same(self, unit: Unit) -> None:
         """Checks that the entry with a unit's name is the same save, intact or damaged."""
         head = naming.manifest_name(0)  # It identifies the save.
-        if unit.item is None:
+        if unit.key.item is None:
             head = f"{self.item}/{head}"
         try:
-            data = posix.read_bytes(self._folder(unit) / head)
+            data = posix.read_bytes(self._path / unit.name / head)
         except Damaged as error:
-            raise differs(f"{self.name}/{unit.name}", f"no {head}") from error
-        if digests.digest_bytes(data)[:3] != expected[head][:3]:
-            raise differs(f"{self.name}/{unit.name}", f"another save, or damage, in {head}")
+            raise _differs(f"{self.name}/{unit.name}", f"no {head}") from error
+        if digests.digest_bytes(data)[:3] != unit.files[head][:3]:
+            raise _differs(f"{self.name}/{unit.name}", f"another save, or damage, in {head}")
 
 
 def _length(path: Path) -> int:
@@ -305,58 +276,48 @@ class Bucket:
         return [unit.step for unit in self._store.units() if unit.item is None]
 
     def in_use(self) -> str | None:
-        """See ``Directory``; a claim by a trainer counts, since its end is not known."""
-        claim = self._journal.state().trainer
-        if claim is None or self._is_claimed:
-            return None
-        held = claim.lease
-        return (
-            f"a trainer that holds it: epoch {held.epoch}, process {held.pid} on {held.host}, "
-            f"since {lease.utc(held.since_secs)}"
-        )
-
-    def store_path(self, unit: ObjectKey) -> StorePath:
         """See ``Directory``."""
-        return StorePath(self._store, unit.name)
+        return gc.claimed_by(self._journal.state())
 
-    def info(self, unit: ObjectKey) -> SaveInfo | None:
+    def store_path(self, key: ObjectKey) -> StorePath:
         """See ``Directory``."""
-        standing = self._journal.state().catalog.get(unit)
+        return StorePath(self._store, key.name)
+
+    def info(self, key: ObjectKey) -> SaveInfo | None:
+        """See ``Directory``."""
+        standing = self._journal.state().catalog.get(key)
         return None if standing is None else standing.info
 
-    def digests(self, unit: ObjectKey) -> dict[str, Digest]:
+    def unit(self, key: ObjectKey, info: SaveInfo) -> Unit:
         """See ``Directory``."""
         try:
-            return self._store.digests(unit)
+            return Unit(key, info, self.store_path(key), self._store.digests(key))
         except Missing as error:
-            raise gone(self, unit) from error
+            raise gone(self, key) from error
 
-    def holds(self, unit: ObjectKey, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
+    def holds(self, unit: Unit, *, recheck: bool) -> bool:
         """See ``Directory``."""
-        if unit not in self._store.units():
+        if unit.key not in self._store.units():
             return False
         try:
-            known = self.digests(unit)
+            known = self.unit(unit.key, unit.info)
         except Damaged:
             return False  # The caller copies it again over the damaged one.
-        if _figures(known) != _figures(expected):
-            raise differs(f"{self.name}/{unit.name}", "another save")
-        return not recheck or all(self._is(unit, *one) for one in expected.items())
+        if _figures(known) != _figures(unit):
+            raise _differs(f"{self.name}/{unit.name}", "another save")
+        return not recheck or all(self._is_intact(known, name) for name in unit.files)
 
-    def _is(self, unit: ObjectKey, name: str, expected: Digest) -> bool:
+    def _is_intact(self, unit: Unit, name: str) -> bool:
+        pieces = digests.verified_file(unit.at / name, unit.files[name], most_bytes=SEGMENT_BYTES)
         try:
-            for _ in pieces_of(self.store_path(unit) / name, expected):
-                pass
+            collections.deque(pieces, maxlen=0)
         except RestoreError:
             return False
         return True
 
     def add(
         self,
-        unit: ObjectKey,
-        info: SaveInfo,
-        source: StorePath,
-        expected: Mapping[str, Digest],
+        unit: Unit,
         *,
         reading: AbstractContextManager[None],
         workers: int,
@@ -369,28 +330,17 @@ class Bucket:
             buckets.probe(self._root)
             self._journal.claim()
             self._is_claimed = True
-        prefix = self._journal.prefix(unit)
-        on_sent = functools.partial(on_bytes, 0)
-        try:
-            with reading:
-                put = upload(
-                    source, expected, self._root / prefix, workers=workers, on_bytes=on_sent
-                )
-        except RestoreError:
-            self._journal.abandon_upload(prefix)
-            with contextlib.suppress(StorageError):  # It is swept later.
-                self._journal.delete([prefix])
-            raise
-        self.publish(
-            CatalogEntry.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+        commit(
+            unit,
+            self._journal,
+            reading=reading,
+            workers=workers,
+            on_bytes=functools.partial(on_bytes, 0),
+            alone=True,  # A base can exist without its step being copied.
+            replace=True,
         )
 
-    def publish(self, standing: CatalogEntry) -> None:
-        """Commits an uploaded unit; one that is damaged is replaced."""
-        # A base can exist without its step being copied.
-        self._journal.commit(standing, alone=True, replace=True)
 
-
-def _figures(digests: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:
-    """Values that identify a file's version."""
-    return {name: digest[:3] for name, digest in digests.items()}
+def _figures(unit: Unit) -> dict[str, tuple[int, int, int]]:
+    """Values that identify the versions of a unit's files."""
+    return {name: digest[:3] for name, digest in unit.files.items()}

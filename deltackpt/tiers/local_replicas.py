@@ -147,6 +147,10 @@ class LocalReplicas:
         """
         infos = self._local.saves()
         here = {info.save_id for info in infos.values() if info is not None}
+
+        def is_missing(save_id: SaveId) -> bool:
+            return not (save_id in here or save_id in self.sources or state.was_committed(save_id))
+
         back: list[BundleManifest] = []
         aside = stage.aside(f"held-{uuid.uuid4().hex[:8]}")
         for one in sorted(found, key=lambda one: one.save_id.step):
@@ -159,18 +163,17 @@ class LocalReplicas:
             if infos.get(step) is not None or save_id in self.sources:
                 continue
             if step in infos:  # The save cannot be identified.
-                self._local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
+                self._local.set_aside(step, stage.aside_damaged())
             if self._fetch(save_id, offers, problems):
                 back.append(one)
         if back:
             shown = ", ".join(f"{one.step} ({tier})" for one, tier in self.sources.items())
             _logger.info("%s: recovered steps %s", stage.path, shown)
-        lost = problems.keys() - self.sources.keys() - here
-        self.unusable = {one.step: problems[one] for one in lost if not state.was_committed(one)}
-        self._warn_of_lost(here, state)
+        self.unusable = {one.step: problems[one] for one in problems if is_missing(one)}
+        self._warn_of_lost(is_missing)
         return back
 
-    def _warn_of_lost(self, here: Collection[SaveId], state: State) -> None:
+    def _warn_of_lost(self, is_missing: Callable[[SaveId], bool]) -> None:
         """Warns about peers that do not answer, and saves with too few fragments left."""
         if self.peers is None:
             return
@@ -181,12 +184,7 @@ class LocalReplicas:
             )
         found = self.peers.survey()
         for name, ref in bundles.newest_first(found.every - found.whole):
-            is_needed = not (
-                name.save_id in here
-                or name.save_id in self.sources
-                or state.was_committed(name.save_id)
-            )
-            if name.part == self._part and is_needed:
+            if name.part == self._part and is_missing(name.save_id):
                 try:
                     with self.peers.open(ref):
                         pass

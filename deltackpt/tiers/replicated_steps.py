@@ -10,7 +10,6 @@ import collections
 import contextlib
 import threading
 import time
-import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -205,8 +204,7 @@ class ReplicatedSteps(BucketSteps):
             if number not in uploaded and save_id not in offered:
                 continue
             if inventory.verify_step(self._local.at(number), self.item):
-                aside = self._client.stage.aside("damaged")
-                self._local.set_aside(number, aside / uuid.uuid4().hex)
+                self._local.set_aside(number, self._client.stage.aside_damaged())
                 events.warn(
                     f"{self._client.stage.path}: step {number} is damaged in the staging "
                     "directory; it was moved to aside/damaged and is read from another copy"

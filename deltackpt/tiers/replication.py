@@ -391,11 +391,7 @@ class ReplicationClient:
             old = [
                 step
                 for step, info in infos.items()
-                if step != newest
-                and (
-                    self.is_uploaded(info.save_id, progress)
-                    or key_of(step, info.save_id) in progress.damaged
-                )
+                if step != newest and not progress.lacks(step, info.save_id, self.journal.known)
             ]
         else:
             uploaded = {one.save_id for one in self.steps.uploaded().values()}
@@ -458,28 +454,22 @@ class ReplicationClient:
                 return self.journal.state()
         return self.journal.known
 
-    def is_uploaded(self, save_id: SaveId, progress: TierProgress | None = None) -> bool:
-        """Returns whether a save was ever committed remotely."""
-        return (progress or self.progress()).has(save_id) or self.journal.known.was_committed(
-            save_id
-        )
-
     def lag(self, tier: TierName = "remote") -> dict[int, int]:
         """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
         progress, found = self.progress(tier), dict[int, int]()
         uploaded = progress if tier == "remote" else self.progress()
         for step, info in self.local.saves().items():
-            key = key_of(step, info and info.save_id)
-            if key in progress.damaged or self._is_unreadable(step, progress):
+            save_id = info and info.save_id
+            if (
+                not progress.lacks(step, save_id, self.journal.known)
+                or (save_id is not None and uploaded.has(save_id))
+                or self._is_unreadable(step, progress)
+            ):
                 continue
-            if info is None:
-                has_reached = step in self.journal.known.steps
-            else:
-                has_reached = progress.has(info.save_id) or self.is_uploaded(info.save_id, uploaded)
-            if not has_reached:
-                if key not in self._sizes:
-                    self._sizes[key] = posix.tree_bytes(self.local.path / str(step))
-                found[step] = self._sizes[key]
+            key = key_of(step, save_id)
+            if key not in self._sizes:
+                self._sizes[key] = posix.tree_bytes(self.local.path / str(step))
+            found[step] = self._sizes[key]
         return found
 
     def _is_unreadable(self, step: int, progress: TierProgress) -> bool:
@@ -595,9 +585,7 @@ class ReplicationClient:
         if info is None or info.save_id != save_id:
             # A save with an unreadable manifest may be this one.
             return info is not None or save_id.step not in infos
-        progress = self.progress()
-        is_damaged = key_of(save_id.step, save_id) in progress.damaged
-        return is_damaged or self.is_uploaded(save_id, progress)
+        return not self.progress().lacks(save_id.step, save_id, self.journal.known)
 
     def poll_events(self) -> list[Event]:
         """Returns the events since the last call; emits warnings about the replicator."""

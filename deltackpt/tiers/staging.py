@@ -29,6 +29,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -159,18 +160,12 @@ class Orders:
 
     def pending(self, done: TierProgress, remote: State) -> tuple[Removal, ...]:
         """Returns the removals that are not ``done``, or wait; ``remote`` must not be older."""
-
-        def waits(after: SaveId | None) -> bool:
-            return not (
-                after is None
-                or remote.was_committed(after)
-                or key_of(after.step, after) in done.damaged
-            )
-
         return tuple(
             one
             for one in self.removals
-            if one.number > done.orders or one.unit in remote.uploads or waits(one.after)
+            if one.number > done.orders
+            or one.unit in remote.uploads
+            or (one.after is not None and done.lacks(one.after.step, one.after, remote))
         )
 
 
@@ -212,6 +207,17 @@ class TierProgress:
         is_committed = self.held.get(save_id.run, -1) >= save_id.attempt
         return is_committed or key_of(save_id.step, save_id) in self.saves
 
+    def lacks(self, step: int, save_id: SaveId | None, remote: State) -> bool:
+        """Returns whether a staged save has reached neither the tier nor a later one, but may.
+
+        If its manifest is unreadable, it has no ``save_id`` here, and only the step counts.
+        """
+        if key_of(step, save_id) in self.damaged:
+            return False
+        if save_id is None:
+            return step not in remote.steps
+        return not (self.has(save_id) or remote.was_committed(save_id))
+
 
 def key_of(step: int, save_id: SaveId | None) -> str:
     """Returns the name of a save in the progress; just the step if its manifest is unreadable."""
@@ -244,6 +250,10 @@ class StagingDir:
     def aside(self, why: str) -> Path:
         """Returns a folder for saves that readers should no longer find."""
         return self.path / "aside" / why
+
+    def aside_damaged(self) -> Path:
+        """Returns a new folder for a damaged save."""
+        return self.aside("damaged") / uuid.uuid4().hex
 
     def _leases(self) -> list[int]:
         if not self.path.is_dir():

@@ -392,7 +392,7 @@ class _Startup:
         for step, info in sorted(self.local.saves().items(), reverse=True):
             why, uploaded = elsewhere, self.state.steps.get(step)
             if info is None and uploaded is not None:
-                self.local.set_aside(step, self.stage.aside("damaged") / uuid.uuid4().hex)
+                self.local.set_aside(step, self.stage.aside_damaged())
                 continue
             if info is not None and self.state.was_committed(info.save_id):
                 if uploaded is None or uploaded.save_id != info.save_id:

@@ -32,9 +32,9 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.entries import SAVES, CatalogEntry, ObjectKey, prefix_epoch
+from deltackpt.ledger.entries import SAVES, Entry, ObjectKey, State, prefix_epoch
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.upload import Uploaded, describe, send
+from deltackpt.ledger.upload import Unit, describe, send
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage import buckets
@@ -71,7 +71,6 @@ class UploadPart:
     """An uploader's report on its part of a save; ``problem`` says why it cannot be uploaded."""
 
     process: int
-    nbytes: int = 0
     objects: int = 0
     problem: str | None = None
 
@@ -118,6 +117,7 @@ class _Upload:
     journal: Journal
     prefix: str
     parts: Parts  # reports of all uploaders
+    files: dict[str, Digest] | None = None  # of all processes, if process 0 has read them
     done: set[str] = dataclasses.field(default_factory=set)  # files already uploaded
     sent: UploadPart | None = None  # the report of this uploader
     began: float = 0.0  # of ``time.perf_counter()``
@@ -133,6 +133,9 @@ class _Upload:
         else:
             prefix, parts = journal.prefix(unit), Parts(None)
         return cls(save=save, info=info, orders=orders, journal=journal, prefix=prefix, parts=parts)
+
+    def unit(self, files: Mapping[str, Digest]) -> Unit:
+        return Unit(ObjectKey(self.save.step), self.info, self.save.at, files)
 
     def require_parent(self) -> None:
         """Checks that the parent was uploaded; reads the journal if that is not known."""
@@ -252,11 +255,9 @@ class Uploader(Cursor):
         self._turn_secs = None
         for save in waiting:
             if save.info is None:
-                if save.step not in journal.known.steps:
-                    self.report_unreadable(save, orders.item)
-            elif not journal.known.was_committed(save.info.save_id):
-                if self._advance(save, save.info, found, orders, journal):
-                    return True
+                self.report_unreadable(save, orders.item)
+            elif self._advance(save, save.info, found, orders, journal):
+                return True
         return self._log.step(journal, self._pace, every=self.trainer.is_gone)
 
     def waiting(self) -> list[int]:
@@ -264,11 +265,8 @@ class Uploader(Cursor):
         return [one.step for one in self._staged() if self._is_waiting(one)]
 
     def _is_waiting(self, save: StagedSave) -> bool:
-        if save.key in self.progress.damaged:
-            return False
-        if save.info is not None:
-            return not self.progress.has(save.info.save_id)
-        return self._journal is None or save.step not in self._journal.known.steps
+        remote = State(Entry()) if self._journal is None else self._journal.known
+        return self.progress.lacks(save.step, save.info and save.info.save_id, remote)
 
     def _staged(self) -> list[StagedSave]:
         item = naming.EMBEDDINGS_ITEM if self._orders is None else self._orders.item
@@ -402,7 +400,6 @@ class Uploader(Cursor):
         if upload is None:
             upload = self._uploads[save.key] = _Upload.of(save, info, orders, journal)
         upload.save, upload.info, upload.orders = save, info, orders
-        digests: dict[str, Digest] | None = None
         is_sent = upload.sent is not None
         if upload.sent is None:
             self._turn_secs = self._until_turn(save, found, orders)
@@ -411,7 +408,7 @@ class Uploader(Cursor):
             upload.began = upload.began or time.perf_counter()
             part = upload.parts.read().get(orders.process)
             if part is None:
-                part, digests = self._send(upload)
+                part = self._send(upload)
                 upload.parts.publish(part)
             upload.sent, self._patience = part, _OTHERS_SECS[0]
         parts = upload.parts.read()
@@ -428,46 +425,39 @@ class Uploader(Cursor):
         if self._must_wait(info, found):
             return False
         try:
-            digests = digests or inventory.every_digest(save.at, orders.item)
-            objects = sum(one.objects for one in parts.values())
-            put = describe(digests, journal.root / upload.prefix, objects)
+            files = upload.files or inventory.every_digest(save.at, orders.item)
+            standing = describe(upload.unit(files), journal.root, upload.prefix)
             upload.require_parent()
             if not upload.is_staged():
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            unit = ObjectKey(save.step)
-            journal.commit(
-                CatalogEntry.of(
-                    info, unit, upload.prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
-                )
-            )
+            journal.commit(standing)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))
             return True
         upload.parts.remove()
         del self._uploads[save.key]
-        self._report_uploaded(upload, put)
+        # With the digests and the journal entry.
+        objects = sum(one.objects for one in parts.values()) + 2
+        self._report_uploaded(upload, standing.stored_bytes, objects)
         return True
 
-    def _send(self, upload: _Upload) -> tuple[UploadPart, dict[str, Digest] | None]:
-        """Uploads this staging directory's own files; returns a report, and the known digests."""
+    def _send(self, upload: _Upload) -> UploadPart:
+        """Uploads this staging directory's own files; returns a report."""
         orders, at = upload.orders, upload.save.at
-        # ``every`` has the digests of all files of the save if this process knows them.
-        every: dict[str, Digest] | None = None
         try:
             if not orders.no_shared_fs:
                 upload.require_parent()
             if orders.process > 0:
                 own = inventory.only_at(at, orders.item, orders.process)
             else:
-                every = inventory.every_digest(at, orders.item)
-                own = dict(every)
+                upload.files = inventory.every_digest(at, orders.item)
+                own = dict(upload.files)
                 for other in range(1, orders.processes):
                     for name in inventory.only_at(at, orders.item, other):
                         own.pop(name, None)
             objects = send(
-                at,
-                own,
+                upload.unit(own),
                 upload.journal.root / upload.prefix,
                 done=upload.done,
                 pace=self._pace,
@@ -475,9 +465,8 @@ class Uploader(Cursor):
             )
         except RestoreError as error:
             of = f"the part of process {orders.process}: " if orders.no_shared_fs else ""
-            return UploadPart(process=orders.process, problem=f"{of}{error}"), None
-        nbytes = sum(digest.length for digest in own.values())
-        return UploadPart(process=orders.process, nbytes=nbytes, objects=objects), every
+            return UploadPart(process=orders.process, problem=f"{of}{error}")
+        return UploadPart(process=orders.process, objects=objects)
 
     def _until_turn(
         self, save: StagedSave, found: Sequence[StagedSave], orders: Orders
@@ -534,19 +523,19 @@ class Uploader(Cursor):
                 upload.journal.abandon_upload(upload.prefix)
                 self._is_littered = True
 
-    def _report_uploaded(self, upload: _Upload, put: Uploaded) -> None:
+    def _report_uploaded(self, upload: _Upload, nbytes: int, objects: int) -> None:
         save, recent, now = upload.save, self.progress.recent, time.time()
         record = UploadRecord(
             number=recent[-1].number + 1 if recent else 1,
             save_id=upload.info.save_id,
-            nbytes=put.nbytes,
-            objects=put.objects + 1,
+            nbytes=nbytes,
+            objects=objects,
             seconds=time.perf_counter() - upload.began,
             lag_secs=max(0.0, now - _made_secs(save.at)),
             committed_unix_secs=now,
         )
         self._report_state(upload.journal, recent=(*recent, record)[-MOST_RECENT:])
-        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, put.nbytes, record.seconds)
+        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, nbytes, record.seconds)
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:

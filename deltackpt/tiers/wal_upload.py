@@ -4,6 +4,9 @@
 The epoch header is uploaded first, as a journal entry, before any save of its run: readers need it
 to know which records of earlier epochs are valid. Records follow after the saves, oldest first. The
 remote log is trimmed by the steps that are committed remotely, which are behind the staged ones.
+
+Growing segments have no digests, so they are not sent as a ``Unit``: their records are verified,
+and the names of the uploaded pieces state which bytes are missing.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import google_crc32c
@@ -44,12 +47,20 @@ PIECE_SECS = 10.0
 class _UploadPiece:
     """A part of a segment to upload: complete records."""
 
-    segment: str  # ``<process>/<segment>``
-    source: StorePath
+    process: str
+    name: str  # of the segment
+    log: ProcessWal
     start: int  # offset in the file
     records: Sequence[WalRecord]
     is_closed: bool  # whether the segment is complete
-    durable: int  # number of the newest durable staged record
+
+    @property
+    def segment(self) -> str:
+        return f"{self.process}/{self.name}"
+
+    @property
+    def source(self) -> StorePath:
+        return self.log.store_path / self.name
 
     @property
     def end(self) -> int:
@@ -85,8 +96,8 @@ class WalUpload:
         #: When data of a segment was last sent, or first seen.
         self._since: dict[tuple[str, str], float] = {}
         self._damaged: dict[tuple[str, str], _Damage] = {}
-        #: Prefixes of WAL epochs whose remote progress is up to date.
-        self._noted: set[str] = set()
+        #: The newest record that is noted as uploaded, by WAL epoch and process.
+        self._noted: dict[tuple[str, str], int] = {}
         #: WAL epochs whose staged headers are altered.
         self._unreadable: set[int] = set()
 
@@ -130,28 +141,27 @@ class WalUpload:
 
     def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
         """Uploads the oldest piece that is due, or of ``every`` piece; returns whether it did."""
-        self._note_earlier(journal)
-        for ref, piece in self._waiting(journal):
-            since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())
-            late = time.monotonic() - since >= PIECE_SECS
-            if every or piece.is_closed or late or piece.nbytes >= PIECE_BYTES:
-                if self._send(ref, piece.cut(), journal, pace):
-                    return True
+        for ref, process, log in self._staged(journal):
+            # What this or an earlier uploader sent may not be noted, or not have been durable yet.
+            self._note(ref, process, log, journal, is_checked=False)
+            for piece in self._waiting(ref, process, log, journal):
+                since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())
+                late = time.monotonic() - since >= PIECE_SECS
+                if every or piece.is_closed or late or piece.nbytes >= PIECE_BYTES:
+                    if self._send(ref, piece.cut(), journal, pace):
+                        return True
         return False
 
     def nbytes(self, journal: Journal) -> int:
         """Returns the bytes of complete staged records that were not uploaded yet."""
-        return sum(piece.nbytes for _, piece in self._waiting(journal))
+        return sum(
+            piece.nbytes
+            for staged in self._staged(journal)
+            for piece in self._waiting(*staged, journal)
+        )
 
-    def _waiting(self, journal: Journal) -> Iterator[tuple[WalRef, _UploadPiece]]:
-        """What is staged and not uploaded, by WAL epoch and process, oldest first."""
-        for ref, head in self._staged(journal):
-            for process in range(head.process_count):
-                for piece in self._of_process(ref, head, process, journal):
-                    yield ref, piece
-
-    def _staged(self, journal: Journal) -> Iterator[tuple[WalRef, EpochHeader]]:
-        """The remote WAL epochs that are also staged."""
+    def _staged(self, journal: Journal) -> Iterator[tuple[WalRef, str, ProcessWal]]:
+        """The staged WAL of each process, by remote WAL epoch, oldest first."""
         here = {*self._logs.numbers()}
         for ref in journal.known.entry.logs:
             if ref.epoch not in here:
@@ -160,30 +170,33 @@ class WalUpload:
                 head = self._logs.head(ref.epoch)
             except (Damaged, FormatMismatch):
                 continue  # No more of it will be uploaded.
-            if head.run == ref.run:
-                yield ref, head
+            for process in range(head.process_count) if head.run == ref.run else ():
+                log = self._logs.log_of(head, process)
+                try:
+                    log.advance()
+                except FormatMismatch:
+                    continue  # A newer version wrote it.
+                yield ref, str(process), log
 
-    def _of_process(
-        self, ref: WalRef, head: EpochHeader, process: int, journal: Journal
+    def _waiting(
+        self, ref: WalRef, process: str, log: ProcessWal, journal: Journal
     ) -> Iterator[_UploadPiece]:
-        log, needed = self._logs.log_of(head, process), _oldest_needed(journal.known)
-        if not _advanced(log):
-            return
-        is_over, sent = ref.epoch < _newest(journal.known), self._known(ref, journal)
+        """What is staged and not uploaded of a process's WAL, by segment."""
+        needed, sent = _oldest_needed(journal.known), self._known(ref, journal)
+        is_over = ref.epoch < _newest(journal.known)
         left = len(log.segments)
         for name, records in log.segments.items():
             left -= 1
             is_closed, segment = is_over or left > 0, f"{process}/{name}"
             if is_closed and needed and all(one.save_id.step <= needed.step for one in records):
                 continue  # It would be trimmed remotely at once.
-            start = max((piece.end for piece in sent.get(segment, ())), default=0)
+            start = _end(sent, segment)
             fresh = [one for one in records if one.end > start]
             damaged = self._damaged.get((ref.prefix, segment))
             if damaged is not None and time.monotonic() < damaged.until:
                 fresh = [one for one in fresh if one.end < damaged.end]
             if fresh:
-                source = self._logs.segments_of(head) / segment
-                yield _UploadPiece(segment, source, start, fresh, is_closed, log.durable.number)
+                yield _UploadPiece(process, name, log, start, fresh, is_closed)
 
     def _send(self, ref: WalRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
         try:
@@ -202,46 +215,32 @@ class WalUpload:
                 to = journal.root / ref.prefix / piece.segment / naming.piece_name(one)
                 to.store.put(to.key, bytes(data))
                 self._known(ref, journal).setdefault(piece.segment, []).append(one)
-            self._note(ref, piece, journal)
+            self._note(ref, piece.process, piece.log, journal, is_checked=True)
         except Missing:
             return False  # The segment was trimmed concurrently.
         self._since[ref.prefix, piece.segment] = time.monotonic()
         return True
 
-    def _note(self, ref: WalRef, piece: _UploadPiece, journal: Journal) -> None:
+    def _note(
+        self, ref: WalRef, process: str, log: ProcessWal, journal: Journal, *, is_checked: bool
+    ) -> None:
         """Records the newest uploaded record of a process, as the process does locally."""
-        durable = [one.save_id for one in piece.records if one.save_id.attempt <= piece.durable]
-        if durable:
-            at = journal.root / ref.prefix / piece.segment.partition("/")[0]
-            _put_progress(at, durable[-1])
-
-    def _note_earlier(self, journal: Journal) -> None:
-        """Records what an earlier uploader sent: it may have ended before it recorded that."""
-        for ref, head in self._staged(journal):
-            if ref.prefix in self._noted:
-                continue
-            sent = self._known(ref, journal)
-            for process in range(head.process_count):
-                log = self._logs.log_of(head, process)
-                if not _advanced(log):
-                    continue
-                at = journal.root / ref.prefix / str(process)
-                recorded = newest_durable(at).number
-                ends = {
-                    name: max((one.end for one in sent.get(f"{process}/{name}", ())), default=0)
-                    for name in log.segments
-                }
-                fresh = [
-                    one.save_id
-                    for name, records in log.segments.items()
-                    for one in records
-                    if recorded < one.save_id.attempt <= log.durable.number
-                    and one.end <= ends[name]
-                ]
-                if fresh:
-                    journal.check()
-                    _put_progress(at, fresh[-1])
-            self._noted.add(ref.prefix)
+        at, sent = journal.root / ref.prefix / process, self._known(ref, journal)
+        noted = self._noted.get((ref.prefix, process))
+        if noted is None:
+            noted = self._noted[ref.prefix, process] = newest_durable(at).number
+        ends = {name: _end(sent, f"{process}/{name}") for name in log.segments}
+        fresh = [
+            one.save_id
+            for name, records in log.segments.items()
+            for one in records
+            if noted < one.save_id.attempt <= log.durable.number and one.end <= ends[name]
+        ]
+        if fresh:
+            if not is_checked:
+                journal.check()
+            _put_progress(at, fresh[-1])
+            self._noted[ref.prefix, process] = fresh[-1].attempt
 
     def _check(self, ref: WalRef, piece: _UploadPiece) -> None:
         for record in piece.records:
@@ -296,13 +295,9 @@ class WalUpload:
         return self._sent[ref.prefix]
 
 
-def _advanced(log: ProcessWal) -> bool:
-    """Scans a log; returns whether this version can read it, and so upload more of it."""
-    try:
-        log.advance()
-    except FormatMismatch:
-        return False
-    return True
+def _end(sent: Mapping[str, Sequence[PieceRange]], segment: str) -> int:
+    """The end of the uploaded part of a segment."""
+    return max((piece.end for piece in sent.get(segment, ())), default=0)
 
 
 def _put_progress(at: StorePath, newest: SaveId) -> None:
