@@ -125,7 +125,7 @@ _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 #: From Linux 4.14 on; mmap has no name for it.
 _MADV_WIPEONFORK = 18
 #: Smaller buffers would waste most of a huge page.
-_LARGE_BYTES = 8 << 20
+_LARGE_BYTES = UNIT_BYTES
 
 
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
