@@ -4,8 +4,9 @@
 ``deltackpt._kernels`` is compiled from C when the package is built, if there is a compiler. Its
 functions release the GIL, so the threads of a ``Runtime`` run them in parallel. ``gather``,
 ``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the same bits. The
-other functions need it: if ``available`` returns False, their callers use XLA or numpy. In shapes,
-n is the number of rows or blocks; arrays are contiguous.
+other functions need it: if ``available`` returns False, their callers use XLA or numpy, and
+google_crc32c for checksums. In shapes, n is the number of rows, blocks or bytes; arrays are
+contiguous.
 """
 
 from __future__ import annotations
