@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Compiled kernels: the codecs of rows and blocks, the gather of rows and the scan of stamps.
+ * Compiled kernels: the codecs of rows and blocks, the gather of rows, the scan of stamps, checksums.
  *
  * The file includes itself once per instruction set (see "The kernels", below), and one table of
  * functions is chosen when the module is loaded. Every table computes the same bits: sums have one
@@ -283,6 +283,114 @@ static void find_supported(void)
 #endif
     supported[supported_count++] = &table_baseline;
     chosen = supported[0];
+}
+
+/* ---- Checksums ---- */
+
+/* Whether this CPU computes CRC32C. */
+static int has_crc32c;
+
+#if defined(__x86_64__)
+
+#define SSE42 __attribute__((target("sse4.2")))
+/* An instruction has a latency of three cycles: three runs are computed at the same time. */
+enum { RUN_BYTES = 8192, RUNS_BYTES = 3 * RUN_BYTES };
+/* What each byte of a CRC32C becomes after RUN_BYTES zero bytes. */
+static uint32_t over_run[4][256];
+
+static ALWAYS_INLINE uint64_t word_at(const char *data)
+{
+    uint64_t word;
+    memcpy(&word, data, sizeof(word));
+    return word;
+}
+
+static SSE42 void find_crc32c(void)
+{
+    has_crc32c = __builtin_cpu_supports("sse4.2") != 0;
+    for (int byte = 0; has_crc32c && byte < 4; byte++)
+        for (uint32_t value = 1; value < 256; value++) {
+            uint64_t crc = value << 8 * byte;
+            if (value & (value - 1)) {
+                over_run[byte][value] = over_run[byte][value & (value - 1)] ^ over_run[byte][value & -value];
+                continue;
+            }
+            for (int i = 0; i < RUN_BYTES; i += 8)
+                crc = _mm_crc32_u64(crc, 0);
+            over_run[byte][value] = (uint32_t)crc;
+        }
+}
+
+static ALWAYS_INLINE uint64_t after_run(uint64_t crc)
+{
+    return over_run[0][crc & 255] ^ over_run[1][crc >> 8 & 255] ^ over_run[2][crc >> 16 & 255] ^
+           over_run[3][crc >> 24];
+}
+
+/* Extends the CRC32C of earlier bytes; prefetches as many bytes at `next`. */
+static SSE42 uint32_t extend_crc32c(uint32_t before, const char *data, size_t nbytes, const char *next)
+{
+    uint64_t crc = ~before;
+    for (; nbytes >= RUNS_BYTES; data += RUNS_BYTES, next += RUNS_BYTES, nbytes -= RUNS_BYTES) {
+        uint64_t second = 0, third = 0;
+        for (size_t line = 0; line < RUN_BYTES; line += 64) {
+            _mm_prefetch(next + 3 * line, _MM_HINT_T0);
+            _mm_prefetch(next + 3 * line + 64, _MM_HINT_T0);
+            _mm_prefetch(next + 3 * line + 128, _MM_HINT_T0);
+            for (size_t i = line; i < line + 64; i += 8) {
+                crc = _mm_crc32_u64(crc, word_at(data + i));
+                second = _mm_crc32_u64(second, word_at(data + RUN_BYTES + i));
+                third = _mm_crc32_u64(third, word_at(data + 2 * RUN_BYTES + i));
+            }
+        }
+        crc = after_run(after_run(crc) ^ second) ^ third;
+    }
+    for (; nbytes >= 8; data += 8, nbytes -= 8)
+        crc = _mm_crc32_u64(crc, word_at(data));
+    for (; nbytes; data++, nbytes--)
+        crc = _mm_crc32_u8((uint32_t)crc, (uint8_t)*data);
+    return ~(uint32_t)crc;
+}
+
+#else
+
+enum { RUNS_BYTES = 1 };
+
+static void find_crc32c(void)
+{
+}
+
+static uint32_t extend_crc32c(uint32_t before, const char *data, size_t nbytes, const char *next)
+{
+    (void)data, (void)nbytes, (void)next;
+    return before;
+}
+
+#endif
+
+/*
+ * Computes the CRC32C of each block; the first block begins `used` bytes earlier, and `crc` is that of
+ * these bytes. If `out` is not NULL, copies the bytes there: the checksums are those of the copy.
+ */
+static void crc32c_blocks(const char *data, size_t nbytes, char *out, size_t block_bytes, size_t used,
+                          uint32_t crc, uint32_t *sums)
+{
+    while (nbytes) {
+        size_t left = block_bytes - used < nbytes ? block_bytes - used : nbytes;
+        nbytes -= left;
+        for (size_t step; left; left -= step, data += step) {
+            step = left < RUNS_BYTES ? left : RUNS_BYTES;
+            if (!out) {
+                crc = extend_crc32c(crc, data, step, data + step);
+                continue;
+            }
+            memcpy(out, data, step); /* It stays in the cache for the checksum. */
+            crc = extend_crc32c(crc, out, step, data + step);
+            out += step;
+        }
+        *sums++ = crc;
+        crc = 0, used = 0;
+    }
 }
 
 /* ---- Arguments ---- */
@@ -940,6 +1048,47 @@ done:
     return result;
 }
 
+/* ---- The module: checksums ---- */
+
+static PyObject *py_crc32c_blocks(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *data_array, *out_array, *sums_array, *result = NULL;
+    Py_ssize_t block_bytes, used;
+    unsigned int crc;
+    if (!PyArg_ParseTuple(args, "OOnnIO", &data_array, &out_array, &block_bytes, &used, &crc, &sums_array))
+        return NULL;
+    if (!has_crc32c)
+        Py_RETURN_FALSE;
+    struct buffers buffers = {.count = 0};
+    if (used < 0 || used >= block_bytes) {
+        PyErr_SetString(PyExc_ValueError, "crc32c_blocks: expected a first block that is not complete");
+        return NULL;
+    }
+    const char *data = buffer(&buffers, data_array, "data", 1, -1, 0);
+    if (!data)
+        goto done;
+    Py_ssize_t nbytes = items_of(&buffers);
+    if (nbytes > PY_SSIZE_T_MAX - block_bytes) {
+        PyErr_SetString(PyExc_ValueError, "crc32c_blocks: expected shorter blocks");
+        goto done;
+    }
+    void *out;
+    if (optional_buffer(&buffers, out_array, "out", 1, out_array == Py_None ? 0 : nbytes, 1, &out))
+        goto done;
+    Py_ssize_t count = nbytes ? (used + nbytes - 1) / block_bytes + 1 : 0;
+    uint32_t *sums = buffer(&buffers, sums_array, "sums", sizeof(uint32_t), count, 1);
+    if (!sums || check_distinct(&buffers))
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    crc32c_blocks(data, (size_t)nbytes, out, (size_t)block_bytes, (size_t)used, crc, sums);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_True);
+done:
+    release(&buffers);
+    return result;
+}
+
 /* ---- The module ---- */
 
 static PyMethodDef methods[] = {
@@ -958,6 +1107,8 @@ static PyMethodDef methods[] = {
     {"decode_blocks", py_decode_blocks, METH_VARARGS, "Decodes blocks of a lossy codec in place."},
     {"encode_sparse", py_encode_sparse, METH_VARARGS, "Finds the few elements that changed."},
     {"apply_sparse", py_apply_sparse, METH_VARARGS, "Applies changes of elements in place."},
+    /* Checksums. */
+    {"crc32c_blocks", py_crc32c_blocks, METH_VARARGS, "Copies bytes and computes the CRC32C of each block."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -969,6 +1120,7 @@ static PyMethodDef methods[] = {
 static int run_module(PyObject *module)
 {
     find_supported();
+    find_crc32c();
     return PyModule_AddIntConstant(module, "SOURCE_CRC32", SOURCE_CRC32);
 }
 

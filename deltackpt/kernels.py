@@ -4,8 +4,9 @@
 ``deltackpt._kernels`` is compiled from C when the package is built, if there is a compiler. Its
 functions release the GIL, so the threads of a ``Runtime`` run them in parallel. ``gather``,
 ``scan`` and ``widen_halves`` use numpy if the module was not built, and compute the same bits. The
-other functions need it: if ``available`` returns False, their callers use XLA or numpy. In shapes,
-n is the number of rows or blocks; arrays are contiguous.
+other functions need it: if ``available`` returns False, their callers use XLA or numpy, and
+google_crc32c for checksums. In shapes, n is the number of rows, blocks or bytes; arrays are
+contiguous.
 """
 
 from __future__ import annotations
@@ -301,3 +302,22 @@ def _row_arguments(rows: range | np.ndarray) -> tuple[np.ndarray | None, int, in
     if isinstance(rows, range):
         return None, rows.start, len(rows)
     return np.ascontiguousarray(rows, np.int64), 0, len(rows)
+
+
+# Checksums.
+
+
+def crc32c_blocks(
+    data: np.ndarray, out: np.ndarray | None, block_bytes: int, used: int, crc: int
+) -> list[int] | None:
+    """Returns the CRC32C of each block of bytes, (n,) uint8, n > 0; None without hardware support.
+
+    The first block begins ``used`` bytes earlier, whose CRC32C is ``crc``. With ``out``, (n,)
+    uint8, copies the bytes there: the checksums are those of the copy.
+    """
+    if _used is None:
+        return None
+    sums = np.empty(-(-(used + len(data)) // block_bytes), np.uint32)
+    if not _used.crc32c_blocks(data, out, block_bytes, used, crc, sums):
+        return None
+    return sums.tolist()

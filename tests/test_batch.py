@@ -79,22 +79,26 @@ def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     }
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(1, 2000), cuts=st.sets(st.integers(0, 2000)), chunk_rows=st.integers(100, 700)
+    rows=st.integers(1, 2000),
+    cuts=st.sets(st.integers(0, 2000)),
+    chunk_rows=st.integers(100, 700),
+    held=st.booleans(),
 )
 def test_threads_share_the_chunks_of_an_array_in_any_pieces(
-    tmp_path_factory, rows, cuts, chunk_rows
+    tmp_path_factory, rows, cuts, chunk_rows, held
 ):
     folder = tmp_path_factory.mktemp("shared")
     values = np.random.default_rng(rows).standard_normal((rows, 3), np.float32)
     entry = row_blocks.array_entry("a", values.shape, values.dtype, chunk_rows=chunk_rows)
     with Runtime(3) as runtime:
         files = FileBatch(folder, fsync=False, runtime=runtime)
-        array = ZarrWriter(folder / "ours", entry, files)
+        array = ZarrWriter(folder / "ours", entry, files, held=held)
         for piece in np.split(values, sorted(cuts)):
             array.write(piece)
         nbytes = array.finish()
+        assert not (runtime.memory._lent or files._buffers)
         files.force()
     _stock(folder / "stock", entry, values)
     assert bytes_below(folder / "ours") == bytes_below(folder / "stock")

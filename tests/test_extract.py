@@ -83,3 +83,28 @@ def test_a_gather_of_no_rows_is_empty():
     found = capture.StagedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
     found.land()
     assert not [*found.pieces(0, "values", codecs.get("raw"))]
+
+
+@pytest.mark.parametrize(
+    ("made", "rows", "on_host", "expected"),
+    [
+        (jnp.ones, range(2, 7), True, True),
+        (np.ones, range(2, 7), True, True),
+        (lambda shape: np.ones(shape, order="F"), range(2, 7), True, False),
+        (np.ones, np.arange(2, 7), True, False),
+        (jnp.ones, range(2, 7), False, False),
+    ],
+    ids=["jax", "numpy", "columns first", "row indices", "device"],
+)
+def test_only_ranges_of_contiguous_host_rows_are_views(made, rows, on_host, expected):
+    data = made((8, 4))
+    source = capture.FieldSource(
+        (0, 4), (4,), np.dtype(data.dtype), [capture.FieldShard(0, 8, data)]
+    )
+    segment = capture.SegmentSource("g0", (0, 4), rows, {"values": source})
+    with mock.patch.object(capture, "on_host", lambda _: on_host):
+        pinned = capture.PinnedRows([segment])
+        [piece] = pinned.pieces(0, "values", codecs.get("raw"))
+        found = np.ascontiguousarray(piece.host())
+    assert segment.is_view("values") == expected
+    assert np.shares_memory(found, np.asarray(data)) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import google_crc32c
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from machine import required
 from deltackpt import codecs, kernels
 from deltackpt.resources.host_memory import aligned_buffer
 from deltackpt.save import encode
+from deltackpt.storage import digests
 
 #: "" is the fallback.
 PATHS = ["avx512", "avx2", "baseline", ""]
@@ -278,3 +280,44 @@ def test_bad_arguments_of_decoders_are_errors(built):
 
 
 # Blocks.
+
+
+# Checksums.
+
+
+@given(st.data())
+def test_checksums_of_blocks_are_those_of_google_crc32c(data):
+    nbytes = data.draw(st.integers(0, 60_000) | st.sampled_from([24_576, 49_152, 49_159]))
+    block_bytes = data.draw(st.sampled_from([1, 9, 4096, 24_576, 1 << 17]))
+    block_bytes = block_bytes if nbytes < 1000 else max(4096, block_bytes)
+    used = data.draw(st.integers(0, block_bytes - 1))
+    start = data.draw(st.integers(0, 9))
+    whole = np.random.default_rng(nbytes).integers(0, 256, used + start + nbytes, np.uint8)
+    before, rest = whole[:used], whole[used + start :]
+    contents = before.tobytes() + rest.tobytes()
+    parts = [contents[at : at + block_bytes] for at in range(0, len(contents), block_bytes)]
+    copied = np.zeros(nbytes, np.uint8) if data.draw(st.booleans()) else None
+    sums = digests.BlockSums(block_bytes)
+    sums.add(before)
+    sums.add(rest, copied)
+    assert np.frombuffer(sums.blocks, "<u4").tolist() == [*map(google_crc32c.value, parts)]
+    assert (sums.nbytes, sums.crc32c) == (len(contents), google_crc32c.value(contents))
+    assert copied is None or copied.tobytes() == rest.tobytes()
+
+
+def test_bad_arguments_of_checksums_are_errors(built):
+    data, out, sums = np.ones(8, np.uint8), np.ones(8, np.uint8), np.zeros(2, np.uint32)
+    with pytest.raises(ValueError, match="a first block that is not complete"):
+        built.crc32c_blocks(data, out, 4, 4, 0, sums)
+    with pytest.raises(ValueError, match="a first block that is not complete"):
+        built.crc32c_blocks(data, out, 4, -1, 0, sums)
+    with pytest.raises(ValueError, match="expected shorter blocks"):
+        built.crc32c_blocks(data, out, 2**63 - 1, 0, 0, sums)
+    with pytest.raises(ValueError, match="sums: expected 3 items, found 2"):
+        built.crc32c_blocks(data, out, 4, 1, 0, sums)
+    with pytest.raises(ValueError, match="out: expected 8 items, found 7"):
+        built.crc32c_blocks(data, out[1:], 4, 0, 0, sums)
+    with pytest.raises(TypeError, match="data: expected items of 1 bytes, found 4"):
+        built.crc32c_blocks(sums, None, 4, 0, 0, sums)
+    with pytest.raises(ValueError, match="do not overlap"):
+        built.crc32c_blocks(data, data, 4, 0, 0, sums)

@@ -354,6 +354,13 @@ class SegmentSource:
         """Returns whether all fields are in host memory already."""
         return all(field.on_host for field in self.fields.values())
 
+    def is_view(self, name: str) -> bool:
+        """Returns whether the pieces of a pinned field are views of the training state."""
+        return not isinstance(self.rows, np.ndarray) and all(
+            isinstance(shard.data, np.ndarray) and shard.data.flags.c_contiguous
+            for shard in self.fields[name].shards
+        )
+
     @property
     def row_bytes(self) -> int:
         """Returns the bytes of one row over all fields."""

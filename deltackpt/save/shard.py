@@ -360,7 +360,7 @@ def fields_of(
     *,
     held: bool,
 ) -> list[Field]:
-    """Returns the fields of a segment to store; ``held`` if its rows are views of the state."""
+    """Returns the fields of a segment to store; ``held`` if its rows are pinned."""
     group = layout.group_by_name[source.group]
     bounds = parts.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
@@ -373,7 +373,7 @@ def fields_of(
             bounds=bounds,
             choice=choices[group.name][name],
             planned=plans[group.name][name],
-            held=held,
+            held=held and source.is_view(name),
         )
         for name, field in source.fields.items()
     ]

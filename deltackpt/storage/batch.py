@@ -19,9 +19,10 @@ from typing import TypeVar
 import numpy as np
 
 from deltackpt.errors import StorageError
+from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import FSYNCS, READS, Runtime, Task
 from deltackpt.storage import digests, posix
-from deltackpt.storage.digests import BLOCK_BYTES, CRC_BYTES, BlockSums, Digest, crc32c
+from deltackpt.storage.digests import BLOCK_BYTES, CRC_BYTES, BlockSums, Digest
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
 
 #: Bytes per write; a multiple of every alignment in use.
@@ -129,13 +130,18 @@ class FileBatch:
         sums = BlockSums(BLOCK_BYTES)
         with self.new(path, direct=True) as file:
             for part in (data, zeros):
-                for start in range(0, len(part), _PIECE_BYTES):
-                    piece = part[start : start + _PIECE_BYTES]
-                    sums.add(piece)
-                    file.append(piece)
+                while len(part):
+                    piece = part[: len(room := file.room())]
+                    if is_aligned(piece):
+                        sums.add(piece)
+                        file.append(piece)
+                    else:
+                        sums.add(piece, room[: len(piece)])
+                        file.advance(len(piece))
+                    part = part[len(piece) :]
             crc = sums.crc32c
             file.append(np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8))
-        if held and crc32c(zeros, crc32c(data)) != crc:
+        if held and _sums_of(data, zeros).blocks != sums.blocks:
             raise StorageError(
                 f"{path}: expected the rows to match their checksum, found others: the arrays "
                 "changed while they were written; do not write into numpy leaves, nor donate with "
@@ -256,6 +262,13 @@ class FileBatch:
             _close_quietly([oldest])
             raise
         oldest.close()
+
+
+def _sums_of(*parts: np.ndarray) -> BlockSums:
+    sums = BlockSums(BLOCK_BYTES)
+    for part in parts:
+        sums.add(part)
+    return sums
 
 
 def _sync(item: DirectFile | Path) -> None:

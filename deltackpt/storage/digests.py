@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import google_crc32c
 import numpy as np
 
+from deltackpt import kernels
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, naming, records
 from deltackpt.format.manifest import Manifest
@@ -53,15 +54,24 @@ class BlockSums:
         #: Number of bytes.
         self.nbytes = 0
 
-    def add(self, data: np.ndarray) -> None:
-        """Adds the next bytes; uint8, (n,)."""
+    def add(self, data: np.ndarray, out: np.ndarray | None = None) -> None:
+        """Adds the next bytes; uint8, (n,). With ``out``, copies them there and adds the copy."""
+        if not len(data):
+            return
+        used = self.nbytes % self._block_bytes
+        begun = self._blocks.pop() if used else 0
+        self.nbytes += len(data)
+        found = kernels.crc32c_blocks(data, out, self._block_bytes, used, begun)
+        if found is not None:
+            self._blocks += found
+            return
+        if out is not None:
+            np.copyto(out, data)
+            data = out
         while len(data):
-            used = self.nbytes % self._block_bytes
             piece = data[: self._block_bytes - used]
-            begun = self._blocks.pop() if used else 0
             self._blocks.append(crc32c(piece, begun))
-            self.nbytes += len(piece)
-            data = data[len(piece) :]
+            data, used, begun = data[len(piece) :], 0, 0
 
     @property
     def crc32c(self) -> int:

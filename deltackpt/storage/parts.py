@@ -49,7 +49,10 @@ class SegmentSink(Protocol):
         ...
 
     def writer(self, entry: ArrayEntry, *, held: bool = False) -> RowsWriter:
-        """Returns a writer for one of its arrays; ``held`` is whether others may change pieces."""
+        """Returns a writer for one of its arrays.
+
+        ``held`` pieces stay valid until ``finish``, but others may change their contents.
+        """
         ...
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
@@ -105,7 +108,7 @@ class WrittenPart(NamedTuple):
 def write_array(
     sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
-    """Writes one array from its pieces, in order; with ``held``, others might change them."""
+    """Writes one array from its pieces, in order; for ``held``, see ``SegmentSink.writer``."""
     writer = sink.writer(entry, held=held)
     for piece in pieces:
         writer.write(piece)

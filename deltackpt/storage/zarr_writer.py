@@ -39,7 +39,8 @@ class ZarrWriter:
     def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool = False):
         """Creates the array in a new directory below that of the batch.
 
-        With ``held``, others might change the rows while they are written; this is detected.
+        With ``held``, the memory of all rows stays valid until ``finish``, and others might change
+        rows while they are written; this is detected.
         """
         self._directory, self._entry, self._batch, self._held = directory, entry, batch, held
         #: Rows of complete chunks, and bytes of their files unless TensorStore writes them.
@@ -47,6 +48,8 @@ class ZarrWriter:
         #: A chunk that is gathered from several pieces; it has ``_filled`` rows so far.
         self._chunk: np.ndarray | None = None
         self._filled = 0
+        #: Held rows, which ``finish`` writes: threads do not wait at the end of each piece.
+        self._pieces: list[np.ndarray] = []
         #: Encodes compressed chunks.
         self._store: ts.TensorStore | None = None
         #: Chunks that are being written.
@@ -62,8 +65,12 @@ class ZarrWriter:
             self._nbytes = len(text)
 
     def write(self, rows: np.ndarray) -> None:
-        """Appends rows, (n, *trailing); their memory may be reused when this returns."""
+        """Appends rows, (n, *trailing); unless held, their memory may be reused afterwards."""
         chunk_rows = self._entry.chunk_rows
+        if self._held and self._store is None:
+            self._pieces.append(rows)
+            self._done += len(rows)
+            return
         while len(rows):
             if self._filled == 0 and (whole := self._whole_rows(len(rows))):
                 self._write_chunks(rows[:whole])
@@ -86,6 +93,7 @@ class ZarrWriter:
             )
         self._wait(0)
         self._give_back_chunk()
+        self._write_pieces()
         return self._nbytes if self._store is None else self._batch.adopt(self._directory)
 
     def remove(self) -> None:
@@ -128,6 +136,33 @@ class ZarrWriter:
                 write = self._store[start : start + len(chunk)].write(chunk)
                 self._writes.append(write)
                 write.copy.result()  # The caller may reuse the memory.
+
+    def _write_pieces(self) -> None:
+        """Writes held rows on several threads; only chunks of several pieces are copied."""
+        chunk_rows = self._entry.chunk_rows
+        chunks: list[list[np.ndarray]] = []
+        free = 0
+        for rows in self._pieces:
+            while len(rows):
+                if not free:
+                    chunks.append([])
+                    free = chunk_rows
+                part, rows = rows[:free], rows[free:]
+                chunks[-1].append(part)
+                free -= len(part)
+
+        def write_one(numbered: tuple[int, list[np.ndarray]]) -> None:
+            number, parts = numbered
+            if len(parts) == 1:
+                self._write_chunk(number * chunk_rows, parts[0], held=True)
+                return
+            count = sum(map(len, parts))
+            buffer = self._batch.buffer((count, *parts[0].shape[1:]), parts[0].dtype)
+            np.concatenate(parts, out=buffer)
+            self._write_from_buffer(number * chunk_rows, buffer, buffer)
+
+        self._batch.map(write_one, enumerate(chunks))
+        self._nbytes += len(chunks) * arrays.chunk_bytes(self._entry)
 
     def _write_gathered(self, chunk: np.ndarray) -> None:
         """Writes a gathered chunk, on another thread while the next one is gathered."""
