@@ -220,6 +220,12 @@ class FieldSource:
             else:
                 np.copyto(out[part], np.asarray(data)[start:stop])
 
+    def viewed(self) -> FieldSource:
+        """Returns the source with views of its arrays, for threads that gather from it."""
+        # Each view takes and gives back the GIL: threads that made them would wait for each other.
+        data = [one if isinstance(one, MemberRows) else np.asarray(one) for one in self.data]
+        return dataclasses.replace(self, data=data)
+
     def bits(self, rows: np.ndarray) -> np.ndarray:
         """Returns the bits of a few rows, ascending: (len(rows), row_bytes) uint8."""
         return self.dispatch_bits(rows)()
@@ -481,7 +487,7 @@ class StagedRows:
         if out.nbytes <= _INLINE_BYTES:
             source.gather(rows, out)
             return
-        share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
+        source, share = source.viewed(), max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
         for start in range(0, len(rows), share):
             part = slice(start, start + share)
             self._tasks.append(self._runtime.submit(source.gather, rows[part], out[part]))

@@ -242,9 +242,10 @@ def stamp_shards_of(stamps: Any) -> StampShards:
 
 def _kinds(stamps: StampsByTable) -> tuple[object, ...]:
     kinds = [
-        (table, place, getattr(array, "sharding", None))
+        kind
         for table, held in stamps.items()
         for place, array in held.items()
+        for kind in (table, place, getattr(array, "sharding", None))
     ]
     return coordination.process_index(), coordination.process_count(), *kinds
 
