@@ -111,7 +111,7 @@ def test_a_row_out_of_range_is_an_error_and_writes_nothing(rows):
 def test_bad_arguments_of_gather_are_errors(built):
     source, rows, out = np.ones((4, 3), np.float32), np.arange(2), np.zeros((2, 3), np.float32)
 
-    def call(sources=(source,), items=3, stops=(2,), rows=rows, out=out):
+    def call(sources=(source,), items=3, stops=(2,), rows: np.ndarray = rows, out=out):
         firsts = np.zeros(len(sources), np.int64)
         built.gather([*sources], 4, items, firsts, np.array(stops), rows, out)
 

@@ -220,10 +220,12 @@ class FieldSource:
             else:
                 np.copyto(out[part], np.asarray(data)[start:stop])
 
-    def viewed(self) -> FieldSource:
-        """Returns the source with views of its arrays, for threads that gather from it."""
-        # Each view takes and gives back the GIL: threads that made them would wait for each other.
-        data = [one if isinstance(one, MemberRows) else np.asarray(one) for one in self.data]
+    def viewed(self, rows: Rows) -> FieldSource:
+        """Returns the source with views of the arrays that hold some rows."""
+        data = [*self.data]
+        for number in self._holders(rows)[0].tolist():
+            if not isinstance(data[number], MemberRows):
+                data[number] = np.asarray(data[number])
         return dataclasses.replace(self, data=data)
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
@@ -347,6 +349,11 @@ class SegmentSource:
         """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
         return self.fields[name].bits(np.asarray(self.rows)[positions])
 
+    def viewed(self) -> SegmentSource:
+        """Returns the segment with views of the arrays that hold its rows."""
+        fields = {name: source.viewed(self.rows) for name, source in self.fields.items()}
+        return dataclasses.replace(self, fields=fields)
+
     def detached(self) -> SegmentSource:
         """Returns the segment without its arrays: a reference to them would block donation."""
         fields = {
@@ -466,8 +473,10 @@ class StagedRows:
         self._origins: list[tuple[int, np.ndarray | None]] = [
             (number, None) for number in range(len(segments))
         ]
+        # A view of a jax array takes the GIL anew: all are made before threads compete for it.
+        viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
-            for number, segment in enumerate(segments):
+            for number, segment in enumerate(viewed):
                 codec_of = {} if segment.on_host else codecs_of(segment)
                 for name, source in segment.fields.items():
                     if segment.on_host:
@@ -487,7 +496,7 @@ class StagedRows:
         if out.nbytes <= _INLINE_BYTES:
             source.gather(rows, out)
             return
-        source, share = source.viewed(), max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
+        share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
         for start in range(0, len(rows), share):
             part = slice(start, start + share)
             self._tasks.append(self._runtime.submit(source.gather, rows[part], out[part]))
