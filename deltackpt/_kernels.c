@@ -179,7 +179,8 @@ static ALWAYS_INLINE uint16_t to_float16(float value)
 struct kernels {
     const char *name;
     /* Rows. */
-    void (*gather)(const char *source, size_t row_bytes, const int64_t *rows, size_t count, char *out);
+    void (*gather)(const char *source, size_t row_bytes, int64_t first, const int64_t *rows, size_t count,
+                   int stream, char *out);
     size_t (*scan)(const int32_t *stamps, size_t count, int32_t clock, int64_t first, int64_t *out);
     void (*encode_uniform)(const struct encoding *job, const struct uniform *codec);
     void (*encode_shorter)(const struct encoding *job, enum dtype dtype, float smallest, float largest);
@@ -447,17 +448,73 @@ static Py_ssize_t items_of(const struct buffers *buffers)
     return view->len / view->itemsize;
 }
 
+static int overlap(const Py_buffer *a, const Py_buffer *b)
+{
+    const char *from = a->buf, *to = b->buf;
+    return a->len && b->len && from < to + b->len && to < from + a->len;
+}
+
 /* Fails if a buffer that is written overlaps one that is read. */
 static int check_distinct(const struct buffers *buffers)
 {
     for (int i = 0; i < buffers->count; i++)
-        for (int j = 0; j < buffers->count; j++) {
-            const Py_buffer *a = &buffers->views[i], *b = &buffers->views[j];
-            const char *from = a->buf, *to = b->buf;
-            if (i != j && buffers->written[i] && a->len && b->len && from < to + b->len && to < from + a->len) {
+        for (int j = 0; j < buffers->count; j++)
+            if (i != j && buffers->written[i] && overlap(&buffers->views[i], &buffers->views[j])) {
                 PyErr_SetString(PyExc_ValueError, "expected arrays that do not overlap");
                 return -1;
             }
+    return 0;
+}
+
+/* The buffers of a list of arrays. */
+struct list {
+    Py_buffer *views;
+    Py_ssize_t count;
+};
+
+static void release_list(struct list *list)
+{
+    while (list->count)
+        PyBuffer_Release(&list->views[--list->count]);
+    PyMem_Free(list->views);
+}
+
+/*
+ * Gets the buffers of arrays with items of the given size. Fails with BufferError if one is not
+ * C-contiguous and aligned.
+ */
+static int list_of(struct list *list, PyObject *arrays, const char *name, Py_ssize_t itemsize)
+{
+    Py_ssize_t count = PyList_Size(arrays);
+    list->views = PyMem_Calloc((size_t)count + 1, sizeof *list->views);
+    if (!list->views) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    while (list->count < count) {
+        Py_buffer *view = &list->views[list->count];
+        int lacks = PyObject_GetBuffer(PyList_GetItem(arrays, list->count), view, PyBUF_ND);
+        list->count += !lacks;
+        if (!lacks && view->itemsize != itemsize) {
+            PyErr_Format(PyExc_TypeError, "%s: expected items of %zd bytes, found %zd", name, itemsize,
+                         view->itemsize);
+            return -1;
+        }
+        if (lacks || (view->len && (uintptr_t)view->buf % (size_t)itemsize)) {
+            PyErr_Format(PyExc_BufferError, "%s: expected C-contiguous, aligned arrays", name);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Fails if the last buffer overlaps one of a list. */
+static int check_apart(const struct buffers *buffers, const struct list *list)
+{
+    for (Py_ssize_t i = 0; i < list->count; i++)
+        if (overlap(&buffers->views[buffers->count - 1], &list->views[i])) {
+            PyErr_SetString(PyExc_ValueError, "expected arrays that do not overlap");
+            return -1;
         }
     return 0;
 }
@@ -501,73 +558,103 @@ static PyObject *py_use(PyObject *self, PyObject *args)
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *source_array, *rows_array, *out_array, *result = NULL;
+    PyObject *source_arrays, *first_array, *stop_array, *row_array, *out_array, *result = NULL;
     Py_ssize_t itemsize, row_items;
-    if (!PyArg_ParseTuple(args, "OnnOO", &source_array, &itemsize, &row_items, &rows_array, &out_array))
+    if (!PyArg_ParseTuple(args, "O!nnOOOO", &PyList_Type, &source_arrays, &itemsize, &row_items,
+                          &first_array, &stop_array, &row_array, &out_array))
         return NULL;
     struct buffers buffers = {.count = 0};
+    struct list sources = {.count = 0};
     if (itemsize <= 0 || row_items <= 0) {
         PyErr_SetString(PyExc_ValueError, "gather: expected rows of at least one item");
         return NULL;
     }
-    const char *source = buffer(&buffers, source_array, "source", itemsize, -1, 0);
-    if (!source)
+    if (list_of(&sources, source_arrays, "source", itemsize))
         goto done;
-    Py_ssize_t length = items_of(&buffers) / row_items;
-    const int64_t *rows = buffer(&buffers, rows_array, "rows", sizeof(int64_t), -1, 0);
+    const int64_t *firsts = buffer(&buffers, first_array, "firsts", sizeof(int64_t), sources.count, 0);
+    if (!firsts)
+        goto done;
+    const int64_t *stops = buffer(&buffers, stop_array, "stops", sizeof(int64_t), sources.count, 0);
+    if (!stops)
+        goto done;
+    const int64_t *rows = buffer(&buffers, row_array, "rows", sizeof(int64_t), -1, 0);
     if (!rows)
         goto done;
-    Py_ssize_t count = items_of(&buffers);
+    Py_ssize_t count = items_of(&buffers), last = 0;
     char *out = NULL;
     if (count <= PY_SSIZE_T_MAX / row_items)
         out = buffer(&buffers, out_array, "out", itemsize, count * row_items, 1);
     else
         PyErr_SetString(PyExc_ValueError, "gather: expected a smaller array of rows");
-    if (!out || check_distinct(&buffers))
+    if (!out || check_distinct(&buffers) || check_apart(&buffers, &sources))
         goto done;
-    uint64_t most = 0;
+    for (Py_ssize_t i = 0; i < sources.count && last >= 0; i++)
+        last = stops[i] < last ? -1 : (Py_ssize_t)stops[i];
+    if (last != count) {
+        PyErr_SetString(PyExc_ValueError, "gather: expected ascending stops, the last one at all rows");
+        goto done;
+    }
+    size_t row_bytes = (size_t)(row_items * itemsize);
+    int stream = (size_t)count * row_bytes >= STREAM_BYTES && row_bytes % 64 == 0 && (uintptr_t)out % 64 == 0;
+    Py_ssize_t wrong = count, of = 0;
     const struct kernels *use = chosen;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++)
-        most = (uint64_t)rows[i] > most ? (uint64_t)rows[i] : most; /* Negative ones are huge. */
-    if (count && most < (uint64_t)length)
-        use->gather(source, (size_t)(row_items * itemsize), rows, (size_t)count, out);
+    for (Py_ssize_t i = 0, at = 0; i < sources.count && wrong == count; i++) {
+        uint64_t length = (uint64_t)sources.views[i].len / row_bytes;
+        for (; at < stops[i] && wrong == count; at++)
+            if ((uint64_t)rows[at] - (uint64_t)firsts[i] >= length)
+                wrong = at, of = i;
+    }
+    if (wrong == count)
+        for (Py_ssize_t i = 0, at = 0; i < sources.count; at = (Py_ssize_t)stops[i++])
+            use->gather(sources.views[i].buf, row_bytes, firsts[i], rows + at, (size_t)(stops[i] - at),
+                        stream, out + (size_t)at * row_bytes);
     Py_END_ALLOW_THREADS
-    if (count && most >= (uint64_t)length) {
-        PyErr_Format(PyExc_IndexError, "gather: expected rows in 0 to %zd, found %lld", length - 1,
-                     (long long)most);
+    if (wrong < count) {
+        long long first = firsts[of], length = (long long)((size_t)sources.views[of].len / row_bytes);
+        PyErr_Format(PyExc_IndexError, "gather: expected rows in %lld to %lld, found %lld", first,
+                     first + length - 1, (long long)rows[wrong]);
         goto done;
     }
     result = Py_NewRef(Py_None);
 done:
     release(&buffers);
+    release_list(&sources);
     return result;
 }
 
 static PyObject *py_scan(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *stamps_array, *out_array, *result = NULL;
+    PyObject *stamp_arrays, *out_array, *result = NULL;
     int clock;
     long long first;
-    if (!PyArg_ParseTuple(args, "OiLO", &stamps_array, &clock, &first, &out_array))
+    if (!PyArg_ParseTuple(args, "O!iLO", &PyList_Type, &stamp_arrays, &clock, &first, &out_array))
         return NULL;
     struct buffers buffers = {.count = 0};
-    const int32_t *stamps = buffer(&buffers, stamps_array, "stamps", sizeof(int32_t), -1, 0);
-    if (!stamps)
+    struct list stamps = {.count = 0};
+    if (list_of(&stamps, stamp_arrays, "stamps", sizeof(int32_t)))
         goto done;
-    Py_ssize_t count = items_of(&buffers);
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < stamps.count; i++)
+        count += stamps.views[i].len / (Py_ssize_t)sizeof(int32_t);
     int64_t *out = buffer(&buffers, out_array, "out", sizeof(int64_t), count, 1);
-    if (!out || check_distinct(&buffers))
+    if (!out || check_apart(&buffers, &stamps))
         goto done;
     const struct kernels *use = chosen;
-    size_t found;
+    size_t found = 0;
     Py_BEGIN_ALLOW_THREADS
-    found = use->scan(stamps, (size_t)count, clock, first, out);
+    for (Py_ssize_t i = 0; i < stamps.count; i++) {
+        size_t length = (size_t)stamps.views[i].len / sizeof(int32_t);
+        if (length)
+            found += use->scan(stamps.views[i].buf, length, clock, first, out + found);
+        first += (int64_t)length;
+    }
     Py_END_ALLOW_THREADS
     result = PyLong_FromSize_t(found);
 done:
     release(&buffers);
+    release_list(&stamps);
     return result;
 }
 
@@ -1096,7 +1183,7 @@ static PyMethodDef methods[] = {
     {"path", py_path, METH_NOARGS, "Name of the instruction set in use."},
     {"use", py_use, METH_VARARGS, "Uses one of the supported instruction sets."},
     /* Rows. */
-    {"gather", py_gather, METH_VARARGS, "Copies rows of an array into another array."},
+    {"gather", py_gather, METH_VARARGS, "Copies rows of several arrays into another array."},
     {"scan", py_scan, METH_VARARGS, "Writes the indices of stamps after a clock; returns how many."},
     {"encode_uniform", py_encode_uniform, METH_VARARGS, "Encodes rows as uniform codes."},
     {"encode_shorter", py_encode_shorter, METH_VARARGS, "Encodes float32 rows as 16-bit floats."},
@@ -1951,17 +2038,17 @@ INLINE void KERNEL(stream_row)(char *out, const char *row, size_t row_bytes)
 #endif
 }
 
-static TARGET void KERNEL(gather)(const char *source, size_t row_bytes, const int64_t *rows, size_t count,
-                                  char *out)
+/* `first` is the index of the first row of `source`. */
+static TARGET void KERNEL(gather)(const char *source, size_t row_bytes, int64_t first, const int64_t *rows,
+                                  size_t count, int stream, char *out)
 {
-    int stream = count * row_bytes >= STREAM_BYTES && row_bytes % 64 == 0 && (uintptr_t)out % 64 == 0;
     for (size_t i = 0; i < count; i++) {
         if (i + GATHER_AHEAD < count) {
-            const char *next = source + (size_t)rows[i + GATHER_AHEAD] * row_bytes;
+            const char *next = source + (size_t)(rows[i + GATHER_AHEAD] - first) * row_bytes;
             for (size_t at = 0; at < row_bytes && at < 512; at += 64)
                 __builtin_prefetch(next + at);
         }
-        const char *row = source + (size_t)rows[i] * row_bytes;
+        const char *row = source + (size_t)(rows[i] - first) * row_bytes;
         if (stream)
             KERNEL(stream_row)(out + i * row_bytes, row, row_bytes);
         else

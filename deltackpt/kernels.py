@@ -15,7 +15,7 @@ import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -87,33 +87,58 @@ def _plain(array: np.ndarray) -> bool:
 # Rows.
 
 
-def gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows (n,) of ``source`` into ``out``, contiguous, of its dtype, which do not overlap.
+def gather(
+    sources: Sequence[np.ndarray],
+    firsts: np.ndarray,
+    stops: np.ndarray,
+    rows: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Copies rows (n,) of several arrays into ``out``, contiguous, of their dtype.
 
-    A row index that is out of range raises ``IndexError``; nothing is written then.
+    ``rows`` up to the first of the ``stops`` are those of the first source, and so on; each of the
+    ``firsts`` is the index of the first row of a source. ``out`` does not overlap the sources. A
+    row index that is out of range raises ``IndexError``; nothing is written then.
     """
-    if _used is None or not (_plain(source) and _plain(out)) or not source[:1].size:
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(source):
-            raise IndexError(f"gather: expected rows in 0 to {len(source) - 1}")
-        # mode="clip" lets numpy write straight into `out`.
-        source.take(rows, 0, out, "clip")
+    if not out.size:
         return
-    row_items = source[0].size
-    _used.gather(source, source.itemsize, row_items, np.ascontiguousarray(rows, np.int64), out)
+    if _used is not None and _plain(out):
+        rows = np.ascontiguousarray(rows, np.int64)
+        with contextlib.suppress(BufferError):  # Otherwise, a source is not contiguous.
+            _used.gather([*sources], out.itemsize, out[0].size, firsts, stops, rows, out)
+            return
+    starts = np.concatenate([[0], stops[:-1]])
+    parts = [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist())]
+    local = rows - np.repeat(firsts, stops - starts)
+    for source, first, part in zip(sources, firsts.tolist(), parts):
+        if len(found := local[part]) and not 0 <= found.min() <= found.max() < len(source):
+            raise IndexError(f"gather: expected rows in {first} to {first + len(source) - 1}")
+    for source, part in zip(sources, parts):
+        # mode="clip" lets numpy write straight into `out`.
+        source.take(local[part], 0, out[part], "clip")
 
 
-def scan(stamps: np.ndarray, clock: int, first: int = 0) -> np.ndarray:
-    """Returns the int64 indices of the int32 stamps above a clock, ascending from ``first``."""
-    if _used is None or not _plain(stamps):
-        return (stamps > clock).nonzero()[0] + np.int64(first)
-    parts = []
-    for start in range(0, max(1, len(stamps)), _SCANNED_AT_ONCE):
-        part = stamps[start : start + _SCANNED_AT_ONCE]
+def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray:
+    """Returns the int64 indices of the int32 stamps above a clock, ascending.
+
+    The arrays of stamps lie end to end; ``first`` is the index of the first stamp.
+    """
+    count = sum(map(len, stamps))
+    if count > _SCANNED_AT_ONCE:
+        parts = []
+        for one in stamps:
+            for start in range(0, len(one), _SCANNED_AT_ONCE):
+                piece = one[start : start + _SCANNED_AT_ONCE]
+                parts.append(scan([piece], clock, first))
+                first += len(piece)
+        return np.concatenate(parts)
+    if _used is not None:
         # Pages that are never written take no memory.
-        found = np.empty(len(part), np.int64)
-        found.resize(_used.scan(part, clock, first + start, found), refcheck=False)
-        parts.append(found)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = np.empty(count, np.int64)
+        with contextlib.suppress(BufferError):  # Otherwise, an array is not contiguous.
+            found.resize(_used.scan([*stamps], clock, first, found), refcheck=False)
+            return found
+    return (np.concatenate(stamps) > clock).nonzero()[0] + np.int64(first)
 
 
 def encode_uniform(

@@ -76,9 +76,9 @@ def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
 
 
 def test_a_gather_of_no_rows_is_empty():
-    source = capture.FieldSource(
-        (0, 4), (4,), np.dtype(np.float32), [capture.FieldShard(0, 8, jnp.ones((8, 4)))]
-    )
+    bounds, firsts = np.array([[0, 8]]), np.array([0])
+    dtype = np.dtype(np.float32)
+    source = capture.FieldSource((0, 4), (4,), dtype, True, bounds, firsts, [jnp.ones((8, 4))])
     segment = capture.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
     found = capture.StagedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
     found.land()

@@ -62,57 +62,81 @@ def test_an_unknown_instruction_set_is_an_error(built):
 # Rows.
 
 
+def gather(sources, rows, out, firsts=None) -> None:
+    """Gathers a list of rows of each source."""
+    firsts = np.zeros(len(sources), np.int64) if firsts is None else np.array(firsts)
+    stops = np.cumsum([len(each) for each in rows])
+    shifted = [np.asarray(each, np.int64) + first for each, first in zip(rows, firsts, strict=True)]
+    kernels.gather(sources, firsts, stops, np.concatenate(shifted), out)
+
+
 @given(st.data())
 def test_gathered_rows_are_those_of_numpy(data):
     dtypes = ["float32", "bfloat16", "float16", "float64", "int8", "bool", "int4"]
     dtype = np.dtype(data.draw(st.sampled_from(dtypes)))
-    width, length = data.draw(st.sampled_from(WIDTHS)), data.draw(st.integers(1, 40))
-    source = np.random.default_rng(0).integers(0, 2, (length, width)).astype(dtype)
-    rows = data.draw(st.lists(st.integers(0, length - 1), max_size=50))
-    out = np.ones((len(rows), width), dtype)
-    kernels.gather(source, np.array(rows, data.draw(st.sampled_from(["i4", "i8"]))), out)
-    assert out.tobytes() == source[rows].tobytes()
+    width, random = data.draw(st.sampled_from(WIDTHS)), np.random.default_rng(0)
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    sources = [random.integers(0, 2, (length, width)).astype(dtype) for length in lengths]
+    if data.draw(st.booleans()):
+        sources[0] = np.repeat(sources[0], 2, 0)[::2]
+    rows = [data.draw(st.lists(st.integers(0, length - 1), max_size=50)) for length in lengths]
+    out = np.ones((sum(map(len, rows)), width), dtype)
+    firsts = data.draw(st.lists(st.integers(0, 2**40), min_size=len(rows), max_size=len(rows)))
+    gather(sources, rows, out, firsts)
+    wanted = [source[each] for source, each in zip(sources, rows, strict=True)]
+    assert out.tobytes() == np.concatenate(wanted).tobytes()
 
 
 def test_large_gathers_bypass_the_caches_and_copy_the_same_rows():
-    source = np.random.default_rng(0).standard_normal((1000, 64)).astype(np.float32)
-    rows = np.arange(40_000) * 7 % 1000
-    out = aligned_buffer(len(rows) * 256).view(np.float32).reshape(-1, 64)
+    sources = np.random.default_rng(0).standard_normal((4, 250, 64)).astype(np.float32)
+    rows = [np.arange(10_000) * 7 % 250 for _ in sources]
+    out = aligned_buffer(40_000 * 256).view(np.float32).reshape(-1, 64)
     assert out.nbytes > 8 << 20
-    kernels.gather(source, rows, out)
-    np.testing.assert_array_equal(out, source[rows])
+    gather([*sources], rows, out)
+    np.testing.assert_array_equal(out, np.concatenate([*map(np.take, sources, rows, [0] * 4)]))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,)])
 def test_rows_without_items_and_scalars_are_gathered(shape):
     source = np.ones(shape, ml_dtypes.bfloat16)
-    out = np.zeros((0, *shape[1:]), source.dtype)
-    kernels.gather(source, np.empty(0, np.int64), out)
+    gather([source], [[]], np.zeros((0, *shape[1:]), source.dtype))
 
 
 @pytest.mark.parametrize("rows", [[4], [0, -1], [2**62], [-(2**63)]])
 def test_a_row_out_of_range_is_an_error_and_writes_nothing(rows):
-    source, out = np.ones((4, 3), np.float32), np.zeros((len(rows), 3), np.float32)
+    source, out = np.ones((4, 3), np.float32), np.zeros((1 + len(rows), 3), np.float32)
     with pytest.raises(IndexError, match="expected rows in 0 to 3"):
-        kernels.gather(source, np.array(rows), out)
+        gather([source, source], [[0], rows], out)
     assert not out.any()
 
 
 def test_bad_arguments_of_gather_are_errors(built):
     source, rows, out = np.ones((4, 3), np.float32), np.arange(2), np.zeros((2, 3), np.float32)
+
+    def call(sources=(source,), items=3, stops=(2,), rows: np.ndarray = rows, out=out):
+        firsts = np.zeros(len(sources), np.int64)
+        built.gather([*sources], 4, items, firsts, np.array(stops), rows, out)
+
     with pytest.raises(TypeError, match="rows: expected items of 8 bytes, found 4"):
-        built.gather(source, 4, 3, rows.astype(np.int32), out)
+        call(rows=rows.astype(np.int32))
+    with pytest.raises(TypeError, match="source: expected items of 4 bytes, found 8"):
+        call([source.astype(np.float64)])
     with pytest.raises(ValueError, match="out: expected 6 items, found 3"):
-        built.gather(source, 4, 3, rows, out[:1])
+        call(out=out[:1])
     with pytest.raises(ValueError, match="do not overlap"):
-        built.gather(source, 4, 3, rows, source[:2])
+        call(out=source[:2])
     with pytest.raises(ValueError, match="at least one item"):
-        built.gather(source, 4, 0, rows, out)
-    with pytest.raises(ValueError, match="not C-contiguous"):
-        built.gather(source[:, ::2], 4, 2, rows, out)
+        call(items=0)
+    for stops in [(1, 1), (2, 1), (-1, 2), (3, 2), (2, 3)]:
+        with pytest.raises(ValueError, match="expected ascending stops"):
+            call([source, source], stops=stops)
+    with pytest.raises(ValueError, match="stops: expected 2 items, found 1"):
+        call([source, source])
+    with pytest.raises(BufferError, match="expected C-contiguous"):
+        call([source, source[:, ::2]], items=2, stops=(2, 2))
     out.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        built.gather(source, 4, 3, rows, out)
+        call()
 
 
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
@@ -139,30 +163,36 @@ def rows_of(draw, width: int, dtype: str) -> np.ndarray:
 @given(st.data())
 def test_scanned_stamps_are_those_of_numpy(data):
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    stamps = np.zeros(data.draw(st.integers(0, 300)), np.int32)
     clock = data.draw(st.sampled_from([0, 5, -1, 2**31 - 1, -(2**31)]))
-    stamps[random.random(len(stamps)) < data.draw(st.sampled_from([0, 0.02, 0.5, 1]))] = 6
-    stamps = stamps[data.draw(st.integers(0, 20)) :]
-    found = kernels.scan(stamps, clock, 2**40)
+    arrays = []
+    for length in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=4)):
+        stamps = np.zeros(length, np.int32)
+        stamps[random.random(length) < data.draw(st.sampled_from([0, 0.02, 0.5, 1]))] = 6
+        arrays.append(stamps[data.draw(st.integers(0, 20)) :])
+    found = kernels.scan(arrays, clock, 2**40)
     assert found.dtype == np.int64
-    np.testing.assert_array_equal(found, np.flatnonzero(stamps > clock) + 2**40)
+    wanted = np.flatnonzero(np.concatenate(arrays) > clock) + 2**40
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_more_stamps_than_are_scanned_at_once_are_scanned(monkeypatch):
     monkeypatch.setattr(kernels, "_SCANNED_AT_ONCE", 100)
     stamps = np.arange(1001, dtype=np.int32)
-    np.testing.assert_array_equal(kernels.scan(stamps, 50), np.arange(51, 1001))
-    assert len(kernels.scan(stamps[::2], 50)) == 475
+    found = kernels.scan([stamps[:30], stamps[30:]], 50)
+    np.testing.assert_array_equal(found, np.arange(51, 1001))
+    assert len(kernels.scan([stamps[::2]], 50)) == 475
 
 
 def test_bad_arguments_of_scan_are_errors(built):
     stamps, out = np.ones(4, np.int32), np.empty(4, np.int64)
     with pytest.raises(ValueError, match="out: expected 4 items, found 3"):
-        built.scan(stamps, 0, 0, out[:3])
+        built.scan([stamps], 0, 0, out[:3])
     with pytest.raises(TypeError, match="stamps: expected items of 4 bytes, found 8"):
-        built.scan(stamps.astype(np.int64), 0, 0, out)
+        built.scan([stamps.astype(np.int64)], 0, 0, out)
+    with pytest.raises(ValueError, match="do not overlap"):
+        built.scan([out.view(np.int32)[:4]], 0, 0, out)
     with pytest.raises(OverflowError):
-        built.scan(stamps, 2**31, 0, out)
+        built.scan([stamps], 2**31, 0, out)
 
 
 #: XLA compiles a program for each codec, width and dtype, so each codec is drawn with three.

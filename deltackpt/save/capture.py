@@ -13,7 +13,6 @@ until they are written. Call the methods of both in this order: ``wait`` in the 
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import functools
@@ -181,40 +180,20 @@ _SMALLEST_BUCKET = 1024
 _DEVICE_PIECE_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class FieldShard:
-    """Consecutive virtual rows of one field: ``data`` holds them after ``skip`` other rows."""
-
-    start: int
-    stop: int
-    data: Any
-    skip: int = 0
-
-    @property
-    def first(self) -> int:
-        """Returns the virtual row of the first row of ``data``."""
-        return self.start - self.skip
-
-
 @dataclasses.dataclass(eq=False)
 class FieldSource:
-    """One field of one group on this process; shards ascend and do not overlap."""
+    """One field of one group on this process, in shards that ascend and do not overlap.
+
+    Virtual rows ``bounds[i]`` are in ``data[i]``, whose first row is virtual row ``firsts[i]``.
+    """
 
     columns: tuple[int, int]
     trailing: tuple[int, ...]  # shape of one row as this process holds it
     dtype: np.dtype
-    shards: list[FieldShard]
-    #: Whether all shards are in host memory, and their ``bounds_of``; None if unknown. Both take
-    #: long for a thousand shards.
-    known_on_host: bool | None = None
-    known_bounds: np.ndarray | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Returns whether all shards are in host memory already."""
-        if self.known_on_host is not None:
-            return self.known_on_host
-        return all(on_host(shard.data) for shard in self.shards)
+    on_host: bool  # whether all shards are in host memory
+    bounds: np.ndarray  # (shards, 2) int64
+    firsts: np.ndarray  # (shards,) int64
+    data: list[Any]
 
     @property
     def row_bytes(self) -> int:
@@ -224,27 +203,30 @@ class FieldSource:
     def gather(self, rows: Rows, out: np.ndarray) -> None:
         """Copies ``rows`` into ``out``, (len(rows), *trailing)."""
         if isinstance(rows, np.ndarray):
-            parts = np.searchsorted(rows, self._bounds)
-            # All at once: one numpy call for each of a thousand shards would take 1 ms.
-            firsts = [shard.first for shard in self.shards]
-            local = rows - np.repeat(firsts, parts[:, 1] - parts[:, 0])
-            for shard, (low, high) in zip(self.shards, parts.tolist()):
-                if low < high and isinstance(shard.data, MemberRows):
-                    shard.data.take(local[low:high], out[low:high])
-                elif low < high:
-                    kernels.gather(np.asarray(shard.data), local[low:high], out[low:high])
-            return
-        for shard in self.shards:
-            part = row_blocks.row_slice(rows, shard.start, shard.stop)
-            if part.start == part.stop:
-                continue
+            numbers, stops = self._holders(rows)
+            held = [self.data[number] for number in numbers.tolist()]
+            if not any(isinstance(data, MemberRows) for data in held):
+                kernels.gather([*map(np.asarray, held)], self.firsts[numbers], stops, rows, out)
+                return
+        for data, first, part in self._parts(rows):
             chosen = rows[part]
+            if isinstance(chosen, np.ndarray):
+                _gather_on_host(data, chosen - first, out[part])
+                continue
             assert isinstance(chosen, range)
-            held = slice(chosen.start - shard.first, chosen.stop - shard.first)
-            if isinstance(shard.data, MemberRows):
-                shard.data.copy(held.start, held.stop, out[part])
+            start, stop = chosen.start - first, chosen.stop - first
+            if isinstance(data, MemberRows):
+                data.copy(start, stop, out[part])
             else:
-                np.copyto(out[part], np.asarray(shard.data)[held])
+                np.copyto(out[part], np.asarray(data)[start:stop])
+
+    def viewed(self, rows: Rows) -> FieldSource:
+        """Returns the source with views of the arrays that hold some rows."""
+        data = [*self.data]
+        for number in self._holders(rows)[0].tolist():
+            if not isinstance(data[number], MemberRows):
+                data[number] = np.asarray(data[number])
+        return dataclasses.replace(self, data=data)
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
         """Returns the bits of a few rows, ascending: (len(rows), row_bytes) uint8."""
@@ -254,8 +236,8 @@ class FieldSource:
         """Starts to read ``bits`` from the shards that hold them; returns a function that waits."""
         gather = _gather_on_host if self.on_host else dispatch_rows
         parts = [
-            (high - low, gather(shard.data, rows[low:high] - shard.first))
-            for shard, low, high in self._parts(rows)
+            (part.stop - part.start, gather(data, rows[part] - first))
+            for data, first, part in self._parts(rows)
         ]
 
         def landed() -> np.ndarray:
@@ -267,45 +249,44 @@ class FieldSource:
 
         return landed
 
-    def _parts(self, rows: np.ndarray) -> list[tuple[FieldShard, int, int]]:
-        """The shards that hold a few ascending rows, each with the positions of its rows."""
-        if not len(rows):
-            return []
-        number = bisect.bisect_right(self.shards, rows[0], key=_start) - 1
-        if rows[-1] < self.shards[number].stop:
-            return [(self.shards[number], 0, len(rows))]
-        bounds = self._bounds
-        numbers = row_blocks.distinct(np.searchsorted(bounds[:, 0], rows, "right") - 1)
-        parts = np.searchsorted(rows, bounds[numbers]).tolist()
-        return [
-            (self.shards[number], low, high) for number, (low, high) in zip(numbers.tolist(), parts)
-        ]
+    def _holders(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the shards that hold some rows, and the positions at which these end."""
+        ends = self.bounds[:, 1]
+        if isinstance(rows, np.ndarray):
+            stops = np.searchsorted(rows, ends)
+        else:
+            found = [row_blocks.row_slice(rows, 0, end).stop for end in ends.tolist()]
+            stops = np.array(found, np.int64)
+        numbers = np.flatnonzero(np.diff(stops, prepend=0))
+        return numbers, stops[numbers]
 
-    @property
-    def _bounds(self) -> np.ndarray:
-        return bounds_of(self.shards) if self.known_bounds is None else self.known_bounds
+    def _parts(self, rows: Rows) -> Iterator[tuple[Any, int, slice]]:
+        """The arrays that hold some rows, each with its first row and the positions of these."""
+        numbers, stops = self._holders(rows)
+        start = 0
+        for number, stop in zip(numbers.tolist(), stops.tolist()):
+            yield self.data[number], int(self.firsts[number]), slice(start, stop)
+            start = stop
 
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
         """Starts to gather ``rows`` on devices, encoded if lossy, in pieces of bucketed length."""
         # To encode rows on a device takes temporary memory of twice their bytes and more.
         device_rows = max(1, _DEVICE_PIECE_BYTES // max(1, self.row_bytes))
         device_rows = max(_SMALLEST_BUCKET, 1 << (device_rows.bit_length() - 1))
+        # Without rows, one piece has the shape and the dtype of the field.
+        parts = [*self._parts(rows)] or [(self.data[-1], int(self.firsts[-1]), slice(0, 0))]
         found = []
-        for shard in self.shards:
-            part = row_blocks.row_slice(rows, shard.start, shard.stop)
-            count = part.stop - part.start
-            if count == 0 and (found or shard is not self.shards[-1]):
-                continue
-            limit = max(1, count) if codec.lossless else device_rows
+        for data, first, part in parts:
+            limit = max(1, part.stop - part.start) if codec.lossless else device_rows
             for start in range(part.start, max(part.start + 1, part.stop), limit):
                 chosen = np.asarray(rows[start : min(start + limit, part.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
-                local[: len(chosen)] = chosen - shard.first
+                local[: len(chosen)] = chosen - first
                 # A table may be there while its slots are on the device.
-                if placement.in_host_memory(array_of(shard.data)):
-                    piece = _gather_on_host(shard.data, local)
+                if placement.in_host_memory(array_of(data)):
+                    piece = _gather_on_host(data, local)
                 else:
-                    piece = _gather(shard.data, local)
+                    piece = _gather(data, local)
                 if codec.lossless:
                     if isinstance(piece, jax.Array):
                         piece = placement.host_copy(piece)
@@ -317,12 +298,12 @@ class FieldSource:
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[RowPiece]:
         """Yields ``rows`` in pieces, views if contiguous; ``AHEAD`` earlier ones stay valid."""
         if not isinstance(rows, np.ndarray):
-            for shard in self.shards:
-                part = rows[row_blocks.row_slice(rows, shard.start, shard.stop)]
-                assert isinstance(part, range)
-                for start in range(part.start, part.stop, limit_rows):
-                    stop = min(start + limit_rows, part.stop)
-                    data = shard.data[start - shard.first : stop - shard.first]
+            for array, first, part in self._parts(rows):
+                chosen = rows[part]
+                assert isinstance(chosen, range)
+                for start in range(chosen.start, chosen.stop, limit_rows):
+                    stop = min(start + limit_rows, chosen.stop)
+                    data = array[start - first : stop - first]
                     yield (
                         HostPiece(np.asarray(data))
                         if on_host(data)
@@ -375,17 +356,17 @@ class SegmentSource:
         """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
         return self.fields[name].bits(np.asarray(self.rows)[positions])
 
-    def detached(self) -> SegmentSource:
-        """Returns the segment without its shards: a reference to them would block donation."""
-        fields = {
-            name: dataclasses.replace(source, shards=[]) for name, source in self.fields.items()
-        }
+    def viewed(self) -> SegmentSource:
+        """Returns the segment with views of the arrays that hold its rows."""
+        fields = {name: source.viewed(self.rows) for name, source in self.fields.items()}
         return dataclasses.replace(self, fields=fields)
 
-
-def bounds_of(shards: Iterable[Any]) -> np.ndarray:
-    """Returns the first row of each shard, and the row after its last one: (shards, 2)."""
-    return np.array([(shard.start, shard.stop) for shard in shards], np.int64).reshape(-1, 2)
+    def detached(self) -> SegmentSource:
+        """Returns the segment without its arrays: a reference to them would block donation."""
+        fields = {
+            name: dataclasses.replace(source, data=[]) for name, source in self.fields.items()
+        }
+        return dataclasses.replace(self, fields=fields)
 
 
 def on_host(leaf: object) -> bool:
@@ -410,8 +391,10 @@ def _gathered(data: jax.Array, rows: np.ndarray) -> jax.Array:
     return data.at[rows].get(mode="clip")
 
 
-def _gather_on_host(data: object, rows: np.ndarray) -> np.ndarray:
-    return data.take(rows) if isinstance(data, MemberRows) else np.asarray(data).take(rows, 0)
+def _gather_on_host(data: object, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    if isinstance(data, MemberRows):
+        return data.take(rows, out)
+    return np.asarray(data).take(rows, 0, out)
 
 
 def dispatch_rows(data: object, rows: np.ndarray) -> Any:
@@ -424,17 +407,10 @@ def dispatch_rows(data: object, rows: np.ndarray) -> Any:
         return placement.host_copy(_gather(data, padded))
 
 
-def _start(shard: FieldShard) -> int:
-    return shard.start
-
-
 #: Rows of held state are encoded in pieces of about this size.
 _HELD_PIECE_BYTES = row_blocks.CHUNK_BYTES
 #: Copying fewer bytes takes less time than starting another thread.
 _INLINE_BYTES = 4 << 20
-#: Threads that copy smaller pieces, on average, wait for the GIL: for 1,000 tables of 51 KB each,
-#: two threads are as slow as one, and use more CPU time.
-_INLINE_PIECE_BYTES = 64 << 10
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
 #: Evicted rows with fewer bytes are stored like others: their segment would be as large.
@@ -504,8 +480,10 @@ class StagedRows:
         self._origins: list[tuple[int, np.ndarray | None]] = [
             (number, None) for number in range(len(segments))
         ]
+        # A view of a jax array takes the GIL anew: all are made before threads compete for it.
+        viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
-            for number, segment in enumerate(segments):
+            for number, segment in enumerate(viewed):
                 codec_of = {} if segment.on_host else codecs_of(segment)
                 for name, source in segment.fields.items():
                     if segment.on_host:
@@ -522,7 +500,7 @@ class StagedRows:
 
     def _copy(self, key: tuple[int, str], source: FieldSource, rows: Rows) -> None:
         out = self._buffer_of(key, len(rows), source.trailing, source.dtype)
-        if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
+        if out.nbytes <= _INLINE_BYTES:
             source.gather(rows, out)
             return
         share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
@@ -634,7 +612,7 @@ class PinnedRows:
             codec.name == "raw"
             and not isinstance(rows, np.ndarray)
             # Rows of a stack's member are not adjacent in memory.
-            and not any(isinstance(shard.data, MemberRows) for shard in source.shards)
+            and not any(isinstance(data, MemberRows) for data in source.data)
         )
         return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
@@ -655,13 +633,14 @@ def _device_copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def _hold(segment: SegmentSource) -> None:
     for source in segment.fields.values():
-        for shard in source.shards:
-            if isinstance(shard.data, MemberRows):
-                shard.data = shard.data.detached()
-            elif isinstance(shard.data, jax.Array):
-                if on_host(shard.data):
-                    shard.data = np.asarray(shard.data)
-                else:
-                    with placement.on_device_of(shard.data):
-                        held = shard.data[shard.skip : shard.skip + shard.stop - shard.start]
-                        [shard.data], shard.skip = _device_copy([held]), 0
+        source.firsts = source.firsts.copy()
+        for number, data in enumerate(source.data):
+            if isinstance(data, MemberRows):
+                source.data[number] = data.detached()
+            elif isinstance(data, jax.Array) and on_host(data):
+                source.data[number] = np.asarray(data)
+            elif isinstance(data, jax.Array):
+                start, stop = (source.bounds[number] - source.firsts[number]).tolist()
+                with placement.on_device_of(data):
+                    [source.data[number]] = _device_copy([data[start:stop]])
+                source.firsts[number] = source.bounds[number, 0]

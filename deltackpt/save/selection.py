@@ -28,15 +28,15 @@ from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import CyclicRows, FieldSpec, GroupEntry, RowSet, Span, width
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture
-from deltackpt.save.capture import FieldShard, FieldSource, SegmentSource
+from deltackpt.save.capture import FieldSource, SegmentSource
 from deltackpt.state import placement
 from deltackpt.state.placement import ByLayout
 from deltackpt.state.stacks import MemberRows
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
 Where = tuple[Span, RowSet]
-#: Stamps of so many rows are looked at at once, tables of fewer rows together.
-_BATCH_STAMPS, _SMALL_ROWS = 1 << 18, 1 << 14
+#: Stamps of so many rows are looked at at once, those of smaller tables together.
+_BATCH_STAMPS = 1 << 18
 
 #: Spans of rows of one array of stamps, ascending, each with the shard that holds them.
 StampShards = tuple[tuple[Span, int], ...]
@@ -78,26 +78,26 @@ class FieldPlan:
 
     def source(self, leaves: Leaves) -> FieldSource:
         """Returns the source that a save reads, with the arrays of its state."""
-        name = self.name
-        shards = [
-            FieldShard(start, stop, placement.shard_data(leaves[table][name], shard), skip)
-            for table, start, stop, shard, skip in self.shards
-        ]
+        name, (bounds, firsts) = self.name, self._bounds
+        places = ((one.table, one.shard) for one in self.shards)
+        data = [placement.shard_data(leaves[table][name], shard) for table, shard in places]
         return FieldSource(
-            self.columns, self.trailing, self.dtype, shards, self.on_host, self._bounds
+            self.columns, self.trailing, self.dtype, self.on_host, bounds, firsts, data
         )
 
     @functools.cached_property
-    def _bounds(self) -> np.ndarray:
-        return capture.bounds_of(self.shards)
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        spans = [(shard.start, shard.stop, shard.start - shard.skip) for shard in self.shards]
+        found = np.array(spans, np.int64).reshape(-1, 3)
+        return found[:, :2], found[:, 2]
 
 
 class StampBatch(NamedTuple):
     """Tables whose stamps are read together, each with its spans on this process, ascending.
 
     ``end_to_end`` has the shards of the stamps in order, each with the name of its table, if the
-    tables are small, adjacent, read whole, and have all their stamps in one TouchState and in the
-    host memory of this process; else None.
+    tables are adjacent, read whole, and have all their stamps in one TouchState and in the host
+    memory of this process; else None.
     """
 
     tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
@@ -184,14 +184,14 @@ def _batches(
         batch.append((table, spans))
         rows += table.rows
         if rows >= _BATCH_STAMPS:
-            yield _batch(batch, rows, stamps)
+            yield _batch(batch, stamps)
             batch, rows = [], 0
     if batch:
-        yield _batch(batch, rows, stamps)
+        yield _batch(batch, stamps)
 
 
 def _batch(
-    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]], rows: int, stamps: StampsByTable
+    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]], stamps: StampsByTable
 ) -> StampBatch:
     whole = all(spans == ((0, table.rows),) for table, spans in tables)
     ends = [table.offset + table.rows for table, _ in tables]
@@ -202,8 +202,7 @@ def _batch(
         for places in held
         for array in places.values()
     )
-    small = rows < len(tables) * _SMALL_ROWS
-    if not (whole and adjacent and together and small):
+    if not (whole and adjacent and together):
         return StampBatch(tuple(tables), None)
     shards = (
         (table.name, shard)
@@ -243,9 +242,10 @@ def stamp_shards_of(stamps: Any) -> StampShards:
 
 def _kinds(stamps: StampsByTable) -> tuple[object, ...]:
     kinds = [
-        (table, place, getattr(array, "sharding", None))
+        kind
         for table, held in stamps.items()
         for place, array in held.items()
+        for kind in (table, place, getattr(array, "sharding", None))
     ]
     return coordination.process_index(), coordination.process_count(), *kinds
 
@@ -361,19 +361,18 @@ class Stamps:
                 for table, shard in tables.end_to_end
             ]
             start = tables.tables[0][0].offset
-            # A thread would only wait for its turn to run Python.
-            return functools.partial(_scan_array, stamps, since[place], start)
-        scans = [
-            [
-                (stamps, self._shards_of(table.name, place), since[place], table.offset, spans)
-                for place, stamps in self._stamps[table.name].items()
+            scan = functools.partial(_scan_array, stamps, since[place], start)
+        else:
+            scans = [
+                [
+                    (stamps, self._shards_of(table.name, place), since[place], table.offset, spans)
+                    for place, stamps in self._stamps[table.name].items()
+                ]
+                for table, spans in tables.tables
             ]
-            for table, spans in tables.tables
-        ]
+            scan = functools.partial(_scan_all, scans)
         count = sum(stop - start for _, spans in tables.tables for start, stop in spans)
-        if count <= _INLINE_STAMPS:
-            return functools.partial(_scan_all, scans)
-        return self._runtime.submit(_scan_all, scans).result
+        return scan if count <= _INLINE_STAMPS else self._runtime.submit(scan).result
 
     def touched(self, group: str, held: RowSet) -> np.ndarray:
         """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
@@ -447,8 +446,7 @@ def _scan_all(tables: Sequence[Sequence[tuple[Any, _Shards, int, int, Any]]]) ->
 
 def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.ndarray:
     """Returns the touched rows of stamps that lie end to end from a virtual row on, on the host."""
-    # A call of numpy for each table would take longer than looking at a small one.
-    return kernels.scan(np.concatenate(list(map(np.asarray, stamps))), since_clock, start)
+    return kernels.scan([*map(np.asarray, stamps)], since_clock, start)
 
 
 def touched_rows(
@@ -482,7 +480,7 @@ def touched_rows(
 def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: int) -> np.ndarray:
     """Rows of ``[start, stop)`` of a shard stamped after the clock; row 0 counts as ``first``."""
     if capture.on_host(stamps):
-        return kernels.scan(np.asarray(stamps)[start:stop], since_clock, first + start)
+        return kernels.scan([np.asarray(stamps)[start:stop]], since_clock, first + start)
     with placement.neutral(), placement.on_device_of(stamps):
         count = int(_count_touched(stamps, since_clock))
         rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]

@@ -227,11 +227,10 @@ def _sampled(
 
 def _few(plan: _SamplePlan) -> list[Span]:
     """Returns the spans to sample: a few shards of a few tables, different ones each time."""
-    shards = next(iter(plan.fields.values())).shards
-    if len(shards) > _TABLES:
-        numbers = np.sort(_rng.choice(len(shards), _TABLES, replace=False))
-        shards = [shards[number] for number in numbers]
-    return [(shard.start, shard.stop) for shard in shards]
+    bounds = next(iter(plan.fields.values())).bounds
+    if len(bounds) > _TABLES:
+        bounds = bounds[np.sort(_rng.choice(len(bounds), _TABLES, replace=False))]
+    return [(start, stop) for start, stop in bounds.tolist()]
 
 
 def _some(parts: Sequence[np.ndarray], most: int) -> np.ndarray:

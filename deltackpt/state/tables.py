@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import jax
 from jax import tree_util
@@ -256,7 +256,7 @@ def join(
 
 def _plan_of(state: PyTree, tables: Tables, leaves: list[Leaf], treedef: object) -> _Plan:
     known = _plans.setdefault(tables, {})
-    key = (treedef, tuple(map(_signature, leaves)))
+    key = (treedef, *_signature(leaves))
     try:
         newest = _newest.get(tables)
         if newest is not None and newest[0] == key:
@@ -274,14 +274,14 @@ def _plan_of(state: PyTree, tables: Tables, leaves: list[Leaf], treedef: object)
     return plan
 
 
-def _signature(leaf: Leaf) -> Hashable:
-    try:
-        # An abstract leaf of a template may look like the array that can be saved.
-        return type(leaf), leaf.shape, leaf.dtype, leaf.sharding
-    except AttributeError:
-        if isinstance(leaf, TouchState):
-            return TouchState
-        return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+def _signature(leaves: list[Leaf]) -> Iterator[tuple[object, ...]]:
+    """Yields what determines a plan, apart from the structure."""
+    # An abstract leaf of a template may look like the array that can be saved.
+    yield tuple(map(type, leaves))
+    # A tuple for each leaf would live on: after a few saves of a thousand tables, Python would
+    # look through all its objects for garbage.
+    for name in ("shape", "dtype", "sharding"):
+        yield tuple([getattr(leaf, name, None) for leaf in leaves])
 
 
 def check_touched(touched: TouchState | None) -> None:

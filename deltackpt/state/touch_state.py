@@ -294,8 +294,12 @@ def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
     A key names the table with the same path; otherwise the only table whose path ends with the key,
     because ``track`` only sees paths within the params.
     """
-    lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
-    return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
+    names, lengths = [*touched.stamps], [stamps.shape[0] for stamps in touched.stamps.values()]
+    return _matched.get(
+        layout,
+        (*names, *lengths),
+        lambda: _find_matched(dict(zip(names, lengths, strict=True)), layout),
+    )
 
 
 def _find_matched(lengths: Mapping[str, int], layout: Layout) -> dict[str, str]:

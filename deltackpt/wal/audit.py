@@ -136,8 +136,9 @@ def _slices(sources: Sources, known: Known) -> Iterator[_Slice]:
     """The sample of a save in slices of a few rows, each within one shard."""
     for (group, where), sample in (known.sample or {}).items():
         fields, count = sources.fields_of(group, where), len(sample.rows)
-        starts = [shard.start for field in fields.values() for shard in field.shards]
-        cuts = np.union1d(np.searchsorted(sample.rows, starts), range(0, count, _ROWS))
+        starts = [field.bounds[:, 0] for field in fields.values()]
+        cuts = np.searchsorted(sample.rows, np.concatenate([[], *starts]))
+        cuts = np.union1d(cuts, range(0, count, _ROWS))
         for start, stop in itertools.pairwise([*cuts.tolist(), count]):
             if start < stop:
                 bits = {name: rows[start:stop] for name, rows in sample.bits.items()}
