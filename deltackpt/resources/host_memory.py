@@ -96,10 +96,10 @@ def _prefault(start: int, stop: int) -> bool:
     length = stop - start
     whole = length == UNIT_BYTES
     huge = whole and _choice.is_huge()
-    began = time.perf_counter()
     if whole and huge != _huge_unasked():
-        # Only then, as it waits for the other thread's unit.
+        # Only then, as it waits for the other thread's unit, which is not a huge page's cost.
         _madvise(start, length, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    began = time.perf_counter()
     if _madvise(start, length, _MADV_POPULATE_WRITE):
         # The kernel is too old, or out of memory; a page fault then reports that as usual.
         _can_populate = False
