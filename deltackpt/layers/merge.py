@@ -44,8 +44,9 @@ from deltackpt.resources import host_memory
 from deltackpt.resources.host_memory import empty_buffer
 from deltackpt.resources.runtime import Memory, Runtime, Task
 
-#: Rows decoded at a time; so many stay in the CPU cache until they are written.
-_DECODED_ROWS = 1 << 14
+#: Bytes of rows and their indices that are decoded at a time; they stay in the CPU cache until
+#: they are written.
+_DECODED_BYTES = 4 << 20
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 #: Small pieces of blocks are read in windows of this size, of which the last few are kept.
@@ -257,8 +258,9 @@ class Piece:
             if self.field.block_codec is not None:
                 self._change_blocks(self.field.block_codec, stored)
             else:
+                row_bytes = self.field.spec.row_bytes + np.dtype(np.int64).itemsize
                 # Copies of chosen rows stay in the cache, too.
-                step = _DECODED_ROWS // (1 if self.needed is None else 4)
+                step = max(1, _DECODED_BYTES // row_bytes // (1 if self.needed is None else 4))
                 for encoded in self._encoded(stored, step):
                     apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
         finally:

@@ -57,7 +57,7 @@ _SMALL_BYTES = 64 << 20
 _SMALL_LEAF_BYTES = 1 << 20
 #: Bytes of a value that a chain changes; they stay in the CPU cache.
 _CHAIN_BYTES = 4 << 20
-#: Row indices of larger segments are read on several threads.
+#: Segments with at least this many row indices are read on other threads.
 _MANY_ROWS = 1 << 13
 #: Threads that read and decode.
 _READERS = 3
@@ -367,7 +367,7 @@ class DensePlan:
     def __init__(
         self, saves: Sequence[Sequence[DenseShard]], name: str, wanted: Callable[[Key], bool]
     ):
-        """Reads row indices of the shards of each save, newest first, but no values."""
+        """Reads row indices of the shards of each save, but no values; ``saves`` newest first."""
         self._name = name
         every = (value for shard in saves[0] for value in shard.record.values)
         values = {(value.file, value.key): value for value in every}
