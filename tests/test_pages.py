@@ -34,6 +34,13 @@ def test_filling_populated_memory_does_not_fault():
     assert minor_faults() - before < 64
 
 
+@pytest.mark.parametrize("nbytes", [8 * MIB, 64 * MIB + 1])
+def test_large_arrays_begin_at_a_huge_page(nbytes):
+    array = host_memory.empty_buffer((nbytes,), np.dtype(np.uint8))
+    assert array.nbytes == nbytes and array.ctypes.data % host_memory.UNIT_BYTES == 0
+    assert isinstance(host_memory.owner_of(array), host_memory.FreshMemory)
+
+
 def test_fresh_memory_is_zero_and_a_part_can_be_populated():
     array = host_memory.empty_buffer((4 * MIB, 3), np.dtype(np.uint16))
     host_memory.populate(array[1 : 2 * MIB])

@@ -33,6 +33,7 @@ from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.reading.wal_records import segment_of
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
@@ -172,13 +173,17 @@ class Below:
         return len(self._held[key[1]]) if key[1] in self._held else None
 
     def fill(self, into, on_filled=None) -> None:
-        for key, out in into.items():
+        def fill(key: Key) -> None:
+            out = into[key]
             if self.nbytes(key) != len(out):
                 raise Damaged("base", key[1], "none")
             out[:] = np.frombuffer(self._held[key[1]], np.uint8)
             if on_filled is not None:
                 for start in range(0, len(out), 1 << 20):
-                    on_filled((False, key[1]), start, min(start + (1 << 20), len(out)))
+                    on_filled(key, start, min(start + (1 << 20), len(out)))
+
+        with Runtime(3) as runtime:
+            runtime.map(fill, into)
 
 
 def bytes_of(key: str, data: np.ndarray) -> bytes:
@@ -204,13 +209,16 @@ def runs(draw) -> list[tuple[list[str], int, tuple[str, ...], float]]:
     seed=st.integers(0, 1 << 30),
     checked=st.sampled_from([0, 64 << 20]),
     chain=st.sampled_from([1, 2000, 4 << 20]),
-    window=st.sampled_from([1, 3000, 1 << 20]),
+    window=st.sampled_from([1, 300, 3000, 1 << 20]),
+    small=st.sampled_from([0, 1 << 20]),
 )
 def test_any_saves_restore_the_values_of_the_model(
-    tmp_path_factory, data, saves, seed, checked, chain, window
+    tmp_path_factory, data, saves, seed, checked, chain, window, small
 ):
     with (
         mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
+        mock.patch.object(stored_dense, "_SMALL_LEAF_BYTES", small),
+        mock.patch.object(stored_dense, "_MANY_ROWS", small),
         mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
         mock.patch.object(merge, "_WINDOW_BYTES", window),
     ):
@@ -324,6 +332,26 @@ def test_only_the_counts_up_to_the_needed_blocks_are_read(run):
     shard = saved(run, "f", "sparse")
     field = shard.field_of(shard.record.segments[0])
     with mock.patch.object(merge, "_WINDOW_BYTES", 1):
-        first, last = field.elements("at", 0, 1)
-        assert (first, len(field._ends_to(1))) == (0, 2)
-        assert field.elements("at", 1, 12)[0] == last
+        first, last = field.elements(0, 1)["at"]
+        assert (first, len(field._counts)) == (0, 1)
+        assert field.elements(1, 12)["at"][0] == last
+
+
+@pytest.mark.parametrize("codec", ["raw", "sparse"])
+def test_a_window_is_read_once_also_if_some_blocks_need_two(run, monkeypatch, codec):
+    monkeypatch.setattr(stored_dense, "_CHAIN_BYTES", 1)
+    monkeypatch.setattr(stored_dense, "_SMALL_LEAF_BYTES", 0)
+    monkeypatch.setattr(merge, "_WINDOW_BYTES", {"raw": 2500, "sparse": 200}[codec])
+    run.start(["f"])
+    run.save(["f"], 1, (codec,), 1.0)
+    reads = []
+    read_into = DenseShard.read_into
+
+    def counted(shard, segment, entry, start, stop, out) -> None:
+        reads.append((entry.name, start))
+        read_into(shard, segment, entry, start, stop, out)
+
+    monkeypatch.setattr(DenseShard, "read_into", counted)
+    check_model(run, {"f"})
+    once = len(reads) // 2  # The model is checked twice.
+    assert len({*reads}) == once > 2

@@ -340,12 +340,12 @@ class Sparse(BlockCodec):
     def decode(self, arrays: Mapping[str, np.ndarray], rows: BlockRows, data: np.ndarray) -> None:
         """See ``BlockCodec``."""
         counts, at, changes = arrays["count"], arrays["at"], arrays[""]
-        total = int(counts.sum(dtype=np.int64))
-        if len(counts) != len(rows) or total != len(at) or total != len(changes):
-            raise ValueError(f"{total} elements of {len(rows)} blocks, found {len(at)}")
         if kernels.available():
             kernels.apply_sparse(counts, at, changes, rows, data.view(changes.dtype))
             return
+        total = int(counts.sum(dtype=np.int64))
+        if len(counts) != len(rows) or total != len(at) or total != len(changes):
+            raise ValueError(f"expected {total} items of {len(rows)} blocks, found {len(at)}")
         places = np.repeat(np.asarray(rows, np.int64) * BLOCK, counts)
         places += at
         if not (places[1:] > places[:-1]).all():

@@ -40,12 +40,16 @@ class OrbaxItems:
         self._handlers = handlers
 
     def dense(
-        self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
+        self,
+        step: int,
+        abstract: dict[str, Any] | None,
+        files: ItemFiles | None = None,
+        chain: Sequence[StoredSave] | None = None,
     ) -> DenseRead:
         """See ``ItemReader.dense``."""
         if isinstance(files, DenseFiles):
             return _leaves(files, step).restored(abstract, step)
-        if files is None and (chain := self._of_blocks(step)) is not None:
+        if files is None and (chain := self._of_blocks(step, chain)) is not None:
             return chains.read_whole(
                 chain, lambda chain: _leaves(StoredItem(chain), step).restored(abstract, step)
             )
@@ -119,14 +123,18 @@ class OrbaxItems:
         with self._item_dir(step, name, files) as item_dir:
             return handler.restore(item_dir, args=args)
 
-    def _of_blocks(self, step: int) -> Sequence[StoredSave] | None:
+    def _of_blocks(
+        self, step: int, chain: Sequence[StoredSave] | None = None
+    ) -> Sequence[StoredSave] | None:
         """Returns the saves with the dense leaves of a delta's shards; None for Orbax's item."""
         step_dir, item = self._root.at(step), self._root.item
         save = stored_saves.read_save(step_dir, item)
         if save.head.dense_blocks is None:
             stored_saves.check_dense(save)
             return None
-        return chains.read_chain(step_dir, item) if save.needs_older_dense else [save]
+        if not save.needs_older_dense:
+            return [save]
+        return chain or chains.read_chain(step_dir, item)
 
     def _own(self, step: int) -> Sequence[StoredSave] | None:
         """Returns the chain with a step's dense leaves; None if it is another manager's."""

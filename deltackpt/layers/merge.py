@@ -42,16 +42,19 @@ from deltackpt.format.row_blocks import (
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.resources import host_memory
 from deltackpt.resources.host_memory import empty_buffer
-from deltackpt.resources.runtime import Memory, Runtime
+from deltackpt.resources.runtime import Memory, Runtime, Task
 
-#: Rows decoded at a time; so many stay in the CPU cache until they are written.
-_DECODED_ROWS = 1 << 14
+#: Bytes of rows and their indices that are decoded at a time; they stay in the CPU cache until
+#: they are written.
+_DECODED_BYTES = 4 << 20
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
 #: Small pieces of blocks are read in windows of this size, of which the last few are kept.
 _WINDOW_BYTES, _WINDOWS = 1 << 20, 3
 #: Suffix of the array with the number of elements of each row in ragged arrays.
 _COUNT = "count"
+#: In ragged arrays, it is kept where the elements of every so many rows begin.
+_COUNTED_ROWS = 256
 #: Segments with at least this many row indices are read on another thread.
 _MANY_ROWS = 1 << 13
 
@@ -203,10 +206,9 @@ def _are_small(pieces: Iterable[Work]) -> bool:
 
 def apply(block: RowBlock, targets: Iterable[Target]) -> None:
     """Writes the rows of a block into every target that they belong to."""
-    for target in targets:
-        if target.group != block.group or target.field not in block.fields:
-            continue
-        chosen = row_blocks.row_slice(block.rows, *target.rows)
+    own = [one for one in targets if one.group == block.group and one.field in block.fields]
+    parts = row_blocks.row_slices(block.rows, [one.rows for one in own])
+    for target, chosen in zip(own, parts, strict=True):
         if chosen.start < chosen.stop:
             _scatter(block, chosen, target)
 
@@ -256,14 +258,21 @@ class Piece:
             if self.field.block_codec is not None:
                 self._change_blocks(self.field.block_codec, stored)
             else:
+                row_bytes = self.field.spec.row_bytes + np.dtype(np.int64).itemsize
                 # Copies of chosen rows stay in the cache, too.
-                step = _DECODED_ROWS // (1 if self.needed is None else 4)
+                step = max(1, _DECODED_BYTES // row_bytes // (1 if self.needed is None else 4))
                 for encoded in self._encoded(stored, step):
                     apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
         finally:
             memory.give_back(lent)
         for raw in self._read_raw_rows():
             apply(raw, self.targets)
+
+    def read_ahead(self) -> None:
+        """Reads windows that ``run`` needs, so that it does not wait for other threads."""
+        for suffix, (start, stop) in self.field.elements(self.start, self.stop).items():
+            if suffix != _COUNT:
+                self.field.read_ahead(self.field.stored[suffix], start, stop)
 
     def load(self) -> list[RowBlock]:
         """Reads and decodes the piece; a later block overwrites an earlier one."""
@@ -297,8 +306,8 @@ class Piece:
     ) -> dict[str, np.ndarray]:
         """Returns the stored arrays; those that must be read are in memory from ``room``."""
         layer, segment, found = self.field.layer, self.field.segment, {}
-        for suffix, entry in self.field.stored.items():
-            start, stop = self.field.elements(suffix, self.start, self.stop)
+        for suffix, (start, stop) in self.field.elements(self.start, self.stop).items():
+            entry = self.field.stored[suffix]
             array = self.field.window(entry, start, stop)
             if array is None:
                 array = room((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
@@ -363,13 +372,14 @@ class SegmentField:
     layer: Source
     segment: Segment
     spec: FieldSpec
-    #: Array and number to the elements of the windows that were read last.
-    _windows: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
-    #: Ends of the elements of the first rows in ragged arrays: (rows + 1,) int64.
-    _ends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
-    #: Element counts of these rows.
+    #: Array and number to the windows that were used last.
+    _windows: dict[tuple[str, int], Task[np.ndarray]] = dataclasses.field(default_factory=dict)
+    #: Element counts of the first rows in ragged arrays.
     _counts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
+    #: Where the elements of every ``_COUNTED_ROWS``-th of them begin, int64.
+    _begins: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _counting: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
     def block_codec(self) -> BlockCodec | None:
@@ -391,20 +401,22 @@ class SegmentField:
             suffixes = [*codecs.of_segment(self.spec.codec).stored(self.spec.trailing, dtype)]
         return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
 
-    def elements(self, suffix: str, start: int, stop: int) -> Span:
-        """Returns the elements of a stored array that belong to some rows.
+    def elements(self, start: int, stop: int) -> dict[str, Span]:
+        """Returns the elements of each stored array that belong to some rows.
 
         Raises:
           Damaged: the element counts are missing or altered.
         """
-        if suffix not in self._ragged:
-            return start, stop
-        ends = self._ends_to(stop)
-        first, last = int(ends[start]), int(ends[stop])
-        if last > (count := self.stored[suffix].shape[0]):
-            name = self.layer.name_of(self.segment, self.stored[suffix])
-            raise Damaged(name, f"{last} elements", f"{count}")
-        return first, last
+        found = dict.fromkeys(self.stored, (start, stop))
+        if self._ragged:
+            self.count_to(stop)
+            first, last = self._begin_of(start), self._begin_of(stop)
+            for suffix in self._ragged:
+                if last > (count := self.stored[suffix].shape[0]):
+                    name = self.layer.name_of(self.segment, self.stored[suffix])
+                    raise Damaged(name, f"{last} elements", f"{count}")
+                found[suffix] = first, last
+        return found
 
     def window(self, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
         """Returns a few elements of blocks, which are read together with adjacent ones.
@@ -415,33 +427,43 @@ class SegmentField:
           The elements; None if they are many, or if the rows are those of a table.
         """
         if self._ragged and entry is self.stored[_COUNT]:
-            self._ends_to(stop)
+            self.count_to(stop)
             return self._counts[start:stop]
         if not self.has_window(entry, start, stop):
             return None
-        size = _window_rows(entry)
-        number = start // size
-        held = self._windows.get((entry.name, number))
-        if held is None:
-            with self._lock:  # Other threads wait for the window instead of reading it, too.
-                held = self._windows.get((entry.name, number))
-                if held is None:
-                    last = min((number + 1) * size, entry.shape[0])
-                    held = np.empty((last - number * size, *entry.shape[1:]), entry.dtype)
-                    self.layer.read_into(self.segment, entry, number * size, last, held)
-                    self._windows[entry.name, number] = held
-                    for oldest in [*self._windows][: -_WINDOWS * len(self.stored)]:
-                        del self._windows[oldest]
-        return held[start - number * size : stop - number * size]
+        parts = []
+        for number in _window_numbers(entry, start, stop):
+            at = number * _window_rows(entry)
+            parts.append(self._window(entry, number).result()[max(0, start - at) : stop - at])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def has_window(self, entry: ArrayEntry, start: int, stop: int) -> bool:
         """Returns whether some elements of an array are read together with adjacent ones."""
-        size = _window_rows(entry)
-        return (
-            self.block_codec is not None
-            and stop - start <= size // 4
-            and (stop - 1) // size == start // size
-        )
+        is_few = 0 < stop - start <= _window_rows(entry) // 4
+        return self.block_codec is not None and is_few
+
+    def read_ahead(self, entry: ArrayEntry, start: int, stop: int) -> None:
+        """Reads the windows of some elements, except those that another thread is reading."""
+        if self.has_window(entry, start, stop):
+            for number in _window_numbers(entry, start, stop):
+                self._window(entry, number).run()
+
+    def _window(self, entry: ArrayEntry, number: int) -> Task[np.ndarray]:
+        """Returns a window; other threads wait for its result instead of reading it, too."""
+
+        def read() -> np.ndarray:
+            start, size = number * _window_rows(entry), _window_rows(entry)
+            held = np.empty((min(size, entry.shape[0] - start), *entry.shape[1:]), entry.dtype)
+            self.layer.read_into(self.segment, entry, start, start + len(held), held)
+            return held
+
+        key = entry.name, number
+        with self._lock:
+            if key not in self._windows:
+                self._windows[key] = Task(read)
+                for oldest in [*self._windows][: -_WINDOWS * len(self.stored)]:
+                    del self._windows[oldest]
+            return self._windows[key]
 
     @functools.cached_property
     def _ragged(self) -> frozenset[str]:
@@ -451,12 +473,12 @@ class SegmentField:
         stored = self.block_codec.stored(codecs.dtype_of(self.spec.dtype))
         return frozenset(suffix for suffix, array in stored.items() if array.ragged)
 
-    def _ends_to(self, stop: int) -> np.ndarray:
-        """Returns where the elements of at least ``stop`` rows end in ragged arrays."""
-        if stop < len(ends := self._ends):
-            return ends
-        with self._lock:
-            have = len(self._ends) - 1
+    def count_to(self, stop: int) -> None:
+        """Reads the element counts of the first rows in ragged arrays."""
+        if not self._ragged or stop <= len(self._counts):
+            return
+        with self._counting:
+            have = len(self._counts)
             if have < stop:
                 entry = self.stored[_COUNT]
                 # Segments may claim many more rows than are needed.
@@ -464,13 +486,15 @@ class SegmentField:
                 counts = np.empty(last, entry.dtype)
                 counts[:have] = self._counts
                 self.layer.read_into(self.segment, entry, have, last, counts[have:])
-                # Summing elements of another width in one call takes three times as long.
-                more = np.empty(last + 1, np.int64)
-                more[: have + 1], more[have + 1 :] = self._ends, counts[have:]
-                np.cumsum(more[have:], out=more[have:])
-                self._counts = counts
-                self._ends = more
-            return self._ends
+                whole = counts[: last // _COUNTED_ROWS * _COUNTED_ROWS].reshape(-1, _COUNTED_ROWS)
+                begins = np.zeros(len(whole) + 1, np.int64)
+                np.cumsum(whole.sum(axis=1, dtype=np.uint32), out=begins[1:])
+                self._begins, self._counts = begins, counts
+
+    def _begin_of(self, row: int) -> int:
+        """Returns where the elements of a row begin in ragged arrays."""
+        number, rest = divmod(row, _COUNTED_ROWS)
+        return int(self._begins[number]) + int(self._counts[row - rest : row].sum(dtype=np.int64))
 
     @functools.cached_property
     def raw_rows(self) -> tuple[ArrayEntry, ...]:
@@ -700,6 +724,11 @@ class _Planner:
 
 def _window_rows(entry: ArrayEntry) -> int:
     return max(1, _WINDOW_BYTES * entry.shape[0] // max(1, entry.nbytes))
+
+
+def _window_numbers(entry: ArrayEntry, start: int, stop: int) -> range:
+    size = _window_rows(entry)
+    return range(start // size, (stop - 1) // size + 1)
 
 
 def _spans(rows: Rows) -> tuple[Span, ...]:

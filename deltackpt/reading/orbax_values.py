@@ -34,8 +34,8 @@ from deltackpt.storage.store import StorePath
 ARRAY_METADATAS = "array_metadatas"
 #: Files of the item that the database consists of begin so.
 _OF_DATABASE = ("d/", naming.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
-#: What one call reads.
-_PIECE_BYTES = 8 << 20
+#: What one call reads; it stays in the CPU cache until it is summed, and changed by deltas.
+_PIECE_BYTES = 4 << 20
 _READERS = 3
 #: A file is read by blocks if less than this fraction of it is wanted.
 _LITTLE = 2

@@ -13,6 +13,7 @@ import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -46,7 +47,7 @@ from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, ignore_range
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.resources import host_memory
-from deltackpt.resources.runtime import Memory, Runtime
+from deltackpt.resources.runtime import Memory, Runtime, Task
 from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
 
@@ -56,6 +57,8 @@ _SMALL_BYTES = 64 << 20
 _SMALL_LEAF_BYTES = 1 << 20
 #: Bytes of a value that a chain changes; they stay in the CPU cache.
 _CHAIN_BYTES = 4 << 20
+#: Segments with at least this many row indices are read on other threads.
+_MANY_ROWS = 1 << 13
 #: Threads that read and decode.
 _READERS = 3
 
@@ -364,7 +367,7 @@ class DensePlan:
     def __init__(
         self, saves: Sequence[Sequence[DenseShard]], name: str, wanted: Callable[[Key], bool]
     ):
-        """Reads row indices of the shards of each save, newest first, but no values."""
+        """Reads row indices of the shards of each save, but no values; ``saves`` newest first."""
         self._name = name
         every = (value for shard in saves[0] for value in shard.record.values)
         values = {(value.file, value.key): value for value in every}
@@ -376,10 +379,19 @@ class DensePlan:
         self._chains: dict[tuple[Key, int], list[_StoredBlocks]] = {}
         #: The shard and first byte of each plain value.
         self._plain: dict[Key, tuple[DenseShard, int]] = {}
-        for save in saves:
-            if not self.missing:
-                break
-            self._add(save)
+        groups = {value.group for value in self.missing.values() if not value.plain}
+        with Runtime(_READERS) as runtime:
+            # Mostly, older saves are needed, too.
+            coming = {
+                id(segment): runtime.submit(shard.rows, segment)
+                for shard in itertools.chain.from_iterable(saves)
+                for segment in shard.record.segments
+                if segment.group in groups and segment.count >= _MANY_ROWS
+            }
+            for save in saves:
+                if not self.missing:
+                    break
+                self._add(save, coming)
 
     @functools.cached_property
     def changed(self) -> set[Key]:
@@ -463,7 +475,6 @@ class DensePlan:
             (key, number): self._chain(key, found, data[key])
             for (key, number), found in self._chains.items()
         }
-        runtime = Runtime(_READERS)
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
@@ -474,19 +485,23 @@ class DensePlan:
             end = -(-stop // nbytes) if stop == value.nbytes else stop // nbytes
             for number in range(-(-start // nbytes), end):
                 if (chain := work.pop((key, number), None)) is not None:
+                    chain.read_ahead()
                     chain.run(runtime.memory)
 
-        if base is not None and self.missing:
-            below = {key: value for key, value in self.missing.items() if key in data}
-            for key, value in below.items():
-                data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
-            into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
-            base.fill(into, on_filled)
-        with runtime:
+        with Runtime(_READERS) as runtime:
+            if base is not None and self.missing:
+                below = {key: value for key, value in self.missing.items() if key in data}
+                for key, value in below.items():
+                    data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
+                into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
+                ends = {one.field: one.stop for chain in work.values() for one in chain.pieces}
+                for field, stop in ends.items():
+                    runtime.submit(field.count_to, stop)
+                base.fill(into, on_filled)
             merge.run([work.values()], runtime)
 
-    def _add(self, save: Sequence[DenseShard]) -> None:
-        """Adds the shards of the next older save."""
+    def _add(self, save: Sequence[DenseShard], coming: Mapping[int, Task[Rows]]) -> None:
+        """Adds the shards of the next older save; ``coming`` are row indices by segment."""
         added: set[Key] = set()
         for shard in save:
             groups: dict[str, list[BlockedValue]] = {}
@@ -505,8 +520,12 @@ class DensePlan:
                 elif value.at is not None:
                     self._plain[key] = shard, value.at
             for group, values in groups.items():
-                segments = [one for one in shard.record.segments if one.group == group]
-                found = [(shard.field_of(one), shard.rows(one)) for one in segments]
+                found: list[tuple[SegmentField, Rows]] = []
+                for one in shard.record.segments:
+                    if one.group == group:
+                        rows = coming.get(id(one))
+                        field = shard.field_of(one)
+                        found.append((field, rows.result() if rows else shard.rows(one)))
                 _check_disjoint(found)
                 for field, rows in found:
                     for value, held in blocks_by_value(values, rows):
@@ -553,6 +572,11 @@ class _Chain(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
+
+    def read_ahead(self) -> None:
+        """Reads windows for all pieces, so that threads need not wait for each other's."""
+        for piece in self.pieces:
+            piece.read_ahead()
 
     def run(self, memory: Memory) -> None:
         for piece in reversed(self.pieces):

@@ -96,10 +96,10 @@ def _prefault(start: int, stop: int) -> bool:
     length = stop - start
     whole = length == UNIT_BYTES
     huge = whole and _choice.is_huge()
-    began = time.perf_counter()
     if whole and huge != _huge_unasked():
-        # Only then, as it waits for the other thread's unit.
+        # Only then, as it waits for the other thread's unit, which is not a huge page's cost.
         _madvise(start, length, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    began = time.perf_counter()
     if _madvise(start, length, _MADV_POPULATE_WRITE):
         # The kernel is too old, or out of memory; a page fault then reports that as usual.
         _can_populate = False
@@ -132,22 +132,25 @@ _LARGE_BYTES = UNIT_BYTES
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialized array in its own page-aligned memory, for ``populate``.
 
-    The alignment lets XLA's CPU backend keep the memory as a device buffer without a copy. Without
-    enough memory it raises ``RestoreError``.
+    The alignment lets XLA's CPU backend keep the memory as a device buffer without a copy. Large
+    arrays begin at a huge page. Without enough memory it raises ``RestoreError``.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < UNIT_BYTES:
         raw = np.empty(nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + nbytes].view(dtype).reshape(shape)
+    room = nbytes if nbytes < _LARGE_BYTES else nbytes + UNIT_BYTES
     try:
-        mapping = FreshMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = FreshMemory(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise RestoreError(
             f"array of shape {shape}, {dtype.name}: expected {nbytes:,} bytes of memory, found an "
             f"allocation error ({error}); restore fewer rows, or on more processes"
         ) from error
-    return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
+    data = np.frombuffer(mapping, np.uint8)
+    start = -data.ctypes.data % UNIT_BYTES if room > nbytes else 0
+    return data[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def aligned_buffer(nbytes: int) -> np.ndarray:

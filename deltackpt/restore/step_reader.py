@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -82,12 +82,16 @@ class ItemReader(Protocol):
     """Reads items other than tables. All processes must make the same calls in the same order."""
 
     def dense(
-        self, step: int, abstract: dict[str, PyTree] | None, files: ItemFiles | None = None
+        self,
+        step: int,
+        abstract: dict[str, PyTree] | None,
+        files: ItemFiles | None = None,
+        chain: Sequence[StoredSave] | None = None,
     ) -> DenseRead:
         """Reads the dense leaves of a committed step, with the shardings of ``abstract``.
 
         None reads everything as numpy arrays. All processes must call it; ``files`` replaces
-        storage.
+        storage. ``chain`` is the step's if it is known.
         """
         ...
 
@@ -397,7 +401,7 @@ class StepReader:
         if found.straight is not None:
             return found.straight()
         abstract = None if found.expected is None else found.expected.dense
-        return self._others.dense(found.step, abstract, files)
+        return self._others.dense(found.step, abstract, files, found.saves)
 
 
 def _replay(plan: ReplayPlan, merged: RestoredTables, seen: SeenRows | None = None) -> None:

@@ -471,7 +471,7 @@ class Restorer:
         if not split.layout.dense or not found.target.has_dense:
             return
         try:
-            chain = chains.read_chain(found.target.step_dir, run.item)
+            chain = found.saves or chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
             described = stored_dense.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
         except (RestoreError, StorageError):
