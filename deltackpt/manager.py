@@ -159,9 +159,9 @@ class CheckpointManager:
         self._saved_by_append: Saved | None = None
         self._verifier = TrackingVerifier()
 
-        with contextlib.ExitStack() as start:
-            self._open(directory, item, choice, options, extra, event_handlers, start)
-        self._closed = False
+        with contextlib.ExitStack() as start, contextlib.ExitStack() as deferred:
+            deferred.enter_context(events.deferred_warnings())
+            self._open(directory, item, choice, options, extra, event_handlers, start, deferred)
 
     def _open(
         self,
@@ -172,8 +172,9 @@ class CheckpointManager:
         extra: dict[str, Any],
         event_handlers: tuple[events.EventHandler, ...],
         start: contextlib.ExitStack,
+        deferred: contextlib.ExitStack,
     ) -> None:
-        """Opens all resources or none; the caller closes ``start``."""
+        """Opens all resources or none; the caller closes ``start`` and, on errors, ``deferred``."""
 
         def path() -> Path:
             local = buckets.file_path(directory)
@@ -229,6 +230,7 @@ class CheckpointManager:
                 if not self._read_only:
                     self._run.ledger.confirm()
                     warn(exits.close_others(path(), self._run.local.epoch))
+                deferred.close()  # As errors, the warnings end the start of every process.
             if not self._read_only:
                 local = self._run.local
                 self._watch = exits.Watch(self._end, local.path, local.epoch)
@@ -851,6 +853,7 @@ class CheckpointManager:
             if self._watch is not None:
                 parts.callback(self._watch.cancel)
 
+    @events.deferred_warnings()
     def _end(self, reason: str, ending: exits.Ending) -> None:
         """Waits for the saves, then closes or leaves as ``ending`` says; see ``exits.Watch``."""
         limit = self.options.timeouts.close_secs
@@ -922,7 +925,7 @@ class CheckpointManager:
     def _use(self, *, writing: bool = False) -> Iterator[None]:
         """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with placement.neutral(), self._lock:
+        with placement.neutral(), self._lock, events.deferred_warnings():
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:

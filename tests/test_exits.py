@@ -203,6 +203,19 @@ def test_a_save_that_fails_while_a_child_exits_is_reported(tmp_path):
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
 
 
+def test_a_warning_that_is_an_error_is_logged_at_exit_and_no_save_is_lost(tmp_path, caplog):
+    class Warns:
+        def end(self, reason: str, ending: exits.Ending) -> None:
+            raise UserWarning("unneeded files could not be removed")
+
+    manager = Warns()
+    with mock.patch.object(exits, "_watched", []):
+        exits.Watch(manager.end, tmp_path)
+        exits._end_all()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not isinstance(sys.stdout, exits._LastFlush)
+
+
 # Another manager on the directory, in the same process.
 
 

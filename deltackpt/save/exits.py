@@ -311,6 +311,8 @@ def _end_all() -> None:
             _is_stuck = True
             watch.cancel()
             report_lost(str(error) or f"{watch.directory}: interrupted; the save in flight is lost")
+        except Warning as error:  # Of a filter that makes warnings errors: no save is lost.
+            _logger.warning(str(error))
         except Exception as error:
             report_lost(str(error))
 

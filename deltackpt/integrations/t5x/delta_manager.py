@@ -528,12 +528,12 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             ) from error
         if restored is None:
             raise NoIntactStep(f"{self._links.root}: expected a committed step, found none")
+        self._at = restored.step
         if restored.step != step:
             events.warn(
                 f"checkpoint_{step} in {self._links.model_dir} is not the newest intact step; "
                 f"resuming from step {restored.step}"
             )
-        self._at = restored.step
         return chosen_values(chosen, stored, flat(restored.state))
 
     def _goal(self, step: int) -> tuple[int, bool, list[int]]:
