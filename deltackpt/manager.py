@@ -426,7 +426,8 @@ class CheckpointManager:
     def wait_until_finished(self) -> list[SaveReport]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
 
-        For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets.
+        For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets. With
+        ``"remote"``, it also waits until every ``delete()`` is done there.
 
         Returns:
           Reports of the saves committed since the last call, at most the newest thousand.
@@ -772,6 +773,9 @@ class CheckpointManager:
         """Deletes a committed step that no other step needs; first waits for the save in flight.
 
         If training resumed from the step, recovery points before it are not restorable any more.
+        From a bucket, the step is deleted in the background: ``wait_until_finished()`` waits for
+        that with ``Tiers.wait_for="remote"``. If the staging directory is lost before, the step
+        reappears.
 
         Raises:
           StepNotFound: the step was not committed.
