@@ -849,6 +849,7 @@ class CheckpointManager:
             parts.callback(self._run.opened.close)
             if self._run.topic is not None:
                 parts.callback(self._run.topic.close)
+            parts.callback(self._run.coordinator.close)
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)

@@ -507,7 +507,7 @@ class Recorder(WalHooks):
 
     def close(self) -> None:
         """Ends the writer once all records are durable, or have failed."""
-        self._save_requests.end()
+        self._save_requests.close()
         if self._epoch is not None:
             self._epoch.end()
         self.wait_trimmed()
