@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from job import Job
 
 import deltackpt
 from deltackpt.errors import (
+    Damaged,
     RestoreError,
     SaveFailed,
     ServiceUnavailable,
@@ -40,14 +42,15 @@ from deltackpt.errors import (
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
-from deltackpt.reading import chains, reader
+from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.reading.stored_saves import StoredPart
+from deltackpt.standby import cached_files, loaded_state, shared_memory, wal
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import loaded_state, shared_memory, wal
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.loaded_state import Region
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, MemoryReader, SharedMemory
 from deltackpt.state import tables as state_tables
+from deltackpt.storage.digests import read_digests
 from deltackpt.testing import Disk, DiskCall, failing_saves
 from deltackpt.testing.training_run import TrainingRun
 
@@ -926,6 +929,18 @@ def test_files_other_than_tables_are_held_as_stored(tmp_path):
     one.unpin(pin)
     with pytest.raises(ServiceUnavailable):
         one.read_file(pin, name, 3, 9)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 20])
+def test_a_manifest_with_a_digest_of_its_own_digests_is_damaged(tmp_path, length):
+    with Trainer(tmp_path) as trainer:
+        trainer.next(force_base=True)
+    save = stored_saves.read_save(tmp_path / "1")
+    name = "digests.step.msgpack"
+    files = {path: tuple(of) for path, of in read_digests(tmp_path / "1" / name).files.items()}
+    head = dataclasses.replace(save.head, files={**files, name: (length, 0, 0)})
+    with pytest.raises(Damaged, match=f"1/{name}: expected {length} bytes"):
+        cached_files.read(dataclasses.replace(save, head=head), 1 << 30)
 
 
 def test_files_that_do_not_fit_are_left_to_storage(trainer):
