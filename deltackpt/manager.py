@@ -44,8 +44,8 @@ from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.step_reader import Items, RowRanges, Service
 from deltackpt.save import exits, pending_save
-from deltackpt.save.exits import Termination
 from deltackpt.save.pending_save import Embeddings, SaveReport
+from deltackpt.save.termination import Termination
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
