@@ -27,7 +27,7 @@ import pytest
 import test_meshes
 from damages import HOWS, damage
 from flat_options import manager_options
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from job import Job
 
 import deltackpt
@@ -286,13 +286,7 @@ LOSSY = [CodecChoice(delta=name, base=name) for name in ("adaptive4", "int8", "b
 ACTIONS = ["train", "save", "save", "save", "nothing", "base", "fail", "back", "grow", "spoil"]
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    # An example takes seconds; shrinking one would take minutes.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@test_meshes.slow_examples(8)
 @given(
     actions=st.lists(st.sampled_from([*ACTIONS, "poll"]), min_size=6, max_size=12),
     codec=st.sampled_from(["raw", "raw", "lossless", *LOSSY]),
