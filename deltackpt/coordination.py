@@ -91,6 +91,10 @@ _ALIVE = "deltackpt/alive/"
 _DONE, _FAILED = b"+", b"!"
 
 
+#: Process 0: keys of closed managers, which other processes may still read.
+_discarded: list[str] = []
+
+
 class _Failure(NamedTuple):
     """The failure of a process; ``fatal`` if any other step would fail too."""
 
@@ -183,6 +187,18 @@ class Coordinator:
         self._expired.append(key)
         if len(self._expired) > _EXPIRED:
             self.delete(self._expired.popleft())
+
+    def discard(self, key: str) -> None:
+        """Has process 0 delete all values below a key at a later call that all processes make."""
+        if self.index == 0 and self.count > 1:
+            _discarded.append(key)
+
+    def close(self) -> None:
+        """Discards what its calls have left; a process that is behind may still read it."""
+        for key in self._expired:
+            self.discard(key)
+        if self._id is not None:
+            self.discard(f"deltackpt/{self._id}")
 
     # Messages.
 
@@ -328,6 +344,8 @@ class Coordinator:
         except DeltackptError as error:
             self.send_failure(result, error)
             raise
+        while _discarded:  # All processes have made the calls before this one.
+            self.delete(_discarded.pop())
         found = b"[" + b",".join(values[process] for process in range(self.count)) + b"]"
         self.send(result, found)
         # All processes have received the result before.

@@ -11,12 +11,14 @@ as at least one of them works on it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from deltackpt.errors import DeltackptError, MissingExtra
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 Operation = Literal["save", "restore", "skip", "upload", "push", "append"]
 
 _logger = logging.getLogger(__name__)
-#: Directory of this package, with a separator at the end.
-_PACKAGE = os.path.dirname(__file__) + os.sep
+#: Files whose callers a warning points to: this package, and the module of its context managers.
+_INNER = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,12 +269,52 @@ class EventHandler(Protocol):
         ...
 
 
+class _Deferred(threading.local):
+    """The warnings of this thread's call of a manager, until it ends; None outside of calls."""
+
+    warnings: list[tuple[str, type[Warning]]] | None = None
+
+
+_deferred = _Deferred()
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning that points to the nearest caller outside deltackpt."""
+    """Issues a warning that points to the nearest caller outside deltackpt; may be deferred."""
+    if _deferred.warnings is not None:
+        _deferred.warnings.append((message, category))
+        return
     level, frame = 1, sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+@contextlib.contextmanager
+def deferred_warnings() -> Iterator[None]:
+    """Issues the warnings of a block at its end: with ``-W error``, they interrupt no change.
+
+    The first that is an error is raised; it, or the block's own error, has the others as notes.
+    """
+    if _deferred.warnings is not None:
+        yield
+        return
+    found = _deferred.warnings = []
+    raised: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        raised = error
+    _deferred.warnings = None
+    for message, category in found:
+        try:
+            warn(message, category)
+        except Warning as error:
+            if raised is None:
+                raised = error
+            else:
+                raised.add_note(f"{category.__name__}: {message}")
+    if raised is not None:
+        raise raised
 
 
 def emit(

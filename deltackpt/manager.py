@@ -44,8 +44,8 @@ from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.step_reader import Items, RowRanges, Service
 from deltackpt.save import exits, pending_save
-from deltackpt.save.exits import Termination
 from deltackpt.save.pending_save import Embeddings, SaveReport
+from deltackpt.save.termination import Termination
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
@@ -159,9 +159,9 @@ class CheckpointManager:
         self._saved_by_append: Saved | None = None
         self._verifier = TrackingVerifier()
 
-        with contextlib.ExitStack() as start:
-            self._open(directory, item, choice, options, extra, event_handlers, start)
-        self._closed = False
+        with contextlib.ExitStack() as start, contextlib.ExitStack() as deferred:
+            deferred.enter_context(events.deferred_warnings())
+            self._open(directory, item, choice, options, extra, event_handlers, start, deferred)
 
     def _open(
         self,
@@ -172,8 +172,9 @@ class CheckpointManager:
         extra: dict[str, Any],
         event_handlers: tuple[events.EventHandler, ...],
         start: contextlib.ExitStack,
+        deferred: contextlib.ExitStack,
     ) -> None:
-        """Opens all resources or none; the caller closes ``start``."""
+        """Opens all resources or none; the caller closes ``start`` and, on errors, ``deferred``."""
 
         def path() -> Path:
             local = buckets.file_path(directory)
@@ -229,6 +230,7 @@ class CheckpointManager:
                 if not self._read_only:
                     self._run.ledger.confirm()
                     warn(exits.close_others(path(), self._run.local.epoch))
+                deferred.close()  # As errors, the warnings end the start of every process.
             if not self._read_only:
                 local = self._run.local
                 self._watch = exits.Watch(self._end, local.path, local.epoch)
@@ -424,7 +426,8 @@ class CheckpointManager:
     def wait_until_finished(self) -> list[SaveReport]:
         """Waits until every save is committed with the durability of ``options.writes.durability``.
 
-        For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets.
+        For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets. With
+        ``"remote"``, it also waits until every ``delete()`` is done there.
 
         Returns:
           Reports of the saves committed since the last call, at most the newest thousand.
@@ -770,6 +773,9 @@ class CheckpointManager:
         """Deletes a committed step that no other step needs; first waits for the save in flight.
 
         If training resumed from the step, recovery points before it are not restorable any more.
+        From a bucket, the step is deleted in the background: ``wait_until_finished()`` waits for
+        that with ``Tiers.wait_for="remote"``. If the staging directory is lost before, the step
+        reappears.
 
         Raises:
           StepNotFound: the step was not committed.
@@ -843,6 +849,7 @@ class CheckpointManager:
             parts.callback(self._run.opened.close)
             if self._run.topic is not None:
                 parts.callback(self._run.topic.close)
+            parts.callback(self._run.coordinator.close)
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)
@@ -851,6 +858,7 @@ class CheckpointManager:
             if self._watch is not None:
                 parts.callback(self._watch.cancel)
 
+    @events.deferred_warnings()
     def _end(self, reason: str, ending: exits.Ending) -> None:
         """Waits for the saves, then closes or leaves as ``ending`` says; see ``exits.Watch``."""
         limit = self.options.timeouts.close_secs
@@ -922,7 +930,7 @@ class CheckpointManager:
     def _use(self, *, writing: bool = False) -> Iterator[None]:
         """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with placement.neutral(), self._lock:
+        with placement.neutral(), self._lock, events.deferred_warnings():
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:

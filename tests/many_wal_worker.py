@@ -13,6 +13,8 @@ import many_worker
 from many_worker import Worker
 
 from deltackpt import RecoveryPoint, WalOptions
+from deltackpt.errors import DamagedWal
+from deltackpt.restore.step_reader import StepReader
 from deltackpt.testing import Disk
 from deltackpt.wal import KafkaWal, LocalWal, segment_files
 from deltackpt.wal.writer import WalWriter
@@ -134,6 +136,20 @@ class Logger(Worker):
     def refuse_reads(self, number: int) -> None:
         """Makes the next read of an epoch header fail with an operating system error."""
         self._disk.fail("read", r"/\d+[.]msgpack$", errno=number)
+
+    def find_damage(self, process: int, record: int) -> None:
+        """Makes one process find the record of a step damaged whenever it replays it."""
+        if process != self._task["process"]:
+            return
+        real = StepReader.load
+
+        def load(reader: StepReader, found: Any, *arguments: Any) -> Any:
+            for _, one in () if found.plan is None else found.plan.records:
+                if one.save_id.step == record:
+                    raise DamagedWal("its record", "the bytes", "others", record=one.save_id)
+            return real(reader, found, *arguments)
+
+        StepReader.load = load
 
     def run_until_told(self, at_most: int) -> dict[str, Any]:
         """Trains and appends until a failure is reported."""

@@ -124,6 +124,24 @@ def test_save_threads_run_on_the_given_cpus(tmp_path, one_cpu):
     assert cpus_of(Path(f"/proc/self/task/{threading.get_native_id()}")) != str(one_cpu)
 
 
+def test_a_manager_keeps_a_limited_number_of_threads_until_it_is_closed(tmp_path):
+    state = {"tables": {f"table{number}": jnp.ones((512, 16)) for number in range(30)}}
+    others = threading.enumerate()
+    with deltackpt.CheckpointManager(
+        tmp_path / "run", handlers={"embeddings": deltackpt.Tables(select="tables/*")}
+    ) as manager:
+        marks = deltackpt.touched.init(state["tables"])
+        for step in range(4):
+            manager.save(step, state, touched=marks, force_base=True)
+            manager.wait_until_finished()
+        kept = [one for one in threading.enumerate() if one not in others]
+    assert 1 <= sum(one.name.startswith("deltackpt-save") for one in kept) <= 9
+    assert {one.name.rpartition("_")[0] for one in kept} <= {"deltackpt-save", "deltackpt-collect"}
+    for one in kept:
+        one.join(60.0)
+        assert not one.is_alive()
+
+
 def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
     stage = StagingDir(tmp_path / "stage")
     stage.path.mkdir()

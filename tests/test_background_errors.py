@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from deltackpt import errors, serving
 from deltackpt.ledger.directory import Root
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
-from deltackpt.save import dense_layout
+from deltackpt.save import dense_layout, exits
 from deltackpt.serving import live as live_module
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
@@ -226,6 +227,41 @@ def test_an_error_that_ends_the_thread_of_the_wal_is_raised_by_the_next_calls(tm
         assert found is not None and found.step == 3
         leaver.model.assert_same(found.state, states[3][0])
         assert another.append(4, found.state, touched=found.touched).kind == "full"
+
+
+def test_a_failed_save_is_raised_after_its_warning_was_an_error(tmp_path):
+    with saved(tmp_path) as manager:
+        with paused_saves(tmp_path, errno.EIO) as held:
+            manager.save(2, STATE, touched=MARKS)
+            held.release()
+            with pytest.raises(UserWarning, match="the save of step 2 failed"):
+                manager.restore_latest(STATE)
+        with pytest.raises(errors.SaveFailed, match="step 2") as raised:
+            manager.save(3, STATE, touched=MARKS)
+        assert raised.value.saved is not None
+
+
+def test_a_start_whose_warning_is_an_error_releases_the_directory(tmp_path):
+    watched = [*exits._watched]
+    full = errors.StorageError("the disk is on fire")
+    with mock.patch.object(Root, "remove_leftovers", side_effect=full):
+        with pytest.raises(UserWarning, match="leftovers .* were not removed: the disk is on fire"):
+            opened(tmp_path)
+    assert exits._watched == watched
+    with saved(tmp_path) as manager:
+        assert manager.all_steps() == [1]
+
+
+def test_an_error_has_the_warnings_before_it_as_notes(tmp_path):
+    with saved(tmp_path) as manager:
+        with paused_saves(tmp_path, errno.EIO) as held:
+            manager.save(2, STATE, touched=MARKS)
+            held.release()
+            with pytest.raises(errors.StepNotFound) as raised:
+                manager.restore(7, STATE)
+        with pytest.raises(errors.SaveFailed):
+            manager.wait_until_finished()
+    assert "UserWarning: the save of step 2 failed" in raised.value.__notes__[0]
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):

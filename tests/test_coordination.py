@@ -72,6 +72,19 @@ def test_calls_leave_nothing_behind_but_the_last_ones():
     assert first == second and len(job.left()) == 2
 
 
+def test_what_a_closed_manager_left_is_deleted_at_the_next_call_of_all():
+    job = Job(2, LONG_SECS)
+    each(gathering(job.all))
+    job.service.values["deltackpt/save/run-1/done/0"] = b"+"
+    for one in job.all:
+        one.expire("deltackpt/save/run-1")
+        one.close()
+    assert len(job.left()) == 3  # Process 1 may still read them.
+    again = job.renewed(2)
+    assert each(gathering(again)) == [[0, 1]] * 2
+    assert {key.split("/")[1] for key in job.left()} == {again[0]._id}
+
+
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_a_silent_process_is_named_on_all_others_within_the_timeout(missing):
     job = Job(3, SHORT_SECS)

@@ -108,6 +108,16 @@ def test_a_save_that_fails_at_exit_is_reported_and_the_exit_code_is_120(tmp_path
     assert_restores(tmp_path, 1)
 
 
+def test_atexit_functions_run_after_a_save_has_failed(tmp_path):
+    program = (
+        "import atexit, runpy, sys; atexit.register(print, 'registered first', flush=True); "
+        "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    )
+    found = leave(tmp_path, stage="write", fault="fail", how=["-c", program, leaver.__file__])
+    assert found.returncode == exits.EXIT_CODE
+    assert found.stdout.endswith("registered first\n")
+
+
 @pytest.mark.parametrize("ending", ["end", "raise"])
 def test_a_save_that_hangs_delays_the_exit_no_longer_than_close_secs(tmp_path, ending):
     found = leave(tmp_path, ending=ending, stage="write", fault="hang", close_secs=3)
@@ -173,8 +183,21 @@ def test_a_child_of_multiprocessing_loses_no_step(tmp_path, ending):
 
 def test_a_save_that_fails_while_a_child_exits_is_reported(tmp_path):
     found = leave(tmp_path, stage="write", fault="fail", where="child")
-    assert child_code(found) in (1, exits.EXIT_CODE)
+    assert child_code(found) == exits.EXIT_CODE
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
+
+
+def test_a_warning_that_is_an_error_is_logged_at_exit_and_no_save_is_lost(tmp_path, caplog):
+    class Warns:
+        def end(self, reason: str, ending: exits.Ending) -> None:
+            raise UserWarning("unneeded files could not be removed")
+
+    manager = Warns()
+    with mock.patch.object(exits, "_watched", []):
+        exits.Watch(manager.end, tmp_path)
+        exits._end_all()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not isinstance(sys.stdout, exits._LastFlush)
 
 
 # Another manager on the directory, in the same process.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ import pytest
 import test_meshes
 from damages import HOWS, damage
 from flat_options import manager_options
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from job import Job
 
 import deltackpt
@@ -34,14 +35,15 @@ from deltackpt import errors
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
-from deltackpt.reading import chains, reader
+from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.reading.stored_saves import StoredPart
+from deltackpt.standby import cached_files, loaded_state, shared_memory, wal
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import loaded_state, shared_memory, wal
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.loaded_state import Region
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, MemoryReader, SharedMemory
 from deltackpt.state import tables as state_tables
+from deltackpt.storage.digests import read_digests
 from deltackpt.testing import Disk, DiskCall, failing_saves
 from deltackpt.testing.training_run import TrainingRun
 
@@ -277,13 +279,7 @@ LOSSY = [CodecChoice(delta=name, base=name) for name in ("adaptive4", "int8", "b
 ACTIONS = ["train", "save", "save", "save", "nothing", "base", "fail", "back", "grow", "spoil"]
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    # An example takes seconds; shrinking one would take minutes.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@test_meshes.slow_examples(8)
 @given(
     actions=st.lists(st.sampled_from([*ACTIONS, "poll"]), min_size=6, max_size=12),
     codec=st.sampled_from(["raw", "raw", "lossless", *LOSSY]),
@@ -922,6 +918,18 @@ def test_files_other_than_tables_are_held_as_stored(tmp_path):
     one.unpin(pin)
     with pytest.raises(errors.ServiceUnavailable):
         one.read_file(pin, name, 3, 9)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 20])
+def test_a_manifest_with_a_digest_of_its_own_digests_is_damaged(tmp_path, length):
+    with Trainer(tmp_path) as trainer:
+        trainer.next(force_base=True)
+    save = stored_saves.read_save(tmp_path / "1")
+    name = "digests.step.msgpack"
+    files = {path: tuple(of) for path, of in read_digests(tmp_path / "1" / name).files.items()}
+    head = dataclasses.replace(save.head, files={**files, name: (length, 0, 0)})
+    with pytest.raises(errors.Damaged, match=f"1/{name}: expected {length} bytes"):
+        cached_files.read(dataclasses.replace(save, head=head), 1 << 30)
 
 
 def test_files_that_do_not_fit_are_left_to_storage(trainer):

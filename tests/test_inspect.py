@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import test_meshes
 from damages import flip
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from job import Job
 from test_compact import manager, run_compaction, write_chain
 from test_meshes import Run, Topology, initial, topologies, trained
@@ -86,13 +86,7 @@ def continued(root: Path, step: int, job: Job, topology: Topology) -> Run:
     return run
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    # An example takes a second: shrinking one would take minutes.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@test_meshes.slow_examples(12)
 @given(
     runs=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=1, max_size=3),
     seed=st.integers(0, 1 << 16),

@@ -192,13 +192,17 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
                 raise found
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    # An example takes a second: shrinking one would take minutes.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+def slow_examples(count: int) -> settings:
+    """Settings of a property whose examples take seconds: shrinking one would take minutes."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@slow_examples(25)
 @given(
     save=topologies(),
     savers=st.sampled_from([1, 2, 4, 8]),

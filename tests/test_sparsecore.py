@@ -18,7 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from hypothesis import HealthCheck, Phase, given, settings
+import test_meshes
+from hypothesis import given
 from job import Job
 from model import commit
 
@@ -707,12 +708,7 @@ def topologies(draw):
     return Topology(devices, draw(st.integers(1, 3)), replicas)
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@test_meshes.slow_examples(12)
 @given(
     save=topologies(),
     savers=st.sampled_from([2, 4, 8]),

@@ -37,6 +37,7 @@ from deltackpt.errors import (
     FencedError,
     OptionError,
     SaveFailed,
+    StepGone,
     StepNotFound,
     StorageError,
     TemplateMismatch,
@@ -44,7 +45,7 @@ from deltackpt.errors import (
 )
 from deltackpt.integrations import t5x as deltackpt_t5x
 from deltackpt.integrations.t5x.settings import BestByMetric
-from deltackpt.storage import batch
+from deltackpt.storage import batch, digests
 from deltackpt.testing import stored_chunks
 
 TABLE = "target/token_embedder/embedding"
@@ -639,6 +640,24 @@ def test_the_data_position_is_unchanged_if_it_or_the_step_is_damaged(run_with_da
     for path in (run_with_data.step(1) / "dataset").iterdir():
         shutil.copy(path, run_with_data.step(4) / "dataset" / path.name)
     restore_fails("4/dataset/")
+
+
+@pytest.mark.parametrize("after", ["_check_position", "check_step_files"])
+def test_a_step_removed_before_its_data_position_is_read_is_gone(run_with_data, monkeypatch, after):
+    data = numbers()
+    reader = run_with_data.reader(dataset_iterator=data)
+    of = type(reader) if after == "_check_position" else digests
+    real = getattr(of, after)
+
+    def then_remove(*arguments, **options):
+        found = real(*arguments, **options)
+        shutil.rmtree(run_with_data.step(4))
+        return found
+
+    monkeypatch.setattr(of, after, then_remove)
+    with pytest.raises(StepGone):
+        reader.restore(step=4)
+    assert next(data)["number"] == 0
 
 
 def test_a_step_without_a_data_position_is_reported(run):

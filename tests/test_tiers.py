@@ -694,7 +694,40 @@ def test_a_step_is_deleted_at_the_root(node):
         assert manager.all_steps() == [0, 2]
         with pytest.raises(deltackpt.errors.StepNotFound):
             manager.delete(1)
-    eventually(lambda: one.root() == [0, 2], "it was removed")
+        manager.wait_until_finished()
+        assert one.root() == [0, 2]
+
+
+def test_a_deletion_is_forgotten_with_the_staging_directory_and_can_be_repeated(node, monkeypatch):
+    one, other = node(), node()
+    one.run(0, 1, 2, bases=[0, 1, 2])
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager(wait_for="staging") as manager:
+            one.restore(manager)
+            manager.delete(1)
+            manager.wait_until_finished()
+    assert one.root() == [0, 1, 2]
+    with other.manager() as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        other.restore(manager)
+        manager.delete(1)
+    assert other.root() == [0, 2]
+
+
+def test_a_wait_for_a_deletion_times_out_and_the_next_run_deletes(node, monkeypatch):
+    one = node()
+    one.run(0, 1, bases=[0, 1])
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        manager = one.manager(timeouts=Timeouts(close_secs=1.0))
+        one.restore(manager)
+        manager.delete(0)
+        with pytest.raises(WaitTimeout, match="found deletions only in the staging directory"):
+            manager.close()
+    assert one.root() == [0, 1]
+    one.run(2)
+    assert one.root() == [1, 2]
 
 
 # ---- damage

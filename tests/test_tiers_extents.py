@@ -406,6 +406,23 @@ def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(node, monk
     one.after_power_cut(2, [0, 1, 2])
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_rollback_whose_warning_is_an_error_is_complete(node, monkeypatch, appends):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager(wal=deltackpt.WalOptions() if appends else None) as manager:
+        one.saves(manager, 0, 1, 2, 3)
+        one.restore(manager, 1)
+        with pytest.raises(UserWarning, match=r"later steps \[2, 3\] were moved to rolled-back"):
+            if appends:
+                one.train(2)
+                manager.append(2, one.state, touched=one.touched)
+            else:
+                one.save(manager, 2)
+        one.saves(manager, 5)
+    one.after_power_cut(5, [0, 1, 5] if appends else [0, 1, 2, 5])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_saves_that_are_never_uploaded_do_not_fill_the_extents(node, monkeypatch):
     one = node()

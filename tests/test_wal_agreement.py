@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from job import MemoryService, coordinators
 
+from deltackpt import coordination
 from deltackpt.errors import ProcessMissing, StorageError
 from deltackpt.format.manifest import Layout
 from deltackpt.format.wal_format import EpochHeader
@@ -279,6 +280,9 @@ def test_process_0_removes_the_keys_of_an_ended_epoch():
         epoch = SimpleNamespace(head=SimpleNamespace(run="run", epoch=number))
         requests.begin_epoch(cast(OpenEpoch, epoch), Layout((), (), (), ()), 0)
         assert {key.split("/")[3] for key in service.values} == left
+    with mock.patch.object(coordination, "_discarded", []):
+        requests.close()
+        assert coordination._discarded == ["deltackpt/wal/run/1"]
 
 
 def test_progress_through_a_service_that_does_not_answer_is_the_last_known():

@@ -42,6 +42,8 @@ from deltackpt.format.wal_format import RecordChunk
 from deltackpt.inspect import open as open_checkpoints
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
+from deltackpt.maintenance.estimate import restore_plan
+from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_topics import Partition, WalTopics
 from deltackpt.standby.follower import Follower
@@ -473,6 +475,21 @@ def test_a_recovery_point_is_read_after_its_checkpoints_object_is_gone(cluster, 
     step = open_checkpoints(run.root, wal=KafkaWal(config=cluster.config)).at(2)
     gc.collect()
     assert (np.asarray(step.tables["tables/users"][:]) == run.state["tables"]["users"]).all()
+
+
+def librdkafka_threads() -> set[str]:
+    """The threads of all connections of this process."""
+    names = {path.parent.name: path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+    return {thread for thread, name in names.items() if name.startswith("rdk:")}
+
+
+def test_verify_and_plan_close_their_connections(cluster, run):
+    run.started(2)
+    gc.collect()
+    before, wal = librdkafka_threads(), KafkaWal(config=cluster.config)
+    assert {one.point.step for one in verify_root(run.root, wal=wal).points} == {1, 2}
+    assert restore_plan(run.root, 2, wal=wal).wal_records == 2
+    assert librdkafka_threads() <= before
 
 
 def test_a_serving_process_follows_the_records(cluster, run):

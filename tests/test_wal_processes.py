@@ -153,6 +153,25 @@ def test_a_rollback_of_all_leaves_later_points_behind(server, tmp_path, to):
     assert_reads_alone(root, to + 1)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_damaged_record_that_one_process_finds_skips_the_points_for_every_process(
+    server, tmp_path, process
+):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, TRAINED)
+        logged(job, 5)
+        job.close()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(root), log={})
+        job.all("find_damage", process=process, record=4)
+        for answer in job.all("restore_latest", place=TRAINED, like=3):
+            assert (answer["point"], answer["wrong"]) == (3, None)
+            [[step, error]] = answer["skipped"]
+            assert (step, error["type"]) == (5, "DamagedWal")
+        job.close()
+
+
 # Slow or lost processes.
 
 

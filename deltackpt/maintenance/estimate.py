@@ -7,6 +7,7 @@ Sizes come from manifests and digests; the time from a restore of a sample of th
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -123,28 +124,28 @@ def restore_plan(
     ``step`` is a step, a full recovery point, or its training step; the newest step by default.
     ``wal`` reads WAL records in Kafka.
     """
-    opened = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
-    step = opened.newest_step() if step is None else step
-    if step is None:
-        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-    step, plan = steps.find(opened, step)
-    step_dir = opened.at(step)
-    with stored_saves.detect_removal(step_dir, instead="ask for"):
-        started = time.perf_counter()
-        walked = chains.read_chain(step_dir, item)
-        with chains.detect_chain_removal(walked):
-            stored = [
-                # The digests are read for this.
-                _StoredSegment(save, part, segment, part.arrays.files_of(segment))
-                for save in walked
-                for part in save.parts()
-                for segment in part.record.segments
-            ]
-            records_secs = time.perf_counter() - started
-            if plan is not None:
-                return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
-            dense = _other_files(step_dir, item) | _dense_files(walked)
-            return _plan(step, walked, stored, dense, records_secs)
+    with contextlib.closing(open_steps(directory, item=item, endpoint=endpoint, wal=wal)) as opened:
+        step = opened.newest_step() if step is None else step
+        if step is None:
+            raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+        step, plan = steps.find(opened, step)
+        step_dir = opened.at(step)
+        with stored_saves.detect_removal(step_dir, instead="ask for"):
+            started = time.perf_counter()
+            walked = chains.read_chain(step_dir, item)
+            with chains.detect_chain_removal(walked):
+                stored = [
+                    # The digests are read for this.
+                    _StoredSegment(save, part, segment, part.arrays.files_of(segment))
+                    for save in walked
+                    for part in save.parts()
+                    for segment in part.record.segments
+                ]
+                records_secs = time.perf_counter() - started
+                if plan is not None:
+                    return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
+                dense = _other_files(step_dir, item) | _dense_files(walked)
+                return _plan(step, walked, stored, dense, records_secs)
 
 
 def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:

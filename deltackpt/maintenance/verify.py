@@ -101,8 +101,14 @@ def verify_root(
     Neither jax nor Orbax is needed. ``wal`` reads WAL records in Kafka. ``progress`` is called from
     several threads.
     """
+    with contextlib.closing(open_steps(directory, item=item, endpoint=endpoint, wal=wal)) as opened:
+        return _verified(opened, steps, progress)
+
+
+def _verified(
+    opened: Steps, steps: Collection[int] | None, progress: Progress | None
+) -> RootReport:
     started = time.perf_counter()
-    opened = open_steps(directory, item=item, endpoint=endpoint, wal=wal)
     if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, opened.item):
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finishes the saves of unclosed managers at exit; treats SIGTERM as a preemption notice.
+"""Finishes the saves of unclosed managers at exit.
 
 ``atexit`` is too late: by then threads are joined and executors accept no work. The private
 ``threading._register_atexit``, which ``concurrent.futures`` itself uses, runs before that. In
@@ -9,7 +9,7 @@ save's work itself. An interrupt (Ctrl-C) at the start of the shutdown skips it;
 run at ``atexit``.
 
 A lost save must not end in exit code 0. Python documents 120 for an error during cleanup, such as
-while stdout is flushed; ``_LastFlush`` causes such an error.
+while stdout is flushed. ``_LastFlush`` causes such an error, so ``atexit`` functions still run.
 """
 
 from __future__ import annotations
@@ -19,70 +19,16 @@ import concurrent.futures.thread
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from deltackpt.errors import ClosedError, DeltackptError, SaveFailed, WaitTimeout
 from deltackpt.resources.runtime import Task
-
-
-class Termination:
-    """Listens for SIGTERM from the first query on; an existing handler still runs.
-
-    Only for single-process jobs: with several, JAX's own handler must not be replaced.
-    """
-
-    def __init__(self) -> None:
-        """Does not listen yet: without a query, a SIGTERM ends the process."""
-        self._pid = os.getpid()
-        self._listening = False
-        self._closed = False
-        self._received = False
-        self._step: int | None = None
-        self._former: Any = None
-
-    def announced(self, step: int) -> bool:
-        """Starts to listen; returns whether a SIGTERM arrived, for the first step after it."""
-        if not (self._listening or self._closed):
-            self._listen()
-        if self._received and self._step is None:
-            self._step = step
-        return self._step == step
-
-    def _listen(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # Only there Python lets handlers be changed; another thread may ask later.
-        self._listening = True
-        self._former = signal.getsignal(signal.SIGTERM)
-        if self._former is not None:  # None: it was not put there by Python.
-            signal.signal(signal.SIGTERM, self._on_signal)
-
-    def close(self) -> None:
-        """Restores the previous handler; from another thread, forwards signals to it instead."""
-        self._closed = True
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._former)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        mine = os.getpid() == self._pid and not self._closed
-        self._received = self._received or mine
-        # A second signal is for the former handler alone, which may end the process.
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._former)
-        if callable(self._former):
-            self._former(number, frame)
-        elif not mine and self._former == signal.SIG_DFL:
-            # In a forked child, or if nothing will save: end as without us.
-            os.kill(os.getpid(), number)
-
 
 _logger = logging.getLogger(__name__)
 
@@ -238,14 +184,11 @@ class _LastFlush:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def __repr__(self) -> str:
-        return "deltackpt.save.exits"
-
     def flush(self) -> None:
-        """Raises SaveFailed if the interpreter or a child of ``multiprocessing`` is ending."""
+        """Raises SaveFailed if the interpreter is ending."""
         if self._stream is not None:
             self._stream.flush()
-        if sys.is_finalizing() or (_has_ended and _is_child()):
+        if sys.is_finalizing():
             raise SaveFailed(
                 f"a save was lost when the program ended, so it exits with code {EXIT_CODE}; "
                 f"the logger {__name__} has the reason"
@@ -279,8 +222,8 @@ def _leave() -> None:
     global _has_ended
     _end_all()
     _has_ended = True
-    if _is_stuck:
-        # Python would wait forever for the threads that hang.
+    # Python would wait forever for threads that hang, and ``multiprocessing`` ends a child itself.
+    if _is_stuck or (isinstance(sys.stdout, _LastFlush) and _is_child()):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -311,6 +254,8 @@ def _end_all() -> None:
             _is_stuck = True
             watch.cancel()
             report_lost(str(error) or f"{watch.directory}: interrupted; the save in flight is lost")
+        except Warning as error:  # Of a filter that makes warnings errors: no save is lost.
+            _logger.warning(str(error))
         except Exception as error:
             report_lost(str(error))
 

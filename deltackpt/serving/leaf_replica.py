@@ -30,6 +30,7 @@ from deltackpt.resources import host_memory
 from deltackpt.serving import served_dense
 from deltackpt.serving.served_dense import LeafArray, LoadedLeaves, name_of
 from deltackpt.standby.loaded_state import committed_secs
+from deltackpt.standby.wal import StateHolder
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.store import StorePath
 
@@ -91,14 +92,13 @@ _ARRAYS = ("array", "key", "scalar")
 _COMPARED_BYTES = 1 << 20
 
 
-class LeafReplica:
+class LeafReplica(StateHolder[LoadedLeaves]):
     """The dense leaves of the next version; see ``standby.wal.StateReplica``. Used by one thread.
 
     The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """
 
     def __init__(self, item: str, patterns: Sequence[str]):
-        self.loaded: LoadedLeaves | None = None
         self._step: LoadedLeaves | None = None
         self._item, self._patterns = item, patterns
         self._buffers = Buffers()
@@ -106,13 +106,6 @@ class LeafReplica:
         self._numbers = itertools.count()
         #: Patterns that were already reported to match nothing.
         self._reported: set[str] = set()
-
-    def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``StateReplica``."""
-        held = self.loaded
-        if held is None or plan is None:
-            return held is not None and held.point is None
-        return held.is_at(plan.step, plan.point)
 
     def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``StateReplica``."""

@@ -129,6 +129,8 @@ class Catalog:
             )
         is_needed = self._covers_trimmed(step)
         self._run.ledger.remove_steps([step])
+        if (replication := self._run.replication) is not None:
+            replication.note_deleted(info.save_id)
         self._run.ledger.collect(lambda: protected)
         return dataclasses.astuple(info.save_id), is_needed
 

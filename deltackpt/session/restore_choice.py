@@ -178,6 +178,24 @@ class RestoreChooser:
         self._wal = WalReader(self._run.root.wal_location)
         return _readable(self._wal)
 
+    def wal_damage(self, choice: RestoreChoice, error: RestoreError) -> RestoreError:
+        """Returns the damage of the WAL that any process found, or else the given error.
+
+        A process that found none has an error that only states where another one was raised.
+        """
+        if choice.point is None:
+            return error
+        own = None
+        if isinstance(error, DamagedWal):
+            *fields, record = error.__reduce__()[1]
+            own = fields, dataclasses.astuple(record) if isinstance(record, SaveId) else None
+        every = self._run.coordinator.gather("looking for damaged records", own)
+        found = next((one for one in every if one is not None), None)
+        if own is not None or found is None:
+            return error
+        fields, record = found
+        return DamagedWal(*fields, record=None if record is None else SaveId(*record))
+
     def lost_with(
         self, tried: FailedChoices, choice: RestoreChoice, error: RestoreError
     ) -> list[int]:

@@ -110,6 +110,7 @@ class Restorer:
                     tried.gone.append((step, error))
                     choice = again
                     continue
+                error = self._chooser.wal_damage(choice, error)
                 lost = self._chooser.lost_with(tried, choice, error)
                 error = _with_lost(error, lost)
                 tried.add_lost((one for one in lost if one != choice.step), error)

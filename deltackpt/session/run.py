@@ -442,7 +442,7 @@ class Run:
             self.root.check_lease()
 
     def begin_replication(self) -> None:
-        """Records for the tiers, before the run's first save, from which save it resumes."""
+        """Records for the tiers, before a run's first save or WAL, what it resumes from; once."""
         if self.replication is not None:
             self.replication.begin_run(self.lineage.newest_committed, self.lineage.run)
 

@@ -150,12 +150,13 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
+        # First: without its WAL, a staging directory cannot be resumed from.
+        run.begin_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
             run.wal.begin_epoch(split)
         run.roll_back(step)
         run.end_hashing()
-        run.begin_replication()
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:

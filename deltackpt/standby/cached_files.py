@@ -82,7 +82,7 @@ def read(
     # Digests in a manifest become a file, since readers of the memory may lack that manifest.
     wanted = digests.of_step(read_head, {}, shown)
     lengths = {name: len(data) for name, data in heads.items()}
-    lengths |= {name: digest.length for name, digest in wanted.items()}
+    lengths |= {name: found.length for name, found in wanted.items() if name not in heads}
     values = {_name(value): value for value in stored_dense.listed(save)}
     held = _room(lengths, most_bytes, values)
     if held is None:
@@ -97,9 +97,9 @@ def read(
             out, at, name = held.array(file), step_dir / file.name, f"{shown}/{file.name}"
             if file.name in heads:
                 out[:] = np.frombuffer(heads[file.name], np.uint8)
-                continue
-            with at.missing_is_damage(name):
-                at.store.read_into(at.key, 0, [out.data], whole=True)
+            else:
+                with at.missing_is_damage(name):
+                    at.store.read_into(at.key, 0, [out.data], whole=True)
             if file.name in wanted:
                 digests.check_bytes(out.data, wanted[file.name], name)
         stored_saves.check_exists(save)

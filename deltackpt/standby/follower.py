@@ -54,7 +54,7 @@ from deltackpt.standby.loaded_state import (
     everything,
 )
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
-from deltackpt.standby.wal import Candidates, FollowedWal
+from deltackpt.standby.wal import Candidates, FollowedWal, StateHolder
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ReplicaTables:
         return max(_LEAST_STAGING_BYTES, int(self.memory.nbytes * _STAGING_SHARE))
 
 
-class RowReplica:
+class RowReplica(StateHolder[LoadedState]):
     """Holds one shard's rows of a step, or of a recovery point above it.
 
     One thread calls ``load_state``; any thread may call the other methods.
@@ -104,8 +104,6 @@ class RowReplica:
         self._dense: KnownStates = {}
         self._gate = Gate()
         self.tables: ReplicaTables | None = None
-        #: The held state; None before the first load and during a change.
-        self.loaded: LoadedState | None = None
         #: What is held after the change in progress.
         self._next: LoadedState | None = None
         #: Current activity or problem.
@@ -188,13 +186,6 @@ class RowReplica:
             f"shard {self._shard} of {self._shards}: expected a pinned state with the file {name}, "
             "found none; restore from storage"
         )
-
-    def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``StateReplica``."""
-        held = self.loaded
-        if held is None or plan is None:
-            return held is not None and held.point is None
-        return held.is_at(plan.step, plan.point)
 
     def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``StateReplica``: if a step needs new memory, the call loads only that step."""

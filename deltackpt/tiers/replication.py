@@ -31,7 +31,7 @@ from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Hidden, State
+from deltackpt.ledger.entries import Hidden, ObjectKey, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
@@ -121,6 +121,8 @@ class ReplicationClient:
         self._reported_damaged: set[str] = set()
         self._reported_problems: set[str] = set()
         self._raised: set[str] = set()
+        #: What the user has deleted, for which ``wait`` waits.
+        self._deleted: set[tuple[ObjectKey, SaveId]] = set()
         self.steps = ReplicatedSteps(self, options.timeouts.save_secs)
         #: Whether there are saves that no call of ``wait`` has confirmed.
         self._is_unconfirmed = bool(self.lag())
@@ -316,6 +318,11 @@ class ReplicationClient:
                 gone=() if self.no_shared_fs else ids.values(),
             )
 
+    def note_deleted(self, save_id: SaveId) -> None:
+        """Has a save that the user deleted removed remotely; ``wait`` waits for that."""
+        self._deleted.add((ObjectKey(save_id.step), save_id))
+        self.start()
+
     def _remove(self, unneeded: Iterable[Removal], gone: Collection[SaveId] = ()) -> None:
         """Orders the removal of what is unneeded once the newest local save is uploaded."""
         with self._ordering:
@@ -493,7 +500,7 @@ class ReplicationClient:
         return time.monotonic() < deadline
 
     def wait(self, timeout_secs: float) -> None:
-        """Waits until all saves reach ``Tiers.wait_for``.
+        """Waits until all saves reach ``Tiers.wait_for``, and deletions the remote directory.
 
         A WaitTimeout loses nothing. Raises SaveFailed, once, for a save that never can.
         """
@@ -502,16 +509,17 @@ class ReplicationClient:
             return
         if tier == "remote":
             self.process.wake(HURRY)
-        while behind := self.lag(tier):
+        while (behind := self.lag(tier)) or (tier == "remote" and self._is_deleting()):
             self._find_peers()
             if not self.keep_waiting(deadline):
                 problem = self.progress(tier).problem or self.process.ended
+                left = f"{len(behind)} saves of {sum(behind.values()):,} bytes"
                 raise WaitTimeout(
                     f"{self}: expected every save to reach tier {tier!r} within {timeout_secs} s "
-                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes only in the staging directory "
-                    f"{self.stage.path}{f', because {problem}' if problem else ''}; the uploader "
-                    "continues: call wait_until_finished() again, or check the network"
+                    f"(ManagerOptions.timeouts), found {left if behind else 'deletions'} only in "
+                    f"the staging directory {self.stage.path}"
+                    f"{f', because {problem}' if problem else ''}; the uploader continues: call "
+                    "wait_until_finished() again, or check the network"
                 )
         if tier == "remote":
             self.read_progress()
@@ -526,6 +534,18 @@ class ReplicationClient:
         self._check_damaged(tier)
         with contextlib.suppress(StorageError):  # Retried after the next save.
             self._tidy()
+
+    def _is_deleting(self) -> bool:
+        """Returns whether the uploader can delete a step that the user deleted, and has not yet."""
+        if not self._deleted:
+            return False
+        damaged = self.read_progress().damaged
+        self._deleted &= self.journal.known.uploads
+        return any(
+            one.unit in self._deleted
+            and (one.after is None or key_of(one.after.step, one.after) not in damaged)
+            for one in self.orders.removals
+        )
 
     def _check_damaged(self, tier: TierName) -> None:
         """Raises SaveFailed once for each save that cannot reach a tier."""

@@ -247,9 +247,7 @@ class EndedWal(WalHooks):
 
     def begin_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes a header if the directory has a WAL."""
-        run, lineage = self._run, self._run.lineage
-        # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.begin_replication()
+        lineage = self._run.lineage
         known, continues = lineage.newest_known, lineage.forked_from
         if known is None or known.continues != continues:
             continues = None

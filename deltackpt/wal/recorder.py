@@ -202,6 +202,8 @@ class Recorder(WalHooks):
             self._check_above(step)
             if reason is None:
                 if not self._begun or self._layout != split.layout:
+                    # As before a save: without its WAL, a staging directory cannot be resumed from.
+                    self._run.begin_replication()
                     reason = self._open(split)
             if reason is None:
                 # Steps that training left are newer than its records.
@@ -507,7 +509,7 @@ class Recorder(WalHooks):
 
     def close(self) -> None:
         """Ends the writer once all records are durable, or have failed."""
-        self._save_requests.end()
+        self._save_requests.close()
         if self._epoch is not None:
             self._epoch.end()
         self.wait_trimmed()
@@ -528,8 +530,6 @@ class Recorder(WalHooks):
     def _open(self, split: Split) -> str | None:
         """Begins an epoch in all processes at once; returns why all must save first, if so."""
         run = self._run
-        # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.begin_replication()
         known, continues = run.lineage.newest_known, run.lineage.forked_from
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None

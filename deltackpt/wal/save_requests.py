@@ -13,7 +13,8 @@ and a slow one reads the same answers later. A save meets all requests made befo
 
 Process 0 deletes the answers that every process has passed according to its status. Each process
 therefore also stores an unchanged status from time to time. If a process is lost, the save that the
-others make fails and names it.
+others make fails and names it. The keys of an epoch are deleted when the next one begins, those of
+the last epoch when the job opens another manager.
 """
 
 from __future__ import annotations
@@ -229,6 +230,12 @@ class SaveRequests:
     def end(self) -> None:
         """Ends the epoch and cancels requests."""
         self._agreement = None
+
+    def close(self) -> None:
+        """Ends it: the keys of its last epoch are not needed any more."""
+        self.end()
+        if self._key:
+            self._run.coordinator.discard(self._key)
 
     def forget(self) -> None:
         """Begins another run."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,19 @@ def telling(*what: Any) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise AssertionError("\n".join(map(str, [*what, error]))) from error
+
+
+def raced(trainers: Sequence[Callable[[], None]], read: Callable[[threading.Event], int]) -> int:
+    """Runs trainers at once, beside a reader until they are over; returns how much it read."""
+    over = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(len(trainers) + 1) as pool:
+        reading = pool.submit(read, over)
+        try:
+            for done in [pool.submit(trainer) for trainer in trainers]:
+                done.result()
+        finally:
+            over.set()
+        return reading.result()
 
 
 def steps_in(root: Path) -> list[int]:

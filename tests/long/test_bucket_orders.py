@@ -8,7 +8,6 @@ machine.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import random
@@ -22,6 +21,7 @@ import pytest
 import servers
 from damages import DAMAGES, HOWS
 from faulty_buckets import chain, faulty, fresh, opened
+from harness import raced
 
 from deltackpt.errors import BrokenChain, FencedError, StorageError, TargetDiffers
 from deltackpt.format.manifest import ParentRef, SaveId, SaveInfo
@@ -275,15 +275,7 @@ def _round(
 
     damaged: dict[str, bytes] = {}
     trainers = [_Trainer(root(), random.Random(drawn.getrandbits(32)), damaged) for _ in range(2)]
-    over = threading.Event()
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        read = pool.submit(_read, root(), over)
-        try:
-            for done in [pool.submit(trainer.train) for trainer in trainers]:
-                done.result()
-        finally:
-            over.set()
-        reads = read.result()
+    reads = raced([trainer.train for trainer in trainers], functools.partial(_read, root()))
     network.plan(where, proxy.at({}))
     plan.tell()
     history = _check(opened(network, where, 60), trainers, damaged)

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 import os
 import random
 import threading
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness import raced
 
 from deltackpt.errors import FencedError, StorageError
 from deltackpt.format import naming
@@ -137,16 +138,9 @@ def _read(path: Path, over: threading.Event) -> int:
 
 def _round(path: Path, drawn: random.Random) -> Counter[str]:
     path.mkdir()
-    shared, over = _Shared(), threading.Event()
+    shared = _Shared()
     trainers = [_Trainer(path, random.Random(drawn.getrandbits(32)), shared) for _ in range(2)]
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        read = pool.submit(_read, path, over)
-        try:
-            for done in [pool.submit(trainer.train) for trainer in trainers]:
-                done.result()
-        finally:
-            over.set()
-        reads = read.result()
+    reads = raced([trainer.train for trainer in trainers], functools.partial(_read, path))
     with contextlib.closing(Root.open(path)) as root:
         steps = {*root.steps()}
         lost = [one for one in shared.committed if one.step not in steps]

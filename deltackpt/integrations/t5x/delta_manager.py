@@ -24,6 +24,7 @@ from deltackpt.errors import (
     OptionError,
     RestoreError,
     SaveFailed,
+    StepGone,
     TemplateMismatch,
 )
 from deltackpt.format import naming
@@ -528,12 +529,12 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             ) from error
         if restored is None:
             raise NoIntactStep(f"{self._links.root}: expected a committed step, found none")
+        self._at = restored.step
         if restored.step != step:
             events.warn(
                 f"checkpoint_{step} in {self._links.model_dir} is not the newest intact step; "
                 f"resuming from step {restored.step}"
             )
-        self._at = restored.step
         return chosen_values(chosen, stored, flat(restored.state))
 
     def _goal(self, step: int) -> tuple[int, bool, list[int]]:
@@ -590,16 +591,16 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
     def _restore_data(self, step: inspect.Step) -> None:
         if self._dataset_iterator is None:
             return
-        self._check_position(step)
-        # If a file is missing or altered, the iterator is not moved.
-        files = stored_saves.read_save(step.path).head.files
-        for damage in digests.check_step_files(
-            step.path, files, wanted=lambda name: name.startswith(f"{_DATASET}/")
-        ):
-            step.check_exists()
-            raise damage
-        [args] = self._items().values()
-        self._handlers[_DATASET].restore(epath.Path(step.path / _DATASET), args)
+        with stored_saves.detect_removal(step.path, exists=lambda: _exists(step)):
+            self._check_position(step)
+            # If a file is missing or altered, the iterator is not moved.
+            files = stored_saves.read_save(step.path).head.files
+            for damage in digests.check_step_files(
+                step.path, files, wanted=lambda name: name.startswith(f"{_DATASET}/")
+            ):
+                raise damage
+            [args] = self._items().values()
+            self._handlers[_DATASET].restore(epath.Path(step.path / _DATASET), args)
         step.check_exists()
 
     def _check_position(self, step: inspect.Step) -> None:
@@ -668,6 +669,14 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
         finally:
             stock.close()
+
+
+def _exists(step: inspect.Step) -> bool:
+    """Returns whether a step is still the save that was opened."""
+    with contextlib.suppress(StepGone):
+        step.check_exists()
+        return True
+    return False
 
 
 def _handles_exception() -> bool:
