@@ -98,8 +98,9 @@ def test_a_gather_of_no_rows_is_empty():
 )
 def test_only_ranges_of_contiguous_host_rows_are_views(made, rows, on_host, expected):
     data = made((8, 4))
+    bounds, firsts = np.array([[0, 8]]), np.array([0])
     source = capture.FieldSource(
-        (0, 4), (4,), np.dtype(data.dtype), [capture.FieldShard(0, 8, data)]
+        (0, 4), (4,), np.dtype(data.dtype), on_host, bounds, firsts, [data]
     )
     segment = capture.SegmentSource("g0", (0, 4), rows, {"values": source})
     with mock.patch.object(capture, "on_host", lambda _: on_host):

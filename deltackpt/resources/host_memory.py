@@ -124,9 +124,8 @@ _C_LIBRARY = ctypes.CDLL(None)
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 #: From Linux 4.14 on; mmap has no name for it.
 _MADV_WIPEONFORK = 18
-#: Smaller buffers would waste much of a huge page. Direct writes of 1 GB from pieces of 4 MiB took
-#: 240 to 280 ms with huge pages, and 440 to 480 with small ones.
-_LARGE_BYTES = UNIT_BYTES
+#: Smaller arrays would waste much of a huge page.
+_LARGE_BYTES = 8 << 20
 
 
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -161,7 +160,9 @@ def aligned_buffer(nbytes: int) -> np.ndarray:
     pages copy-on-write; but a child may touch the memory and free it.
     """
     padded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-    is_large = padded >= _LARGE_BYTES
+    # Direct writes of 1 GB from pieces of 4 MiB took 240 to 280 ms with huge pages, and 440 to 480
+    # with small ones.
+    is_large = padded >= UNIT_BYTES
     room = -(-padded // UNIT_BYTES) * UNIT_BYTES + UNIT_BYTES
     try:
         mapping = mmap.mmap(-1, room if is_large else padded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -338,8 +338,8 @@ class SegmentSource:
     def is_view(self, name: str) -> bool:
         """Returns whether the pieces of a pinned field are views of the training state."""
         return not isinstance(self.rows, np.ndarray) and all(
-            isinstance(shard.data, np.ndarray) and shard.data.flags.c_contiguous
-            for shard in self.fields[name].shards
+            isinstance(data, np.ndarray) and data.flags.c_contiguous
+            for data in self.fields[name].data
         )
 
     @property
