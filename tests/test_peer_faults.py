@@ -166,14 +166,16 @@ def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
     one, other = node(), node()
     for step in range(7):
         one.peers_run(step)
-    with root_out_of_reach(one), one.manager() as manager:
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.saves(manager, 7)
+        push(one)
         cluster.restart_keeper(cluster.filled()[0])
         one.saves(manager, 8)
-        eventually(lambda: sum(cluster.holding().values()) == 9, "all are there again")
+        push(one)
+        assert sum(cluster.holding().values()) == 9
     one.lose()
-    without_promoter(monkeypatch)
     other.resumed(8, [*range(9)], like=one, wait_for="staging")
 
 
@@ -276,6 +278,7 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     one.lose()
     cluster.shelves["quiet"] = cluster.shelves["node0"]
     cluster.tokens["quiet"] = cluster.tokens["node0"]
+    cluster.deadline_secs = 1.0
     without_promoter(monkeypatch)
     asked: list[str] = []
 

@@ -33,25 +33,11 @@ from damages import flip
 from made_up_wals import records_in
 from many import Job
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_nodes import (
-    HANG_SECS,
-    ROWS,
-    Trainer,
-    pids,
-    remove_arrays,
-    restored,
-    started,
-    wait_until,
-)
+from ray_nodes import HANG_SECS, ROWS, Trainer, pids, remove_arrays, restored, started, wait_until
 
 import deltackpt
 from deltackpt import service
-from deltackpt.errors import (
-    OptionError,
-    ServiceMismatch,
-    ServiceUnavailable,
-    TooLittleMemory,
-)
+from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable, TooLittleMemory
 from deltackpt.format.row_blocks import Box
 from deltackpt.reading import stored_saves
 from deltackpt.restore import sources as restore_sources

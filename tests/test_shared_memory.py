@@ -164,7 +164,8 @@ def test_an_address_of_other_memory_is_refused(one):
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_dropped_memory_keeps_no_descriptor_and_its_arrays_stay_valid(closed, one):
+def test_dropped_memory_keeps_no_descriptor_and_its_arrays_stay_valid(closed):
+    one = handed()
     array, place = words(one), one.address
     if closed:
         one.close()

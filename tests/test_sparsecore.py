@@ -70,10 +70,7 @@ def tree(leaf: Callable[[str, str], Any]) -> dict:
     return {
         stack: {
             "table": leaf("tables", stack),
-            "slot": {
-                "accumulator": leaf("accumulators", stack),
-                "counts": leaf("counts", stack),
-            },
+            "slot": {"accumulator": leaf("accumulators", stack), "counts": leaf("counts", stack)},
         }
         for stack in STACKS
     }

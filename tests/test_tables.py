@@ -381,11 +381,6 @@ def test_abstract_leaves_give_the_same_layout():
     assert split(host, TABLES).layout == parts.layout
 
 
-def test_a_layout_survives_the_manifest():
-    layout = split(state_of(optax.adam(1e-3)), TABLES).layout
-    assert manifest.from_bytes(manifest.to_bytes(layout), Layout, name="layout") == layout
-
-
 def test_a_remembered_layout_is_not_used_for_another_state():
     chosen = Tables(select="emb")
     for rows in (3, 4, 3):

@@ -124,12 +124,7 @@ class Node:
             self.run(*steps, wait_for="staging", **options)
 
     def resumed(
-        self,
-        step: int,
-        steps: list[int] | None = None,
-        *,
-        like: Node | None = None,
-        **options: Any,
+        self, step: int, steps: list[int] | None = None, *, like: Node | None = None, **options: Any
     ) -> Any:
         """A new manager restores ``step``, the newest of ``steps``, bit for bit."""
         expected = (like or self).held()
