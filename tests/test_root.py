@@ -482,12 +482,6 @@ def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_pa
     opened.close()
 
 
-def test_an_interrupted_deletion_is_not_a_step(tmp_path, opened):
-    (tmp_path / opened.new_trash() / "8").mkdir(parents=True)
-    assert opened.steps() == []
-    assert opened.saves() == {}
-
-
 def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path, opened):
     removed = tmp_path / opened.new_trash() / "8"
     removed.mkdir(parents=True)

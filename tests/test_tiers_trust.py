@@ -25,7 +25,6 @@ from deltackpt.format import naming
 from deltackpt.ledger.journal import Journal
 from deltackpt.maintenance.compact import compact
 from deltackpt.options import DeltaOptions
-from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Refused, Unanswered
@@ -340,14 +339,6 @@ def test_a_first_start_killed_in_its_probe_can_be_repeated(one):
     open_at(other).store.put("journal/notes", b"")
     with pytest.raises(ForeignDirectory):
         other.manager()
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-@pytest.mark.parametrize("given", ["http://who:hush@localhost:1", "http://localhost:1/?sig=hush"])
-def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, given):
-    with pytest.raises(OptionError, match="credentials or a query") as caught:
-        buckets.locate(f"{scheme}://bucket/run", endpoint=given)
-    assert "hush" not in str(caught.value)
 
 
 def test_an_uploader_imports_nothing_from_its_trainers_working_directory(

@@ -211,13 +211,6 @@ def test_the_clock_stops_instead_of_wrapping_and_loses_no_mark():
     assert int(state.clock) == CLOCK_MAX and stamped(state, since=CLOCK_MAX - 1) == [1, 2, 3]
 
 
-def test_fresh_has_the_same_tables_and_no_touched_row():
-    state = touched.mark(new(), {"emb": jnp.array([1])})
-    for like in (state, jax.eval_shape(lambda: state)):
-        again = touched.fresh(like)
-        assert int(again.clock) == 0 and again.stamps["emb"].tolist() == [0] * ROWS
-
-
 def _labels(params):
     return {name: "table" if name == "emb" else "rest" for name in params}
 
