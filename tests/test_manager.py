@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import model
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flat_options import manager_options
 
