@@ -113,6 +113,15 @@ def test_a_save_may_end_while_another_thread_queries_it(tmp_path, monkeypatch, s
 # Saves while another one is in flight.
 
 
+def test_a_busy_writer_is_waited_for_by_default(tmp_path, state, marks):
+    with manager(tmp_path) as saver, paused_saves(tmp_path) as held:
+        saver.save(1, state, touched=marks)
+        threading.Timer(0.2, held.release).start()
+        state, marks = model.train(state, marks, 1)
+        assert saver.save(2, state, touched=marks).kind == "delta"
+        assert [report.intent.save_id.step for report in saver.wait_until_finished()] == [1, 2]
+
+
 def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, state, marks):
     saver = manager(tmp_path, timeouts=Timeouts(save_secs=0.2, close_secs=0.2))
     with paused_saves(tmp_path) as held:
@@ -345,6 +354,38 @@ def test_rows_that_do_not_exist_are_named(tmp_path, tables, match, state, marks)
         model.commit(saver, 1, state, touched=marks)
         with pytest.raises(errors.TemplateMismatch, match=match):
             saver.read(1, tables)
+
+
+def test_dense_leaves_of_every_kind_are_restored(tmp_path):
+    state = {
+        "t": jnp.ones((4, 2)),
+        "bf16": jnp.arange(3, dtype=jnp.bfloat16),
+        "bool": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 3)),
+        "scalar": jnp.float32(2.5),
+        "numpy": np.arange(4),
+        "numpy scalar": np.float64(1.25),
+        "int": 3,
+        "float": 0.5,
+        "key": jax.random.key(7),
+        "none": None,
+        "nested": [{"a": jnp.zeros(2)}, (jnp.ones(1), 4)],
+    }
+    with saver_of(tmp_path, deltackpt.Tables(select="t")) as saver:
+        model.commit(saver, 1, state)
+        found = saver.restore_latest(state).state
+        abstract = jax.eval_shape(lambda: {"int": 3, "float": 0.5})
+        numbers = saver.restore_latest({**state, **abstract}).state
+    assert (numbers["int"], numbers["float"]) == (3, 0.5)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for (path, left), right in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(state), strict=True
+    ):
+        assert type(left) is type(right) or isinstance(right, jax.Array), path
+        if isinstance(right, jax.Array) and jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
+            left, right = jax.random.key_data(left), jax.random.key_data(right)
+        assert np.asarray(left).dtype == np.asarray(right).dtype, path
+        assert np.array_equal(left, right), path
 
 
 # Lifecycle of a manager.

@@ -134,6 +134,13 @@ def test_a_table_never_gets_the_slots_of_another(name):
         assert set(tower) == set(emb)
 
 
+def test_factored_statistics_are_always_written():
+    layout = split(state_of(optax.adafactor(1e-3, min_dim_size_to_factor=2)), TABLES).layout
+    (group,) = layout.groups
+    always = {spec.name: spec.always for spec in group.fields}
+    assert always == {"values": False, "slot.opt_state/0/v_col": True}
+
+
 def test_always_by_pattern():
     state = state_of(optax.adam(1e-3))
     for pattern in ("mu", "opt_state/*/mu", "**/mu"):
