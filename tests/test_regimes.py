@@ -217,7 +217,7 @@ def test_a_cost_that_is_not_a_duration_is_refused_by_name(name, value):
         dataclasses.replace(BASE, **{name: value})
 
 
-def event(kind: type, **figures: object):
+def event(kind: type, /, **figures: object):
     """An event whose other required fields are zero."""
     required = (one for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
     return kind(**{one.name: 0 for one in required} | figures)
