@@ -29,7 +29,7 @@ from deltackpt.errors import (
     StorageError,
     TrackingError,
 )
-from deltackpt.save.capture import FieldSource
+from deltackpt.save import capture
 from deltackpt.testing import Disk, TrainingRun
 from deltackpt.wal import audit, recorder
 
@@ -125,7 +125,7 @@ def test_without_the_tracking_audit_no_record_is_audited(run):
 
 
 def test_rows_on_an_accelerator_are_checked_by_the_next_call(run, monkeypatch):
-    monkeypatch.setattr(FieldSource, "on_host", property(lambda source: False))
+    monkeypatch.setattr(capture, "on_host", lambda array: False)
     monkeypatch.setattr(audit, "_EVERY", 1)
     with run.started() as manager:
         run.append()
