@@ -292,8 +292,10 @@ def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path, disk, data):
     files = FileBatch(tmp_path, fsync=True)
     disk.fail("write", errno=errno.ENOSPC)
     with pytest.raises(OutOfSpace, match="ours"):
-        write = files.write if isinstance(data, bytes) else files.write_chunk
-        write(tmp_path / "ours", data)
+        if isinstance(data, bytes):
+            files.write(tmp_path / "ours", data)
+        else:
+            files.write_chunk(tmp_path / "ours", data)
     assert not list(tmp_path.iterdir()) and not files.digests
     files.close()
 

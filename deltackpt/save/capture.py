@@ -214,8 +214,8 @@ class FieldSource:
                 if isinstance(data, MemberRows):
                     data.take(chosen - first, out[part])
                 else:
-                    ends = np.array([first]), np.array([len(chosen)])
-                    kernels.gather([np.asarray(data)], *ends, chosen, out[part])
+                    bounds = np.array([first]), np.array([len(chosen)])
+                    kernels.gather([np.asarray(data)], *bounds, chosen, out[part])
                 continue
             assert isinstance(chosen, range)
             start, stop = chosen.start - first, chosen.stop - first
