@@ -47,14 +47,7 @@ from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import Ranges, rows_of
 from deltackpt.layers import footer
-from deltackpt.layers.footer import (
-    GAPS,
-    PAGE_BYTES,
-    TRAILER_BYTES,
-    EpochRef,
-    LayerArray,
-    RowGroup,
-)
+from deltackpt.layers.footer import GAPS, PAGE_BYTES, TRAILER_BYTES, EpochRef, LayerArray, RowGroup
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.write import REMOVED, LayerFile, LayerShard, WrittenLayer
 from deltackpt.resources import runtime as runtimes

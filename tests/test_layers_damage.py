@@ -280,9 +280,7 @@ def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Lay
 def rows_of(gaps: list[int], last: int, dtype: str = "uint8") -> list[int]:
     """Row indices from 5 to ``last``, decoded from gaps."""
     layer = with_chunk(
-        np.array(gaps, dtype).tobytes(),
-        INDEXED | {"bounds": [[5, last]]},
-        GAPS | {"dtype": dtype},
+        np.array(gaps, dtype).tobytes(), INDEXED | {"bounds": [[5, last]]}, GAPS | {"dtype": dtype}
     )
     return np.asarray(layer.rows(layer.manifest.row_groups[0]).rows).tolist()
 

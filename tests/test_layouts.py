@@ -98,13 +98,6 @@ def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     assert counts == [7] * 4
 
 
-def test_many_small_tables_restore_as_they_were_saved(tmp_path):
-    states = saved(tmp_path, 150, 4)
-    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
-        for step, state in enumerate(states):
-            model.assert_same(manager.restore(step, state).state, state)
-
-
 def test_tables_with_stamps_in_two_touch_states_are_tracked_one_by_one(tmp_path):
     state = a_state(2)
     first, second = (deltackpt.touched.init(state["tables"]) for _ in range(2))

@@ -58,29 +58,12 @@ def test_the_first_save_is_a_base_and_the_next_a_delta_since_its_clock(trainer):
     assert second.parent.step_dir == "1"
 
 
-def test_a_missing_save_is_not_a_parent_and_its_rows_are_saved_again(trainer):
-    base = trainer.save(1)
-    lost = trainer.begin(2)
-    trainer.lineage.failed(lost.save_id)
-    third = trainer.begin(3)
-    assert third.parent is not None and third.parent.save_id == base.save_id
-    assert third.since == {"": 1}
-
-
 def test_a_save_that_failed_after_its_commit_is_still_the_parent(trainer):
     trainer.save(1)
     second = trainer.save(2)
     trainer.lineage.failed(second.save_id)
     third = trainer.begin(3)
     assert third.parent is not None and third.parent.save_id == second.save_id
-
-
-def test_only_its_own_save_id_makes_a_save_committed(trainer):
-    trainer.begin(1)
-    other = SaveId("other", 1, 1)
-    item = trainer.root / "1" / naming.EMBEDDINGS_ITEM
-    made_up_saves.write(item, made_up_saves.record(other))
-    assert trainer.begin(2).reason == "base: no committed save to build on"
 
 
 def test_a_damaged_manifest_makes_no_parent(trainer):

@@ -561,19 +561,6 @@ def test_an_unwritable_position_fails_the_save_and_keeps_the_previous_step(tmp_p
     assert_resumes(tmp_path, 1, state, batch["sample"].tolist())
 
 
-def test_the_save_after_a_failed_one_succeeds_and_is_the_newest(tmp_path):
-    with job(tmp_path, every=1) as (saves, iterator):
-        state = ADAGRAD.state()
-        with failing("write_bytes"):
-            saves.after_step(1, ADAGRAD.step(state, next(iterator)["id"]))
-            with contextlib.suppress(SaveFailed):
-                saves.manager.wait_until_finished()
-        saves.after_step(2, state)
-        assert saves.save(2, state) is None
-        saves.manager.wait_until_finished()
-        assert saves.manager.all_steps() == [2]
-
-
 def test_the_last_step_is_saved_again_if_its_save_failed(tmp_path):
     state = ADAGRAD.state()
     with checkpoints(tmp_path, every=1) as saves:

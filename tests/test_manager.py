@@ -40,9 +40,13 @@ def saver_of(root: Path, tables: deltackpt.Tables, **given) -> deltackpt.Checkpo
 
 
 @pytest.fixture
-def start() -> tuple[dict, deltackpt.TouchState]:
-    """A state and its TouchState."""
-    return model.start()
+def state() -> dict:
+    return model.initial()
+
+
+@pytest.fixture
+def marks(state) -> deltackpt.TouchState:
+    return model.new_touched(state)
 
 
 def saved_twice(saver, state, marks):
@@ -56,8 +60,7 @@ def saved_twice(saver, state, marks):
 # Threads.
 
 
-def test_several_threads_may_use_one_manager(tmp_path, start):
-    state, marks = start
+def test_several_threads_may_use_one_manager(tmp_path, state, marks):
     over, problems = threading.Event(), []
 
     def call(*methods) -> None:
@@ -97,8 +100,7 @@ def test_several_threads_may_use_one_manager(tmp_path, start):
         model.assert_same(saver.restore_latest(state).state, state)
 
 
-def test_a_save_may_end_while_another_thread_queries_it(tmp_path, start, monkeypatch):
-    state, marks = start
+def test_a_save_may_end_while_another_thread_queries_it(tmp_path, monkeypatch, state, marks):
     with manager(tmp_path) as saver:
         saver.save(0, state, touched=marks)
         reads = iter([saver._saver.in_flight])
@@ -111,8 +113,7 @@ def test_a_save_may_end_while_another_thread_queries_it(tmp_path, start, monkeyp
 # Saves while another one is in flight.
 
 
-def test_a_busy_writer_is_waited_for_by_default(tmp_path, start):
-    state, marks = start
+def test_a_busy_writer_is_waited_for_by_default(tmp_path, state, marks):
     with manager(tmp_path) as saver, paused_saves(tmp_path) as held:
         saver.save(1, state, touched=marks)
         threading.Timer(0.2, held.release).start()
@@ -121,27 +122,7 @@ def test_a_busy_writer_is_waited_for_by_default(tmp_path, start):
         assert [report.intent.save_id.step for report in saver.wait_until_finished()] == [1, 2]
 
 
-def test_a_skipped_save_loses_no_row(tmp_path, start):
-    state, marks = start
-    with manager(tmp_path, when_busy="skip") as saver:
-        model.commit(saver, 1, state, touched=marks)
-        state, marks = model.train(state, marks, 1)
-        with paused_saves(tmp_path) as held:
-            saver.save(2, state, touched=marks)
-            state, marks = model.train(state, marks, 2)
-            skipped = saver.save(3, state, touched=marks)
-            assert skipped.kind is None and "step 2 is still being saved" in skipped.reason
-            assert saver.save_if_due(4, state, touched=marks) is None
-            held.release()
-            saver.wait_until_finished()
-        assert saver.save(5, state, touched=marks).kind == "delta"
-        saver.wait_until_finished()
-        assert saver.all_steps() == [1, 2, 5]
-        model.assert_same(saver.restore_latest(state).state, state)
-
-
-def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, start):
-    state, marks = start
+def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, state, marks):
     saver = manager(tmp_path, timeouts=Timeouts(save_secs=0.2, close_secs=0.2))
     with paused_saves(tmp_path) as held:
         saver.save(1, state, touched=marks)
@@ -160,8 +141,9 @@ def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, start):
 @pytest.mark.parametrize(
     ("policy", "longest"), [("OneShot", 2), ("Consecutive", 4), ("Intermittent", 4)]
 )
-def test_every_policy_reports_its_reason_and_restores_exactly(tmp_path, start, policy, longest):
-    state, marks = start
+def test_every_policy_reports_its_reason_and_restores_exactly(
+    tmp_path, policy, longest, state, marks
+):
     with manager(tmp_path, policy=getattr(deltackpt.policies, policy)(max_chain=3)) as saver:
         for step in range(1, 8):
             decided = saver.next_save(state, touched=marks)
@@ -176,9 +158,8 @@ def test_every_policy_reports_its_reason_and_restores_exactly(tmp_path, start, p
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "close"])
-def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, start, call):
+def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, call, state, marks):
     """It would run in the middle of the call that emits the event."""
-    state, marks = start
     found: list[Exception] = []
     calls = {
         "save": lambda: saver.save(7, state, touched=marks),
@@ -212,8 +193,7 @@ def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, 
 
 
 @pytest.mark.parametrize("snapshot", ["hold", "block"])
-def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapshot):
-    state, marks = start
+def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, snapshot, state, marks):
     move = jax.jit(lambda tables: jax.tree.map(lambda x: x * 2, tables), donate_argnums=0)
     expected = {name: np.array(table) for name, table in state["tables"].items()}
     with manager(tmp_path, base_snapshot=snapshot) as saver:
@@ -285,8 +265,7 @@ def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog)
 # Other items, retention and metrics.
 
 
-def test_orbax_items_are_saved_and_restored(tmp_path, start):
-    state, marks = start
+def test_orbax_items_are_saved_and_restored(tmp_path, state, marks):
     handlers = {"notes": ocp.JsonCheckpointHandler()}
     with manager(tmp_path, handlers) as saver:
         for step in (1, 2):
@@ -299,8 +278,7 @@ def test_orbax_items_are_saved_and_restored(tmp_path, start):
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, start, tracking):
-    state, marks = start
+def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, tracking, state, marks):
     if tracking == "fingerprints":
         marks = None
     with manager(tmp_path, tracking=tracking) as saver:
@@ -338,8 +316,7 @@ def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, start,
 # Results of a restore.
 
 
-def test_a_restore_reports_what_it_read_and_its_progress(tmp_path, start):
-    state, marks = start
+def test_a_restore_reports_what_it_read_and_its_progress(tmp_path, state, marks):
     reported = []
     with manager(tmp_path) as saver:
         last, *_ = saved_twice(saver, state, marks)
@@ -350,28 +327,7 @@ def test_a_restore_reports_what_it_read_and_its_progress(tmp_path, start):
     assert reported == sorted(reported)
 
 
-def test_a_restore_without_a_template_returns_nested_dicts_of_numpy_arrays(tmp_path, start):
-    state, marks = start
-    with manager(tmp_path) as saver:
-        model.commit(saver, 1, state, touched=marks)
-        found = saver.restore_latest()
-    for name, table in state["tables"].items():
-        assert isinstance(found.state["tables"][name], np.ndarray)
-        assert np.array_equal(found.state["tables"][name], table)
-        assert np.array_equal(found.state["slots"][name], state["slots"][name])
-    assert np.array_equal(found.state["dense"]["kernel"], state["dense"]["kernel"])
-
-
-def test_an_abstract_template_is_enough(tmp_path, start):
-    state, marks = start
-    with manager(tmp_path) as saver:
-        model.commit(saver, 1, state, touched=marks)
-        found = saver.restore_latest(jax.eval_shape(lambda: state))
-    model.assert_same(found.state, state)
-
-
-def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, start):
-    state, marks = start
+def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, state, marks):
     with manager(tmp_path) as saver:
         last, state, marks = saved_twice(saver, state, marks)
         whole = saver.restore(2, last)
@@ -393,8 +349,7 @@ def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, start):
         ({"tables/users": (-1, 3)}, "row range"),
     ],
 )
-def test_rows_that_do_not_exist_are_named(tmp_path, start, tables, match):
-    state, marks = start
+def test_rows_that_do_not_exist_are_named(tmp_path, tables, match, state, marks):
     with manager(tmp_path) as saver:
         model.commit(saver, 1, state, touched=marks)
         with pytest.raises(errors.TemplateMismatch, match=match):
@@ -436,8 +391,7 @@ def test_dense_leaves_of_every_kind_are_restored(tmp_path):
 # Lifecycle of a manager.
 
 
-def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, start):
-    state, marks = start
+def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, state, marks):
     with manager(tmp_path) as saver, manager(tmp_path, access="read") as reader:
         assert reader.latest_step() is None and reader.restore_latest(state) is None
         model.commit(saver, 1, state, touched=marks)
@@ -452,9 +406,8 @@ def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, 
 @pytest.mark.parametrize("reads", ["restore_latest", "restore", "read", "read_state", "delete"])
 @pytest.mark.parametrize("then", ["wait_until_finished", "check_for_errors", "save", "close"])
 def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
-    tmp_path, start, reads, then
+    tmp_path, reads, then, state, marks
 ):
-    state, marks = start
     saver = manager(tmp_path)
     model.commit(saver, 1, state, touched=marks)
     state, marks = model.train(state, marks, 1)

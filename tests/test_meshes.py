@@ -56,11 +56,7 @@ class Topology:
         return jax.sharding.NamedSharding(mesh, spec, memory_kind=self.memory)
 
     def shardings(self) -> dict:
-        specs = {
-            "tables": self.specs,
-            "wide": self.specs,
-            "narrow": self.narrow,
-        }
+        specs = {"tables": self.specs, "wide": self.specs, "narrow": self.narrow}
         return jax.tree.map(self.sharding, specs, is_leaf=lambda x: isinstance(x, P))
 
 
@@ -86,8 +82,7 @@ def initial() -> dict:
 
 RUNTIME = Runtime(memory_bytes=1 << 28)
 TABLES = deltackpt.Tables(
-    select="tables/*",
-    slots={"tables/*": {"moment": "wide/{name}", "accumulator": "narrow/{name}"}},
+    select="tables/*", slots={"tables/*": {"moment": "wide/{name}", "accumulator": "narrow/{name}"}}
 )
 
 

@@ -521,8 +521,7 @@ def test_nodes_in_any_order_are_the_same_store():
 
 
 @pytest.mark.parametrize(
-    "names",
-    ["", "/x", "a/x", "a:0/x", "a:1,a:1/x", "a:1,/x", "u:p@a:1/x", "a:99999"],
+    "names", ["", "/x", "a/x", "a:0/x", "a:1,a:1/x", "a:1,/x", "u:p@a:1/x", "a:99999"]
 )
 def test_a_url_that_names_no_nodes_is_refused(names):
     with pytest.raises(OptionError, match="expected") as caught:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -119,6 +120,26 @@ def opened(cluster: Cluster, k: int, m: int, monkeypatch: pytest.MonkeyPatch) ->
     return PeerTier(cluster.keepers(k, m))
 
 
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(6)
+
+
+@pytest.fixture
+def held(cluster, small, monkeypatch) -> Iterator[PeerTier]:
+    """Peers of ``cluster`` that hold four fragments of each bundle, and need three."""
+    with contextlib.closing(opened(cluster, 3, 1, monkeypatch)) as found:
+        yield found
+
+
+@pytest.fixture
+def pack(held) -> MemoryPack:
+    """A bundle that the peers hold."""
+    found = MemoryPack("save", 1000)
+    held.put(found)
+    return found
+
+
 def read(held: PeerTier, pack: MemoryPack) -> bytes:
     found = bytearray(pack.ref.nbytes)
     with held.open(pack.ref) as reader:
@@ -170,28 +191,20 @@ def test_one_loss_too_many_reports_the_missing_fragments_and_nodes(k, m, small, 
     held.close()
 
 
-def test_the_own_node_stores_nothing_and_no_node_stores_two_fragments(small, monkeypatch):
-    cluster = Cluster(6)
-    held = opened(cluster, 3, 1, monkeypatch)
-    held.put(MemoryPack("save", 1000))
+def test_the_own_node_stores_nothing_and_no_node_stores_two_fragments(cluster, pack):
     assert not cluster.objects["n0"]
-    counts = [len(one) for one in cluster.objects.values()]
-    assert sorted(counts) == [0, 0, 3, 3, 3, 3]
-    held.close()
+    assert sorted(map(len, cluster.objects.values())) == [0, 0, 3, 3, 3, 3]
 
 
 def test_fragments_are_spread_over_racks(small, monkeypatch):
     cluster = Cluster(9, racks=4)
-    held = opened(cluster, 3, 1, monkeypatch)
-    held.put(MemoryPack("save", 100))
+    with contextlib.closing(opened(cluster, 3, 1, monkeypatch)) as held:
+        held.put(MemoryPack("save", 100))
     racks = [cluster.racks[node] for node, there in cluster.objects.items() if there]
     assert len(set(racks)) == 4
-    held.close()
 
 
-def test_a_node_that_is_down_is_replaced_by_the_next_one(small, monkeypatch):
-    cluster = Cluster(6)
-    held = opened(cluster, 3, 1, monkeypatch)
+def test_a_node_that_is_down_is_replaced_by_the_next_one(cluster, held):
     pack = MemoryPack("save", 1000)
     order = ranked("save", ["n1", "n2", "n3", "n4", "n5"])
     cluster.lose(order[:1])
@@ -199,47 +212,30 @@ def test_a_node_that_is_down_is_replaced_by_the_next_one(small, monkeypatch):
     assert all(cluster.objects[node] for node in order[1:])
     cluster.lose(order[1:2])
     assert read(held, pack) == pack.data
-    held.close()
 
 
-def test_too_few_live_nodes_refuse_a_bundle_by_name(small, monkeypatch):
-    cluster = Cluster(5)
-    held = opened(cluster, 3, 1, monkeypatch)
-    cluster.lose(["n3"])
+def test_too_few_live_nodes_refuse_a_bundle_by_name(cluster, held):
+    cluster.lose(["n3", "n4"])
     with pytest.raises(StorageError, match="4 other nodes.*n3: expected an answer"):
         held.put(MemoryPack("save", 1000))
     cluster.down.clear()
     held.put(MemoryPack("save", 1000))
-    held.close()
 
 
-def test_holding_a_bundle_again_sends_nothing(small, monkeypatch):
-    cluster = Cluster(5)
-    held = opened(cluster, 3, 1, monkeypatch)
-    pack = MemoryPack("save", 1000)
-    held.put(pack)
+def test_holding_a_bundle_again_sends_only_what_a_node_lost(cluster, held, pack, monkeypatch):
     before = {node: dict(there) for node, there in cluster.objects.items()}
-    monkeypatch.setattr(MemoryNode, "put", None)
-    held.put(pack)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryNode, "put", None)
+        held.put(pack)
     assert cluster.objects == before
-    held.close()
-
-
-def test_holding_a_bundle_again_restores_what_a_node_lost(small, monkeypatch):
-    cluster = Cluster(5)
-    held = opened(cluster, 3, 1, monkeypatch)
-    pack = MemoryPack("save", 1000)
-    held.put(pack)
-    cluster.lose(["n2"])
+    lost = next(node for node, there in before.items() if there)
+    cluster.lose([lost])
     cluster.down.clear()
     held.put(pack)
-    assert cluster.objects["n2"]
-    held.close()
+    assert cluster.objects == before
 
 
-def test_bundles_that_could_not_be_dropped_are_dropped_later(small, monkeypatch):
-    cluster = Cluster(5)
-    held = opened(cluster, 3, 1, monkeypatch)
+def test_bundles_that_could_not_be_dropped_are_dropped_later(cluster, held):
     packs = [MemoryPack(f"save-{i}", 1000) for i in range(3)]
     for pack in packs:
         held.put(pack)
@@ -250,4 +246,3 @@ def test_bundles_that_could_not_be_dropped_are_dropped_later(small, monkeypatch)
     held.delete([packs[1].ref])
     keys = [key for there in cluster.objects.values() for key in there]
     assert keys and all("/save-2/" in key for key in keys)
-    held.close()

@@ -170,11 +170,6 @@ def test_touched_fraction_is_known_if_the_base_was_compacted_and_collected():
     assert shares.tolist() == [save.rows / save.total_rows for save in ck.saves]
 
 
-def test_plots_of_some_saves_show_only_these(directory):
-    steps, _ = drawn(plots.timeline(directory.saves[2:]), "delta")
-    assert steps.tolist() == [2, 3, 4]
-
-
 def test_activity_is_the_share_of_each_range_that_a_delta_holds(directory):
     mesh = plots.activity(directory, "tables/users", bins=7).axes[0].collections[0]
     edges = np.unique(np.linspace(0, 700, 8).astype(int))

@@ -173,37 +173,32 @@ def test_expected_restores_are_derived_from_failures():
     assert policy.expected_restores == 10
 
 
+_FROM_FAILURES = BitWidthPolicy.from_failures
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "given_", "message"),
     [
-        (lambda: BitWidthPolicy(expected_restores=-1), "expected_restores: .*found -1"),
-        (lambda: BitWidthPolicy(expected_restores=math.nan), "expected_restores: .*found nan"),
-        (lambda: BitWidthPolicy(expected_restores=1, codecs=()), r"math.inf, found \[\]"),
-        (lambda: BitWidthPolicy(expected_restores=1, codecs=("int4",)), "pairs of"),
-        (lambda: BitWidthPolicy(expected_restores=1, codecs=((3, "raw"),)), r"found \[3.0\]"),
-        (
-            lambda: BitWidthPolicy(expected_restores=1, codecs=((3, "raw"), (1, "raw"))),
-            "ascending limits",
-        ),
-        (
-            lambda: BitWidthPolicy(expected_restores=1, codecs=((math.inf, "int5"),)),
-            "codec 'int5'",
-        ),
-        (
-            lambda: BitWidthPolicy.from_failures(mean_secs_between_failures=0, run_secs=1),
-            "mean_secs_between_failures: expected a positive",
-        ),
-        (
-            lambda: BitWidthPolicy.from_failures(mean_secs_between_failures=1, run_secs=math.inf),
-            "run_secs: expected a positive",
-        ),
-        (lambda: CodecChoice(delta="int7"), "codec 'int7'"),
-        (lambda: CodecChoice(base="int7"), "codec 'int7'"),
-        (lambda: CodecChoice(max_error=-0.1), "max_error: .*found -0.1"),
-        (lambda: CodecChoice(max_error=math.inf), "max_error: .*found inf"),
-        (lambda: CodecChoice(when_exceeded="warn"), "expected 'widen' or 'refuse', found 'warn'"),
+        (BitWidthPolicy, {"expected_restores": -1}, "expected_restores: .*found -1"),
+        (BitWidthPolicy, {"expected_restores": math.nan}, "expected_restores: .*found nan"),
+        (BitWidthPolicy, {"codecs": ()}, r"math.inf, found \[\]"),
+        (BitWidthPolicy, {"codecs": ("int4",)}, "pairs of"),
+        (BitWidthPolicy, {"codecs": ((3, "raw"),)}, r"found \[3.0\]"),
+        (BitWidthPolicy, {"codecs": ((3, "raw"), (1, "raw"))}, "ascending limits"),
+        (BitWidthPolicy, {"codecs": ((math.inf, "int5"),)}, "codec 'int5'"),
+        (_FROM_FAILURES, {"mean_secs_between_failures": 0}, "failures: expected a positive"),
+        (_FROM_FAILURES, {"run_secs": math.inf}, "run_secs: expected a positive"),
+        (CodecChoice, {"delta": "int7"}, "codec 'int7'"),
+        (CodecChoice, {"base": "int7"}, "codec 'int7'"),
+        (CodecChoice, {"max_error": -0.1}, "max_error: .*found -0.1"),
+        (CodecChoice, {"max_error": math.inf}, "max_error: .*found inf"),
+        (CodecChoice, {"when_exceeded": "warn"}, "'widen' or 'refuse', found 'warn'"),
     ],
 )
-def test_impossible_bit_widths_and_choices_are_refused(make, message):
+def test_impossible_bit_widths_and_choices_are_refused(make, given_, message):
+    needed = {
+        BitWidthPolicy: {"expected_restores": 1},
+        _FROM_FAILURES: {"mean_secs_between_failures": 1, "run_secs": 1},
+    }
     with pytest.raises(OptionError, match=message):
-        make()
+        make(**needed.get(make, {}) | given_)

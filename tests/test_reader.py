@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from made_up_layers import Array, Rows, append
 from written import write_digested
 
-from deltackpt.errors import (
-    BrokenChain,
-    Damaged,
-    ForeignDirectory,
-    StepNotFound,
-)
+from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFound
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest, ParentRef, SaveId, TableEntry
 from deltackpt.format.row_blocks import ArrayEntry, Box, FieldSpec, GroupEntry, Segment
@@ -121,10 +116,7 @@ def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> 
         fields=("values",),
         arrays=(entry,),
     )
-    return {
-        "segments": (segment,),
-        "item_digests_crc32c": digests.google_crc32c.value(data),
-    }
+    return {"segments": (segment,), "item_digests_crc32c": digests.google_crc32c.value(data)}
 
 
 def put_layer(

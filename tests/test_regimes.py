@@ -217,40 +217,18 @@ def test_a_cost_that_is_not_a_duration_is_refused_by_name(name, value):
         dataclasses.replace(BASE, **{name: value})
 
 
-def saved(kind: str, *, blocked_secs: float, total_secs: float, nbytes: int) -> SaveEvent:
-    return SaveEvent(
-        step=7,
-        kind=kind,
-        reason=f"{kind}: for a test",
-        process=0,
-        rows=10,
-        total_rows=100,
-        bytes_written=nbytes,
-        ratio=0.1,
-        blocked_secs=blocked_secs,
-        extract_secs=0.0,
-        room_secs=0.0,
-        encode_secs=0.0,
-        write_secs=0.0,
-        digest_secs=0.0,
-        commit_secs=0.0,
-        total_secs=total_secs,
-        committed_unix_secs=1.8e9,
-    )
+def event(kind: type, /, **figures: object):
+    """An event whose other required fields are zero."""
+    required = (one for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
+    return kind(**{one.name: 0 for one in required} | figures)
+
+
+def saved(kind: str, *, nbytes: int, **secs: float) -> SaveEvent:
+    return event(SaveEvent, kind=kind, bytes_written=nbytes, **secs)
 
 
 def restored(*, total_secs: float, nbytes: int) -> RestoreEvent:
-    return RestoreEvent(
-        step=7,
-        process=0,
-        chain=(5, 7),
-        source="storage",
-        bytes_read=nbytes,
-        find_secs=0.0,
-        read_secs=total_secs,
-        place_secs=0.0,
-        total_secs=total_secs,
-    )
+    return event(RestoreEvent, bytes_read=nbytes, read_secs=total_secs, total_secs=total_secs)
 
 
 def test_measured_costs_are_medians_by_kind_and_restores_are_split_by_bytes():
@@ -268,21 +246,8 @@ def test_measured_costs_are_medians_by_kind_and_restores_are_split_by_bytes():
 
 def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> AppendEvent:
     """The event of a WAL record of 1,500 bytes, 500 of them dense leaves."""
-    return AppendEvent(
-        step=7,
-        process=0,
-        kind=kind,
-        rows=10,
-        bytes_written=1500,
-        dense_bytes=500,
-        blocked_secs=blocked_secs,
-        encode_secs=0.001,
-        write_secs=0.001,
-        sync_secs=0.01,
-        durable_secs=0.02,
-        batches_in_sync=1,
-        committed_unix_secs=0.0,
-    )
+    figures = {"bytes_written": 1500, "dense_bytes": 500, "durable_secs": 0.02}
+    return event(AppendEvent, kind=kind, blocked_secs=blocked_secs, **figures)
 
 
 def test_only_full_records_are_measured_and_dense_leaves_are_not_replayed():

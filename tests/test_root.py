@@ -39,6 +39,11 @@ def manager_of(path: Path | str, **options: Any) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(path, handlers=HANDLERS, **options)
 
 
+@pytest.fixture
+def opened(tmp_path) -> Root:
+    return Root.open(tmp_path)
+
+
 def steps_in(path: Path) -> list[int]:
     return sorted(Root.open(path, read_only=True).steps())
 
@@ -358,8 +363,7 @@ def test_a_copy_of_a_root_in_its_place_is_fenced_although_it_has_the_same_lease(
     opened.close()
 
 
-def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
-    opened = Root.open(tmp_path)
+def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path, opened):
     Root.open(tmp_path)
     too_new = errors.FormatTooNew("lease.2.msgpack: of a later version")
     with (
@@ -423,8 +427,7 @@ def test_a_fenced_trainer_removes_nothing_of_the_newer_one(tmp_path):
 # Rollback.
 
 
-def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path):
-    opened = Root.open(tmp_path)
+def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path, opened):
     for step in (100, 110, 120, 130):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "file").write_text(str(step))
@@ -443,8 +446,7 @@ def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path):
     assert (tmp_path / "rolled-back" / "run-b" / "130" / "file").read_text() == "130"
 
 
-def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
-    opened = Root.open(tmp_path)
+def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path, opened):
     (tmp_path / "10").mkdir()
     assert opened.roll_back(10, "run") == []
     assert not (tmp_path / naming.ROLLED_BACK).exists()
@@ -480,15 +482,7 @@ def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_pa
     opened.close()
 
 
-def test_an_interrupted_deletion_is_not_a_step(tmp_path):
-    opened = Root.open(tmp_path)
-    (tmp_path / opened.new_trash() / "8").mkdir(parents=True)
-    assert opened.steps() == []
-    assert opened.saves() == {}
-
-
-def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path):
-    opened = Root.open(tmp_path)
+def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path, opened):
     removed = tmp_path / opened.new_trash() / "8"
     removed.mkdir(parents=True)
     with Disk(tmp_path) as disk:
@@ -530,8 +524,9 @@ def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(tmp_path, monkeypatch):
-    opened = Root.open(tmp_path)
+def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(
+    tmp_path, monkeypatch, opened
+):
     monkeypatch.setattr(Root, "empty_trash", mock.Mock(side_effect=RuntimeError("broken")))
     opened.collect()
     with pytest.raises(RuntimeError, match="broken"):
@@ -540,8 +535,7 @@ def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(tmp_p
     assert tmp_path not in [one.readlink() for one in opened_files]
 
 
-def test_removed_steps_are_deleted_if_what_precedes_that_fails(tmp_path):
-    opened = Root.open(tmp_path)
+def test_removed_steps_are_deleted_if_what_precedes_that_fails(tmp_path, opened):
     (opened.step_dir(1) / "embeddings").mkdir(parents=True)
     opened.remove_steps([1])
     opened.collect(before=mock.Mock(side_effect=errors.OutOfSpace("full")))

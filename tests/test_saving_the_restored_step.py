@@ -25,7 +25,8 @@ P = jax.sharding.PartitionSpec
 TABLES = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "sums/{name}"}})
 
 
-def state_of() -> dict[str, Any]:
+@pytest.fixture
+def state() -> dict[str, Any]:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, P("x"))
     return {
@@ -89,8 +90,7 @@ COPIES = {
 @pytest.mark.parametrize("deltas", ["whole", "blocks"])
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
 @pytest.mark.parametrize("how", COPIES)
-def test_new_arrays_of_equal_value_are_the_restored_state(tmp_path, how, tracking, deltas):
-    state = state_of()
+def test_new_arrays_of_equal_value_are_the_restored_state(tmp_path, how, tracking, deltas, state):
     with manager_of(tmp_path, tracking, deltas) as manager:
         marks = None
         if tracking == "touched":
@@ -133,8 +133,7 @@ def changes(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_any_bit_that_changed_makes_it_another_state(tmp_path, tracking):
-    state = state_of()
+def test_any_bit_that_changed_makes_it_another_state(tmp_path, tracking, state):
     with manager_of(tmp_path, tracking) as manager:
         marks = None
         if tracking == "touched":
@@ -181,8 +180,7 @@ def test_a_state_without_marks_is_compared_too(tmp_path, tables, tracking):
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
 @pytest.mark.parametrize("call", ["append", "save"])
-def test_a_restored_recovery_point_is_compared_too(tmp_path, call, tracking):
-    state = state_of()
+def test_a_restored_recovery_point_is_compared_too(tmp_path, call, tracking, state):
     with manager_of(tmp_path, tracking, wal=True) as manager:
         marks = None
         if tracking == "touched":
@@ -205,8 +203,8 @@ def test_a_restored_recovery_point_is_compared_too(tmp_path, call, tracking):
                 getattr(manager, call)(20, changed, touched=marks)
 
 
-def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path):
-    state = state_of() | {"host": None}
+def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path, state):
+    state = state | {"host": None}
     with (
         manager_of(tmp_path) as manager,
         mock.patch.object(Restorer, "_equals", side_effect=AssertionError),
@@ -222,8 +220,7 @@ def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path):
         assert manager.save(21, COPIES["copied"](found.state), touched=moved).kind is not None
 
 
-def test_a_step_that_was_damaged_since_does_not_equal_the_state(tmp_path):
-    state = state_of()
+def test_a_step_that_was_damaged_since_does_not_equal_the_state(tmp_path, state):
     with manager_of(tmp_path, "fingerprints") as manager:
         model.commit(manager, 20, state)
         found = manager.restore_latest(state)
@@ -245,9 +242,8 @@ def test_a_step_that_was_damaged_since_does_not_equal_the_state(tmp_path):
     ids=["storage", "memory", "tables"],
 )
 def test_a_step_that_cannot_be_compared_raises_a_typed_error_and_loses_nothing(
-    tmp_path, cause, expected
+    tmp_path, cause, expected, state
 ):
-    state = state_of()
     with manager_of(tmp_path, "fingerprints") as manager:
         model.commit(manager, 20, state)
         found = manager.restore_latest(state)

@@ -33,26 +33,11 @@ from damages import flip
 from made_up_wals import records_in
 from many import Job
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_nodes import (
-    HANG_SECS,
-    ROWS,
-    Trainer,
-    pids,
-    remove_arrays,
-    restored,
-    started,
-    wait_until,
-)
+from ray_nodes import HANG_SECS, ROWS, Trainer, pids, remove_arrays, restored, started, wait_until
 
 import deltackpt
 from deltackpt import service
-from deltackpt.errors import (
-    OptionError,
-    ServiceMismatch,
-    ServiceUnavailable,
-    TooLittleMemory,
-)
-from deltackpt.format.row_blocks import Box
+from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable, TooLittleMemory
 from deltackpt.reading import stored_saves
 from deltackpt.restore import sources as restore_sources
 from deltackpt.service import RestoreService, ServiceOptions, protocol, replica_reads
@@ -734,17 +719,6 @@ def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(clust
                 ):
                     assert fields[field].tobytes() == trainer.state[kind][name].tobytes()
     assert lost
-
-
-def test_a_reader_may_write_to_its_mapping(standing):
-    """Writes to it change neither the replica's memory nor the next reader's."""
-    save = stored_saves.read_save(standing.root / "3")
-    wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
-    for _ in range(2):
-        with standing.service.tables(save, wanted, timeout_secs=HANG_SECS) as found:
-            mapped = found.fields["tables/d"]["values"]
-        assert mapped.tobytes() == standing.state["tables"]["d"][: len(mapped)].tobytes()
-        mapped[:] = 7
 
 
 def test_training_donates_the_mapping_while_the_service_advances(cluster, tmp_path):

@@ -24,13 +24,7 @@ from test_follower import wait_until
 
 import deltackpt
 from deltackpt import serving, touched
-from deltackpt.errors import (
-    ClosedError,
-    Damaged,
-    OptionError,
-    ServiceUnavailable,
-    WaitTimeout,
-)
+from deltackpt.errors import ClosedError, Damaged, OptionError, ServiceUnavailable, WaitTimeout
 from deltackpt.maintenance.compact import compact
 from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore

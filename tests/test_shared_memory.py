@@ -38,6 +38,11 @@ def handed(value: int = 1) -> SharedMemory:
     return one
 
 
+@pytest.fixture
+def one() -> SharedMemory:
+    return handed()
+
+
 def words(one: SharedMemory | MemoryReader) -> np.ndarray:
     return one.array(0, (NBYTES // 8,), WORD)
 
@@ -72,8 +77,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 # The owner.
 
 
-def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
-    one = handed()
+def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes, one):
     assert one.sequence == 2
     view = MemoryReader(one.address)
     assert view.sequence == 2
@@ -90,8 +94,7 @@ def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
     one.close()
 
 
-def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes():
-    one = handed()
+def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes(one):
     assert one.begin_write()
     view = MemoryReader(one.address)
     assert view.sequence == 3
@@ -145,8 +148,7 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
 # The reader.
 
 
-def test_writes_of_a_reader_are_private():
-    one = handed()
+def test_writes_of_a_reader_are_private(one):
     views = [MemoryReader(one.address) for _ in range(2)]
     words(views[0])[:] = 7
     assert (words(views[1]) == numbers(1)).all()
@@ -154,8 +156,7 @@ def test_writes_of_a_reader_are_private():
     one.close()
 
 
-def test_an_address_of_other_memory_is_refused():
-    one = handed()
+def test_an_address_of_other_memory_is_refused(one):
     place = one.address
     with pytest.raises(OSError, match="other memory"):
         MemoryReader(MemoryAddress(place.machine, place.pid, place.descriptor, "00"))

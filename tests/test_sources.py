@@ -109,10 +109,7 @@ def test_storage_is_read_after_any_error_of_a_source(tmp_path):
 
 
 def jnp_state() -> dict[str, Any]:
-    return {
-        "tables": {"words": jnp.zeros((64, 4), jnp.float32)},
-        "bias": np.zeros(3),
-    }
+    return {"tables": {"words": jnp.zeros((64, 4), jnp.float32)}, "bias": np.zeros(3)}
 
 
 @pytest.mark.parametrize("fails", [False, True])

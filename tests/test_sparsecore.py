@@ -72,10 +72,7 @@ def tree(leaf: Callable[[str, str], Any]) -> dict:
     return {
         stack: {
             "table": leaf("tables", stack),
-            "slot": {
-                "accumulator": leaf("accumulators", stack),
-                "counts": leaf("counts", stack),
-            },
+            "slot": {"accumulator": leaf("accumulators", stack), "counts": leaf("counts", stack)},
         }
         for stack in STACKS
     }
@@ -273,22 +270,6 @@ def assert_newest(root, target: Topology, model: Model) -> None:
 
 
 # --- The mapping ---------------------------------------------------------------------------------
-
-
-def test_positions_are_those_computed_by_hand_from_the_published_rules():
-    # Two shards. users: 20 rows are padded to 32, 16 in each shard; items: 9 to 16, 8 in each. So a
-    # shard has 24 rows, of which items has the last 8, and items is rotated by one shard.
-    users, items = (
-        StackMember(name="users", rows=20, width=12),
-        StackMember(name="items", rows=9, width=4),
-    )
-    stack = StackedTable(members=(users, items), shards=2, rotation=1)
-    assert stack.shape == (48, 16)
-    assert stack.physical_rows("users", [0, 1, 2, 5, 19]).tolist() == [0, 24, 1, 26, 33]
-    assert stack.physical_rows("items", [0, 1, 2, 8]).tolist() == [40, 16, 41, 44]
-    numbers, ids = stack.ids([33, 40, 44, 10, 45])
-    assert numbers.tolist() == [0, 1, 1, -1, -1]  # Row 10 would be id 20, row 45 id 10.
-    assert ids[:3].tolist() == [19, 0, 8]
 
 
 @pytest.mark.parametrize("rows", [np.array([1, 5, 21, 24]), range(3, 24)], ids=["indices", "range"])

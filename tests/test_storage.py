@@ -41,9 +41,7 @@ def tails(directory: Path) -> dict[str, ChunkSums]:
 
 
 @settings(
-    deadline=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     rows=st.integers(1, 300),

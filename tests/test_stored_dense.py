@@ -298,11 +298,7 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
     [value], [segment] = record.values, record.segments
     beyond = dataclasses.replace(value, at=1)
     other = dataclasses.replace(segment, name=f"{SEGMENTS}{PLAIN}2")
-    for values, segments in [
-        ((beyond,), (segment,)),
-        ((value,), ()),
-        ((value,), (segment, other)),
-    ]:
+    for values, segments in [((beyond,), (segment,)), ((value,), ()), ((value,), (segment, other))]:
         with pytest.raises(InvalidRecord):
             row_blocks.check(dataclasses.replace(record, values=values, segments=segments))
 

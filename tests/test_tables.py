@@ -134,36 +134,6 @@ def test_a_table_never_gets_the_slots_of_another(name):
         assert set(tower) == set(emb)
 
 
-#: optax cannot map the others: their labels or tables are looked up in the params.
-_MAPPABLE = [n for n in OPTIMIZERS if n not in ("multi_transform", "track") and "masked" not in n]
-
-
-@pytest.mark.parametrize("name", _MAPPABLE)
-def test_slots_match_optax_tree_map_params(name):
-    """Replaces each parameter's leaf by its path through optax itself, and compares."""
-    tx = OPTIMIZERS[name][0]()
-    state = state_of(tx)
-    names = jax.tree_util.tree_map_with_path(
-        lambda path, _: "/".join(str(key.key) for key in path), state.params
-    )
-    mapped = optax.tree_utils.tree_map_params(
-        tx, lambda _, path: path, state.opt_state, names, transform_non_params=lambda _: ""
-    )
-    owners = dict(zip(*(jax.tree.leaves(t) for t in (paths_of(state), mapped)), strict=True))
-    layout = split(state, TABLES).layout
-    for entry in layout.tables:
-        for path in slots_of(layout, entry.name).values():
-            assert f"params/{owners[path]}" == entry.name
-
-
-def paths_of(state: TrainState) -> Any:
-    def text(path, _):
-        steps = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))) for key in path)
-        return "/".join(["opt_state", *map(str, steps)])
-
-    return jax.tree_util.tree_map_with_path(text, state.opt_state)
-
-
 def test_factored_statistics_are_always_written():
     layout = split(state_of(optax.adafactor(1e-3, min_dim_size_to_factor=2)), TABLES).layout
     (group,) = layout.groups
@@ -379,11 +349,6 @@ def test_abstract_leaves_give_the_same_layout():
     assert isinstance(parts.fields["params/emb"]["values"], jax.ShapeDtypeStruct)
     host = jax.tree.map(np.asarray, state)
     assert split(host, TABLES).layout == parts.layout
-
-
-def test_a_layout_survives_the_manifest():
-    layout = split(state_of(optax.adam(1e-3)), TABLES).layout
-    assert manifest.from_bytes(manifest.to_bytes(layout), Layout, name="layout") == layout
 
 
 def test_a_remembered_layout_is_not_used_for_another_state():

@@ -124,12 +124,7 @@ class Node:
             self.run(*steps, wait_for="staging", **options)
 
     def resumed(
-        self,
-        step: int,
-        steps: list[int] | None = None,
-        *,
-        like: Node | None = None,
-        **options: Any,
+        self, step: int, steps: list[int] | None = None, *, like: Node | None = None, **options: Any
     ) -> Any:
         """A new manager restores ``step``, the newest of ``steps``, bit for bit."""
         expected = (like or self).held()
@@ -202,6 +197,16 @@ def node(s3, tmp_path) -> Iterator[Callable[[], Node]]:
     yield lambda: next(made)
 
 
+@pytest.fixture
+def one(node) -> Node:
+    return node()
+
+
+@pytest.fixture
+def other(one, node) -> Node:
+    return node()
+
+
 class Breakable:
     """A server that a test stops and restarts with its data."""
 
@@ -262,8 +267,7 @@ def test_an_empty_node_resumes_bit_for_bit(server, tmp_path):
     resume_on_empty_nodes(*itertools.islice(nodes(server, tmp_path), 3))
 
 
-def test_each_save_is_uploaded_and_reported_once(node):
-    one = node()
+def test_each_save_is_uploaded_and_reported_once(one):
     with one.manager() as manager:
         one.saves(manager, 0, 1, 2)
         number = Journal(open_at(one)).state().entry.number
@@ -277,8 +281,7 @@ def test_each_save_is_uploaded_and_reported_once(node):
 
 
 @pytest.mark.parametrize("saves_first", [False, True], ids=["at once", "with the next save"])
-def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first):
-    one = node()
+def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(one, saves_first):
     with contextlib.suppress(FencedError), one.manager() as manager:
         one.saves(manager, 0)
         store = open_at(one).store
@@ -291,8 +294,7 @@ def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first
     assert store.keys("journal") == []
 
 
-def test_wait_rewrites_a_lost_entry(node):
-    one = node()
+def test_wait_rewrites_a_lost_entry(one):
     with one.manager() as manager:
         one.saves(manager, 0)
         at = open_at(one) / entry_name(Journal(open_at(one)).state().entry.number)
@@ -307,8 +309,7 @@ def open_at(one: Node):
     return buckets.locate(one.url, endpoint=one.endpoint).open()
 
 
-def test_all_contents_of_a_step_are_restored_from_the_root(node):
-    one, other = node(), node()
+def test_all_contents_of_a_step_are_restored_from_the_root(one, other):
     handlers = {**HANDLERS, "progress": ocp.JsonCheckpointHandler()}
     with one.manager(handlers=handlers) as manager:
         one.save(
@@ -337,8 +338,7 @@ def test_all_contents_of_a_step_are_restored_from_the_root(node):
         assert not [*other.stage.fetched.iterdir()]
 
 
-def test_a_reader_follows_the_root(node):
-    one = node()
+def test_a_reader_follows_the_root(one):
     reader = Node(one.url, one.endpoint, one.stage.path.with_name("none"))
     with pytest.raises(StorageError, match="expected a journal in journal/, found none"):
         reader.manager(access="read")
@@ -358,8 +358,7 @@ def test_a_reader_follows_the_root(node):
     assert not reader.stage.path.exists()
 
 
-def test_the_default_staging_directory_is_in_the_users_cache(node, tmp_path, monkeypatch):
-    one = node()
+def test_the_default_staging_directory_is_in_the_users_cache(one, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ManagerOptions(tiers=Tiers(endpoint=one.endpoint))
     with deltackpt.CheckpointManager(one.url, handlers=HANDLERS, options=options) as manager:
@@ -432,8 +431,7 @@ def test_a_full_staging_directory_makes_the_next_save_wait(breakable, tmp_path):
     eventually(lambda: one.root() == [0, 1, 2], "all saves came to the root")
 
 
-def test_a_save_larger_than_the_staging_limit_is_staged_alone(node):
-    one = node()
+def test_a_save_larger_than_the_staging_limit_is_staged_alone(one):
     with pytest.warns(UserWarning, match="exceeds Tiers.max_staging_bytes"):
         one.run(0, 1, max_staging_bytes=100)
     assert one.root() == [0, 1]
@@ -485,6 +483,12 @@ def without_promoter(
         process.wait()
 
 
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """Starts no uploader."""
+    without_promoter(monkeypatch)
+
+
 def staged(manager: deltackpt.CheckpointManager) -> ReplicationClient:
     """The tiers of a manager with a bucket."""
     found = manager._run.replication
@@ -492,16 +496,14 @@ def staged(manager: deltackpt.CheckpointManager) -> ReplicationClient:
     return found
 
 
-def test_the_next_start_uploads_what_a_killed_node_left(node):
-    one = node()
+def test_the_next_start_uploads_what_a_killed_node_left(one):
     one.staged_run(0, 1, 2)
     assert one.local() == [0, 1, 2]
     one.resumed(2)
     assert one.root() == [0, 1, 2]
 
 
-def test_staged_saves_stay_if_the_next_trainer_starts_afresh(node, monkeypatch):
-    one = node()
+def test_staged_saves_stay_if_the_next_trainer_starts_afresh(one, monkeypatch):
     one.staged_run(0, 1)
     with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch, manager)
@@ -511,8 +513,7 @@ def test_staged_saves_stay_if_the_next_trainer_starts_afresh(node, monkeypatch):
     assert one.root() == [0, 1, 2]
 
 
-def test_staged_steps_that_another_run_superseded_are_moved_aside(node):
-    one, other = node(), node()
+def test_staged_steps_that_another_run_superseded_are_moved_aside(one, other):
     one.run(0)
     one.staged_run(1, 2)
     assert (one.local(), one.root()) == ([0, 1, 2], [0])
@@ -534,8 +535,7 @@ def test_staged_steps_that_another_run_superseded_are_moved_aside(node):
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
 
 
-def test_a_claim_that_never_trained_makes_no_save_stale(node):
-    one, other = node(), node()
+def test_a_claim_that_never_trained_makes_no_save_stale(one, other):
     one.staged_run(0, 1)
     with other.manager() as manager:
         assert manager.all_steps() == []
@@ -565,8 +565,7 @@ def test_a_trainer_that_lost_the_root_is_fenced(node):
     node().resumed(1, like=other)
 
 
-def test_the_later_of_two_managers_in_a_process_holds_the_root(node):
-    one = node()
+def test_the_later_of_two_managers_in_a_process_holds_the_root(one):
     first = one.manager()
     one.save(first, 0)
     with one.manager() as second:
@@ -601,8 +600,7 @@ def test_rolled_back_steps_are_not_at_the_root(node):
     node().resumed(1, [0, 1], like=other)
 
 
-def test_rolling_back_steps_that_are_not_uploaded_yet(node, monkeypatch):
-    one, other = node(), node()
+def test_rolling_back_steps_that_are_not_uploaded_yet(monkeypatch, one, other):
     with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch)
         for step in range(4):
@@ -617,8 +615,7 @@ def test_rolling_back_steps_that_are_not_uploaded_yet(node, monkeypatch):
     other.resumed(3, like=one)
 
 
-def test_a_rollback_survives_a_restart(node):
-    one = node()
+def test_a_rollback_survives_a_restart(one):
     one.run(0, 1, 2)
     with pytest.warns(UserWarning, match="later steps"):
         one.staged_run(1, start=0)
@@ -627,8 +624,7 @@ def test_a_rollback_survives_a_restart(node):
     assert one.root() == [0, 1]
 
 
-def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(node):
-    one, other = node(), node()
+def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(one, other):
     policy = deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
     with one.manager(max_to_keep=5, keep_local=1, deltas=policy) as manager:
         for step in range(13):
@@ -642,8 +638,7 @@ def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(node)
     assert verify_root(one.url, endpoint=one.endpoint).intact
 
 
-def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch):
-    one = node()
+def test_no_step_is_retired_before_its_replacement_is_uploaded(one, monkeypatch):
     one.run(0, max_to_keep=1)
     with monkeypatch.context() as patch, one.manager(max_to_keep=1, wait_for="staging") as manager:
         without_promoter(patch)
@@ -662,8 +657,7 @@ def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch
     assert one.root() == [3]
 
 
-def test_a_delta_whose_parent_was_evicted_from_staging(node):
-    one, other = node(), node()
+def test_a_delta_whose_parent_was_evicted_from_staging(one, other):
     with one.manager(keep_local=1) as manager:
         one.saves(manager, 0, 1)
         staged(manager).local.remove_steps([0, 1])
@@ -675,8 +669,7 @@ def test_a_delta_whose_parent_was_evicted_from_staging(node):
     other.resumed(2, like=one)
 
 
-def test_the_best_steps_are_kept_after_eviction_from_staging(node):
-    one = node()
+def test_the_best_steps_are_kept_after_eviction_from_staging(one):
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda found: found["loss"], n=2)
     with one.manager(preservation_policy=best, keep_local=1) as manager:
         for step, loss in enumerate((-1, 0, -1, -2, -3, -4, -9)):
@@ -686,8 +679,7 @@ def test_the_best_steps_are_kept_after_eviction_from_staging(node):
         assert manager.best_step() == 1
 
 
-def test_a_step_is_deleted_at_the_root(node):
-    one = node()
+def test_a_step_is_deleted_at_the_root(one):
     with one.manager() as manager:
         one.saves(manager, 0, 1, 2, bases=[0, 1, 2])
         manager.delete(1)
@@ -738,8 +730,7 @@ def damage_largest_file(step: Path) -> None:
     damage(max(files, key=lambda path: path.stat().st_size), "flipped")
 
 
-def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(node):
-    one = node()
+def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(one):
     with one.manager() as manager:
         one.saves(manager, 0, 1)
         expected = one.held()
@@ -752,8 +743,7 @@ def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(node):
     assert one.root() == [0, 1, 2]
 
 
-def test_a_save_that_is_damaged_before_it_is_uploaded(node, monkeypatch):
-    one, other = node(), node()
+def test_a_save_that_is_damaged_before_it_is_uploaded(monkeypatch, one, other):
     with one.manager() as manager:
         one.saves(manager, 0)
         with monkeypatch.context() as patch:
@@ -777,8 +767,7 @@ def test_a_save_that_is_damaged_before_it_is_uploaded(node, monkeypatch):
 # ---- invalid configurations
 
 
-def test_a_staging_directory_belongs_to_one_root(node, s3, tmp_path):
-    one = node()
+def test_a_staging_directory_belongs_to_one_root(one, s3, tmp_path):
     one.run(0)
     other = Node(s3.bucket("another") + "/run", s3.endpoint, one.stage.path)
     with pytest.raises(OptionError, match="expected the staging directory of s3://another/run"):
@@ -809,15 +798,13 @@ def test_invalid_tiers_are_refused(tmp_path):
         ManagerOptions(tiers={"staging_dir": "/dev/shm"})  # type: ignore[arg-type]
 
 
-def test_a_bucket_with_foreign_objects_is_refused(node):
-    one = node()
+def test_a_bucket_with_foreign_objects_is_refused(one):
     open_at(one).store.put("somebody/else", b"data")
     with pytest.raises(ForeignDirectory, match="somebody"):
         one.manager()
 
 
-def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(node):
-    one, other = node(), node()
+def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(one, other):
     with one.manager() as manager:
         one.saves(manager, 0)
         with pytest.raises(OptionError, match="expected one item"):
@@ -826,8 +813,7 @@ def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(node):
     assert one.root() == [0, 1]
 
 
-def test_credentials_are_never_written_or_reported(node, monkeypatch):
-    one = node()
+def test_credentials_are_never_written_or_reported(one, monkeypatch):
     secret = "sEcReT-of-the-test-0123456789"
     one.run(0, timeouts=Timeouts(close_secs=60, store_secs=2))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
@@ -840,8 +826,7 @@ def test_credentials_are_never_written_or_reported(node, monkeypatch):
             assert secret.encode() not in data and b"tester" not in data, path
 
 
-def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
-    one = node()
+def test_inspect_and_readers_see_whole_steps_beside_a_trainer(one):
     seen: list[int] = []
     problems: list[Exception] = []
     stop = threading.Event()

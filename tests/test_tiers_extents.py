@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from damages import flip
-from test_tiers import Node, eventually, s3, same, staged, without_promoter
+from test_tiers import Node, alone, eventually, one, s3, same, staged, without_promoter
 
 import deltackpt
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
@@ -25,7 +25,7 @@ from deltackpt.options import Tiers, Timeouts
 from deltackpt.tiers import Extents
 from deltackpt.tiers.extent_store import ExtentFile
 
-__all__ = ["s3"]
+__all__ = ["alone", "one", "s3"]
 
 EXTENT = 64 << 10
 _numbers = itertools.count()
@@ -87,8 +87,7 @@ def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
     yield lambda: next(made)
 
 
-def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(node, monkeypatch):
-    one = node()
+def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(one, monkeypatch):
     with monkeypatch.context() as patch:
         without_promoter(patch)
         with one.manager() as manager:
@@ -103,8 +102,7 @@ def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(node, mon
         assert one.restore(manager, 4).source == (*("extents",) * 4, "staging")
 
 
-def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(node):
-    one = node()
+def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(one):
     one.run(0, 1, 2, wait_for="remote")
     assert one.after_power_cut(2).source == ("extents",) * 3
     shutil.rmtree(one.extents)
@@ -112,9 +110,7 @@ def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(node):
 
 
 @pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_rolled_back_saves_do_not_return(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_rolled_back_saves_do_not_return(one, alone):
     one.run(0, 1, 2, 3)
     one.run(2, start=1)
     one.after_power_cut(2, [0, 1, 2])
@@ -140,9 +136,7 @@ def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monk
         assert sorted(manager.all_steps()) == [0, 2]
 
 
-def test_a_step_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_step_damaged_in_staging_is_read_from_the_extents(one, alone):
     with one.manager() as manager:
         one.saves(manager, 0, 1, 2)
         for path in (one.stage.steps / "1").rglob("*"):
@@ -155,8 +149,7 @@ def test_a_step_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
         assert same(one.held(), expected)
 
 
-def test_full_extents_drop_uploaded_saves_first(node):
-    one = node()
+def test_full_extents_drop_uploaded_saves_first(one):
     small = one.of_size(12)
     with one.manager(extents=small, wait_for="remote") as manager:
         one.saves(manager, *range(30))
@@ -165,9 +158,7 @@ def test_full_extents_drop_uploaded_saves_first(node):
     assert set(one.after_power_cut(29, extents=small).source) == {"directory", "extents"}
 
 
-def test_full_extents_wait_for_uploads_until_the_manager_is_closed(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_full_extents_wait_for_uploads_until_the_manager_is_closed(one, alone):
     manager = one.manager(extents=one.of_size(12), timeouts=Timeouts(close_secs=1.0))
     one.saves(manager, *range(12))
     one.save(manager, 12)
@@ -176,8 +167,7 @@ def test_full_extents_wait_for_uploads_until_the_manager_is_closed(node, monkeyp
     assert one.local() == [*range(13)]
 
 
-def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypatch):
-    one = node()
+def test_extents_that_are_too_small_are_refused_at_the_first_base(one, monkeypatch):
     one.state["tables"]["words"] = jnp.zeros((60_000, 4), jnp.float32)
     one.touched = deltackpt.touched.init(one.state["tables"])
     without_promoter(monkeypatch)
@@ -188,9 +178,7 @@ def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypa
     manager.close()
 
 
-def test_extents_belong_to_one_remote_directory_and_one_trainer(node, s3, tmp_path, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_extents_belong_to_one_remote_directory_and_one_trainer(one, s3, tmp_path, alone):
     with one.manager() as manager:
         one.save(manager, 0)
         other = ExtentNode(s3.bucket("of-another-root") + "/run", s3.endpoint, one.stage.path)
@@ -208,9 +196,7 @@ def test_extents_belong_to_one_remote_directory_and_one_trainer(node, s3, tmp_pa
         one.restore(manager)
 
 
-def test_after_a_write_error_in_the_extents_no_row_is_lost(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_after_a_write_error_in_the_extents_no_row_is_lost(one, alone):
     with one.manager() as manager:
         one.saves(manager, 0)
         state, touched = one.state, one.touched
@@ -225,9 +211,7 @@ def test_after_a_write_error_in_the_extents_no_row_is_lost(node, monkeypatch):
     one.after_power_cut(2)
 
 
-def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_part_that_other_processes_lack_is_dropped(one, alone):
     with one.manager() as manager:
         one.saves(manager, 0, 1)
         found = staged(manager)
@@ -239,9 +223,7 @@ def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
         assert manager.all_steps() == [0]
 
 
-def test_a_failed_drop_fails_the_save_and_rolled_back_saves_do_not_return(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_failed_drop_fails_the_save_and_rolled_back_saves_do_not_return(one, alone):
     with one.manager() as manager:
         one.saves(manager, 0, 1, 2)
         one.restore(manager, 0)
@@ -281,8 +263,7 @@ def others_can_read(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(("made_before", "shared"), [(True, False), (False, True)])
 @pytest.mark.filterwarnings("ignore:.*rolled-back")
-def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, shared):
-    one = node()
+def test_only_the_user_can_read_the_files_of_a_run_on_a_node(one, made_before, shared):
     before = os.umask(0)
     try:
         if made_before:  # By a user who deliberately lets others in.
@@ -306,9 +287,7 @@ def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(one, alone):
     one.run(0)
     # Committed, but not in the extents, as after a kill.
     with failing("put"), pytest.raises(SaveFailed):
@@ -318,9 +297,7 @@ def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(node, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_damaged_bundle_does_not_remove_earlier_ones(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_damaged_bundle_does_not_remove_earlier_ones(one, alone):
     for step in range(3):
         one.run(step)
     one.cut_power()
@@ -330,9 +307,7 @@ def test_a_damaged_bundle_does_not_remove_earlier_ones(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_with_a_damaged_header_is_reported(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_save_with_a_damaged_header_is_reported(one, alone):
     one.run(0, 1, 2)
     one.cut_power()
     flip(one.extents / "extents", one.bundle(2) - 4096 + 60)
@@ -346,9 +321,8 @@ def test_a_save_with_a_damaged_header_is_reported(node, monkeypatch):
 @pytest.mark.parametrize("last_is_base", [False, True], ids=["delta", "base"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
-    node, monkeypatch, last_is_base
+    one, monkeypatch, last_is_base
 ):
-    one = node()
     one.run(0, 1, 2, 3, bases=[3] if last_is_base else [], wait_for="remote")
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -360,9 +334,7 @@ def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
 
 @pytest.mark.parametrize("lost", ["step", "manifest"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_staging_lost_is_read_from_the_extents(node, monkeypatch, lost):
-    one = node()
-    without_promoter(monkeypatch)
+def test_what_staging_lost_is_read_from_the_extents(one, alone, lost):
     for step in range(3):
         one.run(step)
     if lost == "step":
@@ -374,9 +346,7 @@ def test_what_staging_lost_is_read_from_the_extents(node, monkeypatch, lost):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_deleted_step_does_not_remove_earlier_ones(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_a_deleted_step_does_not_remove_earlier_ones(one, alone):
     for step in range(2):
         one.run(step, bases=[step])
     with one.manager() as manager:
@@ -388,9 +358,7 @@ def test_a_deleted_step_does_not_remove_earlier_ones(node, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("appends", [False, True])
-def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(node, monkeypatch, appends):
-    one = node()
-    without_promoter(monkeypatch)
+def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(one, alone, appends):
     with one.manager(wal=deltackpt.WalOptions() if appends else None) as manager:
         one.saves(manager, 0, 1, 2, 3)
         one.restore(manager, 1)
@@ -424,8 +392,7 @@ def test_a_rollback_whose_warning_is_an_error_is_complete(node, monkeypatch, app
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_saves_that_are_never_uploaded_do_not_fill_the_extents(node, monkeypatch):
-    one = node()
+def test_saves_that_are_never_uploaded_do_not_fill_the_extents(one, monkeypatch):
     small = one.of_size(12)
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -438,9 +405,7 @@ def test_saves_that_are_never_uploaded_do_not_fill_the_extents(node, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_repeated_rollbacks_and_power_cuts(node, monkeypatch):
-    one = node()
-    without_promoter(monkeypatch)
+def test_repeated_rollbacks_and_power_cuts(one, alone):
     expected, step = None, 0
     drawn = random.Random(7)
     line = []
@@ -466,8 +431,7 @@ def test_repeated_rollbacks_and_power_cuts(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
-    one = node()
+def test_saves_repaired_from_the_extents_are_uploaded(one, monkeypatch):
     with monkeypatch.context() as patch:
         without_promoter(patch)
         one.run(0, 1, 2)
@@ -482,8 +446,7 @@ def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(node, monkeypatch):
-    one = node()
+def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(one, monkeypatch):
     one.run(0, 1, 2, 3, bases=[2, 3], wait_for="remote")
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -495,11 +458,7 @@ def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(node, mon
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("idle_starts", [0, 1])
-def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(
-    node, monkeypatch, idle_starts
-):
-    one = node()
-    without_promoter(monkeypatch)
+def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(one, alone, idle_starts):
     one.run(0, 1, 2, 3, bases=[3])
     one.run(2, start=1, extents=None)  # The disk is unavailable; staging is never lost.
     for _ in range(idle_starts):

@@ -47,7 +47,7 @@ class Cluster:
         for number in range(count):
             self.add(f"node{number}")
         self.own = "node0"
-        self.holder = ""
+        self.holder, self.deadline_secs = "", 10.0
         self.gone: set[str] = set()
 
     def _serve(self, name: str) -> NodeServer:
@@ -85,7 +85,8 @@ class Cluster:
             for name, server in self.servers.items()
             if name not in self.gone
         )
-        return PeerGroup(root="root", own=self.own, token=token, nodes=nodes, k=k, m=m)
+        how = {"k": k, "m": m, "deadline_secs": self.deadline_secs}
+        return PeerGroup(root="root", own=self.own, token=token, nodes=nodes, **how)
 
     def lose(self, name: str) -> None:
         """Removes a node and its memory for good."""

@@ -51,82 +51,61 @@ def saved(job: Job, step: int) -> str:
     return answer["kind"]
 
 
-def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(server, bucket, tmp_path):
-    url = bucket.bucket("jobs") + "/run"
-    tiers = {"staging_dir": str(tmp_path / "stage"), "endpoint": bucket.endpoint}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=url, tiers=tiers, notes=True)
-        job.all("start", place=PLACE)
-        assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
-        # Steps that every process waited for are at the root.
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
-        for answer in job.all("restore", step=1, place=PLACE, like=1):
-            assert (answer["step"], answer["wrong"]) == (1, None)
-        assert saved(job, 3) == "delta"
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3]
-        job.close()
-    assert verify_root(url, endpoint=bucket.endpoint).intact
-    elsewhere = tiers | {"staging_dir": str(tmp_path / "other")}
-    with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
-        job.all("open", root=url, tiers=elsewhere)
-        turned = {"mesh": [4, 1], "layout": "turned"}
-        for answer in job.all("restore_latest", place=turned, like=3):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
-        assert saved(job, 4) == "delta"
-        job.close()
-    assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3, 4]
+def assert_restores(
+    job: Job, step: int, place: dict | None = PLACE, call: str = "restore_latest"
+) -> None:
+    """Every process restores a step bit for bit, and skips none if it is the newest."""
+    newest = call == "restore_latest"
+    for answer in job.all(call, place=place, like=step, **({} if newest else {"step": step})):
+        assert (answer["step"], answer["wrong"]) == (step, None), answer
+        assert not newest or answer["skipped"] == [], answer
 
 
-def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> list[str]:
-    """Opens a manager with its own staging directory in each process; returns their warnings."""
+def opened(
+    job: Job, url: str, folder: Path, endpoint: str, *, shared: bool = False, tiers=(), **how
+) -> list[str]:
+    """Opens a manager in each process, with one staging directory or one each; returns warnings."""
     for number, process in enumerate(job.processes):
-        tiers = {
-            "staging_dir": str(folder / f"node{number}"),
-            "endpoint": endpoint,
-            "shared": False,
-        }
-        process.ask("open", root=url, tiers=tiers | how, notes=True)
+        stage = folder / ("stage" if shared else f"node{number}")
+        given = {"staging_dir": str(stage), "endpoint": endpoint, "shared": shared}
+        process.ask("open", root=url, tiers=given | dict(tiers), **how)
     found = job.answers()
     for answer in found:
         assert "error" not in answer, answer
     return [text for answer in found for text in answer["warnings"]]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_with_their_own_staging_directories_upload_their_parts(
-    server, bucket, tmp_path, processes
+@pytest.mark.parametrize(("processes", "shared"), [(2, True), (2, False), (4, False)])
+def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(
+    server, bucket, tmp_path, processes, shared
 ):
-    url = bucket.bucket(f"parts{processes}") + "/run"
+    url = bucket.bucket(f"jobs{processes}{shared}".lower()) + "/run"
+
+    def at_root() -> list[int]:
+        return sorted(open_steps(url, endpoint=bucket.endpoint).steps())
+
     with Job(server, tmp_path / "jobs", processes=processes, devices=4 // processes) as job:
-        opened_apart(job, url, tmp_path, bucket.endpoint)
+        opened(job, url, tmp_path, bucket.endpoint, shared=shared, notes=True)
         job.all("start", place=PLACE)
         assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
-        for answer in job.all("restore", step=1, place=PLACE, like=1):
-            assert (answer["step"], answer["wrong"]) == (1, None)
+        # Steps that every process waited for are at the root.
+        assert at_root() == [0, 1, 2]
+        assert_restores(job, 1, call="restore")
         assert saved(job, 3) == "delta"
-        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3]
+        assert at_root() == [0, 1, 3]
         job.close()
     assert verify_root(url, endpoint=bucket.endpoint).intact
-    elsewhere = {"staging_dir": str(tmp_path / "other"), "endpoint": bucket.endpoint}
-    with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
-        job.all("open", root=url, tiers=elsewhere)
-        turned = {"mesh": [4, 1], "layout": "turned"}
-        for answer in job.all("restore_latest", place=turned, like=3):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
+    others = 6 - processes
+    with Job(server, tmp_path / "jobs", processes=others, devices=4 // others) as job:
+        opened(job, url, tmp_path / "elsewhere", bucket.endpoint, shared=True)
+        assert_restores(job, 3, {"mesh": [4, 1], "layout": "turned"})
         assert saved(job, 4) == "delta"
         job.close()
+    assert at_root() == [0, 1, 3, 4]
 
 
 def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bucket, tmp_path):
     url, log = bucket.bucket("unmarked") + "/run", {"directory": str(tmp_path / "log")}
-
-    def opened(job: Job, folder: Path) -> None:
-        for number, process in enumerate(job.processes):
-            stage = {"staging_dir": str(folder / f"node{number}"), "endpoint": bucket.endpoint}
-            process.ask("open", root=url, log=log, tiers={**stage, "shared": False})
-        for answer in job.answers():
-            assert "error" not in answer, answer
 
     def logged(job: Job, to: int) -> None:
         assert job.one("run_on", to=to)["saved"] == []
@@ -137,7 +116,7 @@ def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bu
 
     server = Server(many_wal_worker.__file__, **bucket.environment)
     with contextlib.closing(server), Job(server, tmp_path / "jobs", processes=2) as job:
-        opened(job, tmp_path)
+        opened(job, url, tmp_path, bucket.endpoint, log=log)
         job.all("start", place=PLACE)
         assert job.one("log")["saved"] == "base"
         job.all("wait")
@@ -154,9 +133,8 @@ def test_unmarked_rows_of_one_process_leave_the_epoch_after_them_to_process_0(bu
         job.close()
     with contextlib.closing(Server(many_wal_worker.__file__, **bucket.environment)) as server:
         with Job(server, tmp_path / "jobs", processes=2) as job:
-            opened(job, tmp_path / "elsewhere")
-            for found in job.all("restore_latest", place=PLACE, like=step + 2):
-                assert (found["point"], found["wrong"]) == (step + 2, None), found
+            opened(job, url, tmp_path / "elsewhere", bucket.endpoint, log=log)
+            assert_restores(job, step + 2)
             job.close()
 
 
@@ -167,15 +145,8 @@ def test_dense_blocks_are_uploaded_to_a_bucket_and_compacted_there(
     url = bucket.bucket(f"dense-{shared}".lower()) + "/run"
     known, cut = Model(kernel=[256, 64]), {"layout": "cut"}
 
-    def opened(job: Job, name: str) -> None:
-        for number, process in enumerate(job.processes):
-            stage = str(tmp_path / (name if shared else f"{name}{number}"))
-            tiers = {"staging_dir": stage, "endpoint": bucket.endpoint, "shared": shared}
-            process.ask("open", root=url, tiers=tiers, dense="blocks")
-        assert not any("error" in answer for answer in job.answers())
-
     with Job(server, tmp_path / "jobs", processes=2, devices=1, model=known) as job:
-        opened(job, "first")
+        opened(job, url, tmp_path, bucket.endpoint, shared=shared, dense="blocks")
         job.all("start", place={"mesh": [2, 1], **cut})
         assert [saved(job, step) for step in range(4)] == ["base", "delta", "delta", "delta"]
         job.close()
@@ -184,10 +155,9 @@ def test_dense_blocks_are_uploaded_to_a_bucket_and_compacted_there(
             assert compact(url, endpoint=bucket.endpoint) is not None
         newest = max(open_steps(url, endpoint=bucket.endpoint).steps())
         with Job(server, tmp_path / "jobs", processes=4, devices=1, model=known) as job:
-            opened(job, f"again{compacted}")
-            for answer in job.all("restore_latest", place={"mesh": [4, 1], **cut}, like=newest):
-                found = answer["step"], answer["wrong"], answer["skipped"]
-                assert found == (newest, None, []), answer
+            again = tmp_path / f"again{compacted}"
+            opened(job, url, again, bucket.endpoint, shared=shared, dense="blocks")
+            assert_restores(job, newest, {"mesh": [4, 1], **cut})
             assert saved(job, newest + 1) == "delta"
             job.close()
         assert verify_root(url, endpoint=bucket.endpoint).intact
@@ -198,24 +168,15 @@ def test_dense_leaves_in_a_bucket_are_restored_without_the_orbax_handler(
     server, bucket, tmp_path, shared
 ):
     url = bucket.bucket(f"straight-{shared}".lower()) + "/run"
-
-    def opened(job: Job, name: str) -> None:
-        for number, process in enumerate(job.processes):
-            stage = str(tmp_path / (name if shared else f"{name}{number}"))
-            tiers = {"staging_dir": stage, "endpoint": bucket.endpoint, "shared": shared}
-            process.ask("open", root=url, tiers=tiers)
-        assert not any("error" in answer for answer in job.answers())
-
     for name in ("first", "elsewhere"):
         with Job(server, tmp_path / "jobs", processes=2) as job:
-            opened(job, name)
+            opened(job, url, tmp_path / name, bucket.endpoint, shared=shared)
             if name == "first":
                 job.all("start", place=PLACE)
                 saved(job, 0)
             job.all("fault", at="reading through Orbax")
             for where in (PLACE, {"mesh": [4, 1], "layout": "turned"}, None):
-                for answer in job.all("restore_latest", place=where, like=0):
-                    assert (answer["step"], answer["wrong"], answer["skipped"]) == (0, None, [])
+                assert_restores(job, 0, where)
             job.close()
 
 
@@ -230,7 +191,7 @@ class Nodes:
         return Job(self.server, self.folder / "jobs", processes=processes, devices=4 // processes)
 
     def open(self, job: Job, **how) -> list[str]:
-        return opened_apart(job, self.url, self.folder, self.bucket.endpoint, **how)
+        return opened(job, self.url, self.folder, self.bucket.endpoint, tiers=how, notes=True)
 
     def stage(self, process: int) -> Path:
         return self.folder / f"node{process}" / f"process-{process}"
@@ -280,8 +241,7 @@ def test_the_next_job_uploads_steps_that_are_still_staged(nodes):
         nodes.kill(job)
     with nodes.job() as job:
         nodes.open(job)
-        for answer in job.all("restore_latest", place=PLACE, like=2):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (2, None, [])
+        assert_restores(job, 2)
         assert nodes.at_root() == [0, 1, 2]
         assert saved(job, 3) == "delta"
         assert nodes.at_root() == [0, 1, 2, 3]
@@ -294,8 +254,7 @@ def test_a_restore_waits_for_the_upload_of_a_staged_step(nodes):
         saves_that_wait(nodes, job)
         later = threading.Timer(0.5, nodes.stop_promoter, (1, signal.SIGCONT))
         later.start()
-        for answer in job.all("restore", step=2, place=PLACE, like=2):
-            assert (answer["step"], answer["wrong"]) == (2, None)
+        assert_restores(job, 2, call="restore")
         later.join()
         assert nodes.at_root() == [0, 1, 2]
         job.close()
@@ -309,8 +268,7 @@ def test_a_lost_node_loses_only_steps_that_were_not_uploaded(nodes):
     with nodes.job() as job:
         [warning] = nodes.open(job)
         assert "expected a part of steps [1, 2] in the staging directory of each" in warning
-        for answer in job.all("restore_latest", place=PLACE, like=0):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (0, None, [])
+        assert_restores(job, 0)
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
         job.close()
     [aside] = (nodes.stage(0) / "aside").iterdir()
@@ -327,8 +285,7 @@ def test_nodes_that_lose_their_staging_directories_recover_from_extents(nodes):
         shutil.rmtree(nodes.stage(process))
     with nodes.job() as job:
         assert nodes.open(job, extents=extents) == []
-        for answer in job.all("restore_latest", place=PLACE, like=2):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (2, None, [])
+        assert_restores(job, 2)
         assert saved(job, 3) == "delta"
         assert nodes.at_root() == [0, 1, 2, 3]
         job.close()
@@ -342,8 +299,7 @@ def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):
     with nodes.job(4) as job:
         first, second = nodes.open(job)
         assert "steps [1, 2], which are not at" in first and "of 2 processes, not 4" in first
-        for answer in job.all("restore_latest", place=PLACE, like=0):
-            assert (answer["step"], answer["wrong"]) == (0, None)
+        assert_restores(job, 0)
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
         job.close()
 
@@ -377,8 +333,7 @@ def test_a_killed_uploader_is_restarted_and_no_save_is_partial(nodes):
             saved(job, step)
             nodes.kill_promoter(step % 2)
         nodes.open(job)  # Closes the previous managers.
-        for answer in job.all("restore_latest", place=PLACE, like=5):
-            assert (answer["step"], answer["wrong"], answer["skipped"]) == (5, None, [])
+        assert_restores(job, 5)
         job.close()
     assert nodes.at_root() == [*range(6)]
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact

@@ -20,8 +20,20 @@ import pytest
 import servers
 from damages import DAMAGES, HOWS, flip
 from made_up_wals import bounds_of, records_in
-from test_tiers import Node, breakable, eventually, nodes, open_at, s3, same, server
-from test_tiers_trust import alone, promote
+from test_tiers import (
+    Node,
+    alone,
+    breakable,
+    eventually,
+    nodes,
+    one,
+    open_at,
+    other,
+    s3,
+    same,
+    server,
+)
+from test_tiers_trust import promote
 
 import deltackpt
 from deltackpt import RecoveryPoint, WalOptions, inspect
@@ -36,7 +48,7 @@ from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.replication import ReplicationClient
 from deltackpt.tiers.uploader import Uploader
 
-__all__ = ["alone", "breakable", "s3", "server"]
+__all__ = ["alone", "breakable", "one", "other", "s3", "server"]
 
 
 class Logging(Node):
@@ -90,8 +102,8 @@ class Logging(Node):
 
 
 def made(server: servers.Server, tmp_path: Path) -> Iterator[Logging]:
-    for one in nodes(server, tmp_path):
-        yield Logging(one.url, one.endpoint, one.stage.path)
+    for each in nodes(server, tmp_path):
+        yield Logging(each.url, each.endpoint, each.stage.path)
 
 
 @pytest.fixture
@@ -133,8 +145,7 @@ def test_a_reader_of_the_remote_directory_restores_its_points(node):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(node, alone):
-    one = node()
+def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(alone, one):
     elsewhere = one.stage.path.with_name("elsewhere")
 
     def log_on(first: int) -> None:
@@ -156,8 +167,7 @@ def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(
     one.resumed(10, wait_for="staging")
 
 
-def test_staging_has_more_of_a_wal_epoch_than_the_remote_directory(node, alone):
-    one = node()
+def test_staging_has_more_of_a_wal_epoch_than_the_remote_directory(alone, one):
     one.wal_run(0, 1, saved=[0])
     promote(one)
     one.wal_run(2, 3)
@@ -187,8 +197,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     node().resumed(4, like=one)
 
 
-def test_an_uploader_killed_during_an_upload_is_followed_by_another(node, alone, monkeypatch):
-    one, other = node(), node()
+def test_an_uploader_killed_during_an_upload_is_followed_by_another(alone, monkeypatch, one, other):
     monkeypatch.setattr(wal_upload, "SEGMENT_BYTES", 300)  # A record is several pieces.
     with one.manager(wait_for="staging") as manager:
         # An uploader that finds no save ends, and is not started again for this one.
@@ -236,8 +245,7 @@ def test_an_outage_only_delays_the_wal(breakable, tmp_path):
 # ---- several nodes
 
 
-def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(node, alone):
-    one, other = node(), node()
+def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(alone, one, other):
     one.wal_run(0, 1, 2, saved=[0])
     promote(one)
     one.wal_run(3)  # In a WAL epoch that is never uploaded.
@@ -256,8 +264,7 @@ def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(nod
     assert sorted(path.name for path in one.logged.glob("*.msgpack")) == ["0.msgpack", "2.msgpack"]
 
 
-def test_a_lease_claim_with_records_alone_counts_as_trained(node, alone):
-    one, other = node(), node()
+def test_a_lease_claim_with_records_alone_counts_as_trained(alone, one, other):
     one.wal_run(0, saved=[0])
     promote(one)
     one.wal_run(1, saved=[1])
@@ -270,8 +277,7 @@ def test_a_lease_claim_with_records_alone_counts_as_trained(node, alone):
 
 
 @pytest.mark.parametrize("records", [0, 1])
-def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch, records):
-    one, other = node(), node()
+def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(monkeypatch, records, one, other):
     with one.manager() as manager:
         one.saves(manager, 0)
         with other.manager() as second:
@@ -305,8 +311,7 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch,
     assert other.newest() == 1
 
 
-def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
-    one = node()
+def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(alone, one):
     one.wal_run(0, 1, 2, 3, saved=[0])
     promote(one)
     one.wal_run(2, saved=[2], start=1, wal=None)
@@ -321,8 +326,7 @@ def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
 # ---- removal from the remote directory
 
 
-def test_the_remote_steps_decide_which_records_are_removed(node, alone):
-    one = node()
+def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     one.wal_run(0, 1, 2, saved=[0])
     promote(one)
     with one.manager(wait_for="staging") as manager:
@@ -347,8 +351,7 @@ def test_the_remote_steps_decide_which_records_are_removed(node, alone):
     one.resumed(12, wait_for="staging")
 
 
-def test_the_wal_is_replayed_past_a_damaged_remote_step(node, alone):
-    one, other = node(), node()
+def test_the_wal_is_replayed_past_a_damaged_remote_step(alone, one, other):
     one.wal_run(0, 1, 2, 3, 4, saved=[0, 3], bases=[3])
     promote(one)
     victim = one.place() / one.journal().known.steps[3].prefix
@@ -362,8 +365,7 @@ def test_the_wal_is_replayed_past_a_damaged_remote_step(node, alone):
 # ---- damage
 
 
-def test_altered_staged_records_are_not_uploaded(node, alone):
-    one = node()
+def test_altered_staged_records_are_not_uploaded(alone, one):
     one.wal_run(0, 1, 2, 3, saved=[0])
     [segment] = (one.logged / "0" / "0").glob("*.seg")
     first, second, _ = records_in(segment.parent)
@@ -376,8 +378,7 @@ def test_altered_staged_records_are_not_uploaded(node, alone):
 
 
 @pytest.mark.parametrize("altered", [1, 2])
-def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(node, alone, altered):
-    one, other = node(), node()
+def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(alone, altered, one, other):
     one.wal_run(0, 1, saved=[0])
     promote(one)
     [ref] = one.journal().known.entry.logs
@@ -398,8 +399,7 @@ def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(node, al
 
 
 @pytest.mark.parametrize("missing", [2, 3])
-def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(node, alone, missing):
-    one, other = node(), node()
+def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(alone, missing, one, other):
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         for step in (1, 2, 3):
@@ -432,8 +432,9 @@ def dies_before_it_notes(one: Logging) -> StorePath:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(node, alone, how):
-    one, other = node(), node()
+def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(
+    alone, how, one, other
+):
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)

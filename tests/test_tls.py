@@ -42,10 +42,7 @@ def ran(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_bucket_behind_tls_is_used_only_if_its_authority_is_trusted(tmp_path, scheme):
     certificate = Certificate.made(tmp_path)
     start = getattr(servers, scheme)
-    with (
-        start(tmp_path / "server", certificate=certificate) as server,
-        environment_of(server),
-    ):
+    with start(tmp_path / "server", certificate=certificate) as server, environment_of(server):
         assert server.endpoint.startswith("https://")
         url = server.bucket("bucket") + "/run"
         about = (url, tmp_path / "stage", server.endpoint)

@@ -59,6 +59,12 @@ def copied(written, tmp_path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(written[name], tmp_path / "root"))
 
 
+@pytest.fixture
+def root(copied) -> Path:
+    """A copy of the lossy directory."""
+    return copied("lossy")
+
+
 pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
 
 
@@ -255,8 +261,7 @@ def first_segment(**changes) -> Callable[[manifest.Manifest], Any]:
     ],
     ids=["fewer", "twice", "count", "beyond", "columns", "arrays", "shape"],
 )
-def test_intact_records_with_impossible_contents_are_damage(step, change, expected, copied):
-    root = copied("lossy")
+def test_intact_records_with_impossible_contents_are_damage(step, change, expected, root):
     change_records(root / str(step) / "embeddings" / naming.manifest_name(0), change)
     report = verify_root(root)
     assert any(expected in str(problem) for problem in report.problems), report.problems
@@ -264,9 +269,8 @@ def test_intact_records_with_impossible_contents_are_damage(step, change, expect
     assert broken == list(range(step, 3))
 
 
-def test_wrong_row_indices_are_found_despite_valid_checksums(copied):
+def test_wrong_row_indices_are_found_despite_valid_checksums(root):
     """Simulates a faulty writer: rows beyond the end of their table."""
-    root = copied("lossy")
     real = LayerReader.rows
 
     def beyond(layer, *arguments):
@@ -299,8 +303,7 @@ def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
     ],
     ids=["renamed", "copied"],
 )
-def test_steps_moved_by_hand_are_found(move, copied):
-    root = copied("lossy")
+def test_steps_moved_by_hand_are_found(move, copied, root):
     move(root)
     report = verify_root(root)
     assert not report.intact
@@ -354,8 +357,7 @@ def test_leftovers_are_notes_and_an_unsigned_claim_is_not(copied):
     assert naming.lease_name(99) not in text and report.problems == ()
 
 
-def test_an_altered_lease_is_damage_that_stops_no_restore(copied):
-    root = copied("lossy")
+def test_an_altered_lease_is_damage_that_stops_no_restore(root):
     (lease,) = root.glob("lease.*")
     for data in itertools.islice(flipped_bits(lease.read_bytes()), 0, None, 101):
         lease.write_bytes(data)
@@ -442,8 +444,7 @@ def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_pa
 
 
 @pytest.mark.parametrize("steps", [None, [1]])
-def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, copied):
-    root = copied("lossy")
+def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, root):
     path = root / "1" / "embeddings" / naming.manifest_name(0)
     path.unlink()
     path.symlink_to(path.name)
@@ -462,8 +463,7 @@ def test_a_wrong_path_never_verifies_as_intact(written, tmp_path):
     assert verify_root(tmp_path).intact
 
 
-def test_only_chosen_steps_and_what_they_need_are_verified(copied):
-    root = copied("lossy")
+def test_only_chosen_steps_and_what_they_need_are_verified(root):
     flip(chunk(root / "2"), root)
     report = verify_root(root, steps=[1])
     assert report.intact and [save.name for save in report.saves] == ["0", "1"]
@@ -480,8 +480,7 @@ def test_a_foreign_directory_is_refused(tmp_path):
         verify_root(tmp_path)
 
 
-def test_an_unreadable_file_is_damage_by_name(copied):
-    root = copied("lossy")
+def test_an_unreadable_file_is_damage_by_name(root):
     victim = root / "1" / "embeddings" / "layer.0"
     real = integrity.digest_file
 
@@ -525,8 +524,7 @@ def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_if_all_is_intact(wr
     assert "compacted/1 + 1 delta" in found.stdout
 
 
-def test_the_command_names_damage_and_exits_1(copied, tmp_path):
-    root = copied("lossy")
+def test_the_command_names_damage_and_exits_1(tmp_path, root):
     [damaged_chunk, *_] = stored_chunks(root / "1")
     damaged_chunk.flip()
     found = command.run("verify", root)

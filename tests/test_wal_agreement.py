@@ -99,6 +99,11 @@ class Job:
                     assert calls < number or number in other, (number, self.calls, self.saved)
 
 
+@pytest.fixture
+def job() -> Job:
+    return Job(2)
+
+
 @pytest.mark.parametrize("requesting", [0, 2])
 @pytest.mark.parametrize("calls", range(_EVERY))
 def test_if_one_process_needs_a_save_all_save_at_the_same_call_exactly_once(requesting, calls):
@@ -141,8 +146,7 @@ def test_in_any_order_all_save_at_the_same_calls_and_every_request_is_met(seed):
     assert not [number for number in job.saved[0] if number > last + 2 * _EVERY]
 
 
-def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered():
-    job = Job(2)
+def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered(job):
     for _ in range(5 * _EVERY):
         before = job.service.requests
         assert job.call(0) is None
@@ -150,9 +154,7 @@ def test_a_call_sends_and_waits_for_nothing_if_the_service_has_answered():
         job.backgrounds[0].run()
 
 
-def test_process_0_removes_the_answers_of_calls_that_all_have_passed():
-    job = Job(2)
-
+def test_process_0_removes_the_answers_of_calls_that_all_have_passed(job):
     def answers() -> set[str]:
         return {key for key in job.service.values if "/calls/" in key}
 
@@ -203,8 +205,7 @@ def test_the_total_bytes_of_all_processes_trigger_a_step():
     assert 500 <= grown <= 500 + 1000 // 16 + 10 * (2 * _EVERY + 1)
 
 
-def test_what_a_save_has_met_is_not_requested_again_by_a_status_from_before():
-    job = Job(2)
+def test_what_a_save_has_met_is_not_requested_again_by_a_status_from_before(job):
     job.all[1].request_save(NEEDED)
     job.call_all(_EVERY - 1)  # Process 0 asks first: its answer is no, and the request is stored.
     for one in job.all:
@@ -214,8 +215,7 @@ def test_what_a_save_has_met_is_not_requested_again_by_a_status_from_before():
         assert job.call(0) is None
 
 
-def test_a_request_for_a_new_epoch_outlasts_a_save_and_comes_first():
-    job = Job(2)
+def test_a_request_for_a_new_epoch_outlasts_a_save_and_comes_first(job):
     job.all[1].request_save(ANEW)
     job.all[1].request_save(NEEDED)
     job.all[0].request_save(NEEDED)
@@ -224,8 +224,7 @@ def test_a_request_for_a_new_epoch_outlasts_a_save_and_comes_first():
     assert job.call_all(2 * _EVERY)[:2] == [ANEW] * 2
 
 
-def test_a_service_that_does_not_answer_fails_the_call_that_needs_it_and_the_next_ones_work():
-    job = Job(2)
+def test_a_service_that_does_not_answer_fails_the_call_that_needs_it_and_the_next_ones_work(job):
     job.all[1].request_save(NEEDED)
     job.service.refuses = True
     for _ in range(_EVERY - 1):

@@ -8,7 +8,6 @@ import errno
 import functools
 import os
 import random
-import re
 import shutil
 import threading
 import time
@@ -107,18 +106,6 @@ def test_repeated_failures_end_in_a_saved_step(kind, dense, tmp_path, run, disk)
     assert_no_seq_twice(tmp_path)
     result = run.restarted()
     assert result.step == max(run.states) and result.point is not None
-
-
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_a_wal_error_message_states_each_fact_once(error, run, disk):
-    with run.started(options(on_failure="raise")) as manager:
-        disk.fail("fdatasync", LOG, errno=error)
-        run.append()
-        with pytest.raises(AppendFailed) as raised:
-            manager.wait_appended()
-    clauses = [one.strip() for one in re.split("[;,:.]", str(raised.value)) if one.strip()]
-    assert len({*clauses}) == len(clauses), clauses
-    assert str(raised.value).count("no touched row is lost") == 1
 
 
 def test_a_failure_raises_an_error_if_requested(tmp_path, run, disk):

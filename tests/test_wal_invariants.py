@@ -705,8 +705,5 @@ TestLog = LogMachine.TestCase
 COLLECTOR = pytest.mark.filterwarnings("ignore:unneeded files could not be removed")
 TestLog.pytestmark = [COLLECTOR]
 TestLog.settings = settings(
-    max_examples=12,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[*HealthCheck],
+    max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=[*HealthCheck]
 )

@@ -35,7 +35,7 @@ from many import Job, Server, wait_until
 from servers import Certificate
 
 import deltackpt
-from deltackpt import events, serving
+from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError, WaitTimeout
 from deltackpt.format import wal_format
 from deltackpt.format.wal_format import RecordChunk
@@ -141,14 +141,6 @@ def test_every_recovery_point_restores_bit_for_bit(run):
         run.resume()
         run.log(2)
     run.assert_resumes(9, [*range(9, 0, -1)])
-
-
-def test_a_restore_to_an_earlier_point_voids_later_records(run):
-    with run.open() as manager:
-        run.start(6)
-        run.continue_from(manager.restore(3, run.state))
-        run.log()
-    run.assert_resumes(4, [4, 3, 2, 1])
 
 
 def test_records_of_a_local_wal_are_continued_in_kafka_and_back(run):
@@ -490,21 +482,6 @@ def test_verify_and_plan_close_their_connections(cluster, run):
     assert {one.point.step for one in verify_root(run.root, wal=wal).points} == {1, 2}
     assert restore_plan(run.root, 2, wal=wal).wal_records == 2
     assert librdkafka_threads() <= before
-
-
-def test_a_serving_process_follows_the_records(cluster, run):
-    with run.open():
-        run.start(2)
-        wal = KafkaWal(run.topic, config=cluster.config)
-        with serving.follow(run.root, (), tables="**", wal=wal, poll_secs=None) as live:
-            for step in (2, 3, 4):
-                assert live.advance()
-                with live.version() as version:
-                    assert version.step == step
-                    for name, expected in run.states[step]["tables"].items():
-                        rows, found = version.lookup(name, np.arange(len(expected)))
-                        assert found.all() and (rows == np.asarray(expected)).all()
-                run.log()
 
 
 def test_a_standby_follows_the_records_and_the_next_run(cluster, run):

@@ -7,13 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from test_wal import WalRun, options
 
-import deltackpt
-from deltackpt import ManagerOptions, WalOptions, touched
 from deltackpt.errors import Damaged, FencedError, OutOfSpace
 from deltackpt.format import naming, wal_format
 from deltackpt.format.naming import PieceRange
@@ -27,69 +23,39 @@ from deltackpt.storage.store import FileStore, store_path
 from deltackpt.wal import LocalWal
 from deltackpt.wal.epoch import write_head
 
-HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
-
-class Training:
-    """A state that depends only on its training steps, with its own checkpoint directory."""
-
-    def __init__(self, root: Path, directory: Path | None = None):
-        self.root = root
-        where = None if directory is None else str(directory)
-        self.options = ManagerOptions(wal=WalOptions(backend=LocalWal(directory=where)))
-        tables = {"words": jnp.zeros((100, 4))}
-        self.state: dict[str, Any] = {"tables": tables, "touched": touched.init(tables)}
-
-    def manager(self) -> deltackpt.CheckpointManager:
-        return deltackpt.CheckpointManager(self.root, handlers=HANDLERS, options=self.options)
-
-    def train(self, step: int) -> Any:
-        rows = jnp.arange(step, step + 3)
-        words = self.state["tables"]["words"].at[rows].add(1.0 + step)
-        marked = touched.mark(self.state["touched"], {"words": rows})
-        self.state = {"tables": {"words": words}, "touched": marked}
-        return self.state
-
-    def restore(self, manager: deltackpt.CheckpointManager):
-        found = manager.restore_latest(jax.eval_shape(lambda: self.state))
-        assert found is not None
-        self.state = found.state
-        return found
+def run_in(root: Path, logs: Path | None = None) -> WalRun:
+    """A run with its WAL in a directory of its own."""
+    backend = LocalWal(directory=None if logs is None else str(logs))
+    return WalRun(root, options=options(backend=backend))
 
 
 def test_runs_with_one_wal_directory_stay_separate(tmp_path):
-    first, second = (Training(tmp_path / name, tmp_path / "logs") for name in ("a", "b"))
-    with first.manager() as one, second.manager() as other:
-        one.save(0, first.train(0))
-        other.save(0, second.train(5))
-        for step in (1, 2, 3):
-            one.append(step, first.train(step))
-            other.append(step, second.train(step + 5))
-    for training in (first, second):
-        expected = np.asarray(training.state["tables"]["words"])
-        with training.manager() as manager:
-            assert training.restore(manager).step == 3
-            assert np.array_equal(training.state["tables"]["words"], expected)
+    first, second = (run_in(tmp_path / name, tmp_path / "logs") for name in "ab")
+    with first.open(), second.open():
+        second.train(5)
+        for run in (first, second):
+            run.save()
+        for run in (first, second) * 3:
+            run.append()
+    assert (first.restarted().step, second.restarted().step) == (4, 9)
     assert not [*(tmp_path / "a" / naming.LOG).rglob("*.seg")]
 
 
 def test_a_directory_of_the_same_name_on_another_machine_is_not_the_wal(tmp_path):
-    one = Training(tmp_path / "root", tmp_path / "logs")
-    with one.manager() as manager:
-        manager.save(0, one.train(0))
-        manager.append(1, one.train(1))
+    run = run_in(tmp_path / "root", tmp_path / "logs")
+    run.begin(1)
     [head] = (tmp_path / "logs").glob("*/0.msgpack")
     found = wal_format.epoch_header_from(head.read_bytes(), name="head")
     head.write_bytes(wal_format.epoch_header_bytes(dataclasses.replace(found, run="another")))
-    copy = head.with_suffix("") / naming.HEAD_COPY
-    copy.write_bytes(head.read_bytes())
-    with one.manager() as manager, pytest.warns(UserWarning, match="no header of it"):
-        found = one.restore(manager)
+    (head.with_suffix("") / naming.HEAD_COPY).write_bytes(head.read_bytes())
+    with run.open() as manager, pytest.warns(UserWarning, match="no header of it"):
+        found = manager.restore_latest(run.state)
     assert found.step == 0 and [step for step, _ in found.skipped] == [1]
 
 
 def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, monkeypatch):
-    one = Training(tmp_path / "root", tmp_path / "logs")
+    run = run_in(tmp_path / "root", tmp_path / "logs")
     put, refused = FileStore.put, []
 
     def full(self: FileStore, key: str, data: Any, *, absent: bool = False) -> None:
@@ -99,15 +65,12 @@ def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, 
         put(self, key, data, absent=absent)
 
     monkeypatch.setattr(FileStore, "put", full)
-    with one.manager() as manager:
+    with run.open():
         with pytest.raises(OutOfSpace):
-            manager.save(0, one.train(0))
-        manager.save(0, one.state)
-        manager.append(1, one.train(1))
-    expected = np.asarray(one.state["tables"]["words"])
-    with one.manager() as manager:
-        assert one.restore(manager).step == 1
-        assert np.array_equal(one.state["tables"]["words"], expected)
+            run.save_initial()
+        run.save_initial()
+        run.append()
+    assert run.restarted().step == 1
 
 
 # ---- WALs in a journal
@@ -197,9 +160,9 @@ def test_pieces_without_the_start_of_their_segment_are_ignored():
 
 
 def test_a_header_gets_a_new_number_although_the_one_before_is_not_uploaded_yet(tmp_path):
-    training = Training(tmp_path / "a")
-    with training.manager() as manager:
-        manager.save(0, training.train(0))
+    run = run_in(tmp_path / "a")
+    with run.open() as manager:
+        run.save_initial()
         uploaded = WalReader(WalFolder(store_path(tmp_path / "none")))
         heads = [write_head(manager._run, uploaded, None, None) for _ in range(2)]
     assert [head.epoch for head in heads] == [1, 2]

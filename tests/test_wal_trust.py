@@ -9,11 +9,13 @@ import gc
 import shutil
 import tracemalloc
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from test_follower import grown
 from test_wal import WalRun, options, quiet
 
 import deltackpt
@@ -24,11 +26,12 @@ from deltackpt.errors import (
     FencedError,
     OptionError,
     OutOfSpace,
+    StorageError,
     TrackingError,
 )
 from deltackpt.save.capture import FieldSource
 from deltackpt.testing import Disk, TrainingRun
-from deltackpt.wal import audit
+from deltackpt.wal import audit, recorder
 
 #: Enough records to audit every row of the small state once.
 ALL_LOOKED_AT = 60
@@ -252,6 +255,73 @@ def test_rows_of_a_call_that_cannot_start_the_wal_are_in_the_next_record(run, fa
         run.save()
         manager.delete(run.step)
     check_after_a_restart(run, newest)
+
+
+# Calls that save a step instead of a record, and their effect on later calls.
+
+
+@pytest.mark.parametrize("dense_every", [1, 2])
+def test_rows_named_in_a_call_that_saved_a_step_instead_are_not_missed(run, dense_every):
+    kinds = set()
+    # After any record the WAL exceeds its size limit.
+    with run.started(options(max_wal_ratio=1e-9, dense_every=dense_every)) as manager:
+        for _ in range(8):
+            logged = run.append_named()
+            kinds.add("saved" if logged.saved else logged.kind)
+            manager.wait_appended()
+        run.save()
+    assert "saved" in kinds and kinds & {"soft", "full"}
+    check_after_a_restart(run)
+
+
+def test_acknowledged_records_outlive_a_restore_of_an_older_step(run):
+    with run.started(appends=2) as manager:
+        manager.restore(0, run.state)
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        assert run.points() == [3, 2, 1]
+    check_after_a_restart(run)
+
+
+def test_a_newer_step_that_was_only_inspected_does_not_stop_the_wal(run):
+    with run.started() as manager:
+        run.train(3)
+        run.save()
+        run.continue_from(manager.restore(0, run.state))
+        manager.restore(4, run.state)
+        with quiet():  # Later steps are moved aside.
+            for _ in range(2):
+                run.append_named()
+        manager.wait_until_finished()
+    check_after_a_restart(run)
+
+
+def test_ids_of_an_abandoned_state_are_not_compared_with_the_resumed_state(run):
+    with run.started() as manager:
+        for _ in range(2):
+            run.append_named()
+        manager.wait_until_finished()
+        run.continue_from(manager.restore(0, run.state))
+        run.step = 6
+        run.save()
+    check_after_a_restart(run, 7)
+
+
+def test_an_epoch_that_cannot_be_opened_is_begun_again_even_for_the_former_tables(run):
+    with run.started(appends=1) as manager:
+        larger = grown(run.state, 5)
+        marks = model.new_touched(larger)
+        manager.save(2, larger, touched=marks)
+        fails = mock.Mock(side_effect=StorageError("log/1.msgpack: found an I/O error"))
+        with mock.patch.object(recorder, "head_of", fails):
+            with pytest.raises(StorageError, match="log/1"):
+                manager.append(3, larger, touched=marks)
+        run.step = 3
+        assert run.append().saved is not None
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        manager.wait_until_finished()
+    check_after_a_restart(run)
 
 
 # An epoch header that cannot be written when a run's points must be invalidated.
