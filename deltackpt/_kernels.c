@@ -495,6 +495,8 @@ static int list_of(struct list *list, PyObject *arrays, const char *name, Py_ssi
         Py_buffer *view = &list->views[list->count];
         int lacks = PyObject_GetBuffer(PyList_GetItem(arrays, list->count), view, PyBUF_ND);
         list->count += !lacks;
+        if (lacks && !PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_BufferError))
+            return -1;
         if (!lacks && view->itemsize != itemsize) {
             PyErr_Format(PyExc_TypeError, "%s: expected items of %zd bytes, found %zd", name, itemsize,
                          view->itemsize);
@@ -565,8 +567,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
         return NULL;
     struct buffers buffers = {.count = 0};
     struct list sources = {.count = 0};
-    if (itemsize <= 0 || row_items <= 0) {
-        PyErr_SetString(PyExc_ValueError, "gather: expected rows of at least one item");
+    if (itemsize <= 0 || row_items <= 0 || row_items > PY_SSIZE_T_MAX / itemsize) {
+        PyErr_SetString(PyExc_ValueError, "gather: expected rows of at least one item that fit into memory");
         return NULL;
     }
     if (list_of(&sources, source_arrays, "source", itemsize))

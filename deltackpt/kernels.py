@@ -124,6 +124,8 @@ def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray
     The arrays of stamps lie end to end; ``first`` is the index of the first stamp.
     """
     count = sum(map(len, stamps))
+    if not count:
+        return np.empty(0, np.int64)
     if count > _SCANNED_AT_ONCE:
         parts = []
         for one in stamps:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,24 @@ def test_threads_share_the_chunks_of_an_array_in_any_pieces(
     _stock(folder / "stock", entry, values)
     assert bytes_below(folder / "ours") == bytes_below(folder / "stock")
     assert nbytes == sum(map(len, bytes_below(folder / "ours").values()))
+
+
+def test_held_rows_are_dropped_after_an_error(tmp_path, monkeypatch):
+    def write_chunk(*_, **options):
+        raise OutOfSpace("full")
+
+    monkeypatch.setattr(FileBatch, "write_chunk", write_chunk)
+    entry = row_blocks.array_entry("a", (8, 64), np.dtype(np.float32), chunk_rows=4)
+    files = FileBatch(tmp_path, fsync=False)
+    array = ZarrWriter(tmp_path / "ours", entry, files, held=True)
+    pieces = [np.ones((4, 64), np.float32) for _ in range(2)]
+    known = [*map(weakref.ref, pieces)]
+    while pieces:
+        array.write(pieces.pop(0))
+    with pytest.raises(OutOfSpace) as caught:
+        array.finish()
+    # The traceback has the chunk that failed.
+    assert caught.tb and known[1]() is None
 
 
 def test_two_threads_write_chunks_of_one_array_at_the_same_time(tmp_path, monkeypatch):
@@ -273,8 +292,10 @@ def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path, disk, data):
     files = FileBatch(tmp_path, fsync=True)
     disk.fail("write", errno=errno.ENOSPC)
     with pytest.raises(OutOfSpace, match="ours"):
-        write = files.write if isinstance(data, bytes) else files.write_chunk
-        write(tmp_path / "ours", data)
+        if isinstance(data, bytes):
+            files.write(tmp_path / "ours", data)
+        else:
+            files.write_chunk(tmp_path / "ours", data)
     assert not list(tmp_path.iterdir()) and not files.digests
     files.close()
 
@@ -293,9 +314,12 @@ def test_fsync_errors_name_the_file(call, tmp_path, monkeypatch):
 def test_an_existing_name_is_refused(tmp_path):
     (tmp_path / "ours").write_bytes(b"another's")
     files = FileBatch(tmp_path, fsync=True)
-    for write, data in ((files.write, b"x"), (files.write_chunk, np.arange(3))):
+    for write in (
+        lambda path: files.write(path, b"x"),
+        lambda path: files.write_chunk(path, np.arange(3)),
+    ):
         with pytest.raises(StorageError, match="ours.*exists"):
-            write(tmp_path / "ours", data)
+            write(tmp_path / "ours")
     assert (tmp_path / "ours").read_bytes() == b"another's"
 
 

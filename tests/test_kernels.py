@@ -127,6 +127,8 @@ def test_bad_arguments_of_gather_are_errors(built):
         call(out=source[:2])
     with pytest.raises(ValueError, match="at least one item"):
         call(items=0)
+    with pytest.raises(ValueError, match="that fit into memory"):
+        call(items=2**62, stops=(0,), rows=rows[:0], out=out[:0])
     for stops in [(1, 1), (2, 1), (-1, 2), (3, 2), (2, 3)]:
         with pytest.raises(ValueError, match="expected ascending stops"):
             call([source, source], stops=stops)
@@ -175,6 +177,11 @@ def test_scanned_stamps_are_those_of_numpy(data):
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_no_stamps_are_scanned():
+    found = kernels.scan([], 5)
+    assert (found.dtype, len(found)) == (np.int64, 0)
+
+
 def test_more_stamps_than_are_scanned_at_once_are_scanned(monkeypatch):
     monkeypatch.setattr(kernels, "_SCANNED_AT_ONCE", 100)
     stamps = np.arange(1001, dtype=np.int32)
@@ -193,6 +200,8 @@ def test_bad_arguments_of_scan_are_errors(built):
         built.scan([out.view(np.int32)[:4]], 0, 0, out)
     with pytest.raises(OverflowError):
         built.scan([stamps], 2**31, 0, out)
+    with pytest.raises(TypeError, match="bytes-like"):
+        built.scan([object()], 0, 0, out)
 
 
 #: XLA compiles a program for each codec, width and dtype, so each codec is drawn with three.

@@ -42,6 +42,7 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import capture, lineage, pending_save
 from deltackpt.state import placement
+from deltackpt.state.stacks import MemberRows
 from deltackpt.state.tables import join
 from deltackpt.storage import zarr_writer
 
@@ -269,6 +270,22 @@ def assert_newest(root, target: Topology, model: Model) -> None:
 
 
 # --- The mapping ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [np.array([1, 5, 21, 24]), range(3, 24)], ids=["indices", "range"])
+def test_a_gather_reads_members_of_stacks_and_plain_tables(rows):
+    member = StackMember(name="users", rows=20, width=4)
+    stack = StackedTable(members=(member,), shards=2, rotation=1)
+    users, plain = np.random.default_rng(0).standard_normal((2, 20, 4), np.float32)
+    array = np.zeros((stack.shape[0], stack.shape[1]), np.float32)
+    array[stack.physical_rows("users", np.arange(20)), :4] = users
+    source = capture.FieldSource(
+        *((0, 4), (4,), array.dtype, True, np.array([[0, 20], [20, 25]]), np.array([0, 15])),
+        [MemberRows(array, stack, member), plain],
+    )
+    out = np.empty((len(rows), 4), np.float32)
+    source.gather(rows, out)
+    np.testing.assert_array_equal(out, np.concatenate([users, plain[5:10]])[rows])
 
 
 @given(

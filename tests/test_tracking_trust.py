@@ -287,6 +287,20 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_marks
     assert_restores(tmp_path, {6: state}, tables)
 
 
+def test_touch_states_of_tables_in_two_groups_are_read(tmp_path):
+    optimizer = touched.track(optax.sgd(0.5), "a")
+    params = {"a": jnp.arange(400.0).reshape(200, 2), "b": jnp.arange(300.0).reshape(100, 3)}
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    tables, given = deltackpt.Tables(select="params/*"), touched.init({"b": params["b"]})
+    with opened(tmp_path, tables) as manager:
+        manager.save(0, state, touched=given)
+        state = updated(state, optimizer, {"a": [1], "b": [2, 3]})
+        given = touched.mark(given, {"b": np.array([2, 3])})
+        assert manager.save(1, state, touched=given).kind == "delta"
+        assert manager.wait_until_finished()[-1].rows == 3
+    assert_restores(tmp_path, {1: state}, tables)
+
+
 def test_a_touch_state_that_is_no_longer_given_makes_the_save_a_base(tmp_path):
     params, optimizer, state = two_tables()
     tables = deltackpt.Tables(select="params/a")

@@ -49,8 +49,9 @@ from deltackpt.resources.runtime import Memory, Runtime, Task
 _DECODED_BYTES = 4 << 20
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
-#: Small pieces of blocks are read in windows of this size, of which the last few are kept.
-_WINDOW_BYTES, _WINDOWS = 1 << 20, 3
+#: Small pieces of blocks are read in windows of this size, of which the last few are kept: three
+#: threads read, and a piece may need two.
+_WINDOW_BYTES, _WINDOWS = 1 << 20, 6
 #: Suffix of the array with the number of elements of each row in ragged arrays.
 _COUNT = "count"
 #: In ragged arrays, it is kept where the elements of every so many rows begin.

@@ -360,8 +360,10 @@ class _BlockReader:
             # The last four bytes belong to no block.
             stop = length if stop >= self._body else stop
             start = max(at, extent.start // BLOCK_BYTES * BLOCK_BYTES)
-            for first in range(start, stop, _PIECE_BYTES):
-                yield _FileSpan(first, min(stop, first + _PIECE_BYTES), None)
+            # Blocks begin before values: pieces as long as chains of deltas would contain none.
+            size = 2 * _PIECE_BYTES
+            for first in range(start, stop, size):
+                yield _FileSpan(first, min(stop, first + size), None)
             at = max(at, stop)
 
 

@@ -381,16 +381,17 @@ class DensePlan:
         self._plain: dict[Key, tuple[DenseShard, int]] = {}
         groups = {value.group for value in self.missing.values() if not value.plain}
         with Runtime(_READERS) as runtime:
-            # Mostly, older saves are needed, too.
-            coming = {
-                id(segment): runtime.submit(shard.rows, segment)
-                for shard in itertools.chain.from_iterable(saves)
-                for segment in shard.record.segments
-                if segment.group in groups and segment.count >= _MANY_ROWS
-            }
-            for save in saves:
+            coming: dict[int, Task[Rows]] = {}
+            later = iter(saves)
+            for number, save in enumerate(saves):
                 if not self.missing:
                     break
+                # Mostly, the next older saves are needed, too.
+                nearby = itertools.islice(later, 1 if number else _READERS)
+                for shard in itertools.chain.from_iterable(nearby):
+                    for segment in shard.record.segments:
+                        if segment.group in groups and segment.count >= _MANY_ROWS:
+                            coming[id(segment)] = runtime.submit(shard.rows, segment)
                 self._add(save, coming)
 
     @functools.cached_property
@@ -494,13 +495,15 @@ class DensePlan:
                 for key, value in below.items():
                     data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
                 into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
-                ends = {one.field: one.stop for chain in work.values() for one in chain.pieces}
+                ends: dict[SegmentField, int] = {}
+                for one in itertools.chain.from_iterable(chain.pieces for chain in work.values()):
+                    ends[one.field] = max(one.stop, ends.get(one.field, 0))
                 for field, stop in ends.items():
                     runtime.submit(field.count_to, stop)
                 base.fill(into, on_filled)
             merge.run([work.values()], runtime)
 
-    def _add(self, save: Sequence[DenseShard], coming: Mapping[int, Task[Rows]]) -> None:
+    def _add(self, save: Sequence[DenseShard], coming: dict[int, Task[Rows]]) -> None:
         """Adds the shards of the next older save; ``coming`` are row indices by segment."""
         added: set[Key] = set()
         for shard in save:
@@ -523,7 +526,7 @@ class DensePlan:
                 found: list[tuple[SegmentField, Rows]] = []
                 for one in shard.record.segments:
                     if one.group == group:
-                        rows = coming.get(id(one))
+                        rows = coming.pop(id(one), None)
                         field = shard.field_of(one)
                         found.append((field, rows.result() if rows else shard.rows(one)))
                 _check_disjoint(found)

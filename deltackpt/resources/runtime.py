@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from deltackpt.errors import OptionError
-from deltackpt.resources.host_memory import aligned_buffer
+from deltackpt.resources.host_memory import UNIT_BYTES, aligned_buffer
 
 
 class Pace:
@@ -109,13 +109,15 @@ class Task(Generic[_T]):
         if not self._started.acquire(blocking=False):
             return
         try:
-            self.future.set_result(self._call())
+            call = self._call
+            del self._call
+            found = call()
+            del call  # Whoever waits for the result may free, or donate, what the call refers to.
+            self.future.set_result(found)
         except BaseException as error:
             self.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise  # An interrupt is the caller's, too.
-        finally:
-            del self._call
 
     def cancel(self) -> bool:
         """Prevents that the call starts; returns False if it was started or cancelled before."""
@@ -194,8 +196,10 @@ class Memory:
             fitting = [raw for raw in self._kept if nbytes <= raw.nbytes <= most]
             raw = min(fitting, key=lambda raw: raw.nbytes, default=None)
             if raw is None:
-                grains = max(1, -(-nbytes * 5 // 4 // _GRAIN_BYTES))
-                raw = aligned_buffer(grains * _GRAIN_BYTES)
+                room = max(1, nbytes * 5 // 4)
+                # Large buffers are in huge pages, of which the last one counts as a whole.
+                grain = _GRAIN_BYTES if room <= _GRAIN_BYTES else UNIT_BYTES
+                raw = aligned_buffer(-(-room // grain) * grain)
             else:
                 self._kept = [kept for kept in self._kept if kept is not raw]
                 self._kept_bytes -= raw.nbytes

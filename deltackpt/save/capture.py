@@ -3,7 +3,7 @@
 
 On the CPU backend shards are zero-copy numpy views, gathered by ``kernels`` (even numpy's gather is
 10 times faster there than a jitted one). XLA does not donate a buffer while a view of it lives, so
-a view is dropped as soon as its rows are copied. On an accelerator a gather is dispatched per shard
+no view is left when ``StagedRows.wait`` returns. On an accelerator a gather is dispatched per shard
 before ``save()`` returns, so later steps may donate the tables.
 
 Staged rows are copies; pinned rows are views of the training state, or copies on their devices,
@@ -211,7 +211,11 @@ class FieldSource:
         for data, first, part in self._parts(rows):
             chosen = rows[part]
             if isinstance(chosen, np.ndarray):
-                _gather_on_host(data, chosen - first, out[part])
+                if isinstance(data, MemberRows):
+                    data.take(chosen - first, out[part])
+                else:
+                    bounds = np.array([first]), np.array([len(chosen)])
+                    kernels.gather([np.asarray(data)], *bounds, chosen, out[part])
                 continue
             assert isinstance(chosen, range)
             start, stop = chosen.start - first, chosen.stop - first
@@ -391,10 +395,8 @@ def _gathered(data: jax.Array, rows: np.ndarray) -> jax.Array:
     return data.at[rows].get(mode="clip")
 
 
-def _gather_on_host(data: object, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    if isinstance(data, MemberRows):
-        return data.take(rows, out)
-    return np.asarray(data).take(rows, 0, out)
+def _gather_on_host(data: object, rows: np.ndarray) -> np.ndarray:
+    return data.take(rows) if isinstance(data, MemberRows) else np.asarray(data).take(rows, 0)
 
 
 def dispatch_rows(data: object, rows: np.ndarray) -> Any:

@@ -355,7 +355,7 @@ class Stamps:
     ) -> Callable[[], np.ndarray]:
         """Returns a function for the touched rows of tables; threads find those of many rows."""
         if tables.end_to_end is not None:
-            [place] = self.places
+            [place] = self._stamps[tables.tables[0][0].name]
             stamps = [
                 placement.shard_data(self._stamps[table][place], shard)
                 for table, shard in tables.end_to_end

@@ -51,7 +51,9 @@ class SegmentSink(Protocol):
     def writer(self, entry: ArrayEntry, *, held: bool = False) -> RowsWriter:
         """Returns a writer for one of its arrays.
 
-        ``held`` pieces stay valid until ``finish``, but others may change their contents.
+        ``held`` pieces stay valid until ``finish``, but others may change their contents. The
+        writer may keep all of them until then, so they should be views of memory that is kept
+        anyway.
         """
         ...
 
@@ -108,7 +110,10 @@ class WrittenPart(NamedTuple):
 def write_array(
     sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
-    """Writes one array from its pieces, in order; for ``held``, see ``SegmentSink.writer``."""
+    """Writes one array from its pieces, in order.
+
+    With ``held``, all pieces may be kept until the array is written; see ``SegmentSink.writer``.
+    """
     writer = sink.writer(entry, held=held)
     for piece in pieces:
         writer.write(piece)

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,7 @@ class ZarrWriter:
             self._wait(0)
         finally:
             self._give_back_chunk()
+            self._pieces.clear()
         self._batch.remove(self._directory)
 
     def _give_back_chunk(self) -> None:
@@ -140,16 +141,7 @@ class ZarrWriter:
     def _write_pieces(self) -> None:
         """Writes held rows on several threads; only chunks of several pieces are copied."""
         chunk_rows = self._entry.chunk_rows
-        chunks: list[list[np.ndarray]] = []
-        free = 0
-        for rows in self._pieces:
-            while len(rows):
-                if not free:
-                    chunks.append([])
-                    free = chunk_rows
-                part, rows = rows[:free], rows[free:]
-                chunks[-1].append(part)
-                free -= len(part)
+        chunks = _chunks_of(self._pieces, chunk_rows)
 
         def write_one(numbered: tuple[int, list[np.ndarray]]) -> None:
             number, parts = numbered
@@ -161,8 +153,13 @@ class ZarrWriter:
             np.concatenate(parts, out=buffer)
             self._write_from_buffer(number * chunk_rows, buffer, buffer)
 
-        self._batch.map(write_one, enumerate(chunks))
         self._nbytes += len(chunks) * arrays.chunk_bytes(self._entry)
+        try:
+            self._batch.map(write_one, enumerate(chunks))
+        finally:
+            # The traceback of an error would keep views of the training state.
+            for parts in (self._pieces, *chunks):
+                parts.clear()
 
     def _write_gathered(self, chunk: np.ndarray) -> None:
         """Writes a gathered chunk, on another thread while the next one is gathered."""
@@ -193,6 +190,21 @@ class ZarrWriter:
         with _refusals(self._directory):
             while len(self._writes) > most:
                 self._writes.popleft().result()
+
+
+def _chunks_of(pieces: Sequence[np.ndarray], chunk_rows: int) -> list[list[np.ndarray]]:
+    """Returns the parts of each chunk."""
+    chunks: list[list[np.ndarray]] = []
+    free = 0
+    for rows in pieces:
+        while len(rows):
+            if not free:
+                chunks.append([])
+                free = chunk_rows
+            part, rows = rows[:free], rows[free:]
+            chunks[-1].append(part)
+            free -= len(part)
+    return chunks
 
 
 def _metadata(entry: ArrayEntry) -> dict[str, object]:

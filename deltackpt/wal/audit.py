@@ -137,7 +137,7 @@ def _slices(sources: Sources, known: Known) -> Iterator[_Slice]:
     for (group, where), sample in (known.sample or {}).items():
         fields, count = sources.fields_of(group, where), len(sample.rows)
         starts = [field.bounds[:, 0] for field in fields.values()]
-        cuts = np.searchsorted(sample.rows, np.concatenate([[], *starts]))
+        cuts = np.searchsorted(sample.rows, np.concatenate([np.zeros(0, np.int64), *starts]))
         cuts = np.union1d(cuts, range(0, count, _ROWS))
         for start, stop in itertools.pairwise([*cuts.tolist(), count]):
             if start < stop:
