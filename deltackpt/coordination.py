@@ -14,10 +14,13 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
@@ -64,6 +67,57 @@ def reached_preemption(step: int) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # The job is a single process, or preemption notices are switched off.
         return False
+
+
+class Termination:
+    """Listens for SIGTERM from the first query on; an existing handler still runs.
+
+    Only for single-process jobs: with several, JAX's own handler must not be replaced.
+    """
+
+    def __init__(self) -> None:
+        """Does not listen yet: without a query, a SIGTERM ends the process."""
+        self._pid = os.getpid()
+        self._listening = False
+        self._closed = False
+        self._received = False
+        self._step: int | None = None
+        self._former: Any = None
+
+    def announced(self, step: int) -> bool:
+        """Starts to listen; returns whether a SIGTERM arrived, for the first step after it."""
+        if not (self._listening or self._closed):
+            self._listen()
+        if self._received and self._step is None:
+            self._step = step
+        return self._step == step
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Only there Python lets handlers be changed; another thread may ask later.
+        self._listening = True
+        self._former = signal.getsignal(signal.SIGTERM)
+        if self._former is not None:  # None: it was not put there by Python.
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def close(self) -> None:
+        """Restores the previous handler; from another thread, forwards signals to it instead."""
+        self._closed = True
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        mine = os.getpid() == self._pid and not self._closed
+        self._received = self._received or mine
+        # A second signal is for the former handler alone, which may end the process.
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._former)
+        if callable(self._former):
+            self._former(number, frame)
+        elif not mine and self._former == signal.SIG_DFL:
+            # In a forked child, or if nothing will save: end as without us.
+            os.kill(os.getpid(), number)
 
 
 #: A JSON value that processes exchange.

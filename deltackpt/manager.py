@@ -45,7 +45,6 @@ from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.step_reader import Items, RowRanges, Service
 from deltackpt.save import exits, pending_save
 from deltackpt.save.pending_save import Embeddings, SaveReport
-from deltackpt.save.termination import Termination
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
@@ -225,7 +224,7 @@ class CheckpointManager:
                 self._saver = Saver(self._run, extra, self)
                 self._restorer = Restorer(self._run, extra)
                 self._catalog = Catalog(self._run)
-                self._termination = Termination()
+                self._termination = coordination.Termination()
             with coordinator.together(what, fatal=True):
                 if not self._read_only:
                     self._run.ledger.confirm()

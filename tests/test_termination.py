@@ -15,7 +15,7 @@ import pytest
 from machine import free_port
 
 import deltackpt
-from deltackpt.save.termination import Termination
+from deltackpt.coordination import Termination
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
