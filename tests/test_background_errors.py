@@ -276,7 +276,7 @@ def test_a_failed_save_is_raised_although_its_warning_is_an_error(tmp_path):
         warnings.simplefilter("error")
         manager._run.event_handlers = (Failing(),)
         with paused_saves(tmp_path, errno.EIO) as held:
-            manager.save(2, STATE, touched=MARKS)
+            manager.save(2, STATE, touched=MARKS, force_base=True)
             held.release()
             flight = manager._saver.in_flight
             assert flight is not None and flight.future.exception(LIMIT_SECS) is not None
@@ -289,7 +289,7 @@ def test_reports_are_returned_by_the_call_after_a_warning_that_is_an_error(tmp_p
     with saved(tmp_path) as manager, warnings.catch_warnings():
         warnings.simplefilter("error")
         manager.wait_until_finished()
-        manager.save(2, STATE, touched=MARKS)
+        manager.save(2, STATE, touched=MARKS, force_base=True)
         manager._run.event_handlers = (Failing(),)
         with pytest.raises(RuntimeWarning, match="no place for a SaveEvent"):
             manager.wait_until_finished()
