@@ -249,7 +249,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Discards what its calls have left; a process that is behind may still read it."""
-        for key in self._expired:
+        for key in list(self._expired):  # A save that still runs may change it.
             self.discard(key)
         if self._id is not None:
             self.discard(f"deltackpt/{self._id}")

@@ -437,15 +437,18 @@ class CheckpointManager:
           FencedError: another trainer took over the bucket.
         """
         limit = self.options.timeouts.close_secs
-        with self._use():
-            failure = self._saver.wait_finished(limit)
-            if failure is not None:
-                self._saver.reports.clear()
-                raise failure.error(None) from failure.cause
-            self._saver.wait_uploaded(limit)
-            if self._recorder is not None:
-                self._recorder.wait(limit)
-            reports = list(self._saver.reports)
+        self._check_process()
+        with self._lock:
+            with self._use():
+                failure = self._saver.wait_finished(limit)
+                if failure is not None:
+                    self._saver.reports.clear()
+                    raise failure.error(None) from failure.cause
+                self._saver.wait_uploaded(limit)
+                if self._recorder is not None:
+                    self._recorder.wait(limit)
+                reports = list(self._saver.reports)
+            # A warning that is an error is raised in place of the reports.
             self._saver.reports.clear()
         return reports
 
@@ -462,8 +465,8 @@ class CheckpointManager:
         """
         with self._use():
             failure = self._saver.wait_finished(0.0) if self._saver.is_lost else None
-        if failure is not None:
-            raise failure.error(None) from failure.cause
+            if failure is not None:
+                raise failure.error(None) from failure.cause
 
     # The write-ahead log.
 
@@ -835,10 +838,14 @@ class CheckpointManager:
 
     def _close(self, reason: str | None = None) -> None:
         """Closes everything, or nothing if it is interrupted first."""
-        exits.uninterrupted(functools.partial(self._close_parts, reason))
-        # Once more: only the main thread can restore the previous handler.
-        self._termination.close()
+        try:
+            exits.uninterrupted(functools.partial(self._close_parts, reason))
+        finally:
+            if self._closed:
+                # Once more: only the main thread can restore the previous handler.
+                self._termination.close()
 
+    @events.deferred_warnings()
     def _close_parts(self, reason: str | None) -> None:
         self._closed = True
         if reason is not None:

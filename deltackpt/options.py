@@ -314,8 +314,9 @@ class Background:
         apply while ``save()`` itself waits, as with ``base_snapshot="block"``.
         ``Tiers.bytes_per_sec`` limits uploads.
       threads: number of arrays that are written at the same time, while about as many threads
-        encode; four by default. A manager starts threads when it needs them, nine at most by
-        default (more if more than eight processes save together), and ends them in ``close()``.
+        encode; four by default. A manager starts the threads that save when it needs them, nine at
+        most by default (more if more than eight processes save together), and ends them in
+        ``close()``. The WAL, garbage collection and peers have threads of their own.
     """
 
     cpus: Collection[int] | None = None

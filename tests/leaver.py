@@ -162,8 +162,11 @@ def in_thread(task: dict[str, Any]) -> None:
 
 
 def in_child(task: dict[str, Any]) -> None:
-    """Runs in a child of multiprocessing."""
+    """Runs in a child of multiprocessing, whose executor still has work at the end."""
     train(task, kept.append)
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    executor.submit(time.sleep, 3 * LONGER_SECS)
+    executor.submit(print, json.dumps({"note": "worked"}), flush=True)
     end(task)
 
 

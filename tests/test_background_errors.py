@@ -24,7 +24,7 @@ import pytest
 from test_exits import opened
 
 import deltackpt
-from deltackpt import errors, serving
+from deltackpt import errors, events, serving
 from deltackpt.ledger.directory import Root
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
@@ -262,6 +262,56 @@ def test_an_error_has_the_warnings_before_it_as_notes(tmp_path):
         with pytest.raises(errors.SaveFailed):
             manager.wait_until_finished()
     assert "UserWarning: the save of step 2 failed" in raised.value.__notes__[0]
+
+
+class Failing:
+    """An event handler that fails, which is a warning."""
+
+    def receive(self, event: events.Event) -> None:
+        raise ValueError(f"no place for a {type(event).__name__}")
+
+
+def test_a_failed_save_is_raised_although_its_warning_is_an_error(tmp_path):
+    with saved(tmp_path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager._run.event_handlers = (Failing(),)
+        with paused_saves(tmp_path, errno.EIO) as held:
+            manager.save(2, STATE, touched=MARKS, force_base=True)
+            held.release()
+            flight = manager._saver.in_flight
+            assert flight is not None and flight.future.exception(LIMIT_SECS) is not None
+        with pytest.raises(errors.SaveFailed, match="step 2") as raised:
+            manager.check_for_errors()
+    assert "RuntimeWarning" in raised.value.__notes__[0]
+
+
+def test_reports_are_returned_by_the_call_after_a_warning_that_is_an_error(tmp_path):
+    with saved(tmp_path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.wait_until_finished()
+        manager.save(2, STATE, touched=MARKS, force_base=True)
+        manager._run.event_handlers = (Failing(),)
+        with pytest.raises(RuntimeWarning, match="no place for a SaveEvent"):
+            manager.wait_until_finished()
+        assert len(manager.wait_until_finished()) == 1
+        assert manager.wait_until_finished() == []
+
+
+def test_a_warning_that_is_an_error_does_not_interrupt_close(tmp_path):
+    manager, finished = saved(tmp_path), []
+    close = manager._saver.close
+
+    def warn() -> None:
+        events.warn("the executor is late")
+        close()
+        finished.append(True)
+
+    with mock.patch.object(manager._saver, "close", warn), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="the executor is late"):
+            manager.close()
+    assert finished
+    opened(tmp_path).close()
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+import types
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,18 @@ from job import MemoryService, coordinators
 from many import wait_until
 
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import ProcessFailed, ProcessMissing, RestoreError, StorageError
+from deltackpt.errors import (
+    BrokenChain,
+    DamagedWal,
+    ProcessFailed,
+    ProcessMissing,
+    RestoreError,
+    StepGone,
+    StorageError,
+)
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.session.restore_choice import RestoreChoice, RestoreChooser
 
 #: Far longer than any test.
 LONG_SECS = 60.0
@@ -83,6 +95,28 @@ def test_what_a_closed_manager_left_is_deleted_at_the_next_call_of_all():
     again = job.renewed(2)
     assert each(gathering(again)) == [[0, 1]] * 2
     assert {key.split("/")[1] for key in job.left()} == {again[0]._id}
+
+
+def test_a_removal_or_a_damage_that_one_process_finds_counts_on_all():
+    job = Job(2, LONG_SECS)
+    runs: list[Any] = [types.SimpleNamespace(coordinator=one) for one in job.all]
+    first, second = map(RestoreChooser, runs)
+    save_id = SaveId("run", 5, 1)
+    choice = RestoreChoice(3, RecoveryPoint(1, save_id, True, 0.0))
+    damage = DamagedWal("its record", "the bytes", "others", record=save_id)
+    told, own = RestoreError("process 0 found it"), BrokenChain("step 3")
+    for error in (told, own):
+        calls = [lambda: first.wal_damage(choice, damage)]
+        calls.append(lambda error=error: second.wal_damage(choice, error))
+        one, other = each(calls)
+        assert one is damage
+        if error is own:
+            assert other is own
+        else:
+            assert (str(other), other.record) == (str(damage), save_id)
+            assert other.__cause__ is told
+    calls = [lambda: first.is_gone(StepGone("step 3")), lambda: second.is_gone(own)]
+    assert each(calls) == [True, True]
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])

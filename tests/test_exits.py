@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,18 +186,24 @@ def test_a_save_that_fails_while_a_child_exits_is_reported(tmp_path):
     found = leave(tmp_path, stage="write", fault="fail", where="child")
     assert child_code(found) == exits.EXIT_CODE
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
+    assert '"worked"' in found.stdout
 
 
-def test_a_warning_that_is_an_error_is_logged_at_exit_and_no_save_is_lost(tmp_path, caplog):
+def test_warnings_are_not_errors_while_the_exit_waits_for_a_save(tmp_path, caplog):
+    ended = []
+
     class Warns:
         def end(self, reason: str, ending: exits.Ending) -> None:
-            raise UserWarning("unneeded files could not be removed")
+            for name in ("first", "second"):
+                warnings.warn(f"the {name} file could not be removed", stacklevel=1)
+            ended.append(ending)
 
     manager = Warns()
-    with mock.patch.object(exits, "_watched", []):
+    with pytest.warns(UserWarning) as found, mock.patch.object(exits, "_watched", []):
+        warnings.simplefilter("error")
         exits.Watch(manager.end, tmp_path)
         exits._end_all()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert (ended, len(found), caplog.records) == (["leave"], 2, [])
     assert not isinstance(sys.stdout, exits._LastFlush)
 
 

@@ -707,6 +707,35 @@ def test_a_deletion_is_forgotten_with_the_staging_directory_and_can_be_repeated(
     assert other.root() == [0, 2]
 
 
+def test_a_deletion_is_awaited_if_the_upload_of_the_step_may_still_be_committing(node, monkeypatch):
+    one = node()
+    with one.manager(wait_for="staging") as manager:
+        with monkeypatch.context() as patch:
+            without_promoter(patch, manager)
+            one.saves(manager, 0, 1, bases=[0, 1])
+            manager.delete(0)
+            assert staged(manager)._is_deleting()
+        staged(manager).start()
+        eventually(lambda: not staged(manager)._is_deleting(), "it was deleted")
+        assert 0 not in one.root()
+
+
+def test_a_deletion_is_done_although_no_uploader_can_be_started(node, monkeypatch):
+    one = node()
+    one.run(0, 1, bases=[0, 1])
+    with one.manager() as manager:
+        one.restore(manager)
+        with monkeypatch.context() as patch:
+            refused = mock.Mock(side_effect=deltackpt.errors.StorageError("no process can start"))
+            patch.setattr("deltackpt.tiers.replicator.ReplicatorProcess.start", refused)
+            manager.delete(1)
+        assert refused.called
+        assert manager.all_steps() == [0]
+        one.saves(manager, 2)  # A delta of the deleted step could not be restored.
+        assert one.root() == [0, 2]
+        one.restore(manager, 2)
+
+
 def test_a_wait_for_a_deletion_times_out_and_the_next_run_deletes(node, monkeypatch):
     one = node()
     one.run(0, 1, bases=[0, 1])

@@ -6,6 +6,7 @@ A step always holds the state, its tables and the data iterator's position at th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -213,7 +214,8 @@ class LoopCheckpoints:
         Raises:
           SaveFailed: a save failed in the background.
         """
-        self.manager.close()
+        with contextlib.closing(self._processes):
+            self.manager.close()
 
     def __enter__(self) -> LoopCheckpoints:
         return self

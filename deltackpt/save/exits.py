@@ -9,7 +9,9 @@ save's work itself. An interrupt (Ctrl-C) at the start of the shutdown skips it;
 run at ``atexit``.
 
 A lost save must not end in exit code 0. Python documents 120 for an error during cleanup, such as
-while stdout is flushed. ``_LastFlush`` causes such an error, so ``atexit`` functions still run.
+while stdout is flushed. ``_LastFlush`` causes such an error, so ``atexit`` functions still run. A
+child of ``multiprocessing`` sets its own exit code, so it is ended by ``os._exit`` once its threads
+and executors have finished; its ``atexit`` functions do not run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +227,10 @@ def _leave() -> None:
     _has_ended = True
     # Python would wait forever for threads that hang, and ``multiprocessing`` ends a child itself.
     if _is_stuck or (isinstance(sys.stdout, _LastFlush) and _is_child()):
+        if not _is_stuck:
+            with contextlib.suppress(KeyboardInterrupt):
+                _await_threads()
+                _finish_executors()
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -248,14 +255,14 @@ def _end_all() -> None:
         try:
             with contextlib.suppress(KeyboardInterrupt):  # It abandons the wait, not a save.
                 _await_threads()
-            watch.end("the program has ended", "leave")
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # As errors, they would end the wait.
+                watch.end("the program has ended", "leave")
         except (WaitTimeout, KeyboardInterrupt) as error:
             # An interrupt of this wait abandons the save.
             _is_stuck = True
             watch.cancel()
             report_lost(str(error) or f"{watch.directory}: interrupted; the save in flight is lost")
-        except Warning as error:  # Of a filter that makes warnings errors: no save is lost.
-            _logger.warning(str(error))
         except Exception as error:
             report_lost(str(error))
 
@@ -279,6 +286,14 @@ def _await_threads() -> None:
         else:
             # With a timeout: an executor registers a thread as its worker only after its start.
             thread.join(_LOOKING_SECS)
+
+
+def _finish_executors() -> None:
+    """Runs the work that was submitted to executors, as Python does after this hook."""
+    for name in ("process", "thread"):
+        executors = sys.modules.get(f"concurrent.futures.{name}")
+        if executors is not None:
+            executors._python_exit()
 
 
 def _forget() -> None:

@@ -179,9 +179,9 @@ class RestoreChooser:
         return _readable(self._wal)
 
     def wal_damage(self, choice: RestoreChoice, error: RestoreError) -> RestoreError:
-        """Returns the damage of the WAL that any process found, or else the given error.
+        """Returns the damage of the WAL that another process found, or else the given error.
 
-        A process that found none has an error that only states where another one was raised.
+        A process without an error of its own has a ``RestoreError`` that names that process.
         """
         if choice.point is None:
             return error
@@ -191,10 +191,12 @@ class RestoreChooser:
             own = fields, dataclasses.astuple(record) if isinstance(record, SaveId) else None
         every = self._run.coordinator.gather("looking for damaged records", own)
         found = next((one for one in every if one is not None), None)
-        if own is not None or found is None:
+        if found is None or type(error) is not RestoreError:
             return error
         fields, record = found
-        return DamagedWal(*fields, record=None if record is None else SaveId(*record))
+        damage = DamagedWal(*fields, record=None if record is None else SaveId(*record))
+        damage.__cause__ = error
+        return damage
 
     def lost_with(
         self, tried: FailedChoices, choice: RestoreChoice, error: RestoreError
@@ -216,6 +218,11 @@ class RestoreChooser:
 
         steps = run.coordinator.from_process_0("finding the steps of a damaged save", find)
         return [step for step in steps if step not in tried.steps]
+
+    def is_gone(self, error: RestoreError, *, is_trimmed: bool = False) -> bool:
+        """Returns whether what any process tried to read was removed, or trimmed."""
+        own = is_trimmed or isinstance(error, (StepGone, StepNotFound))
+        return any(self._run.coordinator.gather("looking for what was removed", own))
 
     def is_rolled_back(self, choice: RestoreChoice) -> bool:
         """Returns whether training rolled back past a recovery point since it was chosen."""

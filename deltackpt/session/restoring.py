@@ -20,8 +20,6 @@ from deltackpt.errors import (
     NoIntactStep,
     RestoreError,
     SaveFailed,
-    StepGone,
-    StepNotFound,
     StorageError,
     TableSelectionError,
 )
@@ -103,9 +101,10 @@ class Restorer:
                 # records, there is a successor, possibly with the same step.
                 again = self._chooser.newest(tried, wal=wal)
                 gone = again is not None and again != choice and again.number >= step
-                gone = gone or _is_gone(error) or self._chooser.is_rolled_back(choice)
+                is_removed = self._chooser.is_gone(error)
+                gone = gone or is_removed or self._chooser.is_rolled_back(choice)
                 # No limit if there is another choice: a trainer may remove steps faster.
-                is_replaced = _is_gone(error) and again not in (None, choice)
+                is_replaced = is_removed and again not in (None, choice)
                 if gone and (is_replaced or len(tried.gone) < _LISTINGS):
                     tried.gone.append((step, error))
                     choice = again
@@ -229,8 +228,9 @@ class Restorer:
                 if again is None:
                     # WAL records that are gone without a later step are lost, not trimmed.
                     newest = self._run.root.newest_step()
-                    trimmed = newest is not None and newest >= choice.number
-                    if _is_gone(error) or trimmed or self._chooser.is_rolled_back(choice):
+                    is_trimmed = newest is not None and newest >= choice.number
+                    is_gone = self._chooser.is_gone(error, is_trimmed=is_trimmed)
+                    if is_gone or self._chooser.is_rolled_back(choice):
                         raise self._chooser.gone_error(requested) from error
                 if again is None or again == choice:
                     raise
@@ -496,7 +496,3 @@ def _with_lost(error: RestoreError, lost: Sequence[int]) -> RestoreError:
     if isinstance(error, Damaged):
         return Damaged(error.object_name, error.expected, error.found, f"{which}; {error.action}")
     return type(error)(f"{error}; {which}")
-
-
-def _is_gone(error: RestoreError) -> bool:
-    return isinstance(error, (StepGone, StepNotFound))

@@ -121,7 +121,7 @@ class ReplicationClient:
         self._reported_damaged: set[str] = set()
         self._reported_problems: set[str] = set()
         self._raised: set[str] = set()
-        #: What the user has deleted, for which ``wait`` waits.
+        #: Deleted saves; ``wait`` waits until the uploader has deleted them.
         self._deleted: set[tuple[ObjectKey, SaveId]] = set()
         self.steps = ReplicatedSteps(self, options.timeouts.save_secs)
         #: Whether there are saves that no call of ``wait`` has confirmed.
@@ -319,9 +319,10 @@ class ReplicationClient:
             )
 
     def note_deleted(self, save_id: SaveId) -> None:
-        """Has a save that the user deleted removed remotely; ``wait`` waits for that."""
+        """Notes that the user deleted a save; ``wait`` waits for its remote deletion."""
         self._deleted.add((ObjectKey(save_id.step), save_id))
-        self.start()
+        with contextlib.suppress(StorageError):  # ``wait`` and each save retry.
+            self.start()
 
     def _remove(self, unneeded: Iterable[Removal], gone: Collection[SaveId] = ()) -> None:
         """Orders the removal of what is unneeded once the newest local save is uploaded."""
@@ -539,11 +540,17 @@ class ReplicationClient:
         """Returns whether the uploader can delete a step that the user deleted, and has not yet."""
         if not self._deleted:
             return False
-        damaged = self.read_progress().damaged
-        self._deleted &= self.journal.known.uploads
+        progress, known = self.read_progress(), self.journal.known
+        if progress.entry <= known.entry.number:
+            # As in ``Orders.pending``: its upload may be committing, and is not listed yet.
+            self._deleted &= {
+                one.unit
+                for one in self.orders.removals
+                if one.number > progress.orders or one.unit in known.uploads
+            }
         return any(
             one.unit in self._deleted
-            and (one.after is None or key_of(one.after.step, one.after) not in damaged)
+            and (one.after is None or key_of(one.after.step, one.after) not in progress.damaged)
             for one in self.orders.removals
         )
 

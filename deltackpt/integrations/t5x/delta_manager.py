@@ -313,6 +313,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         Raises:
           SaveFailed: a background save failed.
         """
+        self._processes.close()
         writer, self._writer = self._writer, None
         if writer is None:
             return
