@@ -200,6 +200,12 @@ def test_mark_replicates_only_the_ids():
     assert "s32[4096]" not in lowered.compile().as_text()
 
 
+def test_evaluation_marks_nothing():
+    evaluate = jax.jit(lambda state, table: (state, table[jnp.array([1, 2])].sum()))
+    after, _ = evaluate(new(), jnp.ones((ROWS, 2)))
+    assert stamped(after) == [] and int(after.clock) == 0
+
+
 def test_the_clock_stops_instead_of_wrapping_and_loses_no_mark():
     state = new()._replace(clock=jnp.int32(CLOCK_MAX - 1))
     assert not touched.clock_exhausted(state.clock)
