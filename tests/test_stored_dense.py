@@ -218,7 +218,7 @@ def test_any_saves_restore_the_values_of_the_model(
     with (
         mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
         mock.patch.object(stored_dense, "_SMALL_LEAF_BYTES", small),
-        mock.patch.object(stored_dense, "_MANY_ROWS", small),
+        mock.patch.object(merge, "MANY_ROWS", small),
         mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
         mock.patch.object(merge, "_WINDOW_BYTES", window),
     ):

@@ -57,7 +57,7 @@ _COUNT = "count"
 #: In ragged arrays, it is kept where the elements of every so many rows begin.
 _COUNTED_ROWS = 256
 #: Segments with at least this many row indices are read on another thread.
-_MANY_ROWS = 1 << 13
+MANY_ROWS = 1 << 13
 
 
 class Source(Protocol):
@@ -584,9 +584,7 @@ class _Planner:
         self._coming = {
             id(one.segment): runtime.submit(self._read, one)
             for one in reversed(every)
-            if runtime is not None
-            and one.segment.ranges is None
-            and one.segment.count >= _MANY_ROWS
+            if runtime is not None and one.segment.ranges is None and one.segment.count >= MANY_ROWS
         }
 
     def stages(self) -> Iterator[Iterator[Piece]]:

@@ -57,8 +57,6 @@ _SMALL_BYTES = 64 << 20
 _SMALL_LEAF_BYTES = 1 << 20
 #: Bytes of a value that a chain changes; they stay in the CPU cache.
 _CHAIN_BYTES = 4 << 20
-#: Segments with at least this many row indices are read on other threads.
-_MANY_ROWS = 1 << 13
 #: Threads that read and decode.
 _READERS = 3
 
@@ -390,7 +388,7 @@ class DensePlan:
                 nearby = itertools.islice(later, 1 if number else _READERS)
                 for shard in itertools.chain.from_iterable(nearby):
                     for segment in shard.record.segments:
-                        if segment.group in groups and segment.count >= _MANY_ROWS:
+                        if segment.group in groups and segment.count >= merge.MANY_ROWS:
                             coming[id(segment)] = runtime.submit(shard.rows, segment)
                 self._add(save, coming)
 

@@ -256,7 +256,11 @@ def _end_all() -> None:
             with contextlib.suppress(KeyboardInterrupt):  # It abandons the wait, not a save.
                 _await_threads()
             with warnings.catch_warnings():
-                warnings.simplefilter("default")  # As errors, they would end the wait.
+                # As errors, they would end the wait.
+                warnings.filters = [
+                    ("default" if action == "error" else action, *rest)
+                    for action, *rest in warnings.filters
+                ]
                 watch.end("the program has ended", "leave")
         except (WaitTimeout, KeyboardInterrupt) as error:
             # An interrupt of this wait abandons the save.

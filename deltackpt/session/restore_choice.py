@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from deltackpt.errors import (
     BrokenChain,
+    Damaged,
     DamagedWal,
     RestoreError,
     StepGone,
@@ -62,6 +63,10 @@ class RestoreChoice(NamedTuple):
             return cls(step, None)
         epoch, save_id, full, unix_secs = point
         return cls(step, RecoveryPoint(epoch, SaveId(*save_id), full, unix_secs))
+
+
+def _fields_of(error: Damaged) -> tuple[str, str, str, str]:
+    return error.object_name, error.expected, error.found, error.action
 
 
 def _plain(plan: ReplayPlan) -> _PlainChoice:
@@ -168,10 +173,7 @@ class RestoreChooser:
         losses = losses_of(self._run.root, index, newest, above=newest)
         lost = [(one.step, one.error) for one in losses]
         lost += [(None, error) for error in index.replaced]
-        return chosen, [
-            (step, error.object_name, error.expected, error.found, error.action)
-            for step, error in lost
-        ]
+        return chosen, [(step, *_fields_of(error)) for step, error in lost]
 
     def _index(self) -> WalIndex:
         """Reads the WAL for a choice, and keeps the reader for ``pop_wal``."""
@@ -187,8 +189,11 @@ class RestoreChooser:
             return error
         own = None
         if isinstance(error, DamagedWal):
-            *fields, record = error.__reduce__()[1]
-            own = fields, dataclasses.astuple(record) if isinstance(record, SaveId) else None
+            record = error.record
+            own = (
+                _fields_of(error),
+                dataclasses.astuple(record) if isinstance(record, SaveId) else None,
+            )
         every = self._run.coordinator.gather("looking for damaged records", own)
         found = next((one for one in every if one is not None), None)
         if found is None or type(error) is not RestoreError:

@@ -124,7 +124,7 @@ class ZarrWriter:
         if self._store is None:
 
             def write_one(start: int) -> None:
-                self._write_chunk(start, rows[start - first :], held=self._held)
+                self._write_chunk(start, rows[start - first :], held=False)
 
             self._batch.map(write_one, starts)
             self._nbytes += len(starts) * arrays.chunk_bytes(entry)

@@ -229,6 +229,8 @@ class WalUpload:
         noted = self._noted.get((ref.prefix, process))
         if noted is None:
             noted = self._noted[ref.prefix, process] = newest_durable(at).number
+        if noted >= log.durable.number:
+            return
         ends = {name: _end(sent, f"{process}/{name}") for name in log.segments}
         fresh = [
             one.save_id

@@ -232,7 +232,7 @@ class SaveRequests:
         self._agreement = None
 
     def close(self) -> None:
-        """Ends it: the keys of its last epoch are not needed any more."""
+        """Ends it: the keys of its last epoch are no longer needed."""
         self.end()
         if self._key:
             self._run.coordinator.discard(self._key)
