@@ -189,7 +189,8 @@ def test_a_save_that_fails_while_a_child_exits_is_reported(tmp_path):
     assert '"worked"' in found.stdout
 
 
-def test_warnings_are_not_errors_while_the_exit_waits_for_a_save(tmp_path, caplog):
+@pytest.mark.parametrize(("action", "shown"), [("error", 2), ("ignore", 0)])
+def test_warnings_are_not_errors_while_the_exit_waits_for_a_save(tmp_path, caplog, action, shown):
     ended = []
 
     class Warns:
@@ -199,11 +200,12 @@ def test_warnings_are_not_errors_while_the_exit_waits_for_a_save(tmp_path, caplo
             ended.append(ending)
 
     manager = Warns()
-    with pytest.warns(UserWarning) as found, mock.patch.object(exits, "_watched", []):
-        warnings.simplefilter("error")
+    patched = mock.patch.object(exits, "_watched", [])
+    with warnings.catch_warnings(record=True) as found, patched:
+        warnings.simplefilter(action)
         exits.Watch(manager.end, tmp_path)
         exits._end_all()
-    assert (ended, len(found), caplog.records) == (["leave"], 2, [])
+    assert (ended, len(found), caplog.records) == (["leave"], shown, [])
     assert not isinstance(sys.stdout, exits._LastFlush)
 
 
