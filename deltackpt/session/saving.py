@@ -69,7 +69,7 @@ class Saver:
         self._run = run
         self._extra = extra
         self._owner = owner
-        self._keeps = retention.policy_of(run.options)
+        self._retention = retention.policy_of(run.options)
         #: The save that was not waited for yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
@@ -225,7 +225,7 @@ class Saver:
         arguments: SaveArguments,
         items: dict[str, Item],
     ) -> PendingSave:
-        """Captures all items of a step, independently of what training does next."""
+        """Captures all items of a step into ``items``, which the caller drops after an error."""
         run = self._run
         pending = items[run.item] = self._capture_tables(step, split, arguments)
         if split.layout.dense:
@@ -282,13 +282,13 @@ class Saver:
         DurableDir(run.local.path, fsync=False).make(item_dir)
         return HandlerItem.start(handler, item_dir, args, run.runtime)
 
-    def _temporary(self, number: int, attempt: int) -> Path:
+    def _temporary(self, step: int, attempt: int) -> Path:
         run = self._run
-        return commit.temporary_dir(run.local.step_dir(number), f"{run.lineage.run}-{attempt}")
+        return commit.temporary_dir(run.local.step_dir(step), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
-        number: int,
+        step: int,
         attempt: int,
         items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
@@ -297,13 +297,13 @@ class Saver:
     ) -> InFlight:
         """Starts the background half of a save; returns the save in flight."""
         run, begun_ns = self._run, time.time_ns()
-        temporary = self._temporary(number, attempt)
+        temporary = self._temporary(step, attempt)
         planned = StepTransaction(
-            final=run.local.step_dir(number),
+            final=run.local.step_dir(step),
             items=items,
             tables=run.item,
             writers=run.writers(temporary, attempt),
-            own_files=lambda: self._own_files(number, items, arguments, begun_ns),
+            own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
@@ -312,7 +312,7 @@ class Saver:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
         future = run.runtime.start(self._write, planned, nbytes, self._owner)
-        self.in_flight = InFlight(number, temporary, pending, future, started)
+        self.in_flight = InFlight(step, temporary, pending, future, started)
         return self.in_flight
 
     # In the background.
@@ -344,16 +344,16 @@ class Saver:
                 run.replication.committed()
         if run.coordinator.index == 0:
             try:
-                if self._keeps is None:
+                if self._retention is None:
                     run.local.write_kept(None)
                 else:  # After the commit, since the policy counts this step.
-                    retention.enforce(self._keeps, run)
+                    retention.enforce(self._retention, run)
             except Exception as error:
                 warnings.append(f"steps that retention should remove may remain: {error}")
         return Done(room_secs, committed, tuple(warnings))
 
     def _own_files(
-        self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+        self, step: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
@@ -371,7 +371,7 @@ class Saver:
         # Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot
         # open a delta: there the file would only cost an fsync.
         if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
-            step_dir = self._run.local.step_dir(number)
+            step_dir = self._run.local.step_dir(step)
             text = f"Checkpoint commit was successful to {step_dir.name}"
             found[naming.COMMIT_SUCCESS] = text.encode()
         return found
