@@ -152,7 +152,7 @@ def plan(
     return _Planner(layers, targets, indices, runtime).stages()
 
 
-def mark(flags: np.ndarray, rows: Rows) -> None:
+def set_flags(flags: np.ndarray, rows: Rows) -> None:
     """Sets the flags of some rows."""
     if isinstance(rows, np.ndarray):
         flags[rows] = True
@@ -596,7 +596,7 @@ class _Planner:
         yield (piece for part in self._newest_first(ranges) for piece in self._pieces(part))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
-        """Returns whether a segment has row indices instead of ranges."""
+        """Returns whether a segment has row indices, and its group overlaps or does not."""
         is_overlapping = one.segment.group in self._overlapping
         return one.segment.ranges is None and is_overlapping == overlapping
 
