@@ -377,6 +377,8 @@ def test_a_dry_run_lists_all_with_sizes_and_reasons_and_changes_nothing(root):
     assert "no kept step needs it" in found.stdout
     assert "would remove 7 objects" in found.stdout
     assert snapshot(root) == before
+    assert "note: refused unless --offline is given" in run("gc", root, "--dry-run").stdout
+    assert "refused" not in run("gc", root, "--dry-run", "--offline").stdout
     told = json.loads(run("gc", root, "--dry-run", "--json").stdout)
     assert told["dry_run"] and len(told["removable"]) == 3
 

@@ -15,6 +15,7 @@ from deltackpt import vocab
 from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
+from deltackpt.format.row_blocks import PLAIN
 from deltackpt.inspect import descriptions
 from deltackpt.inspect.descriptions import SAVE_COLUMNS, Save, Wal, save_line, wal_of
 from deltackpt.lazy_import import LazyModule
@@ -261,11 +262,20 @@ class Checkpoints:
 
     def _described(self, save: StoredSave, chain_length: int | None, compacted: bool) -> Save:
         head, info = save.head, save.info
-        problem, dense_nbytes = "", None
+        problem, dense_nbytes, dense_codecs = "", None, set[str]()
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
-                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
+                dense = [record for _, _, record in save.dense_parts()]
+                dense_nbytes = sum(record.nbytes for record in dense)
+                dense_codecs = {
+                    encoding.codec
+                    for record in dense
+                    if not record.complete
+                    for segment in record.segments
+                    if segment.group != PLAIN
+                    for encoding in segment.encodings
+                }
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
@@ -290,6 +300,7 @@ class Checkpoints:
             table_rows={table.name: table.rows for table in head.tables},
             nbytes=info.nbytes,
             dense_nbytes=dense_nbytes,
+            dense_codecs=tuple(sorted(dense_codecs)),
             problem=problem,
         )
 

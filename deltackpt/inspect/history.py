@@ -31,6 +31,9 @@ from deltackpt.reading.wal_rows import SeenRows
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+#: Names listed in an error.
+_SHOWN = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class History:
@@ -112,6 +115,9 @@ def history(
         with contextlib.suppress(*removed):
             known.update(one.name for one in read(step).head.tables)
     table = named(table, known)
+    if known and table not in known:
+        names = ", ".join(sorted(known)[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        raise TemplateMismatch(f"table {table!r}: expected one of {names}; found no such table")
     ordered, within = np.unique(asked, return_inverse=True)
     walk = _Walk(read, saves_of, table, field, ordered)
     states: dict[int, _State] = {}
