@@ -235,6 +235,40 @@ def test_the_largest_step_is_saved_and_listed(tmp_path):
 def test_the_command_line_refuses_a_step_beyond_64_bits(written):
     found = CliRunner().invoke(cli.cli, ["show", str(written[0]), str(1 << 63)])
     assert found.exit_code == 2 and "is not in the range 0<=x<=9223372036854775807" in found.output
+    found = CliRunner().invoke(cli.cli, ["show", str(written[0]), "latest"])
+    assert found.exit_code == 2 and "'latest' is not a valid step number" in found.output
+
+
+def test_arguments_of_orbax_s_manager_are_refused_with_the_call_to_make(written, tmp_path):
+    root, state = written
+    with (
+        manager(tmp_path) as saver,
+        pytest.raises(errors.OptionError, match=r"save\(step, state\): .* found StandardSave;"),
+    ):
+        saver.save(1, ocp.args.StandardSave(state))
+    with manager(root, access="read") as reader:
+        for read in (reader.restore_latest, lambda state: reader.restore(1, state)):
+            with pytest.raises(errors.OptionError, match="found StandardRestore; pass the state"):
+                read(ocp.args.StandardRestore(state))
+        with pytest.raises(errors.OptionError, match=r"read: .* found \['users'\]; pass e.g."):
+            reader.read(1, ["users"])
+
+
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(errors.StorageError, match="expected a directory, found a file"):
+            manager(path)
+
+
+def test_a_state_without_tables_is_saved_as_bases_that_report_why(tmp_path):
+    with manager(tmp_path, {"embeddings": deltackpt.Tables(select=())}) as saver:
+        saved = [saver.save(step, {"w": jnp.ones(3)}) for step in (1, 2)]
+        shown = repr(saver)
+        assert saver.directory == tmp_path
+    reasons = ["base: no committed save to build on", "base: the state has no tables"]
+    assert [one.reason for one in saved] == reasons
+    assert shown == f"<CheckpointManager of {tmp_path}, open>" and "closed" in repr(saver)
 
 
 @pytest.mark.parametrize(
