@@ -377,7 +377,7 @@ class SegmentField:
     _windows: dict[tuple[str, int], Task[np.ndarray]] = dataclasses.field(default_factory=dict)
     #: Element counts of the first rows in ragged arrays.
     _counts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
-    #: Where the elements of every ``_COUNTED_ROWS``-th of them begin, int64.
+    #: First elements of every ``_COUNTED_ROWS``-th of these rows, int64.
     _begins: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _counting: threading.Lock = dataclasses.field(default_factory=threading.Lock)
