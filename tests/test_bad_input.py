@@ -310,6 +310,14 @@ def test_a_touch_state_of_other_tables_is_refused_and_nothing_is_lost(copied, ma
         model.assert_same(saver.restore_latest(moved).state, moved)
 
 
+def test_a_codec_of_blocks_is_refused_if_nothing_is_stored_as_blocks():
+    dense = deltackpt.Dense(codec={"w": "ef8"})
+    with pytest.raises(errors.OptionError, match="Dense.codec: .* pass deltas='blocks'"):
+        deltackpt.ManagerOptions(dense=dense)
+    deltackpt.ManagerOptions(dense=dense, wal=deltackpt.WalOptions(dense="delta"))
+    deltackpt.ManagerOptions(dense=deltackpt.Dense(codec={}))
+
+
 @pytest.mark.parametrize(
     "options",
     [

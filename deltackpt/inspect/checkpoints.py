@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from deltackpt import vocab
+from deltackpt import units, vocab
 from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
@@ -443,7 +443,8 @@ class Checkpoints:
         return found
 
     def __repr__(self) -> str:
-        return f"<Checkpoints {self.store_path}: {len(self)} steps, newest {self.newest}>"
+        steps = units.count(len(self), "step")
+        return f"<Checkpoints {self.store_path}: {steps}, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
         return _page(self)

@@ -71,7 +71,7 @@ def _cell(value: object) -> str:
     return f"<td>{html.escape(str(value))}</td>"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Save:
     """Description of a committed step.
 
@@ -106,6 +106,11 @@ class Save:
     dense_nbytes: int | None = None
     dense_codecs: tuple[str, ...] = ()
     problem: str = ""
+
+    def __repr__(self) -> str:
+        what = "base" if self.parent is None else f"delta of step {self.parent}"
+        held = f"{what}, {self.rows:,} of {self.total_rows:,} rows, {size(self.nbytes)}"
+        return f"<Save of step {self.step}: {self.problem or held}>"
 
     @property
     def path(self) -> Path:

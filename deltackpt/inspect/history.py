@@ -27,6 +27,7 @@ from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
 from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.units import count
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _SHOWN = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class History:
     """Values of some rows of one field at each step, and at the recovery points between steps.
 
@@ -63,6 +64,10 @@ class History:
     written: np.ndarray
     present: np.ndarray
     ids: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        rows, steps = count(len(self.rows), "row"), count(len(self.steps), "step")
+        return f"<History of {self.table}, {self.field}: {rows} at {steps}>"
 
     def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.

@@ -150,7 +150,7 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # First: without its WAL, a staging directory cannot be resumed from.
+        # Before any file of the run is staged: a restart reads there what the run resumed from.
         run.begin_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
