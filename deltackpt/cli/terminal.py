@@ -175,8 +175,8 @@ def plain(value: Any) -> Any:
     """Converts a value to JSON types; infinities, NaN and other objects become strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    if (as_dict := getattr(value, "_asdict", None)) is not None:
+        value = as_dict()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist") and not isinstance(value, type):
