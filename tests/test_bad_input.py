@@ -161,6 +161,22 @@ def test_a_template_with_other_leaves_names_the_leaves_of_each_side_and_the_reme
         assert bool(read.missing) == ("only the template has" in found or "extra" in first)
 
 
+def test_params_that_do_not_fit_their_optimizer_state_are_named(tmp_path):
+    def state(width: int) -> dict:
+        return {"tables": {"users": jnp.zeros((100, 4))}, "w": jnp.zeros(width)}
+
+    optimizer = optax.adagrad(0.1)
+    tables = {"embeddings": deltackpt.Tables(select="params/tables/*")}
+    with manager(tmp_path, tables) as saver:
+        saver.save(1, {"params": state(8), "opt_state": optimizer.init(state(8))})
+        saver.wait_until_finished()
+        template = {"params": state(9), "opt_state": optimizer.init(state(8))}
+        with pytest.raises(errors.TemplateMismatch) as caught:
+            saver.restore(1, template)
+    assert "initialize the optimizer state from these params" in str(caught.value)
+    assert "slot.opt_state/0/sum_of_squares/tables as in the template" in str(caught.value)
+
+
 def test_a_step_that_does_not_exist_is_named(written):
     root, state = written
     with manager(root, access="read") as reader:
