@@ -259,12 +259,14 @@ def test_arguments_of_orbax_s_manager_are_refused_with_the_call_to_make(written,
     root, state = written
     with (
         manager(tmp_path) as saver,
-        pytest.raises(errors.OptionError, match=r"save\(step, state\): .* found StandardSave;"),
+        pytest.raises(errors.OptionError, match=r"save\(step, state\): .* found StandardSaveArgs;"),
     ):
         saver.save(1, ocp.args.StandardSave(state))
     with manager(root, access="read") as reader:
         for read in (reader.restore_latest, lambda state: reader.restore(1, state)):
-            with pytest.raises(errors.OptionError, match="found StandardRestore; pass the state"):
+            with pytest.raises(
+                errors.OptionError, match="found StandardRestoreArgs; pass the state"
+            ):
                 read(ocp.args.StandardRestore(state))
         with pytest.raises(errors.OptionError, match=r"read: .* found \['users'\]; pass e.g."):
             reader.read(1, ["users"])

@@ -129,7 +129,7 @@ def test_commands_report_how_dense_leaves_are_stored(root):
     shown = command.run("show", root, 3).stdout
     assert "dense leaves in this save" in shown and "ef4" in shown
     reported = json.loads(command.run("show", root, 3, "--json").stdout)
-    assert reported["dense_bytes"] > 0 and reported["dense_codecs"] == ["ef4", "ef8", "int8"]
+    assert reported["dense_bytes"] > 0 and {"ef4", "int8"} <= {*reported["dense_codecs"]}
     assert {"table": "emb", "field": "values", "codec": "raw"}.items() <= reported["tables"][
         0
     ].items()
