@@ -86,7 +86,7 @@ class WaitTimeout(DeltackptError, TimeoutError):
 
 
 class ProcessMissing(WaitTimeout):
-    """Another process did not complete its part of a save in time; ``processes`` lists which."""
+    """Another process did not complete its shard of a save in time; ``processes`` lists which."""
 
     code = "process-missing"
 
@@ -96,7 +96,7 @@ class ProcessMissing(WaitTimeout):
 
 
 class ProcessFailed(DeltackptError):
-    """Another process failed in its part of a save and reported why; nothing was committed."""
+    """Another process failed in its shard of a save and reported why; nothing was committed."""
 
     code = "process-failed"
 

@@ -123,7 +123,7 @@ def remade(body: Any, payload: bytes, key: str) -> Bundle:
 def name_of(body: dict[str, Any]) -> BundleName:
     one = body["save_id"]
     return BundleName(
-        one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["part"]
+        one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["shard"]
     )
 
 

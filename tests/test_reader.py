@@ -52,7 +52,7 @@ def table(rows: int = ROWS) -> TableEntry:
 
 
 def put_array(
-    part: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
+    piece: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
 ) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = row_blocks.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
@@ -60,7 +60,7 @@ def put_array(
     found = write_digested(scratch / below, entry, [data])
     chunks = {name: digest for name, digest in found.items() if name.startswith("c.")}
     for name in chunks:
-        at = part / below / name
+        at = piece / below / name
         at.store.put(at.key, (scratch / below / name).read_bytes())
     return entry, {f"{below}/{name}": digest for name, digest in chunks.items()}
 
@@ -197,11 +197,11 @@ def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data)
 def test_row_indices_around_a_range_are_read(root, tmp_path):
     rows = [*range(0, ROWS, 3)]
     put_chain(root, tmp_path, [rows])
-    [part] = stored_saves.read_save(root / "1").parts()
-    [segment] = part.record.segments
-    assert merge.segment_rows(part, segment).tolist() == rows
+    [shard] = stored_saves.read_save(root / "1").shards()
+    [segment] = shard.record.segments
+    assert merge.segment_rows(shard, segment).tolist() == rows
     for start in range(ROWS):
-        held = merge.rows_within(part, segment, (start, start + 10))
+        held = merge.rows_within(shard, segment, (start, start + 10))
         assert held.rows.tolist() == [row for row in rows if start <= row < start + 10]
         assert held.first == sum(row < start for row in rows)
 

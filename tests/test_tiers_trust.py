@@ -159,9 +159,9 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(one, alo
         assert manager.all_steps() == [1, 2, 3, 4]
 
 
-def test_a_removed_part_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
+def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
     with one.manager(max_to_keep=1, wait_for="staging") as manager:
-        staged(manager).no_shared_fs = True  # As if other processes had parts of each save.
+        staged(manager).no_shared_fs = True  # As if other processes had shards of each save.
         saves_each(one, manager, 1, 2, 3, 4, 5, bases=(1, 2, 3, 4, 5))
         assert manager.all_steps() == [5]
         orders = one.stage.orders()

@@ -48,8 +48,8 @@ from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, Continues, RecordHead
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
 from deltackpt.save import dense_save
-from deltackpt.storage import parts as storage_parts
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage import shard_writer
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
 from deltackpt.wal.segment_files import FilledRecord
@@ -300,9 +300,9 @@ def test_many_small_records_are_read_at_once(empty, monkeypatch):
     log = empty.append(*range(1, 401))
     reads, read_into = [], FileStore.read_into
 
-    def counted(self, key, start, parts):
-        reads.append(sum(part.nbytes for part in parts))
-        read_into(self, key, start, parts)
+    def counted(self, key, start, buffers):
+        reads.append(sum(buffer.nbytes for buffer in buffers))
+        read_into(self, key, start, buffers)
 
     monkeypatch.setattr(FileStore, "read_into", counted)
     assert found_in(log) == [*range(1, 401)]
@@ -434,7 +434,7 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(empty, monkeypatc
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         entry = row_blocks.array_entry("values", rows.shape, rows.dtype)
-        storage_parts.write_array(sink_of("g0.0"), entry, np.split(rows, 64))
+        shard_writer.write_array(sink_of("g0.0"), entry, np.split(rows, 64))
         file = log.writer._file.file
         close, write = file.close, file.write
         monkeypatch.setattr(file, "close", lambda: (close(), written.append("closed")))
@@ -648,7 +648,7 @@ def test_empty_segments_do_no_harm(count, empty):
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         found = written(sink_of)
         entry = row_blocks.array_entry("values", (0, 2), np.dtype(np.float32))
-        storage_parts.write_array(sink_of("g0.1"), entry, [])
+        shard_writer.write_array(sink_of("g0.1"), entry, [])
         segment = Segment(
             name="g0.1", group="g0", columns=(0, 2), count=0, ranges=(), fields=("values",),
             arrays=(entry,), encodings=(RAW,),

@@ -265,7 +265,7 @@ class Checkpoints:
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
-                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
+                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_layers())
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)

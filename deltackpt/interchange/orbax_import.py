@@ -137,8 +137,8 @@ def _refuse_trainer(opened: Root) -> None:
 
 def _without_touched(state: PyTree, choice: Tables) -> PyTree:
     """Returns the state with a fresh TouchState in place of each of the template's."""
-    parts = split(state, choice)
-    return join(state, parts.layout, parts.fields, parts.dense, None)
+    pieces = split(state, choice)
+    return join(state, pieces.layout, pieces.fields, pieces.dense, None)
 
 
 def _chosen(state: PyTree, choice: Tables) -> dict[str, tuple[str, ...]]:

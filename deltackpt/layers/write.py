@@ -54,8 +54,8 @@ from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, crc32c, joined, joiner
-from deltackpt.storage.parts import StoredArrays
 from deltackpt.storage.posix import DirectFile
+from deltackpt.storage.shard_writer import StoredArrays
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -580,7 +580,7 @@ def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
 
 
 class LayerSegmentSink(NamedTuple):
-    """The destination of one segment's arrays in a layer; see ``storage.parts.SegmentSink``."""
+    """The destination of one segment's arrays in a layer; see ``storage.shard_writer.SegmentSink``."""
 
     layer: OpenLayer
     segment: str

@@ -225,8 +225,8 @@ class Root(Steps):
     def abandon(self) -> None:
         """See ``Steps``."""
         self._collector.shutdown()
-        with contextlib.ExitStack() as parts:
-            parts.callback(super().close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
             if self._lease is not None:
                 self._lease.withdraw()
 
@@ -424,9 +424,9 @@ class Root(Steps):
                     self.check_lease()
                     self.empty_trash()
         finally:
-            with contextlib.ExitStack() as parts:
+            with contextlib.ExitStack() as stack:
                 if self._lease is not None:
-                    parts.callback(self._lease.close)
+                    stack.callback(self._lease.close)
                 super().close()
 
 

@@ -380,10 +380,10 @@ class Journal(JournalView):
             at = self.root / folder
             inside = f"{at.key}/"
             for key in at.store.keys(at.key):
-                parts = key.removeprefix(inside).split("/")
+                components = key.removeprefix(inside).split("/")
                 deep = 2 if folder == entries.BASES else 1
-                prefix = "/".join([folder, *parts[:deep]])
-                if len(parts) > deep and self._is_over(state, prefix):
+                prefix = "/".join([folder, *components[:deep]])
+                if len(components) > deep and self._is_over(state, prefix):
                     found.setdefault(prefix, []).append(key)
         return found
 

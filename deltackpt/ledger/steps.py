@@ -30,7 +30,7 @@ from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.entries import COMMIT, prefix_step
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import inventory, stored_saves
-from deltackpt.reading.part_arrays import is_of_dense_segment
+from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.wal_index import (
     Loss,
     RecoveryPoint,

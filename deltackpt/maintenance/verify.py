@@ -43,8 +43,8 @@ from deltackpt.maintenance.verify_save import (
 )
 from deltackpt.maintenance.verify_wal import PointVerdict, WalReport, verify_wal
 from deltackpt.reading import reader, stored_saves
-from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.reading.reader import Progress, ProgressMeter
+from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.stored_dense import StoredItem
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.structure import structure_problems
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.inventory import Inventory
-from deltackpt.reading.part_arrays import is_of_dense_segment, layer_of
+from deltackpt.reading.shard_arrays import is_of_dense_segment, layer_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Stamp, StorePath
@@ -153,7 +153,7 @@ def problem_of(save: CommittedSave, error: Damaged) -> Problem:
     elif ours and _is_of_complete_dense(save, inside, row_group):
         pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
     elif ours and (
-        naming.is_of_part(inside)
+        naming.is_of_shard(inside)
         # In a compacted base, which readers then ignore.
         or inside.startswith(f"{naming.DENSE_ITEM}/")
         or inside in (naming.manifest_name(0), naming.digests_name(0))

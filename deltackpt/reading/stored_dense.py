@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of saves and WAL records whose layers contain them; no jax.
 
-A layer lists the values of its process's part of the dense item, and contains the blocks that
+A layer lists the values of its process's shard of the dense item, and contains the blocks that
 changed. ``DensePlan`` determines from the newest save backwards what is needed: once a block has a
 codec that is not relative, older saves are not needed for it. Blocks that no layer completes come
 from the base's item, in Orbax's layout. ``layers.merge`` then applies what is needed.
@@ -44,7 +44,7 @@ from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, ignore_range
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Memory, Runtime, Task
@@ -334,7 +334,7 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
     """Yields the dense leaves that each process wrote, for a save with them in its layers."""
-    for process, arrays, record in save.dense_parts():
+    for process, arrays, record in save.dense_layers():
         yield DenseShard(arrays, record, f"{save.name}, process {process}", on_bytes)
 
 
@@ -541,10 +541,10 @@ class DensePlan:
         key, size = (value.file, value.key), _chain_blocks(value)
         complete = self._complete[key]
         spans = [(start, start + size) for start in range(0, value.blocks, size)]
-        for number, part in enumerate(row_blocks.row_slices(held.rows, spans)):
-            rows = held.rows[part]
+        for number, section in enumerate(row_blocks.row_slices(held.rows, spans)):
+            rows = held.rows[section]
             if len(rows) and not _all_marked(complete, rows):
-                found = _StoredBlocks(field, StoredRows(rows, held.first + part.start))
+                found = _StoredBlocks(field, StoredRows(rows, held.first + section.start))
                 self._chains.setdefault((key, number), []).append(found)
         if not field.is_relative:
             merge.mark(complete, held.rows)
@@ -598,9 +598,9 @@ def blocks_by_value(
     firsts = [_first_of(value) for value in values]
     spans = [(at, at + value.blocks) for at, value in zip(firsts, values, strict=True)]
     slices = row_blocks.row_slices(rows, spans)
-    for value, first, part in zip(values, firsts, slices, strict=True):
-        if part.start < part.stop:
-            yield value, StoredRows(row_blocks.shifted(rows[part], -first), part.start)
+    for value, first, section in zip(values, firsts, slices, strict=True):
+        if section.start < section.stop:
+            yield value, StoredRows(row_blocks.shifted(rows[section], -first), section.start)
 
 
 def _kind_of(value: BlockedValue) -> tuple[str, str, int]:

@@ -17,7 +17,7 @@ from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
-from deltackpt.reading.part_arrays import LayerArrays, Shard
+from deltackpt.reading.shard_arrays import LayerArrays, Shard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import WalRecord, damage_of
 from deltackpt.storage.store import FileStore

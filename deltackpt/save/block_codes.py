@@ -84,7 +84,7 @@ class References:
         self._most_bytes = most_bytes
         self._hashed = hashed
         #: Memory of the references, and of the copies of saves in flight.
-        self.runtime = runtime.part(2 * most_bytes)
+        self.runtime = runtime.with_memory(2 * most_bytes)
         self._lock = threading.Lock()
         self._kept: dict[SaveId, Left] = {}
 
@@ -227,16 +227,16 @@ def encode_leaf(
             decoded = room
 
         def of_span(blocks: range) -> _Span:
-            part, start = slice(blocks.start, blocks.stop), blocks.start
-            before = None if reference is None else reference[part]
+            chunk, start = slice(blocks.start, blocks.stop), blocks.start
+            before = None if reference is None else reference[chunk]
             if codec == block_codecs.LOSSLESS:
-                return _exact(leaf[part], before, start, skip_unchanged)
+                return _exact(leaf[chunk], before, start, skip_unchanged)
             if before is None and block_codecs.get(codec).relative:
-                np.copyto(decoded[part], leaf[part])
+                np.copyto(decoded[chunk], leaf[chunk])
                 # Raw blocks are views; the leaf's memory may be reused before they are written.
-                found = _exact(decoded[part], None, start, skip_unchanged)
-                return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
-            return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
+                found = _exact(decoded[chunk], None, start, skip_unchanged)
+                return found._replace(squared_norm=encode_blocks.squares(leaf[chunk]))
+            return _lossy(codec, leaf[chunk], before, start, decoded[chunk], skip_unchanged)
 
         found = runtime.map(of_span, spans)
         pieces = _joined(piece for span in found for piece in span.pieces)

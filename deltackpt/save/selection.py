@@ -167,10 +167,10 @@ def _spans_by_table(
     """Yields the tables that have some of the virtual spans, each with its own spans."""
     rows = row_blocks.rows_of(held)
     for table in members:
-        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(part):
-            assert not isinstance(part, np.ndarray)
-            spans = row_blocks.spans_of(part)
+        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(piece):
+            assert not isinstance(piece, np.ndarray)
+            spans = row_blocks.spans_of(piece)
             yield table, tuple((a - table.offset, b - table.offset) for a, b in spans)
 
 
@@ -271,8 +271,8 @@ def _field_plans(
             if 0 < cycle.count < table.rows:
                 cycles.append(cycle)
             continue
-        shares = placement.shares(leaf, stamps.get(table.name), turn=turns[table.name])
-        for share in shares:
+        boxes = placement.owned_boxes(leaf, stamps.get(table.name), turn=turns[table.name])
+        for share in boxes:
             start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
             shard = _Shard(table.name, start, stop, share.shard, share.skip)
             by_columns.setdefault(share.box.columns, []).append(shard)
@@ -377,8 +377,8 @@ class Stamps:
     def touched(self, group: str, held: RowSet) -> np.ndarray:
         """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
         if group not in self._rows:
-            parts = [scan() for scan in self._scans[group]]
-            self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+            pieces = [scan() for scan in self._scans[group]]
+            self._rows[group] = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
         rows = self._rows[group]
         if held == RowSet(self._spans[group]):
             return rows
@@ -395,20 +395,20 @@ class Stamps:
         members, starts = self._division.members[group.name], self._division.offsets[group.name]
         numbers = np.searchsorted(starts, rows, "right") - 1
         one = len(rows) > 0 and numbers[0] == numbers[-1]
-        parts = []
+        pieces = []
         for number in numbers[:1] if one else row_blocks.distinct(numbers):
             table = members[number]
             for place in self._stamps.get(table.name, {}):
                 for (first, last), shard in self._shards_of(table.name, place):
-                    part = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
-                    if part.start < part.stop:
-                        local = rows[part] - (table.offset + first)
-                        parts.append((place, part, capture.dispatch_rows(shard, local)))
+                    piece = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
+                    if piece.start < piece.stop:
+                        local = rows[piece] - (table.offset + first)
+                        pieces.append((place, piece, capture.dispatch_rows(shard, local)))
 
         def landed() -> dict[str, np.ndarray]:
             found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
-            for place, part, taken in parts:
-                found[place][part] = np.asarray(taken)[: part.stop - part.start]
+            for place, piece, taken in pieces:
+                found[place][piece] = np.asarray(taken)[: piece.stop - piece.start]
             return found
 
         return landed
@@ -487,8 +487,8 @@ def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: 
     return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
 
 
-def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+def _union(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.unique(np.concatenate(pieces))
 
 
 def _crc32c_of_touched(
@@ -598,4 +598,4 @@ def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np
         held = rows.get(table.name)
         if held is not None and len(held):
             found.setdefault(table.group, []).append(held + np.int64(table.offset))
-    return {group: np.concatenate(parts) for group, parts in found.items()}
+    return {group: np.concatenate(pieces) for group, pieces in found.items()}

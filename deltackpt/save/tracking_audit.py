@@ -213,13 +213,13 @@ def _sampled(
         rows = np.asarray(plan.held.rows())
     else:
         spans = _few(plan)
-        parts = [_random(spans, plan.most // 4)]
+        pieces = [_random(spans, plan.most // 4)]
         if known is not None:
-            parts.append(_consecutive(known, plan.most // 4))
+            pieces.append(_consecutive(known, plan.most // 4))
         if touched is not None:
             in_spans = [touched[row_blocks.row_slice(touched, *span)] for span in spans]
-            parts.append(_some(in_spans, plan.most // 2))
-        rows = plan.held.intersect(row_blocks.distinct(np.concatenate(parts)))
+            pieces.append(_some(in_spans, plan.most // 2))
+        rows = plan.held.intersect(row_blocks.distinct(np.concatenate(pieces)))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
     return Sample(rows, sources.stamps.at(plan.group, rows), bits)
@@ -233,17 +233,17 @@ def _few(plan: _SamplePlan) -> list[Span]:
     return [(start, stop) for start, stop in bounds.tolist()]
 
 
-def _some(parts: Sequence[np.ndarray], most: int) -> np.ndarray:
+def _some(pieces: Sequence[np.ndarray], most: int) -> np.ndarray:
     """Returns at most ``most`` random values of some arrays, in order; reads no others."""
-    lengths = [len(part) for part in parts]
+    lengths = [len(piece) for piece in pieces]
     if sum(lengths) <= most:
-        return np.concatenate(parts)
+        return np.concatenate(pieces)
     drawn = row_blocks.distinct(_rng.integers(sum(lengths), size=most))
     starts = np.cumsum([0, *lengths])
     return np.concatenate(
         [
-            part[drawn[row_blocks.row_slice(drawn, start, start + len(part))] - start]
-            for part, start in zip(parts, starts.tolist())
+            piece[drawn[row_blocks.row_slice(drawn, start, start + len(piece))] - start]
+            for piece, start in zip(pieces, starts.tolist())
         ]
     )
 
@@ -268,14 +268,14 @@ def by_table(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Returns table name to row indices, for virtual row indices."""
     for table in manifest.tables_of_group(group, layout.tables) if len(rows) else ():
-        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(part):
-            yield table.name, part - table.offset
+        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(piece):
+            yield table.name, piece - table.offset
 
 
-def listed(table: str, parts: Sequence[np.ndarray]) -> str:
+def listed(table: str, pieces: Sequence[np.ndarray]) -> str:
     """Returns a line with a table and some of its rows."""
-    rows = np.unique(np.concatenate(parts))
+    rows = np.unique(np.concatenate(pieces))
     shown = ", ".join(map(str, rows[:_LISTED].tolist()))
     more = f", ... ({len(rows)} sampled rows)" if len(rows) > _LISTED else ""
     return f"  table {table}: rows {shown}{more}"

@@ -270,5 +270,5 @@ def _same(data: memoryview, other: memoryview, *, compare: bool) -> bool:
     if data is other or not compare or data.nbytes != other.nbytes:
         return data is other
     one, two = np.frombuffer(data, np.uint8), np.frombuffer(other, np.uint8)
-    parts = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
-    return all(np.array_equal(one[part], two[part]) for part in parts)
+    pieces = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
+    return all(np.array_equal(one[piece], two[piece]) for piece in pieces)

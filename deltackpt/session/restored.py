@@ -112,9 +112,9 @@ def _same(found: object, leaf: object) -> bool:
             return False
         if _is_key(leaf):
             found, leaf = jax.random.key_data(found), jax.random.key_data(leaf)
-        parts = {shard.device: shard.data for shard in found.addressable_shards}
+        pieces = {shard.device: shard.data for shard in found.addressable_shards}
         return all(
-            shard.device in parts and same_bits(parts[shard.device], shard.data)
+            shard.device in pieces and same_bits(pieces[shard.device], shard.data)
             for shard in leaf.addressable_shards
         )
     if type(found) is not type(leaf):

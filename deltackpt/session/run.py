@@ -415,7 +415,7 @@ class Run:
 
     @property
     def no_shared_fs(self) -> bool:
-        """Returns whether each process writes its part of a save to its own directory."""
+        """Returns whether each process writes its shard of a save to its own directory."""
         return self.replication is not None and self.replication.no_shared_fs
 
     @property

@@ -129,10 +129,10 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``parts``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
-        return self._run.tracking.choose(self.parts(state, touched), touched)
+        """Returns ``split_all``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
+        return self._run.tracking.choose(self.split_all(state, touched), touched)
 
-    def parts(self, state: PyTree, touched: TouchState | None) -> Split:
+    def split_all(self, state: PyTree, touched: TouchState | None) -> Split:
         """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)

@@ -37,7 +37,7 @@ from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.dense_state import KnownStates
-from deltackpt.reading.part_arrays import Shard
+from deltackpt.reading.shard_arrays import Shard
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
@@ -547,13 +547,13 @@ class ChangedRows:
 
     def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
         """Returns the name of each table with regions to its rows in the set, int64, ascending."""
-        rows = {group: row_blocks.union_of(parts) for group, parts in self._rows.items()}
+        rows = {group: row_blocks.union_of(chunks) for group, chunks in self._rows.items()}
         none = np.empty(0, np.int64)
         found: dict[str, np.ndarray] = {}
         for region in regions:
             of_group = rows.get(region.group, none)
-            part = of_group[slice(*np.searchsorted(of_group, region.rows))]
-            found[region.table.name] = part - region.table.offset
+            chunk = of_group[slice(*np.searchsorted(of_group, region.rows))]
+            found[region.table.name] = chunk - region.table.offset
         return found
 
 

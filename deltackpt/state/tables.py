@@ -76,8 +76,8 @@ class Tables:
       >>> import jax.numpy as jnp
       >>> from deltackpt.handlers import split
       >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
-      >>> parts = split(state, Tables(select="params/emb"))
-      >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
+      >>> pieces = split(state, Tables(select="params/emb"))
+      >>> [table.name for table in pieces.layout.tables], list(pieces.dense["params"])
       (['params/emb'], ['w'])
     """
 
@@ -227,7 +227,7 @@ def join(
     }
     if template is None:
         return nested(layout, by_name, dense)
-    by_name |= {name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name).items()}
+    by_name |= {name: stacks.assembled(chunks) for name, chunks in stacks.by_leaf(by_name).items()}
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     leaves = list(flat.leaves)
     tracked = set()

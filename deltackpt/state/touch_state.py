@@ -156,16 +156,16 @@ def sites(flat: Flat) -> list[TouchSite]:
             found.append(TouchSite(path, (i,), (), plain(leaf)))
             continue
         for depth, fields in ((1, ("clock", "identity")), (2, ("stamps",))):
-            part = tuple(str(step) for _, step in path[-depth:])
+            piece = tuple(str(step) for _, step in path[-depth:])
             inside = len(path) > depth + 1 and path[-depth - 1][1] == "touched"
-            if inside and part[0] in fields:
-                untyped.setdefault(path[:-depth], {})[part] = i
-    for path, parts in untyped.items():
-        names = tuple(part[1] for part in parts if part[0] == "stamps")
+            if inside and piece[0] in fields:
+                untyped.setdefault(path[:-depth], {})[piece] = i
+    for path, pieces in untyped.items():
+        names = tuple(piece[1] for piece in pieces if piece[0] == "stamps")
         wanted = (("clock",), *(("stamps", name) for name in names), ("identity",))
-        if not names or parts.keys() != {*wanted}:
+        if not names or pieces.keys() != {*wanted}:
             continue
-        positions = tuple(parts[part] for part in wanted)
+        positions = tuple(pieces[piece] for piece in wanted)
         leaves = [flat.leaves[i] for i in positions]
         ranks = [getattr(leaf, "ndim", None) for leaf in leaves]
         types = {getattr(leaf, "dtype", None) for leaf in leaves}

@@ -274,7 +274,7 @@ def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digest
 
 
 def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
-    """Reads the digests of a process's part, verified by its manifest."""
+    """Reads the digests of a process's shard, verified by its manifest."""
     path = item_dir / naming.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 

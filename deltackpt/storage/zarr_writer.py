@@ -20,7 +20,7 @@ from deltackpt.resources.runtime import Task
 from deltackpt.storage import arrays, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import CRC_BYTES
-from deltackpt.storage.parts import StoredArrays, write_array
+from deltackpt.storage.shard_writer import StoredArrays, write_array
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -144,13 +144,13 @@ class ZarrWriter:
         chunks = _chunks_of(self._pieces, chunk_rows)
 
         def write_one(numbered: tuple[int, list[np.ndarray]]) -> None:
-            number, parts = numbered
-            if len(parts) == 1:
-                self._write_chunk(number * chunk_rows, parts[0], held=True)
+            number, sections = numbered
+            if len(sections) == 1:
+                self._write_chunk(number * chunk_rows, sections[0], held=True)
                 return
-            count = sum(map(len, parts))
-            buffer = self._batch.buffer((count, *parts[0].shape[1:]), parts[0].dtype)
-            np.concatenate(parts, out=buffer)
+            count = sum(map(len, sections))
+            buffer = self._batch.buffer((count, *sections[0].shape[1:]), sections[0].dtype)
+            np.concatenate(sections, out=buffer)
             self._write_from_buffer(number * chunk_rows, buffer, buffer)
 
         self._nbytes += len(chunks) * arrays.chunk_bytes(self._entry)
@@ -158,8 +158,8 @@ class ZarrWriter:
             self._batch.map(write_one, enumerate(chunks))
         finally:
             # The traceback of an error would keep views of the training state.
-            for parts in (self._pieces, *chunks):
-                parts.clear()
+            for sections in (self._pieces, *chunks):
+                sections.clear()
 
     def _write_gathered(self, chunk: np.ndarray) -> None:
         """Writes a gathered chunk, on another thread while the next one is gathered."""
@@ -201,9 +201,9 @@ def _chunks_of(pieces: Sequence[np.ndarray], chunk_rows: int) -> list[list[np.nd
             if not free:
                 chunks.append([])
                 free = chunk_rows
-            part, rows = rows[:free], rows[free:]
-            chunks[-1].append(part)
-            free -= len(part)
+            section, rows = rows[:free], rows[free:]
+            chunks[-1].append(section)
+            free -= len(section)
     return chunks
 
 

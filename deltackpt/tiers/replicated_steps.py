@@ -56,7 +56,7 @@ class ReplicatedSteps(BucketSteps):
             client.journal, hidden=lambda: client.hidden, refresh=not client.leads
         )
         local = FileStore(client.local.path)
-        # Without a shared file system, the local directory has one part of a step.
+        # Without a shared file system, the local directory has one shard of a step.
         store = remote if client.no_shared_fs else _NearestStore(local, remote)
         super().__init__(client.journal, client.local.item, store)
         self.given = client.orders.url
@@ -70,7 +70,7 @@ class ReplicatedSteps(BucketSteps):
 
     @property
     def wal_location(self) -> WalLocation:
-        """See ``Steps``; read remotely if a single local directory may lack part of it."""
+        """See ``Steps``; read remotely if a single local directory may lack shards of it."""
         uploaded = UploadedWals(self.journal.root, self._client.remote, self.topics)
         if self._client.no_shared_fs:
             return uploaded
@@ -95,7 +95,7 @@ class ReplicatedSteps(BucketSteps):
         }
 
     def _is_removed(self, step: int, save_id: SaveId) -> bool:
-        """Whether a local save does not count: a removed part stays until it is uploaded."""
+        """Whether a local save does not count: a removed shard stays until it is uploaded."""
         if self._client.no_shared_fs and self.journal.known.was_committed(save_id):
             return True  # Unless ``uploaded`` has it.
         return (ObjectKey(step), save_id) in self._client.hidden
@@ -189,7 +189,7 @@ class ReplicatedSteps(BucketSteps):
                 raise WaitTimeout(
                     f"step {step}: expected it to be uploaded to {self} within "
                     f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
-                    "part of it in its own staging directory, found "
+                    "shard of it in its own staging directory, found "
                     f"{progress.problem or 'the upload in progress'}; restore again, or check the "
                     "network"
                 )
@@ -254,10 +254,10 @@ class _NearestStore(ReadOnlyStore):
         return self._call(key, lambda store: store.get(key))
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        self._call(key, lambda store: store.read_into(key, start, parts, whole=whole))
+        self._call(key, lambda store: store.read_into(key, start, buffers, whole=whole))
 
     def length(self, key: str) -> int:
         """See ``Store``."""

@@ -136,7 +136,7 @@ class Orders:
 
     @property
     def no_shared_fs(self) -> bool:
-        """Whether the staging directory holds only a part of each save."""
+        """Whether the staging directory contains only one shard of each save."""
         return self.processes > 1
 
     def next_generation(self, run: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Recorder(WalHooks):
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
         #: The part of the manager's runtime for records.
-        self._runtime = run.runtime.part(self._options.buffer_bytes)
+        self._runtime = run.runtime.with_memory(self._options.buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
         if self._options.dense == "delta":
@@ -376,7 +376,7 @@ class Recorder(WalHooks):
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Returns why a step must be saved first; None if a record can be appended."""
-        # All processes get the same result, unless one failed in its part of a save, since it
+        # All processes get the same result, unless one failed in its shard of a save, since it
         # depends on nothing else that differs between them.
         reason = "there is no step or recovery point that a WAL record could continue from"
         if self._chain is not None:

@@ -28,8 +28,8 @@ from deltackpt.layers.footer import EpochRef, LayerManifest, RowGroup
 from deltackpt.layers.write import LayerFile, LayerSegmentSink, LayerSink, row_group_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import posix
-from deltackpt.storage.parts import SegmentSink
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.store import store_path
 
 #: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs

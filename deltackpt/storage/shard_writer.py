@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one part of a save: arrays, then their digests, then the manifest, last.
+"""Writes one shard of a save: arrays, then their digests, then the manifest, last.
 
 Trainers and compactors write the same layout. After a kill, no manifest names a missing file. Each
-process writes a part; process 0's manifest describes all, so the others omit what it contains.
+process writes a shard; process 0's manifest describes all, so the others omit what it contains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from deltackpt import __about__
 from deltackpt.format import manifest, naming, row_blocks
-from deltackpt.format.manifest import Cover, LayerRef, Manifest, Part
+from deltackpt.format.manifest import Cover, LayerRef, Manifest, ShardEntry
 from deltackpt.format.row_blocks import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import digests
 from deltackpt.storage.batch import FileBatch
@@ -69,11 +69,11 @@ class StoredArrays(NamedTuple):
     nbytes: int
 
     @classmethod
-    def joined(cls, parts: Iterable[StoredArrays]) -> StoredArrays:
-        """The arrays of all parts, in their order."""
-        found = list(parts)
-        entries = tuple(entry for part in found for entry in part.entries)
-        return cls(entries, sum(part.nbytes for part in found))
+    def joined(cls, pieces: Iterable[StoredArrays]) -> StoredArrays:
+        """The arrays of all pieces, in their order."""
+        found = list(pieces)
+        entries = tuple(entry for piece in found for entry in piece.entries)
+        return cls(entries, sum(piece.nbytes for piece in found))
 
 
 class StoredField(NamedTuple):
@@ -84,23 +84,23 @@ class StoredField(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
+class ShardSummary:
     """One process's shard of a save, as described to the others."""
 
     owned_cells: dict[str, int]  # By group: the cells that it writes in a base.
-    covers: tuple[Cover, ...]  # Regions that contain the part's rows.
+    covers: tuple[Cover, ...]  # Regions that contain the shard's rows.
     shared_stamps: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-class DescribedPart(NamedTuple):
-    """A part whose arrays were written; ``nbytes`` counts the files but its manifest."""
+class DescribedShard(NamedTuple):
+    """A shard whose arrays were written; ``nbytes`` counts the files but its manifest."""
 
     record: Manifest
     nbytes: int
 
 
-class WrittenPart(NamedTuple):
-    """A part whose manifest was written; ``nbytes`` counts all its files."""
+class WrittenShard(NamedTuple):
+    """A shard whose manifest was written; ``nbytes`` counts all its files."""
 
     record: Manifest
     nbytes: int
@@ -194,46 +194,46 @@ def described(
     batch: FileBatch,
     *,
     layer: LayerRef | None = None,
-    share: Share | None = None,
+    summary: ShardSummary | None = None,
     other_digests: Mapping[str, Digest] | None = None,
-) -> DescribedPart:
-    """Returns the manifest of a part whose arrays were written, after writing their digests.
+) -> DescribedShard:
+    """Returns the manifest of a shard whose arrays were written, after writing their digests.
 
-    ``layer`` is None if the arrays are files of the batch; ``share`` is None if one process writes
+    ``layer`` is None if the arrays are files of the batch; ``summary`` is None if one process writes
     the save. ``other_digests`` are of other files of the item.
     """
     process = head.process
     if layer is None:
-        part_digests = batch.below(naming.part_dir(item_dir, process), relative_to=item_dir)
-        part_digests |= other_digests or {}
-        data = digests.digests_bytes(Digests.of(part_digests))
+        shard_digests = batch.below(naming.shard_dir(item_dir, process), relative_to=item_dir)
+        shard_digests |= other_digests or {}
+        data = digests.digests_bytes(Digests.of(shard_digests))
         batch.write(item_dir / naming.digests_name(process), data)
-        record = complete(head, segments, share, item_digests_crc32c=google_crc32c.value(data))
-        nbytes = len(data) + sum(digest.length for digest in part_digests.values())
+        record = complete(head, segments, summary, item_digests_crc32c=google_crc32c.value(data))
+        nbytes = len(data) + sum(digest.length for digest in shard_digests.values())
     else:
-        record, nbytes = complete(head, segments, share, layer=layer), layer.nbytes
+        record, nbytes = complete(head, segments, summary, layer=layer), layer.nbytes
     if process > 0:
         # Process 0 describes all; its digest verifies that.
         record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
-    return DescribedPart(record, nbytes)
+    return DescribedShard(record, nbytes)
 
 
-def write_manifest(item_dir: Path, part: DescribedPart, batch: FileBatch) -> WrittenPart:
-    """Writes the manifest of a part; the caller then fsyncs ``batch``."""
-    process, data = part.record.process, manifest.to_bytes(part.record)
+def write_manifest(item_dir: Path, shard: DescribedShard, batch: FileBatch) -> WrittenShard:
+    """Writes the manifest of a shard; the caller then fsyncs ``batch``."""
+    process, data = shard.record.process, manifest.to_bytes(shard.record)
     batch.write(item_dir / naming.manifest_name(process), data)
-    return WrittenPart(part.record, part.nbytes + len(data), google_crc32c.value(data))
+    return WrittenShard(shard.record, shard.nbytes + len(data), google_crc32c.value(data))
 
 
 def complete(
     head: Manifest,
     segments: Sequence[Segment],
-    share: Share | None,
+    summary: ShardSummary | None,
     *,
     item_digests_crc32c: int = 0,
     layer: LayerRef | None = None,
 ) -> Manifest:
-    """Completes a manifest after the arrays of a part were written."""
+    """Completes a manifest after the arrays of a shard were written."""
     record = dataclasses.replace(
         head,
         segments=tuple(segments),
@@ -242,14 +242,14 @@ def complete(
         writers=__about__.writer_versions(),
         features=_features(head, segments, layer),
     )
-    if share is None:
+    if summary is None:
         return record
     return dataclasses.replace(
         record,
         plan_crc32c=manifest.plan_crc32c(record),
-        shared_stamps=dict(share.shared_stamps),
-        owned_cells=share.owned_cells,
-        covers=share.covers,
+        shared_stamps=dict(summary.shared_stamps),
+        owned_cells=summary.owned_cells,
+        covers=summary.covers,
     )
 
 
@@ -261,12 +261,14 @@ def _features(
     used = {encoding.codec for segment in segments for encoding in segment.encodings}
     coded = () if planned | used == {"raw"} else (manifest.ENCODINGS,)
     if head.process_count > 1:
-        coded = (*coded, manifest.PARTS)
+        coded = (*coded, manifest.SHARDS)
     if head.dense_blocks is not None:
         coded = (*coded, manifest.DENSE_BLOCKS)
     return coded if layer is None else (*coded, manifest.LAYERS)
 
 
-def part_of(record: Manifest, crc32c: int) -> Part:
-    """Returns the index entry of a part; ``crc32c`` of its manifest is 0 for process 0's own."""
-    return Part(process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers)
+def shard_entry(record: Manifest, crc32c: int) -> ShardEntry:
+    """Returns the index entry of a shard; ``crc32c`` of its manifest is 0 for process 0's own."""
+    return ShardEntry(
+        process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers
+    )

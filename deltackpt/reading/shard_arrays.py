@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored arrays of a part: Zarr arrays, as in a base, or a layer, as in deltas and the WAL."""
+"""The stored arrays of a shard: Zarr arrays, as in a base, or a layer, as in deltas and the WAL."""
 
 from __future__ import annotations
 
@@ -196,14 +196,14 @@ class LayerArrays:
         return found
 
 
-PartArrays: TypeAlias = ZarrArrays | LayerArrays
+ShardArrays: TypeAlias = ZarrArrays | LayerArrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
     """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``."""
 
-    arrays: PartArrays
+    arrays: ShardArrays
     segments: tuple[Segment, ...]
     groups: Mapping[str, GroupEntry]
 
@@ -242,8 +242,8 @@ def is_of_dense_segment(object_name: str) -> bool:
     return any(name.startswith(row_blocks.SEGMENTS) for name in found)
 
 
-def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
-    """Returns the stored arrays of a part."""
+def arrays_of(item_dir: StorePath, record: Manifest) -> ShardArrays:
+    """Returns the stored arrays of a shard."""
     if record.layer is None:
         return ZarrArrays(item_dir, record)
     file = naming.layer_name(record.process)
@@ -252,7 +252,7 @@ def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
 
 
 def layer_of(item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerReader:
-    """Opens the layer of a delta's part; raises Damaged if it is not that of the save."""
+    """Opens the layer of a delta's shard; raises Damaged if it is not that of the save."""
     source = StoredBytes(item_dir / naming.layer_name(record.process))
     layer = LayerReader(source, ref.nbytes, digest=ref.digest)
     if layer.id != record.save_id:
