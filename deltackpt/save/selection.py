@@ -272,10 +272,10 @@ def _field_plans(
                 cycles.append(cycle)
             continue
         boxes = placement.owned_boxes(leaf, stamps.get(table.name), turn=turns[table.name])
-        for share in boxes:
-            start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
-            shard = _Shard(table.name, start, stop, share.shard, share.skip)
-            by_columns.setdefault(share.box.columns, []).append(shard)
+        for owned in boxes:
+            start, stop = table.offset + owned.box.rows[0], table.offset + owned.box.rows[1]
+            shard = _Shard(table.name, start, stop, owned.shard, owned.skip)
+            by_columns.setdefault(owned.box.columns, []).append(shard)
     found = []
     for columns, shards in sorted(by_columns.items()):
         first = leaves[shards[0].table][spec.name]
