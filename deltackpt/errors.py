@@ -239,7 +239,7 @@ class DamagedWal(Damaged):
         super().__init__(object_name, expected, found, action)
 
     @classmethod
-    def of(cls, error: Damaged, record: object) -> DamagedWal:
+    def from_damage(cls, error: Damaged, record: object) -> DamagedWal:
         """Returns the error of the WAL record whose data is damaged."""
         action = "restore_latest() falls back automatically to the previous recovery point"
         return cls(error.object_name, error.expected, error.found, action, record)

@@ -89,7 +89,7 @@ class Rows(NamedTuple):
 
 def append(file: LayerFile, manifest: LayerManifest, groups: Sequence[Rows]) -> WrittenLayer:
     """Writes a layer of row groups in memory."""
-    layer = file.begin_layer(manifest)
+    layer = file.start_layer(manifest)
     try:
         for group in groups:
             layer.write_rows(group.name, group.rows)

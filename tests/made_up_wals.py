@@ -198,7 +198,7 @@ class MadeUpLog:
             self.at.parent,
             self.folder,
             Runtime(),
-            epoch=EpochRef.of(self.head),
+            epoch=EpochRef.from_header(self.head),
             process=self.process,
             process_count=self.count,
             fsync=False,
@@ -267,7 +267,7 @@ def history_of(*at: Path) -> WalIndex:
 
 def scan_of(log: MadeUpLog) -> ProcessWal:
     """The records of a WAL so far; ``advance`` scans later ones."""
-    found = ProcessWal(store_path(log.folder), log.run, EpochRef.of(log.head), log.process)
+    found = ProcessWal(store_path(log.folder), log.run, EpochRef.from_header(log.head), log.process)
     found.advance()
     return found
 

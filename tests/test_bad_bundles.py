@@ -207,7 +207,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             key = name_of(other).key
             other = put(other, at, to)
             with contextlib.suppress(Exception):  # The record may no longer have a valid name.
-                key = name_of(other).key if BundleName.of(name_of(other).key) else key
+                key = name_of(other).key if BundleName.parse(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
         for field in ("files", "past", "unknown"):
@@ -351,7 +351,7 @@ def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
 
 def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
     big = 10**15 - 1
-    later = BundleName.of(trained.good[1].ref.key)._replace(step=900, attempt=900).key
+    later = BundleName.parse(trained.good[1].ref.key)._replace(step=900, attempt=900).key
     names = [
         *(f"{k}.{m}.0.{n}.0" for k, m in ((33, 1), (31, 2), (999, 0), (0, 1)) for n in range(33)),
         *(f"{k}.{m}.0.{n}.0" for k, m in ((2, 2), (1, 0), (3, 0), (31, 1)) for n in range(4)),

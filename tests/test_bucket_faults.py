@@ -242,7 +242,7 @@ class Trainer:
         self.ledger.claim()
 
     def begin(self) -> None:
-        self.ledger.begin_run(None)
+        self.ledger.start_run(None)
 
     def leave_an_upload(self) -> None:
         self.ledger.abandon_upload(self.upload(ObjectKey(9)))
@@ -269,7 +269,7 @@ class Trainer:
             step_dir=str(step),
             nbytes=10,
         )
-        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
         try:
             self.told[step] = self.ledger.commit(standing)
         except StorageError:

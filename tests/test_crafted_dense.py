@@ -117,7 +117,7 @@ def rewrite(record: StoredRecord, fill: Fill) -> None:
     file = LayerFile(
         DirectFile(path), runtime, sequence=record.seq, predecessor=manifest.predecessor
     )
-    layer = file.begin_layer(manifest)
+    layer = file.start_layer(manifest)
     filled = fill(functools.partial(LayerSegmentSink, layer))
     schema, groups = wal_format.record_head_bytes(filled.head), tuple(row_groups_of(filled))
     layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))

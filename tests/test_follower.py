@@ -666,10 +666,10 @@ OWNER = """
 import sys, time, numpy as np
 from deltackpt.standby.shared_memory import SharedMemory
 one = SharedMemory(4096)
-one.begin_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()
+one.start_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()
 found = one.address
 print(found.machine, found.pid, found.descriptor, found.token, sep='|', flush=True)
-sys.stdin.readline(); one.begin_write(); print('in', flush=True)
+sys.stdin.readline(); one.start_write(); print('in', flush=True)
 time.sleep(600)
 """
 

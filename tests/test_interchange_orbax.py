@@ -206,7 +206,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
         for step in range(found.step + 1, last + 1):
             state, marks = trained(state, ids_of(step)), marked(marks, ids_of(step))
             if step == kill_at:
-                LayerFile.begin_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                LayerFile.start_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
             manager.wait_until_finished()
     print(json.dumps(saves))

@@ -253,7 +253,7 @@ def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
 def test_a_division_keeps_no_array(tmp_path):
     state = a_state(2)
     split = deltackpt.handlers.split(state, HANDLERS["embeddings"])
-    found = selection.of(split.layout, split.fields, {})
+    found = selection.divide(split.layout, split.fields, {})
     plans = [
         plan for by_rows in found.fields.values() for p in by_rows.values() for plan in p.values()
     ]

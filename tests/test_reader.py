@@ -106,7 +106,7 @@ def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> 
     """Puts the Zarr array of a base; returns the fields of its manifest that depend on it."""
     entry, found = put_array(item, "g0.0", "values", values, scratch, chunk)
     at = item / naming.digests_name(0)
-    data = digests.digests_bytes(Digests.of(found))
+    data = digests.digests_bytes(Digests.from_files(found))
     at.store.put(at.key, data)
     segment = Segment(
         name="g0.0",

@@ -179,7 +179,7 @@ def test_orders_that_could_not_be_written_are_written_before_the_next_save(one):
         one.saves(manager, 1, 2, bases=(1, 2))
         one.restore(manager, 1)
         tiers, run = staged(manager), manager._run.lineage
-        tiers.begin_run(run.newest_committed, run.run)
+        tiers.start_run(run.newest_committed, run.run)
         full = mock.Mock(side_effect=OutOfSpace("the disk is full"))
         with mock.patch.object(StagingDir, "order", full), pytest.raises(OutOfSpace):
             one.saves(manager, 3, bases=[3])

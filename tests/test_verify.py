@@ -85,7 +85,7 @@ def restores(root: Path, step: int) -> bool:
             Root.open(root, read_only=True).check_step_files(root / str(step))
             chain = chains.read_chain(root / str(step))
             reader.restore_tables(chain)
-            stored_dense.of_step(chain)
+            stored_dense.open_values(chain)
         except RestoreError:
             return False
     return True

@@ -154,7 +154,7 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
 
 
 def test_pieces_without_the_start_of_their_segment_are_ignored():
-    assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
+    assert Pieces.from_ranges([PieceRange(5, 9, 1)]).length == 0
     assert naming.piece_range(naming.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
     assert naming.piece_range("5-9.1") is None
 

@@ -360,7 +360,7 @@ def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
     log.append(number)
     durable = log.writer.position
     log.append(*lost)
-    log.writer.begin_part(durable)
+    log.writer.start_part(durable)
 
 
 def test_a_further_part_continues_from_its_start_and_voids_later_records(empty):
@@ -376,7 +376,7 @@ def test_parts_that_fail_one_after_another_keep_the_durable_records(empty):
     empty.append(3, parent=save_id(1))
     # Not even the last part's first record could be fsynced.
     digest = records_in(empty.folder)[0].layer.digest
-    empty.writer.begin_part(empty.writer.position._replace(seq=1, digest=digest))
+    empty.writer.start_part(empty.writer.position._replace(seq=1, digest=digest))
     empty.append(4, parent=save_id(1))
     fail_after(empty, 5, 6)
     empty.append(7, parent=save_id(5))
@@ -388,7 +388,7 @@ def test_parts_that_fail_one_after_another_keep_the_durable_records(empty):
 def test_an_abandoned_record_never_replaces_a_missing_one(how, empty):
     """It has the same number as the first record of the lost part."""
     log = empty.append(1)
-    log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
+    log.writer.start_part(log.writer.position._replace(seq=0, digest=0))
     fail_after(log, 2, 3)
     log.append(4, parent=save_id(2))
     assert found_in(log) == [2, 4] and scan_of(log).holes() == []
@@ -443,7 +443,7 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(empty, monkeypatc
 
     with pytest.raises(TypeError):
         log.writer.write(save_id(2), save_id(1), fill)
-    log.writer.begin_part(log.writer.position)
+    log.writer.start_part(log.writer.position)
     assert written[-1:] == ["closed"] and written.count("closed") == 1
     log.append(2, parent=save_id(1))
     assert found_in(log) == [1, 2]

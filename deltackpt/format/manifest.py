@@ -450,7 +450,7 @@ class SaveInfo:
     nbytes: int
 
     @classmethod
-    def of(cls, head: Manifest, step_dir: str) -> SaveInfo:
+    def from_manifest(cls, head: Manifest, step_dir: str) -> SaveInfo:
         """Builds the record from process 0's manifest, which lacks the step directory's name."""
         return cls(
             save_id=head.save_id,

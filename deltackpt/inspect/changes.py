@@ -177,7 +177,7 @@ def _rows_of(
     return found[0] if len(found) == 1 else np.unique(np.concatenate(found))
 
 
-def holds(
+def contains_rows(
     save: StoredSave, table: TableEntry, row_indices: RowIndexCache, field: str, rows: np.ndarray
 ) -> np.ndarray:
     """Returns whether a save contains each of some ascending rows of a field, bool (rows,)."""
@@ -200,7 +200,7 @@ def _held(
         for shard in save.shards():
             for segment in shard.record.segments:
                 if segment.group == table.group and field in segment.fields:
-                    rows = row_indices.of(shard, segment)
+                    rows = row_indices.rows_of(shard, segment)
                     yield rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
     except RestoreError as error:
         chains.raise_if_removed((save,), error)

@@ -215,11 +215,11 @@ class Saves:
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
-        return stored_dense.of_step(self.chain, wanted, item_of=self._item_of)
+        return stored_dense.open_values(self.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
         """The item of a base, as it was verified."""
-        found = orbax_values.of_save(save)
+        found = orbax_values.open_values(save)
         versions = found.at.versions()
         known = self._items.get(found.at)
         if known is None or known[0] != versions:
@@ -294,9 +294,9 @@ class RowIndexCache:
         """See ``layers.merge.RowIndices``."""
         if targets.reach(segment) is None:
             return None
-        return StoredRows(self.of(shard, segment))
+        return StoredRows(self.rows_of(shard, segment))
 
-    def of(self, shard: StoredShard, segment: Segment) -> Rows:
+    def rows_of(self, shard: StoredShard, segment: Segment) -> Rows:
         """Returns the rows of a segment; ``Damaged`` if row indices are missing or altered."""
         record = shard.record
         key = (shard.item_dir, record.save_id, record.process, segment.name)

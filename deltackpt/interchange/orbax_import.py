@@ -85,7 +85,7 @@ def import_orbax(
     """
     goal = local_path(directory)
     _refuse_steps(goal)
-    found = orbax_source.find(local_path(source), item=item, step=step)
+    found = orbax_source.locate(local_path(source), item=item, step=step)
     number = found.step if step is None else step
     if number is None:
         raise OptionError(

@@ -402,7 +402,7 @@ class SegmentField:
         if self.block_codec is not None:
             suffixes = [*self.block_codec.stored(dtype)]
         else:
-            suffixes = [*codecs.of_segment(self.spec.codec).stored(self.spec.trailing, dtype)]
+            suffixes = [*codecs.parse_codec(self.spec.codec).stored(self.spec.trailing, dtype)]
         return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
 
     def elements(self, start: int, stop: int) -> dict[str, Span]:
@@ -503,7 +503,7 @@ class SegmentField:
     @functools.cached_property
     def raw_rows(self) -> tuple[ArrayEntry, ...]:
         """The rows that are stored raw, and their positions; may be empty."""
-        if self.block_codec is not None or codecs.of_segment(self.spec.codec).lossless:
+        if self.block_codec is not None or codecs.parse_codec(self.spec.codec).lossless:
             return ()
         names = [self._name(suffix) for suffix in (codecs.RAW_ROWS, codecs.RAW_POSITIONS)]
         return tuple(self._entries[name] for name in names if name in self._entries)

@@ -218,7 +218,7 @@ class LayerReader:
         page = np.empty(PAGE_BYTES, np.uint8)
         try:
             self._read(0, [page], "header")
-            if page.tobytes() != Header.of(self.manifest, self.nbytes).page():
+            if page.tobytes() != Header.from_manifest(self.manifest, self.nbytes).page():
                 yield Damaged(f"{self._name}: header", "the header of its footer", "other bytes")
         except Damaged as error:
             yield error

@@ -248,7 +248,7 @@ class Root(Steps):
         if self._lease is not None:
             self._lease.check()
 
-    def check_held(self) -> None:
+    def check_lease_now(self) -> None:
         """Like ``check_lease``, but does not wait for newer trainers that have not started yet."""
         if self._lease is not None:
             self._lease.check(wait=False)

@@ -230,7 +230,7 @@ class Journal(JournalView):
             copies = (entries.copy_name(entry_name(one)) for one in sorted(old))
             self.root.store.delete(map(self._key, copies))
 
-    def begin_run(self, resumed_from: SaveId | None) -> None:
+    def start_run(self, resumed_from: SaveId | None) -> None:
         """Records, before the first save, from which save training resumes."""
 
         def change(state: State) -> Entry | None:

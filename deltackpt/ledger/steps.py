@@ -302,7 +302,7 @@ def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
     return save is None or save.save_id == base.save_id
 
 
-def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
+def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
     """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
     if isinstance(requested, int) and root.at(requested).stamp() is not None:
         return requested, None

@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
         return self.whole[-1].end if self.whole else 0
 
     @classmethod
-    def of(cls, found: Iterable[PieceRange]) -> Pieces:
+    def from_ranges(cls, found: Iterable[PieceRange]) -> Pieces:
         """Parses piece names; overlapping pieces hold the same bytes in the overlap."""
         every = tuple(sorted(found, key=lambda one: (one.start, -one.end)))
         whole: list[PieceRange] = []
@@ -61,7 +61,7 @@ def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
         piece = naming.piece_range(name)
         if piece is not None and segment:
             found.setdefault(segment, []).append(piece)
-    return {segment: Pieces.of(pieces) for segment, pieces in found.items()}
+    return {segment: Pieces.from_ranges(pieces) for segment, pieces in found.items()}
 
 
 def _is_progress(key: str) -> bool:

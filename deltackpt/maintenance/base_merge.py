@@ -270,7 +270,7 @@ class _ShardMerge:
         keys: set[str] = set()
         described: dict[str, bytes] = {}
         for number, wanted in enumerate(pieces):
-            found = stored_dense.of_step(self._chain, wanted.__contains__)
+            found = stored_dense.open_values(self._chain, wanted.__contains__)
             keys |= found.values.keys()
             described |= {
                 key: bytes(data) for key, data in found.values.items() if key.endswith(f"/{ZARRAY}")

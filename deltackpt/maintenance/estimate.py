@@ -128,7 +128,7 @@ def restore_plan(
         step = opened.newest_step() if step is None else step
         if step is None:
             raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-        step, plan = steps.find(opened, step)
+        step, plan = steps.locate(opened, step)
         step_dir = opened.at(step)
         with stored_saves.detect_removal(step_dir, instead="ask for"):
             started = time.perf_counter()

@@ -34,7 +34,7 @@ class Problem:
     stops: Stops
 
     @classmethod
-    def of(cls, error: Damaged, stops: Stops) -> Problem:
+    def from_damage(cls, error: Damaged, stops: Stops) -> Problem:
         """Returns the problem of a damaged object."""
         return cls(error.object_name, error.expected, error.found, stops)
 
@@ -122,7 +122,7 @@ def verify_save(
     info = None
     head = found.records[0] if found.records and found.records[0].process == 0 else None
     if head is not None:
-        info = SaveInfo.of(head, save.step_dir.name)
+        info = SaveInfo.from_manifest(head, save.step_dir.name)
         problems += _misplaced(save, head)
         if not any(problem.stops == "chain" for problem in problems):
             problems += _structure(save)
@@ -159,7 +159,7 @@ def problem_of(save: CommittedSave, error: Damaged) -> Problem:
         or inside in (naming.manifest_name(0), naming.digests_name(0))
     ):
         stops = "chain"
-    return Problem.of(error, stops)
+    return Problem.from_damage(error, stops)
 
 
 def _within_layer(save: CommittedSave, found: Inventory, error: Damaged) -> list[Damaged]:

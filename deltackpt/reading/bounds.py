@@ -125,7 +125,9 @@ def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.Store
     found = {}
     for field in segment.fields:
         spec = segment.spec(group, field)
-        described = codecs.of_segment(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
+        described = codecs.parse_codec(spec.codec).stored(
+            spec.trailing, codecs.dtype_of(spec.dtype)
+        )
         found |= {codecs.array_name(field, suffix): array for suffix, array in described.items()}
     return found
 
@@ -186,7 +188,7 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
             "install the newer deltackpt that wrote it"
         )
     try:
-        codecs.of_segment(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
+        codecs.parse_codec(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
     except OptionError as error:
         found = f"{spec.codec} ({error})"
         raise InvalidRecord(f"a codec for {spec.dtype}", found, spec.name) from error
@@ -280,7 +282,7 @@ def _raw_arrays(
     """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""
     for field in segment.fields:
         spec = segment.spec(group, field)
-        if codecs.of_segment(spec.codec).lossless:
+        if codecs.parse_codec(spec.codec).lossless:
             continue
         rows = codecs.array_name(field, codecs.RAW_ROWS)
         at = codecs.array_name(field, codecs.RAW_POSITIONS)

@@ -192,7 +192,7 @@ class DenseShard:
         return out
 
 
-def of_step(
+def open_values(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
     *,
@@ -233,7 +233,7 @@ class StoredItem:
         room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
     ):
-        """Reads only the manifests of a chain of ``read_chain``; see ``of_step``."""
+        """Reads only the manifests of a chain of ``read_chain``; see ``open_values``."""
         self.shards: list[list[DenseShard]] = []
         self.base: BaseItem | None = None
         for save in reversed(saves):
@@ -348,7 +348,7 @@ def values_of(
     """Returns the dense item at the newest of some saves or WAL records, newest first.
 
     Values that the layers do not change are those of ``base``, the dense item below the oldest one;
-    if that is in memory, it is never written. See ``of_step`` for ``wanted`` and ``room``.
+    if that is in memory, it is never written. See ``open_values`` for ``wanted`` and ``room``.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
     return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)

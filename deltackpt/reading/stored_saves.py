@@ -271,7 +271,7 @@ def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
     step_dir = store_path(step_dir)
     at = step_dir / item / naming.manifest_name(0)
     name = at.below(step_dir.parent)
-    return SaveInfo.of(manifest.from_bytes(at.read(name), name=name), step_dir.name)
+    return SaveInfo.from_manifest(manifest.from_bytes(at.read(name), name=name), step_dir.name)
 
 
 def _read_save(
@@ -285,7 +285,7 @@ def _read_save(
     head = manifest.from_bytes(read(at, name), name=name)
     chain.check_index(head)
     bounds.check_head(head, name)
-    return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
+    return StoredSave(SaveInfo.from_manifest(head, step_dir.name), step_dir, item, item_dir, head)
 
 
 def exists(step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM) -> bool:

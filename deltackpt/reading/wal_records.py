@@ -211,7 +211,7 @@ class damage_of:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Damaged) and not isinstance(error, DamagedWal):
-            raise DamagedWal.of(error, self._record.save_id) from error
+            raise DamagedWal.from_damage(error, self._record.save_id) from error
 
 
 class Break(NamedTuple):
@@ -438,7 +438,7 @@ class ProcessWal:
             raise _TornLayer(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
         layer = LayerReader(window, header.nbytes, start=at, name=name)
         manifest = layer.manifest
-        if Header.of(manifest, layer.nbytes) != header:
+        if Header.from_manifest(manifest, layer.nbytes) != header:
             raise Damaged(f"{name}: header", "the header of its footer", "another one")
         expected = self._run, self._process, self._epoch
         found = manifest.save_id.run, manifest.process, manifest.epoch

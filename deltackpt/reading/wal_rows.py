@@ -150,5 +150,5 @@ def verified(records: WalRows) -> Iterator[None]:
     except Damaged as error:
         for rows in every:
             if f"{error.object_name}: ".startswith(f"{rows.record.name}: "):
-                raise DamagedWal.of(error, rows.record.save_id) from error
+                raise DamagedWal.from_damage(error, rows.record.save_id) from error
         raise

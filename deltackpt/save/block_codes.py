@@ -43,7 +43,7 @@ class Hashes(NamedTuple):
     digests: Sequence[bytes]  # of each 64 KiB in order, 16 bytes each; the last may cover less
 
     @classmethod
-    def of(cls, data: np.ndarray) -> Hashes:
+    def from_bytes(cls, data: np.ndarray) -> Hashes:
         """Hashes blocks, (blocks, 256) and contiguous."""
         flat = data.reshape(-1).view(np.uint8)
         starts = range(0, flat.size, HASHED_BYTES)
@@ -52,7 +52,7 @@ class Hashes(NamedTuple):
 
     def changed(self, data: np.ndarray) -> list[range]:
         """Returns ranges of the blocks that may have changed since then, ascending."""
-        now = Hashes.of(data)
+        now = Hashes.from_bytes(data)
         if now.shape != self.shape or now.dtype != self.dtype:
             return [range(len(data))]
         pairs = enumerate(zip(now.digests, self.digests, strict=True))
@@ -141,7 +141,7 @@ class References:
             if found.nbytes <= room:
                 data[key], room = found, room - found.nbytes
             elif self._hashed and found.ndim == 2:
-                hashes[key] = Hashes.of(np.asarray(found))
+                hashes[key] = Hashes.from_bytes(np.asarray(found))
         return Left(data, left.counts, hashes)
 
     def _kept_bytes(self) -> int:

@@ -356,4 +356,6 @@ def uncovered(batch: FileBatch, tables: str) -> dict[str, Digest]:
 
 def write_digests(batch: FileBatch, tables: str, name: str) -> None:
     """Writes the digests of ``uncovered`` files to a file of the step."""
-    batch.write(batch.top / name, digests.digests_bytes(Digests.of(uncovered(batch, tables))))
+    batch.write(
+        batch.top / name, digests.digests_bytes(Digests.from_files(uncovered(batch, tables)))
+    )

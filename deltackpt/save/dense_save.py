@@ -108,7 +108,7 @@ class DenseValue:
     file: bool = False
 
     @classmethod
-    def of_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
+    def from_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
         """Returns a value that is not an array."""
         found = np.frombuffer(data, np.uint8)
         return cls(key, PLAIN, found, None, found.dtype, file=file)
@@ -183,9 +183,9 @@ class DenseLeaves:
     def values(self) -> Iterator[DenseValue]:
         """Yields all values of the item, in its order."""
         for name, text in self._plan.files.items():
-            yield DenseValue.of_bytes(name, text.encode(), file=True)
+            yield DenseValue.from_bytes(name, text.encode(), file=True)
         for key, data in self._plan.described.items():
-            yield DenseValue.of_bytes(key, data)
+            yield DenseValue.from_bytes(key, data)
         yield from self.chunks
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:

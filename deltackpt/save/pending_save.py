@@ -345,7 +345,7 @@ class PendingSave(Item):
         plan = self.plan
 
         def fields(source: SegmentSource) -> list[Field]:
-            return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
+            return fields_of(source, plan.layout, plan.choices, plan.plans, pinned=rows.pinned)
 
         if intent.kind == "base":
 

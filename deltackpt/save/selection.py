@@ -132,12 +132,12 @@ class Division:
                 for plan in _field_plans(spec, self.members[group.name], leaves, known, turns)
             ]
             self.fields[group.name] = _by_rows(group, plans)
-        self.held = {
+        self.local_rows = {
             group: row_blocks.joined(span for _, held in by_rows for span in held.reach)
             for group, by_rows in self.fields.items()
         }
         self.batches = {
-            group: tuple(_batches(_spans_by_table(members, self.held[group]), stamps))
+            group: tuple(_batches(_spans_by_table(members, self.local_rows[group]), stamps))
             for group, members in self.members.items()
         }
 
@@ -219,7 +219,7 @@ def _covers(shards: StampShards, rows: int) -> bool:
     return [start for (start, _), _ in shards] == ends[:-1] and ends[-1] == rows
 
 
-def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
+def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
     """Returns the cached division of a state; ``stamps`` may be empty for a base."""
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
@@ -335,7 +335,7 @@ class Stamps:
         self._runtime = runtime
         self._scans: dict[str, list[Callable[[], np.ndarray]]] = {}
         self._rows: dict[str, np.ndarray] = {}
-        self._spans = division.held
+        self._spans = division.local_rows
 
     @functools.cached_property
     def places(self) -> tuple[str, ...]:
@@ -530,7 +530,7 @@ class Sources:
     ):
         """Determines which rows of which fields to read; ``stamps`` may be empty for a base."""
         self.layout = layout
-        self.division = of(layout, leaves, stamps)
+        self.division = divide(layout, leaves, stamps)
         self._found = {
             group: {
                 where: {name: plan.source(leaves) for name, plan in plans.items()}

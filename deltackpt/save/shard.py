@@ -58,7 +58,7 @@ class Field:
     bounds: np.ndarray
     choice: CodecChoice  # the user's
     planned: PlannedCodec  # the codec to try first
-    held: bool = False  # its rows are views of the state; a change during the write is detected
+    pinned: bool = False  # its rows are views of the state; a change during the write is detected
 
     @property
     def count(self) -> int:
@@ -283,7 +283,7 @@ def _write_lossless(
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
     return shard_writer.stored_field(
         field.name,
-        shard_writer.write_array(place, entry, rows, held=field.held),
+        shard_writer.write_array(place, entry, rows, pinned=field.pinned),
         codec=plan.codec,
         reason=plan.reason,
         bounds=field.bounds,
@@ -358,9 +358,9 @@ def fields_of(
     choices: Mapping[str, Mapping[str, CodecChoice]],
     plans: Plans,
     *,
-    held: bool,
+    pinned: bool,
 ) -> list[Field]:
-    """Returns the fields of a segment to store; ``held`` if its rows are pinned."""
+    """Returns the fields of a segment to store; ``pinned`` if its rows are."""
     group = layout.group_by_name[source.group]
     bounds = shard_writer.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
@@ -373,7 +373,7 @@ def fields_of(
             bounds=bounds,
             choice=choices[group.name][name],
             planned=plans[group.name][name],
-            held=held and source.is_view(name),
+            pinned=pinned and source.is_view(name),
         )
         for name, field in source.fields.items()
     ]
@@ -415,7 +415,7 @@ def write_index(
     has_digests = "step" in plan.digests
     if has_digests and plan.intent.kind == "delta":
         others = commit.uncovered(batch, item_dir.name)
-        record = dataclasses.replace(record, files=digests.Digests.of(others).files)
+        record = dataclasses.replace(record, files=digests.Digests.from_files(others).files)
     written = shard_writer.write_manifest(item_dir, own._replace(record=record), batch)
     if has_digests and plan.intent.kind == "base":
         commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)

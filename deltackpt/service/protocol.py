@@ -224,7 +224,7 @@ class Pinned:
     pin: int = 0
     refused: str = ""
     soon: bool = False
-    held: SaveId | None = None
+    loaded: SaveId | None = None
     epoch: int = 0
     point: SaveId | None = None
     address: MemoryAddress | None = None

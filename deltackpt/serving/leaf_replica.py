@@ -156,7 +156,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
     def _whole(self, newest: StoredSave) -> LoadedLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
         leaves, read = self._chosen(chain[-1].layout), list[int]()
-        found = stored_dense.of_step(
+        found = stored_dense.open_values(
             chain, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
         )
         return self._version(chain[-1], leaves, found, self.loaded, read)
@@ -169,7 +169,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         try:
             return self._version(save, leaves, found, self.loaded, read, plan)
         except Damaged as error:
-            raise DamagedWal.of(error, plan.point.save_id) from error
+            raise DamagedWal.from_damage(error, plan.point.save_id) from error
 
     def _chosen(self, layout: Layout) -> tuple[DenseEntry, ...]:
         found = served_dense.chosen(layout, self._patterns)

@@ -36,7 +36,7 @@ class RestoredState:
     equals: Callable[[Split], bool]  # reads the step again; the same result on every process
 
     @classmethod
-    def of(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
+    def from_split(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
         """Notes a restored state."""
         return cls(
             tuple(map(_reference, arrays_of(split))),

@@ -151,10 +151,10 @@ class Saver:
             return Saved.skipped(step, reason, started)
         run.check_above(step)
         # First: without its WAL, a staging directory cannot be resumed from.
-        run.begin_replication()
+        run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
-            run.wal.begin_epoch(split)
+            run.wal.start_epoch(split)
         run.roll_back(step)
         run.end_hashing()
         attempt = run.lineage.attempts + 1

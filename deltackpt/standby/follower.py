@@ -404,7 +404,7 @@ class RowReplica(StateHolder[LoadedState]):
     ) -> Iterator[ReplicaTables]:
         """Lets memory with the held rows change in the context, which calls ``_publish`` last."""
         with self._gate.writing():
-            if not tables.memory.begin_write():
+            if not tables.memory.start_write():
                 # The old memory belongs to its reader now.
                 copy = self._new_tables(tables.layout, previous=0)
                 copy.memory.copy_from(tables.memory)
@@ -566,7 +566,7 @@ def _are_lossless(layers: Iterable[Sequence[Shard]]) -> bool:
     """Returns whether layers contain all their rows bit for bit."""
     return all(
         codecs.is_lossless(
-            codecs.of_segment(segment.spec(layer.groups[segment.group], field).codec)
+            codecs.parse_codec(segment.spec(layer.groups[segment.group], field).codec)
         )
         for of_save in layers
         for layer in of_save

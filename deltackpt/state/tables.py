@@ -93,7 +93,7 @@ class Tables:
         paths.check_select(self.select)
         for option in (self.codec, self.slot_codec):
             for given in option.values() if isinstance(option, Mapping) else [option]:
-                CodecChoice.of(given)
+                CodecChoice.from_option(given)
         for pattern, stack in self.stacks.items():
             if not isinstance(stack, StackedTable):
                 raise OptionError(
@@ -617,7 +617,7 @@ def _plain_empty(leaf: object) -> object:
 
 def _touched_at(site: TouchSite, leaves: list[Leaf]) -> TouchState:
     found = [leaves[i] for i in site.positions]
-    return touch_state.of_leaves(found, site.names) if site.names else touch_state.plain(found[0])
+    return touch_state.from_leaves(found, site.names) if site.names else touch_state.plain(found[0])
 
 
 def _put_touched(site: TouchSite, leaves: list[Leaf], touched: TouchState | None) -> None:

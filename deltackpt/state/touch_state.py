@@ -170,11 +170,11 @@ def sites(flat: Flat) -> list[TouchSite]:
         ranks = [getattr(leaf, "ndim", None) for leaf in leaves]
         types = {getattr(leaf, "dtype", None) for leaf in leaves}
         if types == {np.dtype(np.int32)} and ranks == [0, *[1] * len(names), 0]:
-            found.append(TouchSite(path, positions, names, of_leaves(leaves, names)))
+            found.append(TouchSite(path, positions, names, from_leaves(leaves, names)))
     return found
 
 
-def of_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
+def from_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
     """Returns a TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
     clock, *stamps, identity = leaves
     return TouchState(clock, dict(zip(names, stamps, strict=True)), identity)
@@ -182,7 +182,7 @@ def of_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
 
 def plain(state: TouchState) -> TouchState:
     """Returns a TouchState without the nnx Variables that may wrap its leaves."""
-    return of_leaves(jax.tree.leaves(state), sorted(state.stamps))
+    return from_leaves(jax.tree.leaves(state), sorted(state.stamps))
 
 
 def combine(states: Iterable[TouchState]) -> TouchState | None:

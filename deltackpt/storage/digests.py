@@ -207,7 +207,7 @@ class Digests:
     block_bytes: int = BLOCK_BYTES
 
     @classmethod
-    def of(cls, digests: Mapping[str, Digest]) -> Digests:
+    def from_files(cls, digests: Mapping[str, Digest]) -> Digests:
         """Returns the digests of files, by path."""
         return cls(
             {name: (found.length, found.crc32c, found.tail) for name, found in digests.items()},
@@ -348,7 +348,7 @@ def check_step_files(
     return damage
 
 
-def of_step(read: Callable[[str], bytes], files: Files, shown: str) -> dict[str, Digest]:
+def parse_step_digests(read: Callable[[str], bytes], files: Files, shown: str) -> dict[str, Digest]:
     """Returns digests of the files that a step's own digests cover, including digest files.
 
     ``files`` is that of its manifest.

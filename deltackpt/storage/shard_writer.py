@@ -48,10 +48,10 @@ class SegmentSink(Protocol):
         """Name of the segment."""
         ...
 
-    def writer(self, entry: ArrayEntry, *, held: bool = False) -> RowsWriter:
+    def writer(self, entry: ArrayEntry, *, pinned: bool = False) -> RowsWriter:
         """Returns a writer for one of its arrays.
 
-        ``held`` pieces stay valid until ``finish``, but others may change their contents. The
+        ``pinned`` pieces stay valid until ``finish``, but others may change their contents. The
         writer may keep all of them until then, so they should be views of memory that is kept
         anyway.
         """
@@ -108,13 +108,13 @@ class WrittenShard(NamedTuple):
 
 
 def write_array(
-    sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, pinned: bool = False
 ) -> StoredArrays:
     """Writes one array from its pieces, in order.
 
-    With ``held``, all pieces may be kept until the array is written; see ``SegmentSink.writer``.
+    With ``pinned``, all pieces may be kept until the array is written; see ``SegmentSink.writer``.
     """
-    writer = sink.writer(entry, held=held)
+    writer = sink.writer(entry, pinned=pinned)
     for piece in pieces:
         writer.write(piece)
     return StoredArrays((entry,), writer.finish())
@@ -206,7 +206,7 @@ def described(
     if layer is None:
         shard_digests = batch.below(naming.shard_dir(item_dir, process), relative_to=item_dir)
         shard_digests |= other_digests or {}
-        data = digests.digests_bytes(Digests.of(shard_digests))
+        data = digests.digests_bytes(Digests.from_files(shard_digests))
         batch.write(item_dir / naming.digests_name(process), data)
         record = complete(head, segments, summary, item_digests_crc32c=google_crc32c.value(data))
         nbytes = len(data) + sum(digest.length for digest in shard_digests.values())

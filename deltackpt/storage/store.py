@@ -72,7 +72,7 @@ class Stamp(NamedTuple):
     version: Hashable  # Changes with the folder's own entries.
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Stamp:
+    def from_stat(cls, found: os.stat_result) -> Stamp:
         """Returns the identity of a local directory."""
         return cls((found.st_dev, found.st_ino), found.st_ctime_ns)
 
@@ -460,7 +460,7 @@ class FileStore:
             found = os.stat(self._name(folder))
         except OSError:  # Reading it reports the error.
             return None
-        return Stamp.of(found) if stat.S_ISDIR(found.st_mode) else None
+        return Stamp.from_stat(found) if stat.S_ISDIR(found.st_mode) else None
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""

@@ -48,7 +48,7 @@ class _Head(NamedTuple):
     id: bytes
 
     @classmethod
-    def of(cls, data: bytes | memoryview, shown: str) -> _Head | None:
+    def parse(cls, data: bytes | memoryview, shown: str) -> _Head | None:
         """Parses an object; None if it is not a head, ``Damaged`` if its checksum is wrong."""
         if len(data) != HEAD_BYTES or bytes(data[: len(_MAGIC)]) != _MAGIC:
             return None
@@ -104,7 +104,7 @@ class NodesStore(Store):
     def get(self, key: str) -> bytes:
         """See ``Store``."""
         data = self._of(key).get(self._inside + key)
-        while (head := _Head.of(data, self._shown(key))) is not None:
+        while (head := _Head.parse(data, self._shown(key))) is not None:
             try:
                 # A length is trusted only if the last piece is there.
                 self._check_last(key, head)
@@ -246,7 +246,7 @@ class NodesStore(Store):
             self._of(key).read_into(self._inside + key, 0, [memoryview(data)], whole=True)
         except Damaged:
             return None
-        return _Head.of(memoryview(data), self._shown(key))
+        return _Head.parse(memoryview(data), self._shown(key))
 
     def _pieces(self, key: str, head: _Head) -> list[tuple[Node, str, int]]:
         """Node, name and number of each piece."""

@@ -71,7 +71,7 @@ class BundleName(NamedTuple):
         return SaveId(self.run, self.step, self.attempt)
 
     @classmethod
-    def of(cls, key: str) -> BundleName | None:
+    def parse(cls, key: str) -> BundleName | None:
         """Parses a key; returns None for a foreign one."""
         match = _KEY.fullmatch(key)
         return cls(match[1], *(int(match[group]) for group in range(2, 7))) if match else None
@@ -311,13 +311,13 @@ def unpack(reader: Reader, ref: BundleRef, folder: Path, *, fsync: bool) -> Bund
 
 def save_of(ref: BundleRef) -> SaveId | None:
     """Returns the save of a bundle; None for a foreign key."""
-    name = BundleName.of(ref.key)
+    name = BundleName.parse(ref.key)
     return None if name is None else name.save_id
 
 
 def newest_first(refs: Collection[BundleRef]) -> list[tuple[BundleName, BundleRef]]:
     """Returns bundles with their names, newest first; foreign keys are ignored."""
-    named = [(name, ref) for ref in refs if (name := BundleName.of(ref.key)) is not None]
+    named = [(name, ref) for ref in refs if (name := BundleName.parse(ref.key)) is not None]
     return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
 
 

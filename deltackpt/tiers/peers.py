@@ -212,7 +212,7 @@ class PeerTier:
             keys = [
                 key
                 for key in self._nodes[node].keys(self._group.root)
-                if (one := erasure.Fragment.of(key)) is not None and one.ref in gone
+                if (one := erasure.Fragment.parse(key)) is not None and one.ref in gone
             ]
             self._nodes[node].delete(keys)
 
@@ -241,7 +241,7 @@ class PeerTier:
         found: dict[erasure.FragmentCoding, erasure.Where] = {}
         for node in asked:
             for key in listed.get(node, ()):
-                one = erasure.Fragment.of(key)
+                one = erasure.Fragment.parse(key)
                 if one is not None:
                     where = found.setdefault(erasure.FragmentCoding(one.ref, one.k, one.m), {})
                     where.setdefault(one.segment, {}).setdefault(one, []).append(node)

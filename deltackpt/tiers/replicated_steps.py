@@ -222,7 +222,7 @@ class ReplicatedSteps(BucketSteps):
         store, stage = self.store_path.store, self._client.stage
         try:
             if isinstance(store, _NearestStore):
-                store = store.holder(str(step))
+                store = store.store_with(str(step))
             if not isinstance(store, FileStore):
                 DurableDir(stage.path, fsync=False).make(stage.fetched)
             with local_folder(StorePath(store, f"{step}/{name}"), stage.fetched) as folder:
@@ -243,7 +243,7 @@ class _NearestStore(ReadOnlyStore):
         """See ``Store``."""
         return self._remote.url
 
-    def holder(self, key: str) -> Store:
+    def store_with(self, key: str) -> Store:
         """Returns the store that holds a key or a folder; the local one if both do."""
         step = key.partition("/")[0]
         is_step = naming.step_number(step) is not None
@@ -284,11 +284,11 @@ class _NearestStore(ReadOnlyStore):
         return self._call(folder, lambda store: store.kvstore(folder))
 
     def _call(self, key: str, call: Callable[[Store], _T]) -> _T:
-        holder = self.holder(key)
+        found = self.store_with(key)
         try:
-            return call(holder)
+            return call(found)
         except Missing:
-            if holder is self._local and self.holder(key) is self._remote:
+            if found is self._local and self.store_with(key) is self._remote:
                 return call(self._remote)  # It was evicted concurrently.
             raise
 

@@ -251,7 +251,7 @@ class ReplicationClient:
         if refresh and isinstance(self.journal, Journal):
             self.journal.check()
 
-    def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
+    def start_run(self, resumed_from: SaveId | None, run: str) -> None:
         """Records, before the first save, from which save (or None) a run resumes."""
         if self._is_reader:
             return
@@ -492,7 +492,7 @@ class ReplicationClient:
 
     def keep_waiting(self, deadline: float | None = None) -> bool:
         """Waits a moment; returns whether to continue, by default until ``stop_waiting``."""
-        self.local.check_held()
+        self.local.check_lease_now()
         self.check_claim()
         self.start()
         if deadline is None:

@@ -123,7 +123,7 @@ class _Upload:
     began: float = 0.0  # of ``time.perf_counter()``
 
     @classmethod
-    def of(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
+    def start(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
         """An upload that has not begun; in a job of several uploaders, all derive the same path."""
         unit, save_id = ObjectKey(save.step), info.save_id
         if orders.no_shared_fs:
@@ -321,7 +321,7 @@ class Uploader(Cursor):
             return
         if orders.process == 0:
             if orders.began and not journal.claimed.began:
-                journal.begin_run(orders.goes_on)
+                journal.start_run(orders.goes_on)
             saves: dict[str, set[SaveId]] = {}
             for one in orders.removals:
                 if one.number > done and one.run is not None:
@@ -385,7 +385,7 @@ class Uploader(Cursor):
             # Before its number, so that a reader of the number finds the entry.
             self.stage.report_entry(entry)
         holder = journal.claimed.lease.holder
-        self.report(entry=entry.number, held=held, holder=holder, **changes)
+        self.report(entry=entry.number, committed=held, holder=holder, **changes)
 
     # ---- one save
 
@@ -400,7 +400,7 @@ class Uploader(Cursor):
         """Uploads a shard of a save, which process 0 commits; returns whether it did anything."""
         upload = self._uploads.get(save.key)
         if upload is None:
-            upload = self._uploads[save.key] = _Upload.of(save, info, orders, journal)
+            upload = self._uploads[save.key] = _Upload.start(save, info, orders, journal)
         upload.save, upload.info, upload.orders = save, info, orders
         is_sent = upload.sent is not None
         if upload.sent is None:

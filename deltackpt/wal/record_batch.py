@@ -172,7 +172,7 @@ def write_record(
     """Writes a batch, whose rows are in host memory; returns the record and its dense bytes."""
 
     def described(source: SegmentSource) -> list[Field]:
-        return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)
+        return fields_of(source, batch.layout, batch.choices, batch.plans, pinned=False)
 
     # Most records are written before another thread would begin.
     segments = write_segments(batch.rows, sink_of, described, runtime, BusyClock(), threads=1)

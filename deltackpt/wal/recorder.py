@@ -203,7 +203,7 @@ class Recorder(WalHooks):
             if reason is None:
                 if not self._begun or self._layout != split.layout:
                     # As before a save: without its WAL, a staging directory cannot be resumed from.
-                    self._run.begin_replication()
+                    self._run.start_replication()
                     reason = self._open(split)
             if reason is None:
                 # Steps that training left are newer than its records.
@@ -521,7 +521,7 @@ class Recorder(WalHooks):
         """See ``WalHooks``."""
         return self._of_run if self._begun else ""
 
-    def begin_epoch(self, split: Split) -> None:
+    def start_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes the header of an epoch if this run has none."""
         self._follow_run()
         if not self._begun:
@@ -558,7 +558,7 @@ class Recorder(WalHooks):
             epoch = OpenEpoch(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
         self._epoch, self._ended = epoch, None
-        self._save_requests.begin_epoch(epoch, split.layout, self._calls)
+        self._save_requests.start_epoch(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
 

@@ -209,7 +209,7 @@ class SaveRequests:
         """Counts a call of ``append()``, and sets ``agreed`` for it."""
         self.agreed = None if self._agreement is None else self._agreement.call()
 
-    def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
+    def start_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together."""
         self._bytes_at_step = 0
         coordinator = self._run.coordinator

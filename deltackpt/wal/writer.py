@@ -323,7 +323,7 @@ class WalWriter:
             if isinstance(error, FencedError):
                 self.fenced = error
         self._drop(lost)
-        self._segments.begin_part(self._durable_at)
+        self._segments.start_part(self._durable_at)
         self._dense.restart()
 
     def _drop(self, ended: Iterable[Batch]) -> None:
