@@ -87,7 +87,7 @@ def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     state = a_state(7)
     touched = deltackpt.touched.init(state["tables"])
     with (
-        mock.patch.object(placement, "shares", wraps=placement.shares) as shares,
+        mock.patch.object(placement, "owned_boxes", wraps=placement.owned_boxes) as shares,
         deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager,
     ):
         counts = []

@@ -196,7 +196,7 @@ def open_values(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
     *,
-    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
@@ -228,7 +228,7 @@ class StoredItem:
     def __init__(
         self,
         saves: Sequence[StoredSave],
-        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
         *,
         room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
@@ -290,7 +290,7 @@ class BaseItem:
     """The item of a base, opened only if needed, since it may have been removed."""
 
     save: StoredSave
-    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values
     on_bytes: OnBytes = uncounted
 
     @functools.cached_property
