@@ -92,7 +92,7 @@ class Restore:
 
     def __init__(self, root: Path | str, states: list[dict], expected: int | None, **options):
         self.read: list[int] = []
-        real = StepReader.find
+        real = StepReader.locate
 
         def find(reader, step, *arguments):
             self.read.append(step)
@@ -104,7 +104,7 @@ class Restore:
             deltackpt.CheckpointManager(
                 root, handlers=HANDLERS, options=managed, event_handlers=(events,)
             ) as manager,
-            mock.patch.object(StepReader, "find", find),
+            mock.patch.object(StepReader, "locate", find),
             pytest.warns(UserWarning) as warned,
             pytest.raises(NoIntactStep) if expected is None else contextlib.nullcontext(),
         ):
