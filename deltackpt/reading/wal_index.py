@@ -79,7 +79,7 @@ class ReplaySegment(NamedTuple):
 class ReplayPlan:
     """The records to replay from a step to a recovery point, by epoch, oldest first.
 
-    ``view`` is the valid part of the point's epoch.
+    ``view`` has the valid records of the point's epoch.
     """
 
     point: RecoveryPoint
@@ -100,7 +100,7 @@ class ReplayPlan:
         return sum(record.nbytes for _, record in self.records)
 
     def after(self, point: RecoveryPoint) -> ReplayPlan | None:
-        """Returns the part after a recovery point; None if the plan does not pass it."""
+        """Returns the rest of the plan after a recovery point; None if it does not pass that."""
         for number, segment in enumerate(self.segments):
             if segment.head.epoch == point.epoch:
                 rest = {
@@ -137,7 +137,7 @@ class Loss(NamedTuple):
     may_be_trimmed: bool
 
     @classmethod
-    def of(cls, step: int, problem: Damaged, *, may_be_trimmed: bool) -> Loss:
+    def from_damage(cls, step: int, problem: Damaged, *, may_be_trimmed: bool) -> Loss:
         """Returns the error to report for a problem."""
         action = (
             "everything appended after it is lost, and restores use what is before it; "
@@ -154,7 +154,7 @@ class _Log(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochView:
-    """The valid part of a WAL epoch: all records of its processes, or those up to ``last``."""
+    """The valid records of a WAL epoch: all those of its processes, or those up to ``last``."""
 
     head: EpochHeader
     last: SaveId | None
@@ -194,9 +194,9 @@ class EpochView:
                     known = [one.problem for one in (*breaks, *end)]
                     # A kill while an epoch is removed leaves its progress without its segments.
                     trimmed = not breaks and all(one.may_be_trimmed for one in end)
-                    yield Loss.of(last.step, [*known, missing][0], may_be_trimmed=trimmed)
+                    yield Loss.from_damage(last.step, [*known, missing][0], may_be_trimmed=trimmed)
             for one in holes:
-                yield Loss.of(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
+                yield Loss.from_damage(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
 
     def has_step(self, save_id: SaveId) -> bool:
         """Returns whether the run saved a committed step before the end of the epoch."""
@@ -210,7 +210,7 @@ class WalIndex:
 
     ``views`` are the valid epochs, newest first. ``unreadable`` is the loss of the epoch that the
     oldest of them continues from, if its header cannot be read. ``replaced`` are errors of headers
-    of which a copy was read instead: nothing is lost. ``unseen`` is the missing part if the
+    of which a copy was read instead: nothing is lost. ``unseen`` names what is missing if the
     segments of the newest epoch are not visible from here; ``in_topic`` if records are in a Kafka
     topic that cannot be read from here.
     """
@@ -225,7 +225,7 @@ class WalIndex:
         """Returns missing or altered records after a training step."""
         found = [one for view in self.views for one in view.losses()]
         if self.unseen is not None:  # Its newest record is unknown.
-            found.append(Loss.of(above + 1, self.unseen, may_be_trimmed=False))
+            found.append(Loss.from_damage(above + 1, self.unseen, may_be_trimmed=False))
         if self.unreadable is not None:
             found.append(self.unreadable)
         return [one for one in found if one.step > above]
@@ -361,7 +361,7 @@ class WalReader:
         """Returns the reference that the records of an epoch have."""
         data, known = self._heads.get(head.epoch, (b"", None))
         # Its own bytes: a later version may have written fields that are unknown here.
-        return EpochRef.of(head, data if known == head else None)
+        return EpochRef.from_header(head, data if known == head else None)
 
     def _local_segments(self, head: EpochHeader) -> StorePath | None:
         """Returns the directory of an epoch's segments in another directory, if it exists."""
@@ -375,7 +375,7 @@ class WalReader:
         return None
 
     def _unseen(self, view: EpochView) -> Damaged | None:
-        """Returns the missing part if an epoch's segments are in a directory not visible here."""
+        """Returns what is missing if an epoch's segments are in a directory not visible here."""
         head = view.head
         has_records = any(log.by_id for log in view.processes.values())
         if has_records or not head.directory or not head.process_count:
@@ -386,7 +386,7 @@ class WalReader:
         return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
 
     def in_topic(self, head: EpochHeader) -> Damaged | None:
-        """Returns the missing part if an epoch's records are in a topic that is not configured."""
+        """Returns what is missing if an epoch's records are in a topic that is not configured."""
         if head.topic is None or self.places.topics is not None:
             return None
         name = head.topic.name
@@ -475,7 +475,9 @@ class WalReader:
                 head = self.head(continues.epoch)
             except Damaged as error:
                 is_there = self.places.has(continues.epoch)
-                unreadable = Loss.of(continues.save_id.step, error, may_be_trimmed=not is_there)
+                unreadable = Loss.from_damage(
+                    continues.save_id.step, error, may_be_trimmed=not is_there
+                )
                 break
             views.append(self.view(head, continues.save_id, following))
         unseen = self._unseen(views[0])
