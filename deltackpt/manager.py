@@ -800,7 +800,11 @@ class CheckpointManager:
 
     @property
     def resume_step(self) -> int | None:
-        """Returns the step that the next save must exceed: the newest or the restored step."""
+        """Returns the step that the next save must exceed: the newest or the restored step.
+
+        The restored step remains so after its deletion, because training continues from its state;
+        a single process may save it again.
+        """
         self._check_usable()
         restored, point = self._run.restored, self._run.lineage.forked_from
         step = self.latest_step() if restored is None else restored

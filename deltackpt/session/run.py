@@ -473,7 +473,8 @@ class Run:
             newest = max(newest or 0, point.save_id.step)
         if newest is None or step > newest:
             return
-        if self.restored is None and self.coordinator.count == 1:
+        may_be_gone = self.restored is None or (point is None and step == self.restored)
+        if may_be_gone and self.coordinator.count == 1:
             # It may have been removed since. A listing may differ from process to process.
             newest = self.root.newest_step()
             if newest is None or step > newest:
