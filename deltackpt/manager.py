@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from deltackpt import coordination, events
 from deltackpt.errors import (
@@ -61,6 +61,8 @@ from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
@@ -103,7 +105,7 @@ class CheckpointManager:
         self,
         directory: str | os.PathLike[str],
         *,
-        handlers: Mapping[str, Any] | None = None,
+        handlers: Mapping[str, object] | None = None,
         options: ManagerOptions | None = None,
         event_handlers: tuple[events.EventHandler, ...] = (),
     ):
@@ -161,7 +163,7 @@ class CheckpointManager:
         item: str,
         choice: Tables,
         options: ManagerOptions,
-        extra: dict[str, Any],
+        extra: dict[str, ocp.CheckpointHandler],
         event_handlers: tuple[events.EventHandler, ...],
     ) -> None:
         """Opens all resources or none."""
@@ -976,7 +978,7 @@ class CheckpointManager:
             )
 
 
-def _as_step(step: Any) -> int:
+def _as_step(step: SupportsIndex) -> int:
     if type(step) is int:
         return naming.as_step(step)
     with placement.neutral():
