@@ -498,9 +498,10 @@ class Run:
         may_be_gone = self.restored is None or (point is None and step == self.restored)
         if may_be_gone and self.coordinator.count == 1:
             # It may have been removed since. A listing may differ from process to process.
-            newest = self.root.newest_step()
-            if newest is None or step > newest:
+            there = self.root.newest_step()
+            if there is None or step > there:
                 return
+            newest = there if self.restored is None else newest
         found = "the same step, which is already saved" if step == newest else "an older one"
         raise OptionError(
             f"step {step} in {self.root}: expected a step above {newest}, the newest in the "
