@@ -695,7 +695,7 @@ class CheckpointManager:
           The rows, on the host.
 
         Raises:
-          OptionError: ``step`` is not a valid step.
+          OptionError: ``step`` is not a valid step, or a range is invalid.
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)

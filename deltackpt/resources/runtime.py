@@ -18,9 +18,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -133,6 +133,15 @@ class Task(Generic[_T]):
         """Returns the result of the call, or raises its error."""
         self.run()
         return self.future.result()
+
+
+def _await(futures: Sequence[Future[Any]]) -> None:
+    """Waits for calls that use the caller's memory, even if the main thread is interrupted once."""
+    try:
+        concurrent.futures.wait(futures)
+    except BaseException:
+        concurrent.futures.wait(futures)
+        raise
 
 
 class Memory:
@@ -331,7 +340,7 @@ class Runtime:
         finally:
             # Those that no thread has started are not awaited: no item is left.
             begun = [task for task in tasks if not task.cancel()]
-            concurrent.futures.wait([task.future for task in begun])
+            _await([task.future for task in begun])
         for task in begun:
             task.result()
         return [results[number] for number in range(len(requests))]

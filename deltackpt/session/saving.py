@@ -164,10 +164,10 @@ class Saver:
                 marks = Embeddings(split=split, touched=arguments.touched).marks
                 run.wal.check(split, marks)
             pending = self._capture(step, attempt, split, arguments, items)
-        except Exception as error:
+        except BaseException as error:  # After an interrupt, training may continue.
             self._drop(items)
             self._leftovers.append(self._temporary(step, attempt))
-            if run.coordinator.count > 1:
+            if run.coordinator.count > 1 and isinstance(error, Exception):
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
