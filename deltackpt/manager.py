@@ -783,6 +783,7 @@ class CheckpointManager:
           StepNotFound: the step was not committed.
           OptionError: other steps are deltas on top of the step, or the newest recovery points
             replay onto it; the message names them.
+          FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
         with self._use(writing=True):

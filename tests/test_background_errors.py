@@ -118,6 +118,39 @@ def test_a_manager_fenced_by_another_one_refuses_every_call(tmp_path):
         manager.close()
 
 
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp_path, call):
+    """As in a container whose limit of threads is reached."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    refused = RuntimeError("can't start new thread")
+    states = dict(enumerate(leaver.states(3)))
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+
+        def give(step: int) -> None:
+            state, marks = states[step]
+            getattr(manager, call)(step, state, touched=marks)
+
+        if call == "append":
+            model.commit(manager, 0, states[0][0], touched=states[0][1])
+        with (
+            mock.patch.object(threading.Thread, "start", side_effect=refused),
+            pytest.raises(errors.StorageError, match="to start .*thread.*, found can't start"),
+        ):
+            give(1)
+        for step in (2, 3):
+            give(step)
+        manager.wait_until_finished()
+        manager.wait_appended(LIMIT_SECS)
+        model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
+        # The call that failed is not executed later.
+        assert manager.all_steps() == ([2, 3] if call == "save" else [0])
+        assert [point.step for point in manager.recovery_points()] == (
+            [] if call == "save" else [3, 2]
+        )
+
+
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_manager_refuses_every_call_even_if_another_thread_is_in_it(tmp_path):

@@ -287,8 +287,18 @@ class Runtime:
         return found
 
     def start(self, call: Callable[..., _T], *arguments: object) -> Future[_T]:
-        """Runs a call on a thread, never on the caller's; ``RuntimeError`` after ``close``."""
-        return self._pool.submit(call, *arguments)
+        """Runs a call on a thread, never on the caller's.
+
+        Raises RuntimeError after ``close``, or if no thread can start; the call never runs then.
+        """
+        task = Task(lambda: call(*arguments))
+        try:
+            queued = self._pool.submit(task.run)
+        except RuntimeError:  # The executor has queued it nevertheless, for its other threads.
+            task.cancel()
+            raise
+        queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
+        return task.future
 
     def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""

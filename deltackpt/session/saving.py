@@ -311,7 +311,14 @@ class Saver:
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
-        future = run.runtime.start(self._write, planned, nbytes, self._owner)
+        try:
+            future = run.runtime.start(self._write, planned, nbytes, self._owner)
+        except RuntimeError as error:
+            self._drop(items)
+            raise StorageError(
+                f"step {number}: expected to start a thread that writes it, found {error}; raise "
+                "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
+            ) from error
         self.in_flight = InFlight(number, temporary, pending, future, started)
         return self.in_flight
 

@@ -115,7 +115,10 @@ def _made(tables: Mapping[str, Any], identity: int | None) -> TouchState:
     traced = isinstance(clock, Tracer)
     for name, table in tables.items():
         if fault := paths.table_fault(table):
-            raise TrackingError(f"table {name}: {fault}; expected an array of rows")
+            raise TrackingError(
+                f"init: table {name!r}: expected an array of rows, found that it {fault}; leave it "
+                "out"
+            )
         stamps[name] = filled(table.shape[:1], _stamps_like(table), 0, traced=traced)
     if identity is None:
         identity = UNKNOWN if traced else _agreed_identity(tables.values())

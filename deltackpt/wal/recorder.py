@@ -327,11 +327,13 @@ class Recorder(WalHooks):
             )
             batch.blocked_secs = time.perf_counter() - started
             writer.submit(batch, losses)
-        except BaseException:
-            if batch is not None:
-                batch.release()
+        except BaseException as error:
             writer.requeue(pending)
-            memory.release(reserved)
+            # After an interrupt, the writer may have the batch, whose memory it still reads.
+            if batch is None or isinstance(error, Exception):
+                if batch is not None:
+                    batch.release()
+                memory.release(reserved)
             raise
         return True
 
