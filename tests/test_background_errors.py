@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ from deltackpt.wal.writer import WalWriter
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
+PACKAGE = os.path.dirname(deltackpt.__file__)
 #: A call of each public name of a manager; a test fails if one is missing.
 CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "all_steps": lambda manager: manager.all_steps(),
@@ -73,6 +76,11 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
 }
 #: Names that a closed manager still answers.
 ALWAYS = {"close", "options"}
+
+
+def opened_to_read(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read")
+    return deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS, options=options)
 
 
 def saved(root: Path) -> deltackpt.CheckpointManager:
@@ -149,6 +157,58 @@ def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp
         assert [point.step for point in manager.recovery_points()] == (
             [] if call == "save" else [3, 2]
         )
+
+
+def interrupted(call: Callable[[], object], after: int) -> bool:
+    """Calls a function; interrupts it once it has entered so many functions of the package."""
+    left = iter(range(after))
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            if next(left, None) is None:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path, call):
+    """No row is lost, and all memory for copies is available again."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    state, marks = STATE, MARKS
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, state, touched=marks)
+        recorder = manager._recorder
+        assert recorder is not None
+        for number in range(1, 1000):
+            state, marks = model.train(state, marks, number)
+
+            def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
+                getattr(manager, call)(step, state, touched=marks)
+
+            if not interrupted(give, after=number * 13):
+                break
+            state, marks = model.train(state, marks, number + 1)
+            give(2 * number + 1, state, marks)
+            manager.wait_until_finished()
+            manager.wait_appended()
+            with opened_to_read(tmp_path) as reader:
+                found = reader.restore_latest(state)
+            assert found is not None and found.step == 2 * number + 1
+            model.assert_same(found.state, state)
+            for memory in (manager._run.runtime.memory, recorder._runtime.memory):
+                assert memory.fits(memory.limit_bytes) and not memory.reserved_bytes, number
+        assert number > 20
 
 
 @pytest.mark.processes

@@ -287,18 +287,23 @@ class Runtime:
         return found
 
     def start(self, call: Callable[..., _T], *arguments: object) -> Future[_T]:
-        """Runs a call on a thread, never on the caller's.
-
-        Raises RuntimeError after ``close``, or if no thread can start; the call never runs then.
-        """
+        """Runs a call on a thread, never on the caller's; raises what ``queue`` does."""
         task = Task(lambda: call(*arguments))
         try:
-            queued = self._pool.submit(task.run)
-        except RuntimeError:  # The executor has queued it nevertheless, for its other threads.
+            self.queue(task)
+        except BaseException:
             task.cancel()
             raise
-        queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
         return task.future
+
+    def queue(self, task: Task[Any]) -> None:
+        """Lets a thread run a task.
+
+        Raises RuntimeError after ``close``, or if no thread can start; then cancel the task, since
+        the executor may have it nevertheless.
+        """
+        queued = self._pool.submit(task.run)
+        queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
 
     def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""

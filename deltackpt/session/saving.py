@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
+from deltackpt.resources.runtime import Task
 from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction
 from deltackpt.save.dense_save import DenseLeaves
@@ -164,7 +166,10 @@ class Saver:
                 marks = Embeddings(split=split, touched=arguments.touched).marks
                 run.wal.check(split, marks)
             pending = self._capture(step, attempt, split, arguments, items)
-        except BaseException as error:  # After an interrupt, training may continue.
+            flight = self._hand_over(step, attempt, items, pending, arguments, started)
+        except BaseException as error:
+            if self.in_flight is not None:
+                raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
             self._leftovers.append(self._temporary(step, attempt))
             if run.coordinator.count > 1 and isinstance(error, Exception):
@@ -174,7 +179,6 @@ class Saver:
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
-        flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.wal.saved()
         run.tracking.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
@@ -311,16 +315,20 @@ class Saver:
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
+        task = Task(functools.partial(self._write, planned, nbytes, self._owner))
+        flight = self.in_flight = InFlight(number, temporary, pending, task.future, started)
         try:
-            future = run.runtime.start(self._write, planned, nbytes, self._owner)
-        except RuntimeError as error:
-            self._drop(items)
+            run.runtime.queue(task)
+        except BaseException as error:
+            if task.cancel():
+                self.in_flight = None
+            if not isinstance(error, RuntimeError):
+                raise
             raise StorageError(
                 f"step {number}: expected to start a thread that writes it, found {error}; raise "
                 "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
             ) from error
-        self.in_flight = InFlight(number, temporary, pending, future, started)
-        return self.in_flight
+        return flight
 
     # In the background.
 

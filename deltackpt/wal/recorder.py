@@ -327,10 +327,9 @@ class Recorder(WalHooks):
             )
             batch.blocked_secs = time.perf_counter() - started
             writer.submit(batch, losses)
-        except BaseException as error:
+        except BaseException:
             writer.requeue(pending)
-            # After an interrupt, the writer may have the batch, whose memory it still reads.
-            if batch is None or isinstance(error, Exception):
+            if batch is None or not batch.queued:
                 if batch is not None:
                     batch.release()
                 memory.release(reserved)

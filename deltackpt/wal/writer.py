@@ -108,6 +108,7 @@ class WalWriter:
             if losses != self.losses:
                 # It lacks the rows of a record that has since been given up.
                 assert self.failure is not None
+                batch.queued = True
                 self._lose([batch], self.failure.cause)
                 self._drop([batch])
                 return
@@ -124,6 +125,7 @@ class WalWriter:
                 self._thread = thread
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             batch.begins_file, self._roll = self._roll, False
+            batch.queued = True
             self._queue.append(batch)
             self._busy = True
             self._changed.notify_all()
