@@ -54,7 +54,7 @@ from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
 from deltackpt.state import placement
 from deltackpt.state.tables import Tables
-from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
 from deltackpt.wal.epoch import EndedWal
@@ -400,6 +400,8 @@ class CheckpointManager:
                     "every row; pass touched= or keep the TouchState in the state"
                 )
             marks = Embeddings(split=split, touched=touched).marks
+            if marks:
+                match_marks(marks, split.layout)  # Its error makes no row doubtful.
             try:
                 return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:

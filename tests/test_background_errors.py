@@ -196,7 +196,7 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
             def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
                 getattr(manager, call)(step, state, touched=marks)
 
-            if not interrupted(give, after=number * 13):
+            if not interrupted(give, after=number * 29):
                 break
             state, marks = model.train(state, marks, number + 1)
             give(2 * number + 1, state, marks)
@@ -208,7 +208,7 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
             model.assert_same(found.state, state)
             for memory in (manager._run.runtime.memory, recorder._runtime.memory):
                 assert memory.fits(memory.limit_bytes) and not memory.reserved_bytes, number
-        assert number > 20
+        assert number > 8
 
 
 @pytest.mark.processes

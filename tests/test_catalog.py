@@ -58,6 +58,8 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
             manager.best_step()
         with pytest.raises(OptionError, match="'max' or 'min'"):
             manager.best_step("loss", mode="least")
+        with pytest.raises(OptionError, match="metric of step [0-3], found 'low'"):
+            manager.best_step(lambda found: "low")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

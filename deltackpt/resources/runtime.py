@@ -349,9 +349,14 @@ class Runtime:
                 left.clear()
                 raise
 
-        tasks = [self.submit(work) for _ in range(helpers)]
+        tasks: list[Task[None]] = []
         try:
+            for _ in range(helpers):
+                tasks.append(self.submit(work))
             work()
+        except BaseException:
+            left.clear()
+            raise
         finally:
             # Those that no thread has started are not awaited: no item is left.
             begun = [task for task in tasks if not task.cancel()]
