@@ -270,12 +270,13 @@ class Saver:
                 )
             args = orbax_dense.save_args(split.dense)
             return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+        pending.dense = found
         if pending.intent.kind == "delta":
-            pending.dense = found
             return None
         if run.dense is not None:
             pending.base_dense_bytes = found.nbytes
             found.keep(pending.intent.save_id)
+        pending.dense = None
         return found
 
     def _start_item(
