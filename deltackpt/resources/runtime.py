@@ -213,9 +213,9 @@ class Memory:
                 self._kept = [kept for kept in self._kept if kept is not raw]
                 self._kept_bytes -= raw.nbytes
             out = raw[:nbytes].view(dtype).reshape(shape)
+            self._evict(raw.nbytes)
             self._lent[id(out)] = (out, raw)
             self._lent_bytes += raw.nbytes
-            self._evict()
         return out
 
     def give_back(self, arrays: Iterable[object]) -> None:
@@ -232,9 +232,10 @@ class Memory:
         """Returns the bytes of all buffers, lent or kept."""
         return self._lent_bytes + self._kept_bytes
 
-    def _evict(self) -> None:
+    def _evict(self, more: int = 0) -> None:
+        """Frees the oldest kept buffers if there are too many, ``more`` bytes included."""
         while self._kept and (
-            self.nbytes > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
+            self.nbytes + more > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
         ):
             self._kept_bytes -= self._kept.pop(0).nbytes
 
