@@ -365,7 +365,9 @@ class Saver:
                 else:  # After the commit, since the policy counts this step.
                     retention.enforce(self._keeps, run)
             except Exception as error:
-                warnings.append(f"steps that retention should remove may remain: {error}")
+                # That of a policy may be only a key.
+                text = str(error) if isinstance(error, DeltackptError) else repr(error)
+                warnings.append(f"steps that retention should remove may remain: {text}")
         return Done(room_secs, committed, tuple(warnings))
 
     def _own_files(
