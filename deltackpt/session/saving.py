@@ -131,11 +131,11 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``split_all``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
+        """Splits a state, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.split_all(state, touched), touched)
 
     def split_all(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
+        """Splits a state into tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
 

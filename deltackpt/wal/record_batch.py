@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the training state that one ``append()`` copies, and its record.
+"""The rows and leaves of the training state that one ``append()`` copies, and its record.
 
 A lossy row is always encoded from its live value, so errors do not add up over records. Dense
 leaves are relative to the decoded previous full record in the same file, so each record corrects
