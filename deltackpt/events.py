@@ -298,13 +298,15 @@ def deferred_warnings() -> Iterator[None]:
     if _deferred.warnings is not None:
         yield
         return
-    found = _deferred.warnings = []
+    found: list[tuple[str, type[Warning]]] = []
     raised: BaseException | None = None
     try:
+        _deferred.warnings = found
         yield
     except BaseException as error:
         raised = error
-    _deferred.warnings = None
+    finally:  # An interrupt here would otherwise silence all later warnings of the thread.
+        _deferred.warnings = None
     for message, category in found:
         try:
             warn(message, category)
