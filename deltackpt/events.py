@@ -292,19 +292,21 @@ class CallWarnings:
 
         The first that is an error is raised; it, or the block's own error, has the others as notes.
         """
-        outer, _thread.call = _thread.call, self
-        is_outermost = self._found is None
-        if is_outermost:
-            self._found = []
+        outer, is_outermost = _thread.call, self._found is None
+        found: list[tuple[str, type[Warning]]] | None = None
         raised: BaseException | None = None
         try:
+            _thread.call = self
+            if is_outermost:
+                self._found = []
             yield
         except BaseException as error:
             raised = error
-        _thread.call = outer
-        if is_outermost:
-            found, self._found = self._found, None
-            raised = _issued(found or (), raised)
+        finally:  # An interrupt here would otherwise silence all later warnings.
+            _thread.call = outer
+            if is_outermost:
+                found, self._found = self._found, None
+        raised = _issued(found or (), raised)
         if raised is not None:
             raise raised
 

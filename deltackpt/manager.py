@@ -54,7 +54,7 @@ from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
 from deltackpt.state import placement
 from deltackpt.state.tables import Tables
-from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
 from deltackpt.wal.epoch import EndedWal
@@ -386,6 +386,8 @@ class CheckpointManager:
                     "every row; pass touched= or keep the TouchState in the state"
                 )
             marks = Embeddings(split=split, touched=touched).marks
+            if marks:
+                match_marks(marks, split.layout)  # Its error makes no row doubtful.
             try:
                 return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:
@@ -681,7 +683,7 @@ class CheckpointManager:
           The rows, on the host.
 
         Raises:
-          OptionError: ``step`` is not a valid step.
+          OptionError: ``step`` is not a valid step, or a range is invalid.
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
@@ -769,6 +771,7 @@ class CheckpointManager:
           StepNotFound: the step was not committed.
           OptionError: other steps are deltas on top of the step, or the newest recovery points
             replay onto it; the message names them.
+          FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
         with self._use(writing=True):

@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ from deltackpt.wal.writer import WalWriter
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
+PACKAGE = os.path.dirname(deltackpt.__file__)
 #: A call of each public name of a manager; a test fails if one is missing.
 CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "all_steps": lambda manager: manager.all_steps(),
@@ -73,6 +76,11 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
 }
 #: Names that a closed manager still answers.
 ALWAYS = {"close", "options"}
+
+
+def opened_to_read(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read")
+    return deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS, options=options)
 
 
 def saved(root: Path) -> deltackpt.CheckpointManager:
@@ -116,6 +124,91 @@ def test_a_manager_fenced_by_another_one_refuses_every_call(tmp_path):
     with opened(tmp_path):
         assert answers_of(manager, errors.FencedError) == []
         manager.close()
+
+
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp_path, call):
+    """As in a container whose limit of threads is reached."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    refused = RuntimeError("can't start new thread")
+    states = dict(enumerate(leaver.states(3)))
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+
+        def give(step: int) -> None:
+            state, marks = states[step]
+            getattr(manager, call)(step, state, touched=marks)
+
+        if call == "append":
+            model.commit(manager, 0, states[0][0], touched=states[0][1])
+        with (
+            mock.patch.object(threading.Thread, "start", side_effect=refused),
+            pytest.raises(errors.StorageError, match="to start .*thread.*, found can't start"),
+        ):
+            give(1)
+        for step in (2, 3):
+            give(step)
+        manager.wait_until_finished()
+        manager.wait_appended(LIMIT_SECS)
+        model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
+        # The call that failed is not executed later.
+        assert manager.all_steps() == ([2, 3] if call == "save" else [0])
+        assert [point.step for point in manager.recovery_points()] == (
+            [] if call == "save" else [3, 2]
+        )
+
+
+def interrupted(call: Callable[[], object], after: int) -> bool:
+    """Calls a function; interrupts it once it has entered so many functions of the package."""
+    left = iter(range(after))
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            if next(left, None) is None:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path, call):
+    """No row is lost, and all memory for copies is available again."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    state, marks = STATE, MARKS
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, state, touched=marks)
+        recorder = manager._recorder
+        assert recorder is not None
+        for number in range(1, 1000):
+            state, marks = model.train(state, marks, number)
+
+            def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
+                getattr(manager, call)(step, state, touched=marks)
+
+            if not interrupted(give, after=number * 29):
+                break
+            state, marks = model.train(state, marks, number + 1)
+            give(2 * number + 1, state, marks)
+            manager.wait_until_finished()
+            manager.wait_appended()
+            with opened_to_read(tmp_path) as reader:
+                found = reader.restore_latest(state)
+            assert found is not None and found.step == 2 * number + 1
+            model.assert_same(found.state, state)
+            for memory in (manager._run.runtime.memory, recorder._runtime.memory):
+                assert memory.fits(memory.limit_bytes) and not memory.reserved_bytes, number
+        assert number > 8
 
 
 @pytest.mark.processes

@@ -58,6 +58,8 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
             manager.best_step()
         with pytest.raises(OptionError, match="'max' or 'min'"):
             manager.best_step("loss", mode="least")
+        with pytest.raises(OptionError, match="metric of step [0-3], found 'low'"):
+            manager.best_step(lambda found: "low")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -148,6 +150,18 @@ def test_item_metadata_can_be_used_as_a_template(tmp_path):
             np.testing.assert_array_equal(one, other)
         with pytest.raises(StepNotFound):
             manager.item_metadata(7)
+
+
+def test_a_policy_that_raises_removes_no_step_and_its_error_is_shown(tmp_path):
+    class Broken:
+        def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+            raise KeyError("nope")
+
+    with manager_of(tmp_path, preservation_policy=Broken()) as manager:
+        with pytest.warns(UserWarning, match=r"may remain: KeyError\('nope'\)"):
+            save_all(manager, range(2))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1]
 
 
 def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):

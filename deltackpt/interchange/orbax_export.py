@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import tree_util
 
@@ -69,7 +70,8 @@ def export_orbax(
     Raises:
       TargetExists: the target exists.
       RestoreError: the step is not readable.
-      OptionError: a glob matches no leaf, or two leaves would get the same name in Orbax.
+      OptionError: a glob matches no leaf, two leaves would get the same name in Orbax, or Orbax
+        cannot store the dtype of a table.
       OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
@@ -85,6 +87,7 @@ def export_orbax(
             if wanted is not None:
                 state = _only(state, wanted)
             _check_names(state)
+            _check_dtypes(state)
             _warn_of_nnx(state)
             args = orbax_dense.save_args(state)
             before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
@@ -137,6 +140,20 @@ def _check_names(state: PyTree) -> None:
         raise OptionError(
             "export: expected distinct leaf names, found more than one leaf with each of the "
             f"Orbax names {clashes}; rename the keys that contain a '.'"
+        )
+
+
+def _check_dtypes(state: PyTree) -> None:
+    """Checks that Orbax can store the arrays: tables may have other dtypes, such as uint4."""
+    faults = [
+        f"{'/'.join(path)} {fault}"
+        for path, leaf in ocp.tree.to_flat_dict(state).items()
+        if isinstance(leaf, np.ndarray) and (fault := orbax_dense.fault(leaf)) is not None
+    ]
+    if faults:
+        raise OptionError(
+            f"export: expected leaves that Orbax can store, found\n{paths.listed(faults)}\n"
+            "choose other leaves, or export to safetensors"
         )
 
 

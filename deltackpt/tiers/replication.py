@@ -392,7 +392,7 @@ class ReplicationClient:
                 self._evict()
 
     def _evict(self) -> None:
-        """Evicts uploaded saves outside the newest chains, and shards that can never be uploaded."""
+        """Evicts uploaded saves outside the newest chains, and shards of saves without others."""
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         if self.no_shared_fs:
             progress, newest = self.progress(), max(self.local.steps(), default=None)

@@ -5,9 +5,9 @@ All remote changes are made here, under the trainer's claim and in this order: t
 training, rollbacks, then the saves, parents first, and retirements. A kill leaves files that no
 entry names; they are swept later.
 
-If each process of a job has a staging directory, each uploader uploads its shard of a save to a path
-that is derived from the claim and the save, and reports that, or that it cannot, with an object in
-the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
+If each process of a job has a staging directory, each uploader uploads its shard of a save to a
+path that is derived from the claim and the save, and reports that, or that it cannot, with an
+object in the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations
