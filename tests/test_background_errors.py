@@ -407,6 +407,64 @@ def test_a_warning_that_is_an_error_does_not_interrupt_close(tmp_path):
     opened(tmp_path).close()
 
 
+def test_close_raises_a_failed_save_although_a_part_on_another_thread_warns(tmp_path):
+    manager = saved(tmp_path)
+    with paused_saves(tmp_path, errno.EIO) as held:
+        manager.save(2, STATE, touched=MARKS)
+        held.release()
+        warn = mock.Mock(side_effect=lambda: events.warn("the executor is late"))
+        with mock.patch.object(manager._saver, "close", warn), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(errors.SaveFailed, match="step 2") as raised:
+                manager.close()
+    assert "UserWarning: the executor is late" in raised.value.__notes__
+    opened(tmp_path).close()
+
+
+def test_a_manager_used_in_the_call_of_another_issues_its_own_warnings(tmp_path):
+    received = []
+
+    class Copying:
+        """An event handler that uses another manager."""
+
+        def receive(self, event: events.Event) -> None:
+            with pytest.warns(RuntimeWarning, match="no place for a SaveEvent"):
+                model.commit(other, 1, STATE, touched=MARKS)
+            received.append(event)
+
+    with contextlib.ExitStack() as managers:
+        other, one = (
+            managers.enter_context(
+                deltackpt.CheckpointManager(
+                    tmp_path / type(handler).__name__,
+                    handlers=leaver.HANDLERS,
+                    event_handlers=(handler,),
+                )
+            )
+            for handler in (Failing(), Copying())
+        )
+        model.commit(one, 1, STATE, touched=MARKS)
+    assert len(received) == 1
+
+
+def test_a_start_reports_a_warning_that_is_an_error_of_the_manager_before(tmp_path):
+    manager = saved(tmp_path)
+    with mock.patch.object(manager._saver, "close", lambda: events.warn("the executor is late")):
+        with pytest.raises(UserWarning, match="another manager .*: the executor is late"):
+            opened(tmp_path)
+    with pytest.raises(errors.FencedError):
+        manager.save(2, STATE, touched=MARKS)
+    opened(tmp_path).close()
+
+
+def test_invalid_options_are_refused_before_another_manager_is_awaited(tmp_path):
+    options = deltackpt.ManagerOptions(tiers=deltackpt.Tiers())
+    with saved(tmp_path), mock.patch.object(exits, "take_over") as awaited:
+        with pytest.raises(errors.OptionError, match="tiers: expected None for the local"):
+            deltackpt.CheckpointManager(tmp_path, options=options)
+    assert not awaited.called
+
+
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):
     with saved(tmp_path) as manager:
         outcomes, real = iter([ZeroDivisionError("unexpected")]), Root._collect

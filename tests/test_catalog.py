@@ -187,6 +187,23 @@ def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):
         assert manager.restore_latest(state).step == 3
 
 
+@pytest.mark.parametrize("step", [3, 4])
+def test_training_continues_from_a_restored_step_that_is_deleted(tmp_path, step):
+    with manager_of(tmp_path) as manager:
+        state = save_all(manager)
+    with manager_of(tmp_path) as manager:
+        found = manager.restore_latest(state)
+        assert found is not None and found.step == 3
+        manager.delete(3)
+        assert (manager.resume_step, manager.latest_step()) == (3, 2)
+        with pytest.raises(OptionError, match="a step above"):
+            manager.save(2, found.state, touched=found.touched)
+        assert manager.save(step, found.state, touched=found.touched).kind == "base"
+        manager.wait_until_finished()
+        assert manager.resume_step == step
+        model.assert_same(manager.restore(step, state).state, state)
+
+
 def test_training_continues_after_its_newest_step_is_deleted(tmp_path):
     state, touched = model.start()
     kinds = {}

@@ -75,28 +75,28 @@ def export_orbax(
       OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
-    checkpoints = inspect.open(directory, item=item, wal=wal)
-    found = checkpoints.at(step)
-    number = found.step
-    patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
-    # Report errors in the globs before anything is read.
-    wanted = None if patterns == ("**",) else chosen(found, patterns)
-    with published(goal) as temporary:
-        state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
-        state = with_numbers(state, found.dense)
-        if wanted is not None:
-            state = _only(state, wanted)
-        _check_names(state)
-        _check_dtypes(state)
-        _warn_of_nnx(state)
-        args = orbax_dense.save_args(state)
-        before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
-        changed = {
-            "/".join(path): "text"
-            for path, leaf in after.items()
-            if isinstance(leaf, str) and not isinstance(before[path], str)
-        }
-        _write(args, temporary, number, goal)
+    with inspect.open(directory, item=item, wal=wal) as checkpoints:
+        found = checkpoints.at(step)
+        number = found.step
+        patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
+        # Report errors in the globs before anything is read.
+        wanted = None if patterns == ("**",) else chosen(found, patterns)
+        with published(goal) as temporary:
+            state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
+            state = with_numbers(state, found.dense)
+            if wanted is not None:
+                state = _only(state, wanted)
+            _check_names(state)
+            _check_dtypes(state)
+            _warn_of_nnx(state)
+            args = orbax_dense.save_args(state)
+            before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
+            changed = {
+                "/".join(path): "text"
+                for path, leaf in after.items()
+                if isinstance(leaf, str) and not isinstance(before[path], str)
+            }
+            _write(args, temporary, number, goal)
     return exported(goal, number, changed=changed)
 
 
