@@ -244,6 +244,9 @@ class Uploader(Cursor):
         self.forget_replaced(found)
         others = orders.process > 0 and any(one.sent is not None for one in self._uploads.values())
         if others or self.progress.problem is not None:
+            if self._needs_no_request(orders, journal):
+                # The trainer may wait for the deletion of a step that was never uploaded.
+                self._report_state(journal, orders=orders.number)
             # Commits whose responses were lost may have succeeded, here or elsewhere.
             journal.check()
         self._carry_out(orders, journal)
@@ -329,6 +332,13 @@ class Uploader(Cursor):
             for run, only in saves.items():
                 if steps := journal.roll_back(-1, run, only=only):
                     _logger.info("steps %s rolled back", steps)
+
+    def _needs_no_request(self, orders: Orders, journal: Journal) -> bool:
+        """Returns whether ``_carry_out`` would change nothing."""
+        begins = orders.began and not journal.claimed.began
+        return not (orders.process > 0 or journal.in_doubt or begins) and not any(
+            one.run is not None and one.number > self.progress.orders for one in orders.removals
+        )
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
         """Retires what is unneeded, if its replacement, or a later one, is uploaded."""

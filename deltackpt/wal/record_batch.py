@@ -91,6 +91,7 @@ class Batch:
     blocked_secs: float = 0.0  # How long ``append()`` blocked.
     event: AppendEvent | None = None  # None until it is written.
     begins_file: bool = False  # Whether it is the first of a new segment.
+    queued: bool = False  # Whether the writer has it, and releases its memory.
 
     def release(self) -> None:
         """Releases its memory. Idempotent."""

@@ -328,10 +328,11 @@ class Recorder(WalHooks):
             batch.blocked_secs = time.perf_counter() - started
             writer.submit(batch, losses)
         except BaseException:
-            if batch is not None:
-                batch.release()
             writer.requeue(pending)
-            memory.release(reserved)
+            if batch is None or not batch.queued:
+                if batch is not None:
+                    batch.release()
+                memory.release(reserved)
             raise
         return True
 
