@@ -520,9 +520,8 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
         for step in range(1, 13):
             model.commit(manager, step, state, touched=touched)
             # Background removal may take long on a busy machine.
-            while len(list((tmp_path / naming.TRASH).glob("*/*"))) > 2:
+            while len(list((tmp_path / naming.TRASH).glob("*"))) > 2:
                 time.sleep(0.01)
-            assert len(list((tmp_path / naming.TRASH).iterdir())) <= 3
     assert list((tmp_path / naming.TRASH).iterdir()) == []
 
 

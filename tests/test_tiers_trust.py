@@ -275,7 +275,9 @@ def test_an_uploader_survives_a_full_staging_directory(one, alone, monkeypatch):
     assert one.root() == [1, 2, 3]
     status = replicator.status_of(one.stage)
     assert status is not None and status.waiting == 3
-    one.run(4, wait_for="remote", bases=[4])
+    one.run(4, wait_for="staging", bases=[4])
+    promote(one)
+    assert one.root() == [1, 2, 3, 4]
     status = replicator.status_of(one.stage)
     assert status is not None and (status.waiting, status.problem) == (0, None)
 
