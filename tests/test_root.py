@@ -531,7 +531,7 @@ def test_a_step_is_deleted_on_a_disk_without_room_for_another_folder(tmp_path):
 
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
-            model.commit(manager, step, model.initial())
+            model.commit(manager, step, model.initial(), force_base=True)
         with Disk(tmp_path) as disk:
             disk.on("mkdir", refuse)
             manager.delete(1)
