@@ -375,7 +375,7 @@ class ReplicationClient:
             self.local.collect(protected, before=functools.partial(self._tend, protected))
 
     def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FencedError, OSError):
             self._help_on_full_disk()
         self._tidy()
         with contextlib.suppress(FencedError):  # The next commit reports it.
@@ -389,6 +389,7 @@ class ReplicationClient:
     def _help_on_full_disk(self) -> None:
         """Restarts the uploader, and reads the journal if it may have no room for its reports."""
         if behind := self.lag():
+            self.local.check_held()
             self.start()
             if posix.free_bytes(self.stage.path) < 2 * max(behind.values()):
                 self.journal.state()
