@@ -32,7 +32,7 @@ from deltackpt.testing import MemoryStore
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.staging import StagingDir, default_stage, step_of
-from deltackpt.tiers.uploader import Parts, Uploader, UploadPart
+from deltackpt.tiers.uploader import ShardReport, Shards, Uploader
 
 __all__ = ["alone", "node", "one", "other", "s3"]
 
@@ -182,22 +182,22 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
 
 def test_reports_of_uploaders_are_told_from_other_objects_and_damaged_ones():
     at = StorePath(MemoryStore(), "meeting/1.1.0123456789ab")
-    parts, own = Parts(at), UploadPart(process=1, objects=7)
-    parts.publish(own)
+    shards, own = Shards(at), ShardReport(process=1, objects=7)
+    shards.publish(own)
     for name in ("notes.txt", "1.msgpack.old", "x/0.msgpack", "01.msgpack", "-1.msgpack"):
         at.store.put((at / name).key, b"of somebody else")
-    assert parts.read() == {1: own} == Parts(at).read()
+    assert shards.read() == {1: own} == Shards(at).read()
     at.store.put((at / "0.msgpack").key, b"damaged")
-    for found in (parts.read(), Parts(at).read()):
+    for found in (shards.read(), Shards(at).read()):
         assert found[1] == own and "report of process 0" in str(found[0].problem)
     # Process 0 replaces its own.
-    Parts(at).publish(UploadPart(process=0))
-    assert parts.read() == {0: UploadPart(process=0), 1: own}
+    Shards(at).publish(ShardReport(process=0))
+    assert shards.read() == {0: ShardReport(process=0), 1: own}
 
 
-def test_a_removed_part_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
+def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
     with one.manager(max_to_keep=1, wait_for="staging") as manager:
-        staged(manager).no_shared_fs = True  # As if other processes had parts of each save.
+        staged(manager).no_shared_fs = True  # As if other processes had shards of each save.
         saves_each(one, manager, 1, 2, 3, 4, 5, bases=(1, 2, 3, 4, 5))
         assert manager.all_steps() == [5]
         orders = one.stage.orders()
@@ -215,7 +215,7 @@ def test_orders_that_could_not_be_written_are_written_before_the_next_save(one):
         one.saves(manager, 1, 2, bases=(1, 2))
         one.restore(manager, 1)
         tiers, run = staged(manager), manager._run.lineage
-        tiers.begin_run(run.newest_committed, run.run)
+        tiers.start_run(run.newest_committed, run.run)
         full = mock.Mock(side_effect=OutOfSpace("the disk is full"))
         with mock.patch.object(StagingDir, "order", full), pytest.raises(OutOfSpace):
             one.saves(manager, 3, bases=[3])

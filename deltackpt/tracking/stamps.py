@@ -71,7 +71,7 @@ def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     *rows, last = arrays[0].shape
     cut = any(jax.typeof(array).sharding.spec[len(rows)] for array in arrays)
-    length = next((part for part in range(_LONGEST_PIECE, 1, -1) if last % part == 0), None)
+    length = next((chunk for chunk in range(_LONGEST_PIECE, 1, -1) if last % chunk == 0), None)
     if not rows or last <= _LONGEST_PIECE or cut or length is None:
         return arrays
     return tuple(array.reshape(*rows, last // length, length) for array in arrays)
