@@ -145,7 +145,8 @@ _ALIVE = "deltackpt/alive/"
 _DONE, _FAILED = b"+", b"!"
 
 
-#: Process 0: keys of closed managers, which other processes may still read.
+#: Process 0: keys of closed managers, which other processes may still read. The next call of all
+#: processes deletes them, whichever manager makes it.
 _discarded: list[str] = []
 
 

@@ -470,3 +470,12 @@ def test_an_unreadable_step_is_listed_with_the_others(tmp_path):
         saves = inspect.open(tmp_path).saves
     assert [bool(save.problem) for save in saves] == [False, True, True]
     assert "Permission denied" in saves[1].problem
+
+
+def test_closing_checkpoints_closes_the_connections_to_kafka(tmp_path):
+    saved(tmp_path, {"t": np.ones((3, 2), np.float32)})
+    with inspect.open(tmp_path) as ck:
+        topics = ck._root.topics = mock.Mock()
+        assert ck.steps == [0]
+        assert not topics.close.called
+    topics.close.assert_called_once_with()

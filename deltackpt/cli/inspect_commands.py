@@ -30,7 +30,8 @@ def _open(
 ) -> Checkpoints:
     from deltackpt import inspect
 
-    return inspect.open(directory, item=item, endpoint=endpoint, wal=wal)
+    opened = inspect.open(directory, item=item, endpoint=endpoint, wal=wal)
+    return click.get_current_context().with_resource(opened)
 
 
 @click.command(

@@ -76,7 +76,8 @@ _MOST_TRIES = 3
 class Checkpoints:
     """A checkpoint directory, open for reading; a trainer may be writing to it.
 
-    Nothing is locked: reading a step that retention has removed raises ``StepGone``.
+    Nothing is locked: reading a step that retention has removed raises ``StepGone``. If the WAL is
+    in Kafka, use it as a context manager, or call ``close()``.
 
     Attributes:
       store_path: the directory, or the bucket.
@@ -95,6 +96,19 @@ class Checkpoints:
     @functools.cached_property
     def _row_indices(self) -> rows_of_saves.RowIndexCache:
         return rows_of_saves.RowIndexCache()
+
+    def close(self) -> None:
+        """Closes the connections to Kafka, and removes the copies of its WAL records. Idempotent.
+
+        Recovery points that were opened from Kafka cannot be read any more.
+        """
+        self._root.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def path(self) -> Path:

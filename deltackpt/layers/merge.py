@@ -162,7 +162,7 @@ def mark(flags: np.ndarray, rows: Rows) -> None:
 
 
 class Work(Protocol):
-    """A part of a merge that one thread does."""
+    """A piece of a merge that one thread does."""
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
@@ -38,6 +38,7 @@ from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import posix
 
 if TYPE_CHECKING:
+    from deltackpt.save.tracking_audit import Samples
     from deltackpt.tiers.replicated_steps import ReplicatedSteps
 
 #: How many branches that restores left are kept for ``go_back``.
@@ -63,7 +64,7 @@ class Intent:
     #: TouchState path to the clock after which rows are touched.
     since: Mapping[str, int] = dataclasses.field(default_factory=dict)
     restores: int = 0  # how often training has resumed from a restored step
-    sample: Any = None  # rows sampled at the parent (``tracking_audit.Samples``), or None
+    sample: Samples | None = None  # rows sampled at the parent
     #: TouchState path to its reading at the parent.
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -151,7 +152,7 @@ class Lineage:
             recent=intent.since,
         )
 
-    def record_sample(self, save_id: SaveId, sample: object) -> None:
+    def record_sample(self, save_id: SaveId, sample: Samples) -> None:
         """Keeps the rows sampled at the save in flight, for the audits of later saves."""
         with self._lock:
             known = self._branch.in_flight
@@ -311,7 +312,7 @@ class Lineage:
         clocks: Clocks,
         restores: int = 0,
         run: str | None = None,
-        sample: object = None,
+        sample: Samples | None = None,
         parents: tuple[str, ...] = (),
         replayed: Mapping[str, np.ndarray] | None = None,
         continues: Continues | None = None,

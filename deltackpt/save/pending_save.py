@@ -142,6 +142,17 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
         plans = planned(split.codecs, intent.kind, intent.restores)
+        plan = ShardPlan(
+            intent=intent,
+            layout=split.layout,
+            choices=split.codecs,
+            plans=plans,
+            division=sources.division,
+            shared_stamps=shared_stamps,
+            lineage=embeddings.lineage,
+            digests=embeddings.options.digests,
+            tracking=embeddings.tracking,
+        )
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and runtime.memory.fits(nbytes + embeddings.copied_bytes):
@@ -151,17 +162,6 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     except BaseException:
         lineage.failed(intent.save_id)
         raise
-    plan = ShardPlan(
-        intent=intent,
-        layout=split.layout,
-        choices=split.codecs,
-        plans=plans,
-        division=sources.division,
-        shared_stamps=shared_stamps,
-        lineage=embeddings.lineage,
-        digests=embeddings.options.digests,
-        tracking=embeddings.tracking,
-    )
     return PendingSave(
         plan=plan,
         rows=rows,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from deltackpt import coordination, events, units
 from deltackpt.errors import (
@@ -46,6 +46,9 @@ from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.ocdbt import ZARRAY
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
 _T = TypeVar("_T")
 
 #: How often to look again if a running trainer removes the chosen step.
@@ -55,7 +58,7 @@ _LISTINGS = 10
 class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, object]):
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
         """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
         self._run = run
         self._extra = extra

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
+from deltackpt.resources.runtime import Task
 from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction
 from deltackpt.save.dense_save import DenseLeaves
@@ -129,11 +131,11 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``split_all``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
+        """Splits a state, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.split_all(state, touched), touched)
 
     def split_all(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
+        """Splits a state into tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
 
@@ -164,17 +166,19 @@ class Saver:
                 marks = Embeddings(split=split, touched=arguments.touched).marks
                 run.wal.check(split, marks)
             pending = self._capture(step, attempt, split, arguments, items)
-        except Exception as error:
+            flight = self._hand_over(step, attempt, items, pending, arguments, started)
+        except BaseException as error:
+            if self.in_flight is not None:
+                raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
             self._leftovers.append(self._temporary(step, attempt))
-            if run.coordinator.count > 1:
+            if run.coordinator.count > 1 and isinstance(error, Exception):
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
-        flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.wal.saved()
         run.tracking.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
@@ -266,12 +270,13 @@ class Saver:
                 )
             args = orbax_dense.save_args(split.dense)
             return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+        pending.dense = found
         if pending.intent.kind == "delta":
-            pending.dense = found
             return None
         if run.dense is not None:
             pending.base_dense_bytes = found.nbytes
             found.keep(pending.intent.save_id)
+        pending.dense = None
         return found
 
     def _start_item(
@@ -311,9 +316,20 @@ class Saver:
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
-        future = run.runtime.start(self._write, planned, nbytes, self._owner)
-        self.in_flight = InFlight(number, temporary, pending, future, started)
-        return self.in_flight
+        task = Task(functools.partial(self._write, planned, nbytes, self._owner))
+        flight = self.in_flight = InFlight(number, temporary, pending, task.future, started)
+        try:
+            run.runtime.queue(task)
+        except BaseException as error:
+            if task.cancel():
+                self.in_flight = None
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StorageError(
+                f"step {number}: expected to start a thread that writes it, found {error}; raise "
+                "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
+            ) from error
+        return flight
 
     # In the background.
 
@@ -349,7 +365,9 @@ class Saver:
                 else:  # After the commit, since the policy counts this step.
                     retention.enforce(self._keeps, run)
             except Exception as error:
-                warnings.append(f"steps that retention should remove may remain: {error}")
+                # That of a policy may be only a key.
+                text = str(error) if isinstance(error, DeltackptError) else repr(error)
+                warnings.append(f"steps that retention should remove may remain: {text}")
         return Done(room_secs, committed, tuple(warnings))
 
     def _own_files(

@@ -402,7 +402,7 @@ class ReplicationClient:
                 self._evict()
 
     def _evict(self) -> None:
-        """Evicts uploaded saves outside the newest chains, and shards that can never be uploaded."""
+        """Evicts uploaded saves outside the newest chains, and shards of saves without others."""
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         if self.no_shared_fs:
             progress, newest = self.progress(), max(self.local.steps(), default=None)
@@ -556,12 +556,8 @@ class ReplicationClient:
             return False
         progress, known = self.read_progress(), self.journal.known
         if progress.entry <= known.entry.number:
-            # As in ``Orders.pending``: its upload may be committing, and is not listed yet.
-            self._deleted &= {
-                one.unit
-                for one in self.orders.removals
-                if one.number > progress.orders or one.unit in known.uploads
-            }
+            removals = self.orders.removals
+            self._deleted &= {one.unit for one in removals if one.is_open(progress, known)}
         return any(
             one.unit in self._deleted
             and (one.after is None or key_of(one.after.step, one.after) not in progress.damaged)

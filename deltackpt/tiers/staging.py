@@ -103,6 +103,13 @@ class Removal:
         """Returns the key of its unit in the remote directory, and the save in it."""
         return ObjectKey(self.step, self.item), self.save_id
 
+    def is_open(self, done: TierProgress, remote: State) -> bool:
+        """Returns whether its unit is uploaded, or an upload that is not listed may be committing.
+
+        ``remote`` must not be older than ``done``.
+        """
+        return self.number > done.orders or self.unit in remote.uploads
+
 
 def rolled_back(saves: Iterable[SaveId], item: str, run: str, number: int = 0) -> list[Removal]:
     """Returns removals of saves that a run has rolled back, and of their compacted bases."""
@@ -163,8 +170,7 @@ class Orders:
         return tuple(
             one
             for one in self.removals
-            if one.number > done.orders
-            or one.unit in remote.uploads
+            if one.is_open(done, remote)
             or (one.after is not None and done.lacks(one.after.step, one.after, remote))
         )
 

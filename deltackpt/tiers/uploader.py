@@ -5,9 +5,9 @@ All remote changes are made here, under the trainer's claim and in this order: t
 training, rollbacks, then the saves, parents first, and retirements. A kill leaves files that no
 entry names; they are swept later.
 
-If each process of a job has a staging directory, each uploader uploads its shard of a save to a path
-that is derived from the claim and the save, and reports that, or that it cannot, with an object in
-the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
+If each process of a job has a staging directory, each uploader uploads its shard of a save to a
+path that is derived from the claim and the save, and reports that, or that it cannot, with an
+object in the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations
@@ -247,6 +247,9 @@ class Uploader(Cursor):
         self.forget_replaced(found)
         others = orders.process > 0 and any(one.sent is not None for one in self._uploads.values())
         if others or self.progress.problem is not None:
+            if self._needs_no_request(orders, journal):
+                # The trainer may wait for the deletion of a step that was never uploaded.
+                self._report_state(journal, orders=orders.number)
             # Commits whose responses were lost may have succeeded, here or elsewhere.
             journal.check()
         self._carry_out(orders, journal)
@@ -332,6 +335,13 @@ class Uploader(Cursor):
             for run, only in saves.items():
                 if steps := journal.roll_back(-1, run, only=only):
                     _logger.info("steps %s rolled back", steps)
+
+    def _needs_no_request(self, orders: Orders, journal: Journal) -> bool:
+        """Returns whether ``_carry_out`` would change nothing."""
+        begins = orders.began and not journal.claimed.began
+        return not (orders.process > 0 or journal.in_doubt or begins) and not any(
+            one.run is not None and one.number > self.progress.orders for one in orders.removals
+        )
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
         """Retires what is unneeded, if its replacement, or a later one, is uploaded."""
