@@ -478,6 +478,7 @@ class Journal(JournalView):
                     if self._put(entry, state.entry):
                         found = self._in_force(entry)
                         self.delete(dropped)
+                        self._failed -= dropped
                         return found
                 state, fresh = self.state(), True
 
