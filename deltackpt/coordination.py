@@ -426,7 +426,7 @@ class Coordinator:
                 yield values
         except Exception as caught:
             error = caught
-        # A context manager drops this frame from the traceback, where it would be a cycle.
+        # A context manager drops this frame from the traceback, in which it would form a cycle.
         values[:] = self._outcome(what, error, values, fatal)
 
     def from_process_0(self, what: str, find: Callable[[], _Json], *, fatal: bool = False) -> _Json:

@@ -38,13 +38,13 @@ from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
-from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
+from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, SaveReport
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.step_reader import Items, RowRanges, Service
 from deltackpt.save import exits, pending_save
-from deltackpt.save.pending_save import Embeddings, SaveReport
+from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
@@ -115,9 +115,9 @@ class CheckpointManager:
           directory: the checkpoint directory: a path (created if it does not exist; ``~`` is the
             home directory) or a URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or
             ``nodes://...``. ``Tiers`` sets how saves get to a URL.
-          handlers: item names to handlers: exactly one ``Tables`` (by default ``{"embeddings":
-            Tables(select="**/embedding")}``; a state may have no such table); the others are Orbax
-            v0 handlers. JSON items need none.
+          handlers: item names to handlers: exactly one ``Tables``; the others are Orbax v0
+            handlers. JSON items need none. By default, the tables are the leaves named
+            ``embedding`` or ``embeddings`` with at least 4,096 rows, if there are any.
           options: how to save and restore; None for the defaults.
           event_handlers: receivers of events, see ``deltackpt.events``.
 
@@ -225,6 +225,12 @@ class CheckpointManager:
         self._closed = False
 
     @property
+    def directory(self) -> Path | str:
+        """Returns the checkpoint directory: an absolute path, or the URL."""
+        given = self._root.given
+        return given if "://" in given else Path(given)
+
+    @property
     def options(self) -> ManagerOptions:
         """Returns the options that the manager was opened with."""
         return self._run.options
@@ -273,6 +279,7 @@ class CheckpointManager:
           OptionError: the step is not greater than the newest step in the directory, or is not an
             integer from 0 to 2**63 - 1.
         """
+        _refuse_orbax_args(state, "save(step, state)")
         arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
         started = time.perf_counter()
         with self._use(writing=True):
@@ -633,6 +640,7 @@ class CheckpointManager:
             state or needs a newer version.
           FormatTooOld: a development version of deltackpt wrote the WAL.
         """
+        _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
         with self._use():
             self._wait_or_warn()
@@ -662,6 +670,7 @@ class CheckpointManager:
           StepGone: it was removed while it was read; the message names the nearest ones.
           RestoreError: the step or recovery point cannot be restored.
         """
+        _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
         requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
         with self._use():
@@ -683,7 +692,7 @@ class CheckpointManager:
           The rows, on the host.
 
         Raises:
-          OptionError: ``step`` is not a valid step, or a range is invalid.
+          OptionError: ``step`` is not a valid step, ``tables`` not a mapping, or a range invalid.
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
@@ -903,6 +912,10 @@ class CheckpointManager:
         if self._recorder is not None:
             self._recorder.wait_durable_or_warn()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read-only" if self._read_only else "open"
+        return f"<CheckpointManager of {self._root}, {state}>"
+
     def __enter__(self) -> CheckpointManager:
         self._check_usable()
         return self
@@ -979,6 +992,15 @@ class CheckpointManager:
                 f"CheckpointManager of {self._root}: expected a manager that can write, "
                 f"found access={self.options.access!r}; open it with access='write' to save"
             )
+
+
+def _refuse_orbax_args(state: PyTree, call: str) -> None:
+    """Raises OptionError for arguments of Orbax's manager, which would look like an empty state."""
+    if type(state).__module__.startswith("orbax."):
+        raise OptionError(
+            f"{call}: expected the training state, found {type(state).__name__}; pass the state "
+            "itself, and arguments of Orbax as items={name: arguments}"
+        )
 
 
 def _as_step(step: SupportsIndex) -> int:

@@ -69,7 +69,7 @@ class Intent:
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
     clocks_unchanged: bool = False  # no clock has advanced since the parent
-    parents: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()  # see ``Manifest.parents``
     unmarked: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
@@ -124,12 +124,12 @@ class Lineage:
     ) -> Intent:
         """Records a save as in flight; returns the decision: a base, or a delta and its parent."""
         with self._lock:
-            seen = self._poll()
+            committed = self._poll()
             branch = self._branch
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
-            parent, reason = self._decide(clocks, layout, force_base, seen)
+            parent, reason = self._decide(clocks, layout, force_base, committed)
             before = branch.begun
             known = branch.start_save(save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
@@ -201,8 +201,8 @@ class Lineage:
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
-            seen = self._poll()
-            parent, reason = self._decide(clocks, layout, force_base, seen)
+            committed = self._poll()
+            parent, reason = self._decide(clocks, layout, force_base, committed)
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is self._branch.delta_base else "previous"
@@ -406,17 +406,21 @@ class Lineage:
         return known
 
     def _decide(
-        self, clocks: Clocks, layout: Layout, force_base: bool, seen: Known | None
+        self, clocks: Clocks, layout: Layout, force_base: bool, committed: Known | None
     ) -> tuple[Known | None, str]:
-        """Returns the parent of a delta, or None for a base, and the reason."""
+        """Returns the parent of a delta, or None for a base, and the reason.
+
+        ``committed`` is the save that ``_poll`` has just found: it need not be looked up again.
+        """
         branch = self._branch
         delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
             (force_base, "base: requested by the caller"),
             (not self._protected, "base: nothing protects a chain from retention"),
-            (not clocks.readings, UNTRACKED),
             (delta_base is None or previous is None, "base: no committed save to build on"),
+            (not clocks.readings and not layout.tables, "base: the state has no tables"),
+            (not clocks.readings, UNTRACKED),
             (exhausted, "base: the clock is exhausted"),
             (self._distrusted is not None, f"base: {self._distrusted}"),
         ):
@@ -433,7 +437,7 @@ class Lineage:
         if decision.kind == "base":
             return None, decision.reason
         parent = delta_base if decision.parent == "base" else previous
-        if parent is not seen and not self._exists(parent):
+        if parent is not committed and not self._exists(parent):
             return None, f"base: the parent at {parent.info.step_dir} was removed"
         return parent, decision.reason
 

@@ -71,7 +71,7 @@ class Saver:
         self._run = run
         self._extra = extra
         self._owner = owner
-        self._keeps = retention.policy_of(run.options)
+        self._retention = retention.policy_of(run.options)
         #: The save that was not waited for yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
@@ -152,7 +152,7 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # First: without its WAL, a staging directory cannot be resumed from.
+        # Before any file of the run is staged: a restart reads there what the run resumed from.
         run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
@@ -229,7 +229,7 @@ class Saver:
         arguments: SaveArguments,
         items: dict[str, Item],
     ) -> PendingSave:
-        """Captures all items of a step, independently of what training does next."""
+        """Captures all items of a step into ``items``, which the caller drops after an error."""
         run = self._run
         pending = items[run.item] = self._capture_tables(step, split, arguments)
         if split.layout.dense:
@@ -287,13 +287,13 @@ class Saver:
         DurableDir(run.local.path, fsync=False).make(item_dir)
         return HandlerItem.start(handler, item_dir, args, run.runtime)
 
-    def _temporary(self, number: int, attempt: int) -> Path:
+    def _temporary(self, step: int, attempt: int) -> Path:
         run = self._run
-        return commit.temporary_dir(run.local.step_dir(number), f"{run.lineage.run}-{attempt}")
+        return commit.temporary_dir(run.local.step_dir(step), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
-        number: int,
+        step: int,
         attempt: int,
         items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
@@ -302,13 +302,13 @@ class Saver:
     ) -> InFlight:
         """Starts the background half of a save; returns the save in flight."""
         run, begun_ns = self._run, time.time_ns()
-        temporary = self._temporary(number, attempt)
+        temporary = self._temporary(step, attempt)
         planned = StepTransaction(
-            final=run.local.step_dir(number),
+            final=run.local.step_dir(step),
             items=items,
             tables=run.item,
             writers=run.writers(temporary, attempt),
-            own_files=lambda: self._own_files(number, items, arguments, begun_ns),
+            own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
@@ -317,7 +317,7 @@ class Saver:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
         task = Task(functools.partial(self._write, planned, nbytes, self._owner))
-        flight = self.in_flight = InFlight(number, temporary, pending, task.future, started)
+        flight = self.in_flight = InFlight(step, temporary, pending, task.future, started)
         try:
             run.runtime.queue(task)
         except BaseException as error:
@@ -326,7 +326,7 @@ class Saver:
             if not isinstance(error, RuntimeError):
                 raise
             raise StorageError(
-                f"step {number}: expected to start a thread that writes it, found {error}; raise "
+                f"step {step}: expected to start a thread that writes it, found {error}; raise "
                 "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
             ) from error
         return flight
@@ -360,10 +360,10 @@ class Saver:
                 run.replication.committed()
         if run.coordinator.index == 0:
             try:
-                if self._keeps is None:
+                if self._retention is None:
                     run.local.write_kept(None)
                 else:  # After the commit, since the policy counts this step.
-                    retention.enforce(self._keeps, run)
+                    retention.enforce(self._retention, run)
             except Exception as error:
                 # That of a policy may be only a key.
                 text = str(error) if isinstance(error, DeltackptError) else repr(error)
@@ -371,7 +371,7 @@ class Saver:
         return Done(room_secs, committed, tuple(warnings))
 
     def _own_files(
-        self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+        self, step: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
@@ -389,7 +389,7 @@ class Saver:
         # Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot
         # open a delta: there the file would only cost an fsync.
         if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
-            step_dir = self._run.local.step_dir(number)
+            step_dir = self._run.local.step_dir(step)
             text = f"Checkpoint commit was successful to {step_dir.name}"
             found[naming.COMMIT_SUCCESS] = text.encode()
         return found

@@ -86,7 +86,7 @@ class StagedSave(NamedTuple):
 
 
 class Cursor(abc.ABC):
-    """What one tier holds of a staging directory, and what is next; used by one thread."""
+    """Tracks which staged saves one tier holds, and which is next; used by one thread."""
 
     tier: ClassVar[TierName]
 

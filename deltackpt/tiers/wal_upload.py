@@ -142,7 +142,7 @@ class WalUpload:
     def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
         """Uploads the oldest piece that is due, or of ``every`` piece; returns whether it did."""
         for ref, process, log in self._staged(journal):
-            # What this or an earlier uploader sent may not be noted, or not have been durable yet.
+            # This or an earlier uploader may have sent records without noting that durably.
             self._note(ref, process, log, journal, is_checked=False)
             for piece in self._waiting(ref, process, log, journal):
                 since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())

@@ -240,7 +240,7 @@ class WalWriter:
                 with self._changed:
                     self._writing = None
             with self._changed:
-                # Not if this thread is about to die: whoever waits must find its error.
+                # Not if this thread is about to die: a waiting thread must find its error.
                 self._busy = bool(self._queue or self._written)
                 self._changed.notify_all()
             del batch
