@@ -9,11 +9,10 @@ a checkpoint needs neither jax nor Orbax. Policies are in ``deltackpt.policies``
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from deltackpt.__about__ import __version__
-from deltackpt.lazy_import import attributes
+from deltackpt.lazy_import import attributes, imported
 
 if TYPE_CHECKING:
     from deltackpt import errors, fingerprint, serving, touched
@@ -91,7 +90,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(f"deltackpt.{name}")
+        return imported(f"deltackpt.{name}")
     return _attribute(name)
 
 
