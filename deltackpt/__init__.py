@@ -9,10 +9,11 @@ a checkpoint needs neither jax nor Orbax. Policies are in ``deltackpt.policies``
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from deltackpt.__about__ import __version__
-from deltackpt.lazy_import import attributes, imported
+from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
     from deltackpt import errors, fingerprint, serving, touched
@@ -90,7 +91,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return imported(f"deltackpt.{name}")
+        return importlib.import_module(f"deltackpt.{name}")
     return _attribute(name)
 
 

@@ -6,10 +6,7 @@ Type checkers need the module itself, imported under ``if TYPE_CHECKING``.
 
 from __future__ import annotations
 
-import gc
 import importlib
-import importlib.util
-import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,20 +21,6 @@ class LazyModule(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def imported(name: str, package: str | None = None) -> types.ModuleType:
-    """Imports a module as ``importlib.import_module`` does, without garbage collections.
-
-    They would find nothing: modules make hundreds of thousands of objects that all stay.
-    """
-    if importlib.util.resolve_name(name, package) in sys.modules or not gc.isenabled():
-        return importlib.import_module(name, package)
-    gc.disable()
-    try:
-        return importlib.import_module(name, package)
-    finally:
-        gc.enable()
-
-
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     """Returns a ``__getattr__`` for a package that imports public names when they are first used.
 
@@ -46,7 +29,7 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], obje
 
     def __getattr__(name: str) -> object:
         if name in modules:
-            return getattr(imported(modules[name], package), name)
+            return getattr(importlib.import_module(modules[name], package), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__
