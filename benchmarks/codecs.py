@@ -98,7 +98,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
         # A plain array is merged from the bytes of its file.
         decompress += time.perf_counter() - started if entry.compressed else 0.0
     (error,), (norm,) = stored.encoding.squared_error, stored.encoding.squared_norm
-    shutil.rmtree(root / "part.0")
+    shutil.rmtree(root / "shard.0")
     loss = (error / norm) ** 0.5 if norm else 0.0
     return Stored(found, stored.encoding, loss, seconds, decompress)
 
@@ -117,8 +117,8 @@ def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> 
 
     def merged(start: int) -> None:
         stop = min(start + step, len(table))
-        part = {key: array[start:stop] for key, array in stored.arrays.items()}
-        block = EncodedBlock("g", range(start, stop), columns, part)
+        chunk = {key: array[start:stop] for key, array in stored.arrays.items()}
+        block = EncodedBlock("g", range(start, stop), columns, chunk)
         merge.apply(codecs.decode_block(block, [spec]), [target])
 
     return timed(lambda: list(pool.map(merged, range(0, len(table), step))))
@@ -277,13 +277,13 @@ def _spans(piece: EncodedBlocks, dtype: np.dtype) -> Iterator[EncodedBlocks]:
     counts = piece.arrays["count"] if any(one.ragged for one in stored.values()) else ()
     ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     for start in range(0, len(piece.blocks), _SPAN_BLOCKS):
-        part = slice(start, min(start + _SPAN_BLOCKS, len(piece.blocks)))
-        values = slice(*ends[[part.start, part.stop]]) if len(counts) else part
+        chunk = slice(start, min(start + _SPAN_BLOCKS, len(piece.blocks)))
+        values = slice(*ends[[chunk.start, chunk.stop]]) if len(counts) else chunk
         arrays = {
-            suffix: piece.arrays[suffix][values if one.ragged else part]
+            suffix: piece.arrays[suffix][values if one.ragged else chunk]
             for suffix, one in stored.items()
         }
-        yield EncodedBlocks(piece.codec, piece.blocks[part], arrays)
+        yield EncodedBlocks(piece.codec, piece.blocks[chunk], arrays)
 
 
 def _apply(piece: EncodedBlocks, out: np.ndarray) -> None:

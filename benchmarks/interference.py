@@ -210,10 +210,10 @@ def interference(report: Report, options: argparse.Namespace, place: Path) -> No
     names = ("scale", "repeats", "steps", "every", "step_ms")
     sizes = {name: getattr(options, name) for name in names}
 
-    def combined(parts: Any) -> dict[str, float]:
-        names = [one for one in parts[0] if one != "name"]
-        sums: dict[str, float] = {one: sum(part[one] for part in parts) for one in names}
-        return sums | {one: max(part[one] for part in parts) for one in _SLOWEST}
+    def combined(pieces: Any) -> dict[str, float]:
+        names = [one for one in pieces[0] if one != "name"]
+        sums: dict[str, float] = {one: sum(piece[one] for piece in pieces) for one in names}
+        return sums | {one: max(piece[one] for piece in pieces) for one in _SLOWEST}
 
     for title, background in ((FREE, cores[-1:]), (FULL, None)):
         if background == cores:

@@ -144,9 +144,9 @@ class Figures:
         return [[name, *self.cells(name, *figures, **units)] for name in candidates]
 
 
-def slowest(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def slowest(pieces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The largest value of each figure, over the processes of a job."""
-    return {key: max(part[key] for part in parts) for key in parts[0] if key != "name"}
+    return {key: max(piece[key] for piece in pieces) for key in pieces[0] if key != "name"}
 
 
 def joined(
@@ -155,8 +155,8 @@ def joined(
 ) -> Figures:
     """Combines what each process of a job measured; ``name`` is the candidate of a view."""
     found = Figures()
-    for parts in zip(*views, strict=True):
-        found.add(parts[0]["name"], combine(parts))
+    for pieces in zip(*views, strict=True):
+        found.add(pieces[0]["name"], combine(pieces))
     return found
 
 
@@ -412,13 +412,13 @@ Part = Callable[[Report, argparse.Namespace, Path], None]
 def run_parts(
     report: Report,
     options: argparse.Namespace,
-    parts: Mapping[str, Part],
+    pieces: Mapping[str, Part],
     names: Iterable[str],
 ) -> None:
     """Runs parts of a benchmark, each in a temporary directory of its own; shows the report."""
     for name in names:
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=options.directory) as place:
-            parts[name](report, options, Path(place))
+            pieces[name](report, options, Path(place))
         report.section()
     report.show(options)
 
@@ -438,8 +438,8 @@ def main(
       options: defaults of further options; the option of a tuple takes several values.
     """
     parser = arguments(sys.modules["__main__"].__doc__)
-    parts = measure if isinstance(measure, Mapping) else {Path(sys.argv[0]).stem: measure}
-    for name, default in {"only": tuple(parts), **options}.items():
+    pieces = measure if isinstance(measure, Mapping) else {Path(sys.argv[0]).stem: measure}
+    for name, default in {"only": tuple(pieces), **options}.items():
         flag = f"--{name.replace('_', '-')}"
         if name in ("repeats", "scale"):
             parser.set_defaults(**{name: default})
@@ -453,5 +453,8 @@ def main(
             parser.add_argument(flag, type=type(default), default=default)
     given = parser.parse_args()
     run_parts(
-        Report(title, sizes=sizes(given)), given, parts, given.only if parts is measure else parts
+        Report(title, sizes=sizes(given)),
+        given,
+        pieces,
+        given.only if pieces is measure else pieces,
     )

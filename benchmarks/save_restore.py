@@ -148,5 +148,5 @@ def check(name: str, root: Path, scale: float, digest: int) -> None:
 
 
 if __name__ == "__main__":
-    parts = {"training": training, "restores": restores}
-    reports.main("Saving and restoring against Orbax", parts, sizes)
+    pieces = {"training": training, "restores": restores}
+    reports.main("Saving and restoring against Orbax", pieces, sizes)

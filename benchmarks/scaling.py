@@ -38,7 +38,7 @@ BARS = {
     ("base", "blocked"): (None, None),
 }
 #: Names of files that carry their process; the first process writes all others.
-_WRITER = re.compile(r"(?:process_|part\.|manifest\.|digests\.)(\d+)")
+_WRITER = re.compile(r"(?:process_|shard\.|manifest\.|digests\.)(\d+)")
 
 
 # Code of the processes.
@@ -122,14 +122,14 @@ def shards(state: Any) -> list[jax.Array]:
 # Code of the launcher.
 
 
-def combined(parts: Sequence[Any]) -> dict[str, float]:
+def combined(pieces: Sequence[Any]) -> dict[str, float]:
     """One save as all its processes saw it."""
     return {
-        "blocked": max(part["returned"] - part["started"] for part in parts),
-        "durable": max(p["committed"] for p in parts) - min(p["started"] for p in parts),
-        "bytes": sum(part["bytes"] for part in parts),
-        "files": sum(part["files"] for part in parts),
-        "bytes by one process, at most": max(part["bytes"] for part in parts),
+        "blocked": max(piece["returned"] - piece["started"] for piece in pieces),
+        "durable": max(p["committed"] for p in pieces) - min(p["started"] for p in pieces),
+        "bytes": sum(piece["bytes"] for piece in pieces),
+        "files": sum(piece["files"] for piece in pieces),
+        "bytes by one process, at most": max(piece["bytes"] for piece in pieces),
     }
 
 

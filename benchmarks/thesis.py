@@ -199,10 +199,12 @@ def epochs(report: Report, options: argparse.Namespace, root: Path) -> None:
                 epochs_of, processes, place, _sizes(options), modes, limit=options.limit
             )
         found = Figures()
-        for parts in zip(*views, strict=True):
-            mode = parts[0].pop("mode")
+        for chunks in zip(*views, strict=True):
+            mode = chunks[0].pop("mode")
             summed = ("cpu", "bytes") if mode != NONE else ("cpu",)
-            found.add(mode, parts[0] | {one: sum(part[one] for part in parts) for one in summed})
+            found.add(
+                mode, chunks[0] | {one: sum(chunk[one] for chunk in chunks) for one in summed}
+            )
         title = f"{processes} process{'es' if processes > 1 else ''}"
         for mode in modes[1:]:
             none = found(NONE, "secs")

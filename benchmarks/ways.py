@@ -308,9 +308,9 @@ def read_secs(root: str | Path) -> float:
 def copy_secs(array: np.ndarray, out: np.ndarray, pool: Any, threads: int = 2) -> float:
     """Seconds of a plain copy of rows by some threads, the limit of the memory."""
     step = max(1, -(-len(array) // threads))
-    parts = [slice(start, start + step) for start in range(0, len(array), step)]
+    chunks = [slice(start, start + step) for start in range(0, len(array), step)]
     started = time.perf_counter()
-    list(pool.map(lambda part: np.copyto(out[part], array[part]), parts))
+    list(pool.map(lambda chunk: np.copyto(out[chunk], array[chunk]), chunks))
     return time.perf_counter() - started
 
 

@@ -647,7 +647,7 @@ def _show_ways(
             lost(simulate(way.name, dataclasses.replace(job, restart_secs=restart))).median
             for restart in RESTARTS
         ]
-        parts = [losses[way.name].median, *list(middle.values())[:3], *restarted]
+        sections = [losses[way.name].median, *list(middle.values())[:3], *restarted]
         every = [f"{kind} {steps}" for kind in KINDS if (steps := getattr(way, f"{kind}_every"))]
         other = [f"{math.ceil(middle['brokers'])} Kafka brokers"] if way.wal_every else []
         other += [f"{middle['memory']:.0f} GB on the fullest peer"] if way.where == "peers" else []
@@ -656,8 +656,11 @@ def _show_ways(
             megabytes(middle["speed"]),
             f"{middle['puts']:,.0f}",
         ]
-        shares = [", ".join(every) or "as short as possible", *(f"{part:.1%}" for part in parts)]
-        rows.append((parts[0], [way.name, *shares], [way.name, *costs, "; ".join(other)]))
+        shares = [
+            ", ".join(every) or "as short as possible",
+            *(f"{section:.1%}" for section in sections),
+        ]
+        rows.append((sections[0], [way.name, *shares], [way.name, *costs, "; ".join(other)]))
     for name in (ORBAX, CNR, CNR_DALY):
         mine, theirs = losses[CLAIMED], losses[name]
         report.compare(f"time lost: {CLAIMED}", mine, name, theirs, percent, bar=1.0)

@@ -86,7 +86,7 @@ class WaitTimeout(DeltackptError, TimeoutError):
 
 
 class ProcessMissing(WaitTimeout):
-    """Another process did not complete its part of a save in time; ``processes`` lists which."""
+    """Another process did not complete its shard of a save in time; ``processes`` lists which."""
 
     code = "process-missing"
 
@@ -96,7 +96,7 @@ class ProcessMissing(WaitTimeout):
 
 
 class ProcessFailed(DeltackptError):
-    """Another process failed in its part of a save and reported why; nothing was committed."""
+    """Another process failed in its shard of a save and reported why; nothing was committed."""
 
     code = "process-failed"
 
@@ -239,7 +239,7 @@ class DamagedWal(Damaged):
         super().__init__(object_name, expected, found, action)
 
     @classmethod
-    def of(cls, error: Damaged, record: object) -> DamagedWal:
+    def from_damage(cls, error: Damaged, record: object) -> DamagedWal:
         """Returns the error of the WAL record whose data is damaged."""
         action = "restore_latest() falls back automatically to the previous recovery point"
         return cls(error.object_name, error.expected, error.found, action, record)

@@ -229,7 +229,7 @@ class FailureEvent:
     seconds: float
 
     @classmethod
-    def of(
+    def from_error(
         cls,
         error: Exception,
         operation: Operation,

@@ -108,14 +108,14 @@ def gather(
             _used.gather([*sources], out.itemsize, out[0].size, firsts, stops, rows, out)
             return
     starts = np.concatenate([[0], stops[:-1]])
-    parts = [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist())]
+    chunks = [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist())]
     local = rows - np.repeat(firsts, stops - starts)
-    for source, first, part in zip(sources, firsts.tolist(), parts):
-        if len(found := local[part]) and not 0 <= found.min() <= found.max() < len(source):
+    for source, first, chunk in zip(sources, firsts.tolist(), chunks):
+        if len(found := local[chunk]) and not 0 <= found.min() <= found.max() < len(source):
             raise IndexError(f"gather: expected rows in {first} to {first + len(source) - 1}")
-    for source, part in zip(sources, parts):
+    for source, chunk in zip(sources, chunks):
         # mode="clip" lets numpy write straight into `out`.
-        source.take(local[part], 0, out[part], "clip")
+        source.take(local[chunk], 0, out[chunk], "clip")
 
 
 def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray:
@@ -127,13 +127,13 @@ def scan(stamps: Sequence[np.ndarray], clock: int, first: int = 0) -> np.ndarray
     if not count:
         return np.empty(0, np.int64)
     if count > _SCANNED_AT_ONCE:
-        parts = []
+        chunks = []
         for one in stamps:
             for start in range(0, len(one), _SCANNED_AT_ONCE):
                 piece = one[start : start + _SCANNED_AT_ONCE]
-                parts.append(scan([piece], clock, first))
+                chunks.append(scan([piece], clock, first))
                 first += len(piece)
-        return np.concatenate(parts)
+        return np.concatenate(chunks)
     if _used is not None:
         # Pages that are never written take no memory.
         found = np.empty(count, np.int64)

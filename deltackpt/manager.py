@@ -363,7 +363,7 @@ class CheckpointManager:
     def next_save(self, state: PyTree, *, touched: TouchState | None = None) -> Decision:
         """Returns whether the next save would be a base or a delta, and why; changes nothing."""
         with self._use(writing=True):
-            split = self._saver.parts(state, touched)
+            split = self._saver.split_all(state, touched)
             if (tracker := self._run.tracking.chosen(split, touched)) is not None:
                 marks = (Marks("", tracker.touched),)
             else:
@@ -393,7 +393,7 @@ class CheckpointManager:
           OptionError: the manager uses fingerprints, which check every row at each save.
         """
         with self._use():
-            split = self._saver.parts(state, touched)
+            split = self._saver.split_all(state, touched)
             if self._run.tracking.chosen(split, touched) is not None:
                 raise OptionError(
                     "verify_tracking: expected a TouchState, found none, so fingerprints check "
@@ -839,30 +839,30 @@ class CheckpointManager:
     def _close(self, reason: str | None = None) -> None:
         """Closes everything, or nothing if it is interrupted first."""
         try:
-            exits.uninterrupted(functools.partial(self._close_parts, reason))
+            exits.uninterrupted(functools.partial(self._close_all, reason))
         finally:
             if self._closed:
                 # Once more: only the main thread can restore the previous handler.
                 self._termination.close()
 
     @events.deferred_warnings()
-    def _close_parts(self, reason: str | None) -> None:
+    def _close_all(self, reason: str | None) -> None:
         self._closed = True
         if reason is not None:
             self._ended, self._unreported = reason, self._saver.unreported
         self._termination.close()
-        with contextlib.ExitStack() as parts:
-            parts.callback(self._run.opened.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._run.opened.close)
             if self._run.topic is not None:
-                parts.callback(self._run.topic.close)
-            parts.callback(self._run.coordinator.close)
-            parts.callback(self._saver.close)
+                stack.callback(self._run.topic.close)
+            stack.callback(self._run.coordinator.close)
+            stack.callback(self._saver.close)
             if self._recorder is not None:
-                parts.callback(self._recorder.close)
+                stack.callback(self._recorder.close)
             if self._run.replication is not None:
-                parts.callback(self._run.replication.stop_waiting)
+                stack.callback(self._run.replication.stop_waiting)
             if self._watch is not None:
-                parts.callback(self._watch.cancel)
+                stack.callback(self._watch.cancel)
 
     @events.deferred_warnings()
     def _end(self, reason: str, ending: exits.Ending) -> None:

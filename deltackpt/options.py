@@ -434,7 +434,7 @@ class WalOptions:
                 f"{type(self.backend).__name__}; pass e.g. LocalWal(directory='/nvme/log')"
             )
         if self.codec is not None:
-            CodecChoice.of(self.codec)
+            CodecChoice.from_option(self.codec)
         _check_positive(self, "max_wal_ratio")
         _check_positive(self, "deadline_secs", most=threading.TIMEOUT_MAX)
 

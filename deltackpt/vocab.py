@@ -296,8 +296,8 @@ class RowKeys:
         """Returns the row of each id, -1 without one, and the position at which probing ended."""
         rows, positions = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
         for start in range(0, len(ids), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
-            self._probe(ids[part], rows[part], positions[part])
+            piece = slice(start, start + _AT_ONCE)
+            self._probe(ids[piece], rows[piece], positions[piece])
         return rows, positions
 
     def _probe(self, ids: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> None:

@@ -44,15 +44,15 @@ class Memory:
         self.data = data
         self.ranges: list[tuple[int, int]] = []
 
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
-        wanted = sum(part.nbytes for part in parts)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         self.ranges.append((start, wanted))
         if start < 0 or start + wanted > len(self.data):
             raise Damaged(self.name, f"{start + wanted} bytes", f"{len(self.data)} bytes")
-        for part in parts:
-            part.cast("B")[:] = self.data[start : start + part.nbytes]
-            start += part.nbytes
+        for buffer in buffers:
+            buffer.cast("B")[:] = self.data[start : start + buffer.nbytes]
+            start += buffer.nbytes
 
 
 class Array(NamedTuple):
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
 
 def append(file: LayerFile, manifest: LayerManifest, groups: Sequence[Rows]) -> WrittenLayer:
     """Writes a layer of row groups in memory."""
-    layer = file.begin_layer(manifest)
+    layer = file.start_layer(manifest)
     try:
         for group in groups:
             layer.write_rows(group.name, group.rows)

@@ -53,7 +53,7 @@ def record(save_id: SaveId, *, rows: int = ROWS, process: int = 0, **changes: An
 
 
 def cover(share: tuple[int, int] = (0, manifest.WHOLE_SHARE)) -> Cover:
-    """The range of a part's rows in the table, in units of its rows / WHOLE_SHARE."""
+    """The range of a shard's rows in the table, in units of its rows / WHOLE_SHARE."""
     return Cover(group="g0", tables=((0, 1),), share=share, columns=(0, WIDTH))
 
 

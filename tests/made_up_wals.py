@@ -50,8 +50,8 @@ from deltackpt.reading.wal_records import ProcessWal, segment_of
 from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_save
-from deltackpt.storage import parts
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage import shard_writer
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.store import store_path
 from deltackpt.wal.segment_files import Fill, FilledRecord, SegmentWriter
 
@@ -123,7 +123,7 @@ def fill_of(number: int, run: str = "a0", item: bytes | None = None) -> Fill:
         place = sink_of("g0.0")
         gaps, values = place.write_rows(rows), values_of(number, run)
         entry = row_blocks.array_entry("values", values.shape, values.dtype)
-        parts.write_array(place, entry, [values])
+        shard_writer.write_array(place, entry, [values])
         segment = Segment(
             name="g0.0",
             group="g0",
@@ -137,7 +137,7 @@ def fill_of(number: int, run: str = "a0", item: bytes | None = None) -> Fill:
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
         plain = dense_save.write_plain(sink_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode() if item is None else item, np.uint8)
-        parts.write_array(
+        shard_writer.write_array(
             sink_of(ITEMS), row_blocks.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
         )
         head = RecordHead(
@@ -198,7 +198,7 @@ class MadeUpLog:
             self.at.parent,
             self.folder,
             Runtime(),
-            epoch=EpochRef.of(self.head),
+            epoch=EpochRef.from_header(self.head),
             process=self.process,
             process_count=self.count,
             fsync=False,
@@ -267,7 +267,7 @@ def history_of(*at: Path) -> WalIndex:
 
 def scan_of(log: MadeUpLog) -> ProcessWal:
     """The records of a WAL so far; ``advance`` scans later ones."""
-    found = ProcessWal(store_path(log.folder), log.run, EpochRef.of(log.head), log.process)
+    found = ProcessWal(store_path(log.folder), log.run, EpochRef.from_header(log.head), log.process)
     found.advance()
     return found
 

@@ -43,13 +43,13 @@ from deltackpt import manager, touched
 from deltackpt.handlers import orbax_dense
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
-from deltackpt.reading.stored_saves import StoredPart
+from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
 from deltackpt.restore import placing, step_reader
 from deltackpt.save import commit, exits, pending_save
 from deltackpt.save import shard as save_shard
 from deltackpt.session import saving
-from deltackpt.storage import batch, ocdbt, parts, zarr_writer
+from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
@@ -781,17 +781,17 @@ def _renames_step(source: str, target: str) -> bool:
 
 #: Points of a save at which a process can be stopped. Only process 0 passes those of the commit.
 POINTS: dict[str, Point] = {
-    "before its part": _before(pending_save.PendingSave, "write"),
-    "during its part": _each(
+    "before its shard": _before(pending_save.PendingSave, "write"),
+    "during its shard": _each(
         _after(zarr_writer.ZarrWriter, "_write_chunk"), _after(DirectFile, "write")
     ),
-    "before its manifest": _before(parts, "complete"),
+    "before its manifest": _before(shard_writer, "complete"),
     "before a force": _before(batch.FileBatch, "force"),
     "after a force": _after(batch.FileBatch, "force"),
     "before its word": _before(commit.StepWriters, "report", "written"),
     "after its word": _after(commit.StepWriters, "report", "written"),
-    "waiting for the parts": _before(commit.StepWriters, "wait", "written"),
-    "has the parts": _after(commit.StepWriters, "collect"),
+    "waiting for the shards": _before(commit.StepWriters, "wait", "written"),
+    "has the shards": _after(commit.StepWriters, "collect"),
     "waiting for the commit": _before(commit.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(commit, "_commit"),
@@ -804,7 +804,7 @@ POINTS: dict[str, Point] = {
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
-    "reading arrays": _before(StoredPart, "read_into"),
+    "reading arrays": _before(StoredShard, "read_into"),
     "reading dense leaves": _before(step_reader.StepReader, "_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

@@ -93,15 +93,15 @@ def decoded(
     """Rows as a codec decodes them, each encoded by itself; rows it does not hold unchanged."""
     chosen, out = codecs.get(codec), np.empty_like(rows)
     for at in range(0, len(rows), 64):
-        part = rows[at : at + 64]
-        encoded = encoder(chosen, part)
+        piece = rows[at : at + 64]
+        encoded = encoder(chosen, piece)
         shapes = chosen.stored(rows.shape[1:], rows.dtype)
         chosen.decode(
             {key: np.asarray(encoded.arrays[key]).view(shapes[key].dtype) for key in shapes},
             out[at : at + 64],
         )
         missing = ~np.asarray(encoded.representable)
-        out[at : at + 64][missing] = part[missing]
+        out[at : at + 64][missing] = piece[missing]
     return out
 
 

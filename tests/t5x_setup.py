@@ -78,8 +78,8 @@ def signatures() -> dict[str, str]:
     for module, names in _USED.items():
         for name in names:
             value: Any = importlib.import_module(f"t5x.{module}")
-            for part in name.split("."):
-                value = getattr(value, part)
+            for piece in name.split("."):
+                value = getattr(value, piece)
             found[f"{module}.{name}"] = str(bare(inspect.signature(value)))
     return found
 

@@ -29,9 +29,9 @@ from deltackpt.tiers.staging import Orders, StagingDir
 from deltackpt.tiers.uploader import (
     MEETING,
     MOST_DELAY_SECS,
-    Parts,
+    ShardReport,
+    ShardReports,
     Uploader,
-    UploadPart,
     delay_secs,
 )
 
@@ -259,7 +259,7 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     assert secs(2, process=0) is None
 
 
-def two_parts(tmp_path: Path, monkeypatch) -> Any:
+def two_shards(tmp_path: Path, monkeypatch) -> Any:
     """Two staged saves of a run, each without a parent, and the uploader of process 0 of two."""
     root = store_path(tmp_path / "root")
     journal: Any = types.SimpleNamespace(
@@ -272,7 +272,7 @@ def two_parts(tmp_path: Path, monkeypatch) -> Any:
     at = store_path(tmp_path / "stage")
     found = [StagedSave(step, info, at, step) for step, info in infos.items()]
     work = Uploader(StagingDir(tmp_path / "stage"))
-    monkeypatch.setattr(work, "_send", lambda *_: UploadPart(process=0))
+    monkeypatch.setattr(work, "_send", lambda *_: ShardReport(process=0))
 
     def advance(save: StagedSave) -> bool:
         return work._advance(save, infos[save.step], found, orders_of(0), journal)
@@ -281,9 +281,9 @@ def two_parts(tmp_path: Path, monkeypatch) -> Any:
 
 
 def test_a_base_is_not_committed_before_an_earlier_save_of_its_run(tmp_path, monkeypatch):
-    _, work, found, advance = two_parts(tmp_path, monkeypatch)
+    _, work, found, advance = two_shards(tmp_path, monkeypatch)
     assert advance(found[0]) and advance(found[1])
-    work._uploads[found[1].key].parts.publish(UploadPart(process=1))
+    work._uploads[found[1].key].reports.publish(ShardReport(process=1))
     assert not advance(found[1])  # There is no journal to commit to.
 
 
@@ -307,19 +307,19 @@ def test_a_change_that_is_no_save_does_not_end_the_haste_of_a_waiting_caller():
     assert trainer.is_gone
 
 
-def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
-    root, work, found, advance = two_parts(tmp_path, monkeypatch)
+def test_a_shard_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
+    root, work, found, advance = two_shards(tmp_path, monkeypatch)
     assert advance(found[0]) and advance(found[1])
-    real = Parts.read
+    real = ShardReports.read
 
-    def read(self: Parts) -> dict[int, UploadPart]:
-        if self is work._uploads[found[1].key].parts:
+    def read(self: ShardReports) -> dict[int, ShardReport]:
+        if self is work._uploads[found[1].key].reports:
             for save in found:  # Process 1 catches up after the reports on step 1 were read.
-                Parts(work._uploads[save.key].parts._at).publish(UploadPart(process=1))
+                ShardReports(work._uploads[save.key].reports._at).publish(ShardReport(process=1))
         return real(self)
 
-    monkeypatch.setattr(Parts, "read", read)
+    monkeypatch.setattr(ShardReports, "read", read)
     assert not advance(found[0])
-    reports = real(Parts(work._uploads[found[0].key].parts._at))
+    reports = real(ShardReports(work._uploads[found[0].key].reports._at))
     assert sorted(reports) == [0, 1] and not any(one.problem for one in reports.values())
     assert (root / MEETING).folders()

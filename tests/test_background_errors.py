@@ -377,9 +377,9 @@ def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monke
     asked: list[int] = []
     real = FileStore.read_into
 
-    def read_into(store: FileStore, key: str, start: int, parts: Any, **how: Any) -> None:
-        asked.append(sum(part.nbytes for part in parts))
-        real(store, key, start, parts, **how)
+    def read_into(store: FileStore, key: str, start: int, buffers: Any, **how: Any) -> None:
+        asked.append(sum(buffer.nbytes for buffer in buffers))
+        real(store, key, start, buffers, **how)
 
     monkeypatch.setattr(copy_locations, "SEGMENT_BYTES", 1000)
     with mock.patch.object(FileStore, "read_into", read_into):

@@ -103,7 +103,7 @@ def manager_of(one: Node, **tiers: Any) -> deltackpt.CheckpointManager:
 # ---- contents of a bundle
 
 
-def parts(bundle: Bundle) -> tuple[dict[str, Any], bytes]:
+def pieces(bundle: Bundle) -> tuple[dict[str, Any], bytes]:
     """Splits a bundle into its record and the payload."""
     nbytes = int.from_bytes(bundle.data[8:_PREFIX], "little")
     record = bundle.data[_PREFIX : _PREFIX + nbytes]
@@ -123,7 +123,7 @@ def remade(body: Any, payload: bytes, key: str) -> Bundle:
 def name_of(body: dict[str, Any]) -> BundleName:
     one = body["save_id"]
     return BundleName(
-        one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["part"]
+        one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["shard"]
     )
 
 
@@ -207,7 +207,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             key = name_of(other).key
             other = put(other, at, to)
             with contextlib.suppress(Exception):  # The record may no longer have a valid name.
-                key = name_of(other).key if BundleName.of(name_of(other).key) else key
+                key = name_of(other).key if BundleName.parse(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
         for field in ("files", "past", "unknown"):
@@ -219,7 +219,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
-    body, _ = parts(trained.good[1])
+    body, _ = pieces(trained.good[1])
     bad = [remade(other, b"1", key) for key, other in odd_records(body)] + bad_files(body)
     for number, bundle in enumerate(bad):
         with contextlib.suppress(RestoreError, StorageError):
@@ -288,7 +288,7 @@ def start(
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, holder):
-    body, _ = parts(trained.good[1])
+    body, _ = pieces(trained.good[1])
     bad = bad_files(body)
     warned = start(trained, tmp_path, holder, bad)
     for what, bundle in zip(FILES, bad):
@@ -298,7 +298,7 @@ def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, ho
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_startup_skips_a_bundle_with_a_bad_record(trained, tmp_path, holder):
-    body, _ = parts(trained.good[1])
+    body, _ = pieces(trained.good[1])
     bad = {key: remade(other, b"1", key) for key, other in odd_records(body)}
     start(trained, tmp_path, holder, [*bad.values()])
 
@@ -310,7 +310,7 @@ def test_startup_skips_a_bundle_with_a_bad_record(trained, tmp_path, holder):
 @hypothesis.given(seed=st.integers(0, 2**32))
 def test_startup_skips_a_bundle_with_random_bytes(trained, tmp_path_factory, holder, seed):
     drawn = random.Random(seed)
-    body, payload = parts(trained.good[1])
+    body, payload = pieces(trained.good[1])
     bad = []
     for _ in range(30):
         other = with_files(body, body["files"])
@@ -351,7 +351,7 @@ def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
 
 def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
     big = 10**15 - 1
-    later = BundleName.of(trained.good[1].ref.key)._replace(step=900, attempt=900).key
+    later = BundleName.parse(trained.good[1].ref.key)._replace(step=900, attempt=900).key
     names = [
         *(f"{k}.{m}.0.{n}.0" for k, m in ((33, 1), (31, 2), (999, 0), (0, 1)) for n in range(33)),
         *(f"{k}.{m}.0.{n}.0" for k, m in ((2, 2), (1, 0), (3, 0), (31, 1)) for n in range(4)),
@@ -372,14 +372,14 @@ def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
 
 
 def test_a_bundle_of_another_remote_directory_is_skipped(trained, tmp_path):
-    body, payload = parts(trained.good[1])
+    body, payload = pieces(trained.good[1])
     other = with_files(body, body["files"]) | {"root": "s3://elsewhere/run"}
     foreign = remade(other, payload, name_of(other).key)
     assert "s3://elsewhere/run" in start(trained, tmp_path, "extents", [foreign])
 
 
 def test_a_bundle_of_another_save_than_it_claims_is_skipped(trained, tmp_path):
-    body, payload = parts(trained.good[1])
+    body, payload = pieces(trained.good[1])
     other = with_files(body, body["files"])
     changed = remade(other, payload, name_of(other).key)
     warned = start(trained, tmp_path, "extents", [changed])

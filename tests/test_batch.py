@@ -85,17 +85,17 @@ def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     rows=st.integers(1, 2000),
     cuts=st.sets(st.integers(0, 2000)),
     chunk_rows=st.integers(100, 700),
-    held=st.booleans(),
+    pinned=st.booleans(),
 )
 def test_threads_share_the_chunks_of_an_array_in_any_pieces(
-    tmp_path_factory, rows, cuts, chunk_rows, held
+    tmp_path_factory, rows, cuts, chunk_rows, pinned
 ):
     folder = tmp_path_factory.mktemp("shared")
     values = np.random.default_rng(rows).standard_normal((rows, 3), np.float32)
     entry = row_blocks.array_entry("a", values.shape, values.dtype, chunk_rows=chunk_rows)
     with Runtime(3) as runtime:
         files = FileBatch(folder, fsync=False, runtime=runtime)
-        array = ZarrWriter(folder / "ours", entry, files, held=held)
+        array = ZarrWriter(folder / "ours", entry, files, pinned=pinned)
         for piece in np.split(values, sorted(cuts)):
             array.write(piece)
         nbytes = array.finish()
@@ -113,7 +113,7 @@ def test_held_rows_are_dropped_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(FileBatch, "write_chunk", write_chunk)
     entry = row_blocks.array_entry("a", (8, 64), np.dtype(np.float32), chunk_rows=4)
     files = FileBatch(tmp_path, fsync=False)
-    array = ZarrWriter(tmp_path / "ours", entry, files, held=True)
+    array = ZarrWriter(tmp_path / "ours", entry, files, pinned=True)
     pieces = [np.ones((4, 64), np.float32) for _ in range(2)]
     known = [*map(weakref.ref, pieces)]
     while pieces:

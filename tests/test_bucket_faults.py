@@ -72,9 +72,9 @@ def test_chunked_bodies_are_carried_unchanged(network):
         pytest.skip("S3 requests of such a body are signed in a way of their own")
     name = fresh(network)
     where = f"{network.endpoint}/upload/storage/v1/b/{name}/o?uploadType=media&name=run/x"
-    parts = iter([b"abc", b"d" * 100_000, b"e"])
+    buffers = iter([b"abc", b"d" * 100_000, b"e"])
     headers = {"Expect": "100-continue", "Transfer-Encoding": "chunked"}
-    asked = urllib.request.Request(where, data=parts, headers=headers, method="POST")
+    asked = urllib.request.Request(where, data=buffers, headers=headers, method="POST")
     urllib.request.urlopen(asked, timeout=30).close()
     root = opened(network, name, LONG_SECS)
     assert root.store.get("x") == b"abc" + b"d" * 100_000 + b"e"
@@ -86,9 +86,9 @@ _OLD, _NEW = b"old" * 1000, b"new" * 2000
 
 
 def _read_into(store: Store) -> bytes:
-    part = bytearray(500)
-    store.read_into("a/x", 100, [memoryview(part)])
-    return bytes(part)
+    buffer = bytearray(500)
+    store.read_into("a/x", 100, [memoryview(buffer)])
+    return bytes(buffer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Trainer:
         self.ledger.claim()
 
     def begin(self) -> None:
-        self.ledger.begin_run(None)
+        self.ledger.start_run(None)
 
     def leave_an_upload(self) -> None:
         self.ledger.abandon_upload(self.upload(ObjectKey(9)))
@@ -269,7 +269,7 @@ class Trainer:
             step_dir=str(step),
             nbytes=10,
         )
-        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
         try:
             self.told[step] = self.ledger.commit(standing)
         except StorageError:

@@ -129,7 +129,7 @@ def test_a_flipped_bit_anywhere_is_detected(tmp_path):
 
 def test_a_bundle_is_only_unpacked_under_its_name(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
-    other = BundleRef(BundleName.of(held.ref.key)._replace(step=8).key, *held.ref[1:])
+    other = BundleRef(BundleName.parse(held.ref.key)._replace(step=8).key, *held.ref[1:])
     with pytest.raises(Damaged, match="the bundle of that name"):
         bundles.unpack(held, other, tmp_path / "out", fsync=False)
 

@@ -59,7 +59,7 @@ def test_the_live_set_is_exactly_what_kept_saves_need(parents, data):
     needed = set()
     for info in left.values():
         if info.save_id in keep | flying:
-            needed |= {part.save_id for part in chain.restore_chain(info, left)}
+            needed |= {piece.save_id for piece in chain.restore_chain(info, left)}
     assert live == needed
 
 
@@ -69,7 +69,7 @@ def test_a_missing_save_breaks_only_the_chains_through_it(parents, data):
     gone = data.draw(st.sampled_from(sorted(saves)))
     left = {name: info for name, info in saves.items() if name != gone}
     for name, info in left.items():
-        through = {part.step_dir for part in chain.restore_chain(info, saves)}
+        through = {piece.step_dir for piece in chain.restore_chain(info, saves)}
         if gone in through:
             with pytest.raises(BrokenChain, match=rf"^\[?.*step {name}.*parent {gone} .*missing"):
                 chain.restore_chain(info, left)

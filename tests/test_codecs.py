@@ -157,11 +157,11 @@ def test_the_encoding_of_a_row_depends_only_on_that_row(name):
     rows = np.random.default_rng(1).normal(size=(300, 24)).astype(np.float32)
     rows[5, 3], rows[77] = np.nan, 0
     together = encode.on_host(codecs.get(name), rows)
-    for part in (slice(0, 1), slice(70, 150), slice(299, 300)):
-        alone = encode.on_host(codecs.get(name), rows[part])
-        assert np.array_equal(together.representable[part], alone.representable)
+    for piece in (slice(0, 1), slice(70, 150), slice(299, 300)):
+        alone = encode.on_host(codecs.get(name), rows[piece])
+        assert np.array_equal(together.representable[piece], alone.representable)
         for suffix, array in alone.arrays.items():
-            assert together.arrays[suffix][part].tobytes() == array.tobytes()
+            assert together.arrays[suffix][piece].tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -223,10 +223,10 @@ def test_decoding_matches_the_format_page(name):
             return np.array(pattern << 16, np.uint32).view(np.float32)[()]
         return np.float32(np.array(pattern, np.uint16).view(np.float16)[()])
 
-    def bit(row: np.ndarray, start: int, part: int, code: int) -> int:
-        plane = -(-13 * part // 8)
+    def bit(row: np.ndarray, start: int, piece: int, code: int) -> int:
+        plane = -(-13 * piece // 8)
         place, byte = divmod(code, plane)
-        return (int(row[start + byte]) >> (place * part)) & ((1 << part) - 1)
+        return (int(row[start + byte]) >> (place * piece)) & ((1 << piece) - 1)
 
     for i in np.flatnonzero(encoded.representable):
         scale_bits = int(stored["scale"][i])

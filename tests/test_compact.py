@@ -149,13 +149,13 @@ def test_a_compacted_base_is_merged_again_with_later_deltas(tmp_path):
     assert contents(tmp_path, 5) == before
 
 
-def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
+def test_a_shard_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     write_chain(tmp_path, codec="adaptive4", slot_codec="lossless", rows=400)
     before = contents(tmp_path, 4)
-    planned = compact.plan(tmp_path, parts=5)
+    planned = compact.plan(tmp_path, shards=5)
     assert planned.nbytes == 700 * 36 + 300 * 36 + 5 * 20
     planned = pickle.loads(pickle.dumps(planned))
-    spans = [span for part in planned.parts for span in part]
+    spans = [span for shard in planned.shards for span in shard]
     assert sum(stop - start for _, (start, stop) in spans) == 1005
     merged: list[int] = []
     with (
@@ -167,10 +167,10 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     ):
         for number, memory_bytes in enumerate((2 << 10, 4 << 10, 16 << 10, 1 << 20, 1 << 26)):
             options = {"memory_bytes": memory_bytes}
-            part = compact.merge_part(planned, number, **options, on_bytes=merged.append)
-            assert part.bytes_read > 0
-            again = compact.merge_part(planned, number, **options)
-            assert again == compact.MergedPart(bytes_read=0, bytes_written=part.bytes_written)
+            shard = compact.merge_shard(planned, number, **options, on_bytes=merged.append)
+            assert shard.bytes_read > 0
+            again = compact.merge_shard(planned, number, **options)
+            assert again == compact.MergedShard(bytes_read=0, bytes_written=shard.bytes_written)
         assert sum(merged) == planned.nbytes and len(merged) > 50
         assert contents(tmp_path, 4) == before and len(chain(tmp_path, 4)) == 5
         compact.publish(planned)
@@ -178,7 +178,7 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     shutil.rmtree(planned.workspace)
     assert_compacted(tmp_path, 4, before)
     [base] = chains.read_chain(tmp_path / "4")
-    assert base.head.process_count == 5 and "parts" in base.head.features
+    assert base.head.process_count == 5 and "shards" in base.head.features
     for record in base.manifests:
         assert digests.check(base.item_dir, digests.read_item_digests(base.item_dir, record)) == []
 
@@ -271,12 +271,12 @@ def test_a_full_disk_changes_nothing(tmp_path):
     assert run_compaction(tmp_path, 4) is not None
 
 
-def test_a_base_with_a_missing_part_is_not_published(tmp_path):
+def test_a_base_with_a_missing_shard_is_not_published(tmp_path):
     write_chain(tmp_path)
-    planned = compact.plan(tmp_path, parts=3)
+    planned = compact.plan(tmp_path, shards=3)
     for number in (0, 2):
-        compact.merge_part(planned, number, memory_bytes=MEMORY_BYTES)
-    with pytest.raises(errors.Damaged, match="part 1 of 3"):
+        compact.merge_shard(planned, number, memory_bytes=MEMORY_BYTES)
+    with pytest.raises(errors.Damaged, match="shard 1 of 3"):
         compact.publish(planned)
     assert len(chain(tmp_path, 4)) == 5
 
@@ -284,13 +284,13 @@ def test_a_base_with_a_missing_part_is_not_published(tmp_path):
 def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path)
-    compact.merge_part(planned, 0, memory_bytes=MEMORY_BYTES)
+    compact.merge_shard(planned, 0, memory_bytes=MEMORY_BYTES)
     remove(tmp_path, 4)
     with pytest.raises(errors.StepGone):
         compact.publish(planned)
     with pytest.raises(errors.StepGone):
         again = dataclasses.replace(planned, temporary="4.new.tmp")
-        compact.merge_part(again, 0, memory_bytes=1)
+        compact.merge_shard(again, 0, memory_bytes=1)
     assert chain(tmp_path, 3)[-1] == "3/embeddings"
 
 
@@ -342,7 +342,7 @@ def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
                 assert contents(bare, step) == before[step]
                 continue
             with pytest.raises(
-                errors.RestoreError, match=r"compacted/3/embed|embeddings/part|parent 2"
+                errors.RestoreError, match=r"compacted/3/embed|embeddings/shard|parent 2"
             ):
                 contents(bare, step)
         assert other.name == path.name

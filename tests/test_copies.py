@@ -132,7 +132,7 @@ def test_all_steps_are_copied_with_their_compacted_bases(run, target, tmp_path):
         assert bytes_below(tmp_path / "again" / step) == bytes_below(root / step)
 
 
-@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
+@pytest.mark.parametrize("name", ["v1", "shards-v1", "encodings-v1"])
 def test_golden_checkpoints_are_copied_as_they_are(name, tmp_path):
     done = copy(GOLDEN / name, tmp_path / "target", steps=[20])
     assert done.copied == ("10", "20")

@@ -29,14 +29,14 @@ from deltackpt.layers.read import LayerReader
 from deltackpt.layers.write import LayerFile, LayerSegmentSink
 from deltackpt.maintenance.verify import verify_root
 from deltackpt.reading import dense_state
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.stored_saves import read_info
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_save
-from deltackpt.storage import ocdbt, parts
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.posix import DirectFile
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.wal.segment_files import Fill, FilledRecord, row_groups_of
 
 #: (is_file, key) of a value.
@@ -107,7 +107,7 @@ def copy_segment(layer: LayerReader, segment: Segment, place: SegmentSink) -> No
         else:
             held = np.empty(entry.shape, entry.dtype)
             arrays.read_into(segment, entry, 0, len(held), held)
-            parts.write_array(place, entry, [held])
+            shard_writer.write_array(place, entry, [held])
 
 
 def rewrite(record: StoredRecord, fill: Fill) -> None:
@@ -117,7 +117,7 @@ def rewrite(record: StoredRecord, fill: Fill) -> None:
     file = LayerFile(
         DirectFile(path), runtime, sequence=record.seq, predecessor=manifest.predecessor
     )
-    layer = file.begin_layer(manifest)
+    layer = file.start_layer(manifest)
     filled = fill(functools.partial(LayerSegmentSink, layer))
     schema, groups = wal_format.record_head_bytes(filled.head), tuple(row_groups_of(filled))
     layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))
@@ -169,11 +169,11 @@ def _replaced(described: Any, rng: random.Random) -> Any:
     if not isinstance(described, (dict, list)) or not described or rng.random() < 0.2:
         return rng.choice(JUNK)
     numbers = described if isinstance(described, dict) else range(len(described))
-    part = rng.choice([*numbers])
+    piece = rng.choice([*numbers])
     if rng.random() < 0.1:
-        del described[part]
+        del described[piece]
     else:
-        described[part] = _replaced(described[part], rng)
+        described[piece] = _replaced(described[piece], rng)
     return described
 
 

@@ -120,7 +120,7 @@ def test_a_chunk_of_another_save_is_detected(written, tmp_path):
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    victim = sorted((copy / "1").glob("embeddings/part.0/*/values/c.0.0"))[0]
+    victim = sorted((copy / "1").glob("embeddings/shard.0/*/values/c.0.0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
     assert inventory.verify_step(copy / "1")

@@ -92,7 +92,7 @@ class Restore:
 
     def __init__(self, root: Path | str, states: list[dict], expected: int | None, **options):
         self.read: list[int] = []
-        real = StepReader.find
+        real = StepReader.locate
 
         def find(reader, step, *arguments):
             self.read.append(step)
@@ -104,7 +104,7 @@ class Restore:
             deltackpt.CheckpointManager(
                 root, handlers=HANDLERS, options=managed, event_handlers=(events,)
             ) as manager,
-            mock.patch.object(StepReader, "find", find),
+            mock.patch.object(StepReader, "locate", find),
             pytest.warns(UserWarning) as warned,
             pytest.raises(NoIntactStep) if expected is None else contextlib.nullcontext(),
         ):
@@ -137,7 +137,7 @@ def test_steps_on_a_damaged_base_are_skipped_unread(root, run, how):
     damage(chunk(root / "3"), how)
     found = Restore(root, run[1], 2)
     assert found.read == [8, 2]
-    found.names([8, 7, 6, 5, 4, 3], "3/embeddings/part.0/g0.0/values/c.0.0: ")
+    found.names([8, 7, 6, 5, 4, 3], "3/embeddings/shard.0/g0.0/values/c.0.0: ")
     assert all(isinstance(error, Damaged) for error in found.skipped.values())
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_compacted_base_loses_only_steps_without_another_chain(root, r
         shutil.rmtree(root / str(step))
     found = Restore(root, run[1], 2)
     assert found.read == [8, 2]
-    found.names([8, 7, 6, 5], "compacted/5/embeddings/part.0/g0.0/values/c.0.0: ")
+    found.names([8, 7, 6, 5], "compacted/5/embeddings/shard.0/g0.0/values/c.0.0: ")
 
 
 def test_a_compacted_base_above_a_damaged_base_keeps_its_steps(root, run):
@@ -219,7 +219,7 @@ def test_an_error_that_the_files_do_not_confirm_loses_only_one_step(root, run):
     failed = []
 
     def read_array(directory, *arguments, **options):
-        if str(directory).endswith("/3/embeddings/part.0/g0.0/values") and not failed:
+        if str(directory).endswith("/3/embeddings/shard.0/g0.0/values") and not failed:
             failed.append(directory)
             raise Damaged(str(at.relative_to(root)), "a chunk", "the answer of a broken cache")
         return real(directory, *arguments, **options)
@@ -266,7 +266,7 @@ def bucket(tmp_path_factory) -> Iterator[servers.Server]:
 
 
 @pytest.mark.parametrize("how", ["flip", "gone"])
-@pytest.mark.parametrize("name", ["embeddings/part.0/g0.0/values/c.0.0", "commit.msgpack"])
+@pytest.mark.parametrize("name", ["embeddings/shard.0/g0.0/values/c.0.0", "commit.msgpack"])
 @pytest.mark.parametrize("step", [3, 5])
 def test_steps_on_a_damaged_save_in_a_bucket_are_skipped_unread(root, run, bucket, step, name, how):
     url = bucket.bucket(f"damaged{next(_numbers)}") + "/run"
@@ -274,7 +274,7 @@ def test_steps_on_a_damaged_save_in_a_bucket_are_skipped_unread(root, run, bucke
     options = deltackpt.Tiers(endpoint=bucket.endpoint)
     place = deltackpt.storage.buckets.locate(url, endpoint=bucket.endpoint).open()
     if step == 5:
-        name = name.replace("part.0/g0.0/values/c.0.0", "layer.0")
+        name = name.replace("shard.0/g0.0/values/c.0.0", "layer.0")
     [key] = [key for key in place.keys() if key.endswith(name) and key.startswith(f"saves/{step}.")]
     at = place / key
     data = at.store.get(at.key)

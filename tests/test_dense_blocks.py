@@ -329,7 +329,7 @@ def test_without_room_a_frozen_leaf_is_detected_by_its_hashes(tmp_path):
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.float64])
 def test_hashes_detect_which_64_kib_changed(dtype):
     blocks = np.zeros((700, 256), dtype)
-    hashes, per_span = Hashes.of(blocks), HASHED_BYTES // (256 * blocks.itemsize)
+    hashes, per_span = Hashes.from_bytes(blocks), HASHED_BYTES // (256 * blocks.itemsize)
     assert hashes.changed(blocks) == []
     blocks[per_span, 7] = 1
     assert hashes.changed(blocks) == [range(per_span, min(700, 2 * per_span))]

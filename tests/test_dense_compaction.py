@@ -140,7 +140,7 @@ def test_no_delta_continues_from_an_item_that_compaction_removes(tmp_path):
     assert restored(root, 3, state) == before
 
 
-def test_two_attempts_at_a_part_leave_one_item(written):
+def test_two_attempts_at_a_shard_leave_one_item(written):
     root, _ = written
     before = dense_leaves(root, 4)
     planned = compact.plan(root, step=4)
@@ -148,14 +148,14 @@ def test_two_attempts_at_a_part_leave_one_item(written):
     nbytes = sum(len(value) for value in before.values())
     assert nbytes < planned.dense_bytes < nbytes + 20_000  # With the descriptions.
 
-    def fold_part(_: DiskCall | None = None) -> None:
-        compact.merge_part(planned, 0, memory_bytes=64 << 20)
+    def merge_one(_: DiskCall | None = None) -> None:
+        compact.merge_shard(planned, 0, memory_bytes=64 << 20)
 
     with Disk(root) as disk, compact.exclusive(root):
-        # Another worker merges the whole part.
-        disk.on("rename", fold_part, f"/{planned.temporary}/0$", times=1)
-        fold_part()
-        assert disk.paths("rename").count(str(planned.part_dir(0))) == 2
+        # Another worker merges the whole shard.
+        disk.on("rename", merge_one, f"/{planned.temporary}/0$", times=1)
+        merge_one()
+        assert disk.paths("rename").count(str(planned.shard_dir(0))) == 2
         assert os.listdir(planned.workspace) == ["0"]
         compact.publish(planned)
     shutil.rmtree(planned.workspace)

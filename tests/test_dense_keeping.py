@@ -228,9 +228,9 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(root):
     beside = sum(path.stat().st_size for path in (root / "3").iterdir() if path.is_file())
     expected = sum(files_below(root / "1/dense").values()) + beside
     for step in (2, 3):
-        part = stored_saves.read_save(root / str(step)).parts()[0]
-        for segment in part.record.dense_blocks.segments:
-            expected += sum(part.arrays.files_of(segment).values())
+        shard = stored_saves.read_save(root / str(step)).shards()[0]
+        for segment in shard.record.dense_blocks.segments:
+            expected += sum(shard.arrays.files_of(segment).values())
     found = estimate.restore_plan(root, 3)
     assert found.dense_bytes == expected
     tables = 50 * 8 * 4

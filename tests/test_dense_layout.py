@@ -187,14 +187,14 @@ def test_a_merge_with_a_missing_child_raises(missing: int, tmp_path: Path) -> No
     plan = dense_layout.plan(_sharded())
     half = len(plan.chunks) // 2
     values = _values(plan)
-    parts = [values[:-half], values[-half:]]
-    for process, part in enumerate(parts):
+    pieces = [values[:-half], values[-half:]]
+    for process, piece in enumerate(pieces):
         if process != missing:
-            _write_part(tmp_path, process, part)
+            _write_part(tmp_path, process, piece)
     with pytest.raises(Disagreement, match="missing"):
         ocdbt.merge(tmp_path, [0, 1], plan.described)
     assert not (tmp_path / "manifest.ocdbt").exists()
-    _write_part(tmp_path, missing, parts[missing])
+    _write_part(tmp_path, missing, pieces[missing])
     ocdbt.merge(tmp_path, [0, 1], plan.described)
     assert ocdbt.read(tmp_path) == ocdbt.read(_stock(tmp_path / "stock", _sharded()))
 
@@ -205,8 +205,8 @@ def test_a_merge_of_many_leaves_reads_files_as_often_as_one_of_few(tmp_path: Pat
         item.mkdir()
         plan = dense_layout.plan({f"leaf{number}": np.arange(4) for number in range(count)})
         values = _values(plan)
-        for process, part in enumerate((values[:count], values[count:])):
-            _write_part(item, process, part)
+        for process, piece in enumerate((values[:count], values[count:])):
+            _write_part(item, process, piece)
         before = _file_reads()
         ocdbt.merge(item, [0, 1], plan.described)
         return _file_reads() - before

@@ -499,9 +499,9 @@ def test_the_index_locates_values(data):
     config = {"max_decoded_node_bytes": most, "max_inline_value_bytes": 1024}
     database = {"driver": "ocdbt", "base": spec, "config": config}
     store = ts.KvStore.open(database, context=context).result()
-    for part in (sorted(values)[::2], sorted(values)[1::2]):
+    for piece in (sorted(values)[::2], sorted(values)[1::2]):
         with ts.Transaction(atomic=True) as transaction:
-            for name in part:
+            for name in piece:
                 store.with_transaction(transaction)[name] = values[name]
     found = ocdbt.index(kv_store.Reachable(spec, context))
     files = ts.KvStore.open(spec, context=context).result()

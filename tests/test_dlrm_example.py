@@ -176,10 +176,10 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
     whole = run("whole", "--steps", "20")
     run("parts", "--steps", "10")
-    parts = run("parts", "--steps", "20", "--resume")
-    assert journal.read(parts, "step") == journal.read(whole, "step")
-    assert journal.read(parts, "end")[-1] == journal.read(whole, "end")[-1]
-    kinds = [entry["kind"] for entry in journal.read(parts, "save")]
+    pieces = run("parts", "--steps", "20", "--resume")
+    assert journal.read(pieces, "step") == journal.read(whole, "step")
+    assert journal.read(pieces, "end")[-1] == journal.read(whole, "end")[-1]
+    kinds = [entry["kind"] for entry in journal.read(pieces, "save")]
     assert kinds == ["base", "delta", "delta", "delta"]
 
 
@@ -210,12 +210,12 @@ def test_demo_recognizes_a_save_in_progress(tmp_path):
     begun = tmp_path / "40.orbax-checkpoint-tmp"
     (begun / "embeddings").mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
-    chunk = begun / "embeddings" / "part.0" / "g0.0" / "values" / "c.0.0"
+    chunk = begun / "embeddings" / "shard.0" / "g0.0" / "values" / "c.0.0"
     chunk.parent.mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
     chunk.write_text("rows")
     assert demonstration.save_in_progress(tmp_path) == begun
-    shutil.rmtree(begun / "embeddings" / "part.0")
+    shutil.rmtree(begun / "embeddings" / "shard.0")
     assert demonstration.save_in_progress(tmp_path) is None
     (begun / "embeddings" / "layer.0").write_text("rows")
     assert demonstration.save_in_progress(tmp_path) == begun

@@ -50,7 +50,7 @@ def restored(code: erasure.Code, coded: list[bytes], gone: set[int], nbytes: int
 
 
 def coded(code: erasure.Code, data: memoryview) -> list[bytes]:
-    return [b"".join(parts) for parts in erasure.fragments(code, data)]
+    return [b"".join(chunks) for chunks in erasure.fragments(code, data)]
 
 
 @pytest.mark.parametrize(("k", "m"), CODES)
@@ -89,8 +89,8 @@ def test_the_first_fragments_are_the_bytes_themselves_and_no_copy(k, m):
 def test_reed_solomon_fragments_have_no_headers_of_the_library():
     needs_library(4, 2)
     data = padded(4, 100_000)
-    for number, parts in enumerate(erasure.fragments(erasure.code_of(4, 2), data)):
-        assert sum(map(len, parts)) == len(data) // 4, number
+    for number, chunks in enumerate(erasure.fragments(erasure.code_of(4, 2), data)):
+        assert sum(map(len, chunks)) == len(data) // 4, number
 
 
 def test_fragments_of_the_same_bytes_are_the_same():

@@ -29,7 +29,7 @@ GOLDEN = Path(make_golden.__file__).parent
 
 
 def array_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("part.*/**/c.*") if path.is_file()]
+    return [path for path in folder.rglob("shard.*/**/c.*") if path.is_file()]
 
 
 def chunk_bytes(layer_file: Path) -> int:
@@ -47,7 +47,7 @@ def written(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
+@pytest.mark.parametrize("name", ["v1", "shards-v1", "encodings-v1"])
 def test_the_plan_counts_the_bytes_on_disk(name):
     plan = restore_plan(GOLDEN / name, 20)
     assert [save.name for save in plan.chain] == ["10", "20"]
@@ -141,7 +141,7 @@ def test_a_sample_reads_only_the_row_indices_that_it_needs(tmp_path, monkeypatch
 
 
 def test_columns_of_several_processes_count_rows_once():
-    plan = restore_plan(GOLDEN / "parts-v1", 10)
+    plan = restore_plan(GOLDEN / "shards-v1", 10)
     assert plan.chain[0].rows == 50 + 30 + 20 + 40 + 12
 
 
@@ -167,8 +167,8 @@ def test_damage_and_missing_steps_raise(tmp_path):
 def test_the_command_shows_chain_tables_time_and_compaction(written):
     found = run("plan", written, 2, "--tables")
     assert found.returncode == 0, found.stderr
-    for part in ("adaptive4", "tables/users", "memory: ", "time: about ", "compaction: a base of"):
-        assert part in found.stdout
+    for piece in ("adaptive4", "tables/users", "memory: ", "time: about ", "compaction: a base of"):
+        assert piece in found.stdout
     told = json.loads(run("plan", written, "--json").stdout)
     assert told["step"] == 3 and told["estimate"]["seconds"] > 0
     assert run("plan", written, 99).returncode == 1

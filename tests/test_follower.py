@@ -36,7 +36,7 @@ from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
 from deltackpt.reading import chains, reader, stored_saves
-from deltackpt.reading.stored_saves import StoredPart
+from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.standby import cached_files, loaded_state, shared_memory, wal
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
@@ -403,8 +403,8 @@ def test_a_save_larger_than_the_staging_memory_is_applied_in_pieces(trainer, mon
 @pytest.mark.parametrize(
     "spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=["rows", "columns", "both", "whole"]
 )
-def test_steps_of_many_parts_and_columns_are_held_whole(tmp_path, spec):
-    specs = [dict.fromkeys(test_meshes.ROWS, part) for part in (spec, P(*spec[:1]))]
+def test_steps_of_many_shards_and_columns_are_held_whole(tmp_path, spec):
+    specs = [dict.fromkeys(test_meshes.ROWS, piece) for piece in (spec, P(*spec[:1]))]
     state, job = test_meshes.initial(), Job(8)
     followers = [opened(tmp_path, *shard) for shard in SHARDS]
     with job.running():
@@ -428,13 +428,13 @@ def test_a_replica_reads_only_its_own_rows(tmp_path):
             trainer.save()
             trainer.next(400)
     read: dict[int, int] = {}
-    real = StoredPart.read_into
+    real = StoredShard.read_into
 
-    def counted(part, segment, entry, start, stop, out):
+    def counted(shard, segment, entry, start, stop, out):
         read[count] = read.get(count, 0) + out.nbytes
-        return real(part, segment, entry, start, stop, out)
+        return real(shard, segment, entry, start, stop, out)
 
-    with mock.patch.object(StoredPart, "read_into", counted):
+    with mock.patch.object(StoredShard, "read_into", counted):
         for count in (1, 4):
             one = opened(tmp_path, 1 if count > 1 else 0, count)
             trainer.assert_applied(one)
@@ -612,7 +612,7 @@ BESIDE = follower_module._LEAST_STAGING_BYTES
 
 
 def bytes_of_rows(state: dict) -> int:
-    return sum(part.nbytes for held in in_state(state).values() for part in held.values())
+    return sum(piece.nbytes for held in in_state(state).values() for piece in held.values())
 
 
 def test_too_little_memory_is_reported_before_any_is_allocated(trainer):
@@ -624,9 +624,9 @@ def test_too_little_memory_is_reported_before_any_is_allocated(trainer):
             one.advance()
     assert one.loaded is None and one.nbytes == 0 and one.address is None
     # A shard of it fits.
-    part = opened(trainer.root, 0, 7, memory_bytes=BESIDE + 10_000)
-    assert part.advance()
-    assert part.nbytes <= 10_000
+    piece = opened(trainer.root, 0, 7, memory_bytes=BESIDE + 10_000)
+    assert piece.advance()
+    assert piece.nbytes <= 10_000
     with pytest.raises(errors.TooLittleMemory):
         opened(trainer.root, memory_bytes=BESIDE + 10_000).advance()
 
@@ -666,10 +666,10 @@ OWNER = """
 import sys, time, numpy as np
 from deltackpt.standby.shared_memory import SharedMemory
 one = SharedMemory(4096)
-one.begin_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()
+one.start_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()
 found = one.address
 print(found.machine, found.pid, found.descriptor, found.token, sep='|', flush=True)
-sys.stdin.readline(); one.begin_write(); print('in', flush=True)
+sys.stdin.readline(); one.start_write(); print('in', flush=True)
 time.sleep(600)
 """
 

@@ -55,7 +55,7 @@ class DenseTrainer(Trainer):
 
 
 def dense_in_storage(root: Path, step: int) -> DenseValues:
-    return stored_dense.of_step(chains.read_chain(root / str(step)))
+    return stored_dense.open_values(chains.read_chain(root / str(step)))
 
 
 def cached_files(one: Follower) -> dict[str, np.ndarray]:

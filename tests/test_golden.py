@@ -25,8 +25,8 @@ from deltackpt.reading import chains, inventory, reader, stored_saves
 from deltackpt.storage.store import store_path
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
-PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
-VERSIONS = PLAIN + PARTS
+SHARDS = sorted(path for path in Path(make_golden.__file__).parent.glob("shards-v*"))
+VERSIONS = PLAIN + SHARDS
 JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
 LOGS = sorted(path for path in Path(make_golden.__file__).parent.glob("log-v*"))
 DENSE = sorted(path for path in Path(make_golden.__file__).parent.glob("dense-v*"))
@@ -189,7 +189,7 @@ def test_golden_recovery_point_restores_its_original_bits(version, step, tmp_pat
 def test_the_current_format_has_golden_checkpoints():
     assert [path.name for path in LOGS] == [f"log-v{number}" for number in make_golden.LOGGED]
     assert f"v{FORMAT_VERSION}" in [path.name for path in VERSIONS]
-    assert f"parts-v{FORMAT_VERSION}" in [path.name for path in PARTS]
+    assert f"shards-v{FORMAT_VERSION}" in [path.name for path in SHARDS]
     assert f"encodings-v{FORMAT_VERSION}" in [path.name for path in ENCODED]
     for path in (PLAIN[-1], DENSE[-1]):
         assert (path / "20" / naming.EMBEDDINGS_ITEM / naming.layer_name(0)).is_file()

@@ -35,20 +35,20 @@ def state() -> dict:
 
 
 @pytest.fixture(scope="module")
-def parts(state) -> deltackpt.state.tables.Split:
+def pieces(state) -> deltackpt.state.tables.Split:
     return deltackpt.handlers.split(state, TABLES)
 
 
-def save_v0(root: Path, parts, step: int = 0, touched=None) -> None:
-    embeddings = deltackpt.handlers.Embeddings(split=parts, touched=touched)
+def save_v0(root: Path, pieces, step: int = 0, touched=None) -> None:
+    embeddings = deltackpt.handlers.Embeddings(split=pieces, touched=touched)
     with ocp.CheckpointManager(root) as manager:
         args = ocp.args.Composite(embeddings=deltackpt.handlers.DeltaSave(embeddings))
         manager.save(step, args=args)
 
 
-def save_v1(root: Path, parts, step: int = 0) -> None:
+def save_v1(root: Path, pieces, step: int = 0) -> None:
     with registered(), v1.training.Checkpointer(root) as checkpointer:
-        embeddings = deltackpt.handlers.Embeddings(split=parts)
+        embeddings = deltackpt.handlers.Embeddings(split=pieces)
         checkpointer.save_checkpointables(step, {"embeddings": embeddings})
 
 
@@ -79,8 +79,8 @@ def assert_holds(found: RestoredTables, state: dict) -> None:
 
 @pytest.mark.parametrize("load", [load_v0, load_v1])
 @pytest.mark.parametrize("save", [save_v0, save_v1])
-def test_each_api_reads_what_the_other_wrote(tmp_path, state, parts, save, load):
-    save(tmp_path, parts)
+def test_each_api_reads_what_the_other_wrote(tmp_path, state, pieces, save, load):
+    save(tmp_path, pieces)
     assert_holds(load(tmp_path, 0, None), state)
 
 
@@ -98,8 +98,8 @@ def test_each_api_reads_deltas_of_our_manager(tmp_path, state, load):
 
 
 @pytest.mark.parametrize("load", [load_v0, load_v1])
-def test_chosen_fields_are_placed_as_requested(tmp_path, state, parts, load):
-    save_v0(tmp_path, parts)
+def test_chosen_fields_are_placed_as_requested(tmp_path, state, pieces, load):
+    save_v0(tmp_path, pieces)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     table = state["tables"]["items"]
@@ -119,10 +119,10 @@ def test_chosen_fields_are_placed_as_requested(tmp_path, state, parts, load):
     assert "tables/items, values: expected" in str(ours)
 
 
-def test_under_a_stock_manager_every_save_is_a_base_whatever_was_touched(tmp_path, state, parts):
+def test_under_a_stock_manager_every_save_is_a_base_whatever_was_touched(tmp_path, state, pieces):
     marks = model.new_touched(state)
     for step in (1, 2, 3):
-        save_v0(tmp_path, parts, step, marks)
+        save_v0(tmp_path, pieces, step, marks)
     for step in (1, 2, 3):
         [info] = load_v0(tmp_path, step).chain
         assert info.kind == "base"
@@ -140,8 +140,8 @@ def test_bases_under_stock_managers_are_stored_by_the_codec_for_bases(tmp_path, 
         assert found.fields[f"tables/{name}"]["values"].tobytes() == expected.tobytes()
 
 
-def test_metadata_lists_tables_and_slots(tmp_path, state, parts):
-    save_v0(tmp_path, parts)
+def test_metadata_lists_tables_and_slots(tmp_path, state, pieces):
+    save_v0(tmp_path, pieces)
     with ocp.CheckpointManager(
         tmp_path, item_handlers={"embeddings": deltackpt.handlers.DeltaHandler()}
     ) as manager:
@@ -151,8 +151,8 @@ def test_metadata_lists_tables_and_slots(tmp_path, state, parts):
     assert set(told.tables) == {f"tables/{name}" for name in state["tables"]}
 
 
-def test_a_failure_in_the_background_surfaces_and_commits_nothing(tmp_path, parts):
-    embeddings = deltackpt.handlers.Embeddings(split=parts)
+def test_a_failure_in_the_background_surfaces_and_commits_nothing(tmp_path, pieces):
+    embeddings = deltackpt.handlers.Embeddings(split=pieces)
     manager = ocp.CheckpointManager(tmp_path)
     with failing_saves(tmp_path):
         manager.save(

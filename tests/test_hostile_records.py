@@ -48,13 +48,13 @@ MOST_BYTES = 256 << 20
 def written(tmp_path_factory) -> dict[str, Path]:
     """Directories of a base and two deltas, by kind."""
     place = tmp_path_factory.mktemp("written")
-    found = {name: place / name for name in ("raw", "lossy", "parts")}
+    found = {name: place / name for name in ("raw", "lossy", "shards")}
     write_chain(found["raw"], len(STEPS))
     run_compaction(found["raw"], 1)
     lossy = {"codec": "adaptive4", "slot_codec": "lossless", "always": ("accumulator",)}
     write_chain(found["lossy"], len(STEPS), **lossy)
     for step in make_golden.STEPS:
-        shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
+        shutil.copytree(GOLDEN / "shards-v1" / str(step), found["shards"] / str(step))
     return found
 
 
@@ -300,7 +300,7 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
         for entry in segment["arrays"]:
             entry["shape"][0], entry["chunk_rows"] = rows, rows // 4
             row_bytes = np.dtype(entry["dtype"]).itemsize * int(np.prod(entry["shape"][1:]))
-            lengths[f"part.0/{segment['name']}/{entry['name']}/c."] = rows // 4 * row_bytes + 4
+            lengths[f"shard.0/{segment['name']}/{entry['name']}/c."] = rows // 4 * row_bytes + 4
 
     def lengthen(body: Any) -> None:
         for below, length in lengths.items():
@@ -364,8 +364,8 @@ def step_records(root_dir: Path) -> list[Path]:
 
 def unit_of(root_dir: Path, path: Path) -> Path:
     """The step or the folder ``compacted/<step>`` that contains a record."""
-    parts = path.relative_to(root_dir).parts
-    return root_dir.joinpath(*parts[: 2 if parts[0] == naming.COMPACTED else 1])
+    pieces = path.relative_to(root_dir).parts
+    return root_dir.joinpath(*pieces[: 2 if pieces[0] == naming.COMPACTED else 1])
 
 
 @contextlib.contextmanager
@@ -384,7 +384,7 @@ LONG = (pytest.mark.long, pytest.mark.timeout(900))
 few_or_many = pytest.mark.parametrize("examples", [12, pytest.param(60, marks=LONG)])
 
 
-@pytest.fixture(scope="module", params=["raw", "lossy", "parts"])
+@pytest.fixture(scope="module", params=["raw", "lossy", "shards"])
 def fuzzed(written, request, tmp_path_factory) -> Path:
     return copied(written[request.param], tmp_path_factory.mktemp("fuzzed") / request.param)
 
@@ -491,7 +491,7 @@ assert not found, found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["parts-v1", "encodings-v1"])
+@pytest.mark.parametrize("kind", ["shards-v1", "encodings-v1"])
 def test_reading_a_directory_runs_no_code_from_it(kind, tmp_path):
     for name in ("first", "second"):
         shutil.copytree(GOLDEN / kind, tmp_path / name)

@@ -37,7 +37,7 @@ from deltackpt.maintenance import compact, verify
 from deltackpt.reading import bounds, inventory, stored_saves
 from deltackpt.restore import placing
 from deltackpt.save import capture
-from deltackpt.storage import parts as storage_parts
+from deltackpt.storage import shard_writer
 from deltackpt.testing.states import assert_same
 
 ROWS, WIDTH, IDS = 400, 8, 1000
@@ -295,9 +295,9 @@ def test_history_follows_an_id_and_omits_steps_at_which_its_row_had_another(tmp_
 
 def test_only_the_named_tables_have_ids():
     tables = dataclasses.replace(TABLES, key={"tables/users": "keys/{name}"})
-    parts = split(Vocabulary().state, tables)
-    keys = {table.name: table.group for table in parts.layout.tables}
-    groups = parts.layout.group_by_name
+    pieces = split(Vocabulary().state, tables)
+    keys = {table.name: table.group for table in pieces.layout.tables}
+    groups = pieces.layout.group_by_name
     assert groups[keys["tables/users"]].key.name == "slot.key"
     assert groups[keys["tables/items"]].key is None
     with pytest.raises(errors.OptionError, match="key: expected a path"):
@@ -307,7 +307,7 @@ def test_only_the_named_tables_have_ids():
 def codecs_in(step_dir: Any) -> set[str]:
     """The codecs of the rows in a step."""
     save = stored_saves.read_save(step_dir, "embeddings")
-    segments = [segment for part in save.parts() for segment in part.record.segments]
+    segments = [segment for shard in save.shards() for segment in shard.record.segments]
     return {encoding.codec for segment in segments for encoding in segment.encodings}
 
 
@@ -391,8 +391,8 @@ def test_tombstones_cover_no_row_of_a_base():
     made = made_up_saves.record(SaveId("a" * 32, 1, 1), rows=made_up_saves.ROWS)
     group = GroupEntry(name="g0", rows=rows, fields=(spec,))
     table = dataclasses.replace(made.tables[0], rows=rows)
-    nothing = storage_parts.StoredArrays((), 0)
-    nothing = storage_parts.stored_field(
+    nothing = shard_writer.StoredArrays((), 0)
+    nothing = shard_writer.stored_field(
         "values", nothing, codec="zeros", reason="", bounds=np.array([0, rows])
     )
     whole = {"count": rows, "ranges": ((0, rows),), "arrays": ()}
@@ -527,7 +527,7 @@ def check_growth(
             elif operation == "lose":
                 saving.wait_until_finished()
                 with (
-                    mock.patch.object(storage_parts, "write_manifest", side_effect=OSError("lost")),
+                    mock.patch.object(shard_writer, "write_manifest", side_effect=OSError("lost")),
                     contextlib.suppress(Exception),
                 ):
                     save()

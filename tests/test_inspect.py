@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""inspect against an in-memory model: random chains, many parts, changing topologies.
+"""inspect against an in-memory model: random chains, many shards, changing topologies.
 
 ``without_jax/`` reads real runs, with dense leaves and every codec, without jax.
 """
@@ -195,13 +195,13 @@ def test_history_shows_which_rows_existed_before_a_table_grew(tmp_path):
 def test_history_reads_each_save_once(tmp_path):
     write_chain(tmp_path)
     opened = []
-    real = stored_saves.StoredPart.read_into
+    real = stored_saves.StoredShard.read_into
 
-    def counting(part, segment, entry, start, *arguments):
-        opened.append((part.record.save_id, segment.name, entry.name, start))
-        return real(part, segment, entry, start, *arguments)
+    def counting(shard, segment, entry, start, *arguments):
+        opened.append((shard.record.save_id, segment.name, entry.name, start))
+        return real(shard, segment, entry, start, *arguments)
 
-    with mock.patch.object(stored_saves.StoredPart, "read_into", counting):
+    with mock.patch.object(stored_saves.StoredShard, "read_into", counting):
         inspect.open(tmp_path).history(TABLE, 3)
     assert len(opened) == len(set(opened))
 
@@ -209,7 +209,7 @@ def test_history_reads_each_save_once(tmp_path):
 def test_a_damaged_row_is_named_and_others_still_read(tmp_path):
     table = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
     lazy = saved(tmp_path, {"t": table}).at(0)["t"]
-    [chunk] = tmp_path.glob("0/embeddings/part.0/*/values/c.0.0")
+    [chunk] = tmp_path.glob("0/embeddings/shard.0/*/values/c.0.0")
     flip(chunk, chunk.stat().st_size // 2)
     assert lazy[3].tobytes() == table[3].tobytes()
     with pytest.raises(errors.Damaged, match="values/c.0.0"):
@@ -219,7 +219,7 @@ def test_a_damaged_row_is_named_and_others_still_read(tmp_path):
 def test_a_damaged_compacted_base_is_skipped(tmp_path):
     states = write_chain(tmp_path)
     run_compaction(tmp_path)
-    next(tmp_path.glob("compacted/4/embeddings/part.0/*/values/c.0.0")).write_bytes(b"")
+    next(tmp_path.glob("compacted/4/embeddings/shard.0/*/values/c.0.0")).write_bytes(b"")
     step = inspect.open(tmp_path).at(4)
     with pytest.warns(UserWarning, match="instead") as caught:
         found = {name: np.asarray(step[f"tables/{name}"]) for name in ("users", "items")}

@@ -206,7 +206,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
         for step in range(found.step + 1, last + 1):
             state, marks = trained(state, ids_of(step)), marked(marks, ids_of(step))
             if step == kill_at:
-                LayerFile.begin_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                LayerFile.start_layer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
             manager.wait_until_finished()
     print(json.dumps(saves))
@@ -440,8 +440,8 @@ def test_an_export_is_imported_and_exported_again_unchanged(tmp_path, with_templ
     assert one == two
 
 
-@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
-def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
+@pytest.mark.parametrize("name", ["v1", "shards-v1", "encodings-v1"])
+def test_deltas_codecs_and_shards_are_exported_as_they_restore(tmp_path, name):
     # A copy, because the repository's files are writable.
     shutil.copytree(GOLDEN / name, tmp_path / "run")
     for step in (10, 30):

@@ -223,8 +223,8 @@ def test_errors_name_what_cannot_be_exported_to_parquet(chain, tmp_path, monkeyp
 # Both.
 
 
-@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
-def test_deltas_codecs_and_parts_are_exported_as_inspect_reads_them(tmp_path, name):
+@pytest.mark.parametrize("name", ["v1", "shards-v1", "encodings-v1"])
+def test_deltas_codecs_and_shards_are_exported_as_inspect_reads_them(tmp_path, name):
     interchange.export_safetensors(GOLDEN / name, 30, tmp_path / "tensors")
     interchange.export_parquet(GOLDEN / name, 30, tmp_path / "parquet")
     step = inspect.open(GOLDEN / name).at(30)

@@ -185,8 +185,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.touched: TouchState | None = None
         self.state = {**model.initial(), "weights": jnp.zeros(WEIGHTS)}
         if self.placement != "uncommitted":
-            parts = {name: self.state[name] for name in ("tables", "slots")}
-            self.state |= jax.device_put(parts, self.placement)
+            pieces = {name: self.state[name] for name in ("tables", "slots")}
+            self.state |= jax.device_put(pieces, self.placement)
         self.track_anew()
         self.remember()
 
@@ -512,7 +512,7 @@ def tracking_named(fingerprints: bool, auto: bool) -> str:
 
 
 def without_tracking(state: dict) -> dict:
-    return {name: part for name, part in state.items() if name != "opt"}
+    return {name: piece for name, piece in state.items() if name != "opt"}
 
 
 ManagerMachine.TestCase.settings = settings(

@@ -59,7 +59,7 @@ def upload(
     )
     prefix = ledger.prefix(unit)
     (at := ledger.root / prefix / "x").store.put(at.key, b"abc")
-    return CatalogEntry.of(info, unit, prefix, stored_bytes=3, crc32c=7)
+    return CatalogEntry.from_info(info, unit, prefix, stored_bytes=3, crc32c=7)
 
 
 def damage(at: StorePath, how: str) -> None:
@@ -152,12 +152,12 @@ def test_a_claim_records_the_step_that_training_resumed_from(root):
     ledger = claimed(root)
     assert JournalView(root).state().claim == ledger.claimed and not ledger.claimed.began
     first = commit(ledger, 1)
-    ledger.begin_run(first.save_id)
+    ledger.start_run(first.save_id)
     claim = JournalView(root).state().claim
     assert claim == ledger.claimed
     assert (claim.began, claim.goes_on) == (True, first.save_id)
     number = ledger.known.entry.number
-    ledger.begin_run(first.save_id)
+    ledger.start_run(first.save_id)
     assert ledger.state().entry.number == number
 
 
@@ -575,7 +575,7 @@ def test_a_claim_that_was_withdrawn_fences_nobody(in_memory):
 
 
 @pytest.mark.parametrize(
-    "ends", [Journal.start, lambda other: other.begin_run(None)], ids=["start", "begin"]
+    "ends", [Journal.start, lambda other: other.start_run(None)], ids=["start", "begin"]
 )
 def test_the_previous_holder_is_fenced_once_a_trainer_has_started(in_memory, ends):
     first, second = claimed(in_memory), starting_in(in_memory)
@@ -673,7 +673,7 @@ def test_a_starting_trainer_does_not_hide_one_that_may_be_running(
             ledger = Journal(in_memory)
             ledger.claim(pending=kind in "pd")
             if kind == "b":
-                ledger.begin_run(None)
+                ledger.start_run(None)
     monkeypatch.setattr(lease.Lease, "runs", property(lambda self: self.pid != 0))
     found = Journal(in_memory).state().trainer
     assert (found and found.lease.epoch) == expected

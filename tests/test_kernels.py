@@ -334,12 +334,12 @@ def test_checksums_of_blocks_are_those_of_google_crc32c(data):
     whole = np.random.default_rng(nbytes).integers(0, 256, used + start + nbytes, np.uint8)
     before, rest = whole[:used], whole[used + start :]
     contents = before.tobytes() + rest.tobytes()
-    parts = [contents[at : at + block_bytes] for at in range(0, len(contents), block_bytes)]
+    pieces = [contents[at : at + block_bytes] for at in range(0, len(contents), block_bytes)]
     copied = np.zeros(nbytes, np.uint8) if data.draw(st.booleans()) else None
     sums = digests.BlockSums(block_bytes)
     sums.add(before)
     sums.add(rest, copied)
-    assert np.frombuffer(sums.blocks, "<u4").tolist() == [*map(google_crc32c.value, parts)]
+    assert np.frombuffer(sums.blocks, "<u4").tolist() == [*map(google_crc32c.value, pieces)]
     assert (sums.nbytes, sums.crc32c) == (len(contents), google_crc32c.value(contents))
     assert copied is None or copied.tobytes() == rest.tobytes()
 

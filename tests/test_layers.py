@@ -260,7 +260,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, are
         writer.finish()
 
     with layer_file(path, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes) as file:
-        layer = file.begin_layer(manifest_of())
+        layer = file.start_layer(manifest_of())
         with ThreadPoolExecutor(3) as pool:
             jobs = [pool.submit(layer.write_rows, group.name, group.rows) for group in groups]
             jobs += [pool.submit(write_array, *one) for one in arrays]
@@ -285,7 +285,7 @@ def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkey
             real(start, data)
 
         monkeypatch.setattr(file.file, "write", write)
-        layer = file.begin_layer(manifest_of())
+        layer = file.start_layer(manifest_of())
         writer = layer.array("t", "v", rows.shape, rows.dtype)
         writer.write(rows)
         pieces = sorted(taken)
@@ -302,7 +302,7 @@ def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkey
 def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
     rows = np.zeros((20_000, 2), np.float32)
     with layer_file(tmp_path / "layer", chunk_bytes=4096, buffer_bytes=16 << 10) as file:
-        layer, real = file.begin_layer(manifest_of()), file.file.write
+        layer, real = file.start_layer(manifest_of()), file.file.write
 
         def changing(*arguments):
             real(*arguments)
@@ -547,7 +547,7 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     rows = np.arange(16_000).reshape(4000, 4)
     group = Rows("t", "t", range(4000), [Array("v", rows)])
     with layer_file(tmp_path / "layer", chunk_bytes=4096, buffer_bytes=100_000) as file:
-        layer = file.begin_layer(manifest_of())
+        layer = file.start_layer(manifest_of())
         writer = layer.array("t", "v", rows.shape, rows.dtype)
         writer.write(rows[:3900])
         assert writing.wait(30)

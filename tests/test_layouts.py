@@ -87,7 +87,7 @@ def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     state = a_state(7)
     touched = deltackpt.touched.init(state["tables"])
     with (
-        mock.patch.object(placement, "shares", wraps=placement.shares) as shares,
+        mock.patch.object(placement, "owned_boxes", wraps=placement.owned_boxes) as shares,
         deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager,
     ):
         counts = []
@@ -253,7 +253,7 @@ def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
 def test_a_division_keeps_no_array(tmp_path):
     state = a_state(2)
     split = deltackpt.handlers.split(state, HANDLERS["embeddings"])
-    found = selection.of(split.layout, split.fields, {})
+    found = selection.divide(split.layout, split.fields, {})
     plans = [
         plan for by_rows in found.fields.values() for p in by_rows.values() for plan in p.values()
     ]

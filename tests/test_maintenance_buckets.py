@@ -165,7 +165,7 @@ def test_a_starting_trainer_hides_no_running_one_from_collection_and_copies(serv
     url = bucket()
     running, starting = (Journal(opened(url, server)) for _ in range(2))
     running.claim()
-    running.begin_run(None)
+    running.start_run(None)
     starting.claim(pending=True)
     holder = f"epoch {running.claimed.lease.epoch},"
     assert "claimed by process" in str(collectable(url, endpoint=server.endpoint).in_use)

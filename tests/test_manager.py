@@ -331,14 +331,14 @@ def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, state, marks
     with manager(tmp_path) as saver:
         last, state, marks = saved_twice(saver, state, marks)
         whole = saver.restore(2, last)
-        part = saver.read(2, {"tables/users": (100, 110), "tables/tiny": None})
+        piece = saver.read(2, {"tables/users": (100, 110), "tables/tiny": None})
         assert saver.save(3, state, touched=marks).kind == "delta"
-    assert set(part.tables) == {"tables/users", "tables/tiny"}
-    assert np.array_equal(part.tables["tables/users"]["values"], last["tables"]["users"][100:110])
-    [slot] = set(part.tables["tables/tiny"]) - {"values"}
-    assert np.array_equal(part.tables["tables/tiny"][slot], last["slots"]["tiny"])
-    assert part.bytes_read < whole.bytes_read / 5
-    assert part.step == 2 and part.chain == whole.chain
+    assert set(piece.tables) == {"tables/users", "tables/tiny"}
+    assert np.array_equal(piece.tables["tables/users"]["values"], last["tables"]["users"][100:110])
+    [slot] = set(piece.tables["tables/tiny"]) - {"values"}
+    assert np.array_equal(piece.tables["tables/tiny"][slot], last["slots"]["tiny"])
+    assert piece.bytes_read < whole.bytes_read / 5
+    assert piece.step == 2 and piece.chain == whole.chain
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,8 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
     def indices(layer: MemoryLayer, segment: Segment, targets: Targets) -> StoredRows | None:
         """The rows from the first to the last wanted one."""
         rows = merge.segment_rows(layer, segment)
-        part = row_blocks.row_slice(rows, low, high)
-        return StoredRows(rows[part], part.start)
+        chunk = row_blocks.row_slice(rows, low, high)
+        return StoredRows(rows[chunk], chunk.start)
 
     stages = [[*stage] for stage in merge.plan(saves, held, indices)]
     for stage in stages:
@@ -294,7 +294,7 @@ def test_an_error_is_raised_after_all_running_reads_end():
     assert "later" not in events
 
 
-@given(parts=st.lists(st.sets(st.integers(0, 50)), max_size=5))
-def test_a_union_has_each_row_once_in_ascending_order(parts):
-    found = row_blocks.union_of([np.array(sorted(part), np.int32) for part in parts])
-    assert found.dtype == np.int64 and found.tolist() == sorted(set().union(*parts))
+@given(chunks=st.lists(st.sets(st.integers(0, 50)), max_size=5))
+def test_a_union_has_each_row_once_in_ascending_order(chunks):
+    found = row_blocks.union_of([np.array(sorted(chunk), np.int32) for chunk in chunks])
+    assert found.dtype == np.int64 and found.tolist() == sorted(set().union(*chunks))

@@ -131,7 +131,7 @@ class Run:
         item = self.root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
         item.mkdir(parents=True)
 
-        def part(index: int):
+        def piece(index: int):
             embeddings = Embeddings(
                 split=split,
                 touched=self.touched,
@@ -153,7 +153,7 @@ class Run:
             pending.write_alone(item, coordinator)
             return pending.report
 
-        found = self.job.on_each(part)
+        found = self.job.on_each(piece)
         if not any(isinstance(result, Exception) for result in found):
             item.parent.rename(self.root / str(step))
         else:
@@ -177,8 +177,8 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
             for field, held in fields.items():
                 whole = expected[name][field]
                 for ((start, stop), (first, last), _), buffer in held.items():
-                    part = whole[start:stop, first:last] if whole.ndim > 1 else whole[start:stop]
-                    assert part.tobytes() == buffer.tobytes(), (index, name, field)
+                    piece = whole[start:stop, first:last] if whole.ndim > 1 else whole[start:stop]
+                    assert piece.tobytes() == buffer.tobytes(), (index, name, field)
         return wanted
 
     with job.running():
@@ -390,7 +390,7 @@ def test_process_local_tables_are_refused(tmp_path):
         item = tmp_path / "0.orbax-checkpoint-tmp" / "embeddings"
         item.mkdir(parents=True)
 
-        def part(index: int):
+        def piece(index: int):
             local = jax.device_put(rows, jax.devices()[4 * index])
             split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
             options = PipelineOptions(fsync=False)
@@ -400,6 +400,6 @@ def test_process_local_tables_are_refused(tmp_path):
             pending.write_alone(item, Coordinator(str(tmp_path), 20.0))
             return pending.report
 
-        found = job.on_each(part)
+        found = job.on_each(piece)
     assert isinstance(found[0], Disagreement) and "one global array" in str(found[0])
     assert isinstance(found[1], ProcessFailed)

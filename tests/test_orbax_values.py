@@ -44,7 +44,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def item(root: Path) -> OrbaxValues:
-    return orbax_values.of_save(stored_saves.read_save(root / "1"))
+    return orbax_values.open_values(stored_saves.read_save(root / "1"))
 
 
 def data_file(root: Path) -> Path:

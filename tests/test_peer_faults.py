@@ -90,7 +90,7 @@ def test_a_save_after_a_rollback_is_pushed_correctly_even_if_late(node, cluster,
         assert same(other.held(), expected)
 
 
-def test_parts_of_a_larger_job_are_dropped(node, cluster, alone):
+def test_shards_of_a_larger_job_are_dropped(node, cluster, alone):
     cluster(2)
     one = node()
     with one.manager(wait_for="staging") as manager:

@@ -121,7 +121,7 @@ def test_corrupt_fragments_are_skipped_and_named_if_too_many():
         held.put(pack)
         clients = {name: Node(one.address, TOKEN) for name, one in nodes.items()}
         keys = {name: client.keys("root")[0] for name, client in clients.items()}
-        by_number = {Fragment.of(key).number: name for name, key in keys.items()}
+        by_number = {Fragment.parse(key).number: name for name, key in keys.items()}
         lie(clients[by_number[0]], keys[by_number[0]])
         assert read(held, pack) == pack.data
         lie(clients[by_number[2]], keys[by_number[2]])
@@ -179,4 +179,4 @@ def test_too_few_nodes_are_refused_with_the_number_needed():
      "root/save/10.1/2.1.1.0.1", "root/save/0.1/2.1.0.0.1", "root/other"],
 )  # fmt: skip
 def test_keys_that_are_not_of_fragments_are_ignored(key):
-    assert Fragment.of(key) is None
+    assert Fragment.parse(key) is None

@@ -84,18 +84,18 @@ class MemoryNode:
             raise Unanswered(f"{self.name}: expected an answer, found none")
         return self.cluster.objects[self.name]
 
-    def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
-        self._objects()[key] = b"".join(parts)
+    def put(self, key: str, buffers: Sequence[Any], *, absent: bool = False) -> None:
+        self._objects()[key] = b"".join(buffers)
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         data = self._objects().get(key)
         if data is None:
             raise Missing(key)
-        for part in parts:
-            part[:] = data[start : start + len(part)]
-            start += len(part)
+        for buffer in buffers:
+            buffer[:] = data[start : start + len(buffer)]
+            start += len(buffer)
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         return sorted(key for key in self._objects() if key.startswith(f"{folder}/"))

@@ -174,8 +174,8 @@ def assert_counts(
         assert report["rows"] == sum(values)
         assert report["rows"] > 0 and report["bytes"] > 0
     # Processes along y hold different columns; each writes part of every row.
-    parts = processes if place.get("across") == "y" else 1
-    times = {"tables/columns": min(parts, place["mesh"][1])}
+    sections = processes if place.get("across") == "y" else 1
+    times = {"tables/columns": min(sections, place["mesh"][1])}
     for name, count in found.items():
         table = name.partition(":")[0]
         assert count == rows[table.removeprefix("tables/")] * times.get(table, 1), (name, reports)
@@ -216,7 +216,7 @@ POLICIES = {
 
 
 def test_policies_decide_the_same_on_every_process(server, tmp_path):
-    """Parts differ in size, but policies decide by the sizes of whole saves."""
+    """Shards differ in size, but policies decide by the sizes of whole saves."""
     with Job(server, tmp_path, processes=2, model=Model(reach=0.8, batch=240)) as job:
         for policy, bounds in POLICIES.items():
             root, kinds = tmp_path / policy, []
@@ -228,8 +228,8 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
                 decision = job.one("next_save")
                 answer = job.one("save")
                 assert (answer["kind"], answer["reason"]) == (decision["kind"], decision["reason"])
-                parts = [found["reports"][0]["bytes"] for found in job.all("wait")]
-                assert answer["kind"] == "base" or parts[0] != parts[1], parts
+                sections = [found["reports"][0]["bytes"] for found in job.all("wait")]
+                assert answer["kind"] == "base" or sections[0] != sections[1], sections
                 kinds.append(answer["kind"])
             assert_each_restores(job, len(kinds) - 1, PLACE)
             job.all("close")
@@ -268,10 +268,10 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
     with running(server, tmp_path, steps=1, when_busy=when_busy) as job:
         job.all("train", to=1)
         holder = job.processes[held_up]
-        holder.ask("arm", at="during its part", action="hold")
+        holder.ask("arm", at="during its shard", action="hold")
         holder.answer()
         assert job.one("save")["kind"] == "delta"
-        holder.wait_reached("during its part")
+        holder.wait_reached("during its shard")
         job.all("train", to=2)
         skipped = job.one("save")
         assert skipped["kind"] is None
@@ -383,7 +383,7 @@ def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_pa
         job.all("open", root=str(root))
         for answer in job.each("restore_latest", place=place):
             assert answer["error"]["type"] == "NoIntactStep", answer
-            assert "embeddings/part.0" in answer["error"]["text"]
+            assert "embeddings/shard.0" in answer["error"]["text"]
 
 
 def test_a_damaged_base_read_by_one_process_loses_its_steps_for_every_process(server, tmp_path):
@@ -414,7 +414,7 @@ def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
         for reader in ("v0", "v1"):
             for answer in job.all("stock_load", root=str(root), api=reader, place=TURNED, step=3):
                 assert (answer["wrong"], answer["kinds"]) == (None, ["base"])
-    assert (root / "3" / "embeddings" / "part.1").is_dir()
+    assert (root / "3" / "embeddings" / "shard.1").is_dir()
 
 
 # Bytes that a restore reads.
@@ -553,9 +553,9 @@ def assert_missed_again(left: many.Process, victim: int) -> None:
 
 #: Maps a phase to the points of a save that process 0 and the other processes reach in it.
 PHASES = {
-    "before": ("before its part", "before its part"),
-    "during": ("during its part", "during its part"),
-    "after": ("waiting for the parts", "before its word"),
+    "before": ("before its shard", "before its shard"),
+    "during": ("during its shard", "during its shard"),
+    "after": ("waiting for the shards", "before its word"),
     "commit": ("commit: before the rename", None),
 }
 
@@ -596,7 +596,7 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
         for step in (0, 1):
             saved(job, step)
         job.all("train", to=2)
-        # Process 0 already has the other's part and commits without it.
+        # Process 0 already has the other's shard and commits without it.
         committed = victim == 1 and phase == "commit"
         job.all("limit", processes_secs=HANG_SECS if committed else PEERS_SECS)
         waits = kill_in_a_save(job, victim, phase)
@@ -644,12 +644,12 @@ def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, t
         saved(job, 0)
         job.all("train", to=1)
         process = job.processes[stalled]
-        process.ask("arm", at="during its part", action="stop")
+        process.ask("arm", at="during its shard", action="stop")
         process.answer()
         job.all("limit", processes_secs=PEERS_SECS)
         job.ask("save")
         job.ask("wait")
-        process.wait_reached("during its part")
+        process.wait_reached("during its shard")
         assert "error" not in job.processes[other].answer()
         assert_misses(job.processes[other].answer(), stalled)
         process.kill(signal.SIGCONT)

@@ -65,7 +65,7 @@ def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_full_disk_of_one_process_is_reported_by_the_other(job, tmp_path, process):
-    of_one(job, process, "fault", at="during its part")
+    of_one(job, process, "fault", at="during its shard")
     job.all("save")
     waits = job.each("wait")
     assert root_cause(waits[process])["type"] in ("OSError", "OutOfSpace", "StorageError")
@@ -102,9 +102,9 @@ def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_
 
 def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_runs(job, tmp_path):
     """It waits for process 0 only until its own save is committed."""
-    of_one(job, 0, "arm", at="before its part", action="hold")
+    of_one(job, 0, "arm", at="before its shard", action="hold")
     job.all("save")
-    job.processes[0].wait_reached("before its part")
+    job.processes[0].wait_reached("before its shard")
     job.processes[1].ask("diverge")
     job.release()
     of_one(job, 0, "wait")
@@ -120,9 +120,9 @@ def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(
         job.all("wait")
         job.all("train", to=1)
         job.all("limit", processes_secs=2.0)
-        of_one(job, 0, "arm", at="before its part", action="hold")
+        of_one(job, 0, "arm", at="before its shard", action="hold")
         job.all("save")
-        job.processes[0].wait_reached("before its part")
+        job.processes[0].wait_reached("before its shard")
         job.processes[0].kill()
         job.processes[1].ask("diverge")
         assert job.processes[1].answer() == {"ended": exits.EXIT_CODE}

@@ -248,7 +248,7 @@ def test_many_rows_beyond_the_range_of_a_codec_are_not_collected_in_memory(tmp_p
     (figures,) = report_of_base(tmp_path, chosen, state).tables
     seen = int(figures.reason.split(" of ")[1].split()[0])
     assert figures.codec == "raw" and seen < 100_000
-    assert sorted(p.name for p in (tmp_path / "0/embeddings/part.0/g0.0").iterdir()) == ["values"]
+    assert sorted(p.name for p in (tmp_path / "0/embeddings/shard.0/g0.0").iterdir()) == ["values"]
     model.assert_same(restored(tmp_path, state, 0, chosen), state)
 
 
@@ -416,7 +416,7 @@ def test_a_codec_of_a_newer_version_is_named(tmp_path):
 
 def test_damaged_codes_are_named_and_the_previous_step_is_restored(tmp_path):
     base, state, _ = saved(tmp_path, "int4", row5=np.nan)
-    [segment] = stored_saves.read_save(tmp_path / "1").parts()[0].segments
+    [segment] = stored_saves.read_save(tmp_path / "1").shards()[0].segments
     arrays = sorted(entry.name for entry in segment.arrays)
     expected = ["rows.gaps", "slot.acc", "values", "values.offset", "values.raw", "values.raw_at"]
     assert arrays == [*expected, "values.scale"]

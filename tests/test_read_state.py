@@ -171,7 +171,7 @@ def test_a_missing_or_damaged_step_raises_an_error(saved, tmp_path):
     manager, *_ = saved
     with pytest.raises(StepNotFound):
         manager.read_state(8, {"step": 0})
-    for chunk in (tmp_path / "0").rglob("part.0/*/values/c.0.0"):
+    for chunk in (tmp_path / "0").rglob("shard.0/*/values/c.0.0"):
         chunk.write_bytes(bytes(chunk.stat().st_size))
     with pytest.raises(Damaged):
         manager.read_state(2, {"tables": {"users": jnp.zeros((700, 8))}})

@@ -52,7 +52,7 @@ def table(rows: int = ROWS) -> TableEntry:
 
 
 def put_array(
-    part: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
+    piece: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
 ) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = row_blocks.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
@@ -60,7 +60,7 @@ def put_array(
     found = write_digested(scratch / below, entry, [data])
     chunks = {name: digest for name, digest in found.items() if name.startswith("c.")}
     for name in chunks:
-        at = part / below / name
+        at = piece / below / name
         at.store.put(at.key, (scratch / below / name).read_bytes())
     return entry, {f"{below}/{name}": digest for name, digest in chunks.items()}
 
@@ -105,7 +105,7 @@ def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> 
     """Puts the Zarr array of a base; returns the fields of its manifest that depend on it."""
     entry, found = put_array(item, "g0.0", "values", values, scratch, chunk)
     at = item / naming.digests_name(0)
-    data = digests.digests_bytes(Digests.of(found))
+    data = digests.digests_bytes(Digests.from_files(found))
     at.store.put(at.key, data)
     segment = Segment(
         name="g0.0",
@@ -197,11 +197,11 @@ def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data)
 def test_row_indices_around_a_range_are_read(root, tmp_path):
     rows = [*range(0, ROWS, 3)]
     put_chain(root, tmp_path, [rows])
-    [part] = stored_saves.read_save(root / "1").parts()
-    [segment] = part.record.segments
-    assert merge.segment_rows(part, segment).tolist() == rows
+    [shard] = stored_saves.read_save(root / "1").shards()
+    [segment] = shard.record.segments
+    assert merge.segment_rows(shard, segment).tolist() == rows
     for start in range(ROWS):
-        held = merge.rows_within(part, segment, (start, start + 10))
+        held = merge.rows_within(shard, segment, (start, start + 10))
         assert held.rows.tolist() == [row for row in rows if start <= row < start + 10]
         assert held.first == sum(row < start for row in rows)
 

@@ -96,8 +96,8 @@ class History:
                 past=self.begun.past,
                 root="s3://bucket/run",
                 holder=self.claims[-1].lease.holder,
-                part=0,
-                parts=1,
+                shard=0,
+                shards=1,
                 files={},
             )
         )

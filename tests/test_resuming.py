@@ -165,9 +165,9 @@ def test_a_typed_key_keeps_its_implementation_however_it_is_read(tmp_path, delta
             for template in (None, state, jax.eval_shape(lambda: state)):
                 model.assert_same(manager.restore(step, template).state, state)
             if step < 2:
-                part = {"key": jax.random.key(0), "rbg": state["rbg"]}
+                piece = {"key": jax.random.key(0), "rbg": state["rbg"]}
                 model.assert_same(
-                    manager.read_state(step, part).state, {**part, "key": state["key"]}
+                    manager.read_state(step, piece).state, {**piece, "key": state["key"]}
                 )
             leaf = inspect.open(tmp_path).at(step).dense["rbg"]
             keys = jax.random.wrap_key_data(leaf.value, impl=leaf.prng_impl)
@@ -326,15 +326,15 @@ def test_a_template_of_eval_shape_uses_the_current_mesh(tmp_path):
             assert found.state["tables"]["t"].sharding == state["tables"]["t"].sharding
             stamps = found.touched.stamps["tables/t"]
             assert stamps.sharding == state["marks"].stamps["tables/t"].sharding
-            part = manager.read_state(0, {"tables": template["tables"]}).state
-            assert part["tables"]["t"].sharding == state["tables"]["t"].sharding
+            piece = manager.read_state(0, {"tables": template["tables"]}).state
+            assert piece["tables"]["t"].sharding == state["tables"]["t"].sharding
             jax.jit(begun)()
             init = touched.init({"tables/t": template["tables"]["t"]})
             assert init.stamps["tables/t"].sharding == stamps.sharding
         with jax.set_mesh(explicit_mesh(4)):
             spec = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=P("x"))
-            part = manager.read_state(0, {"tables": {"t": spec}}).state
-        assert len(part["tables"]["t"].devices()) == 4
+            piece = manager.read_state(0, {"tables": {"t": spec}}).state
+        assert len(piece["tables"]["t"].devices()) == 4
 
 
 @pytest.mark.parametrize("mesh", [None, explicit_mesh(4)])

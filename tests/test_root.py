@@ -232,8 +232,8 @@ def test_the_newest_starter_takes_over_and_the_older_is_fenced(tmp_path):
     with pytest.raises(errors.FencedError) as caught:
         first.check_lease()
     process = f"process {os.getpid()}"
-    for part in ("epoch 1", "epoch 2", process, socket.gethostname(), "UTC", "stop this trainer"):
-        assert part in str(caught.value)
+    for piece in ("epoch 1", "epoch 2", process, socket.gethostname(), "UTC", "stop this trainer"):
+        assert piece in str(caught.value)
 
 
 def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
@@ -472,9 +472,9 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
 
 def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_path):
     for name in ("5.orbax-checkpoint-tmp", "deleted/3", "deleted/abc/4", "4"):
-        part = tmp_path / name / "embeddings" / "part.0"
-        part.mkdir(parents=True)
-        (part / "chunk").write_bytes(b"bytes")
+        piece = tmp_path / name / "embeddings" / "shard.0"
+        piece.mkdir(parents=True)
+        (piece / "chunk").write_bytes(b"bytes")
     opened = Root.open(tmp_path)
     assert opened.steps() == [4]
     assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()

@@ -252,11 +252,11 @@ def test_reservations_are_returned_after_an_error():
 
 
 def test_parts_share_threads_and_have_their_own_memory(runtime):
-    part = runtime.part(1 << 20)
-    buffer = part.memory.allocate((1 << 20,), np.dtype(np.uint8))
-    assert not part.memory.fits(1) and runtime.memory.fits(1 << 20)
-    part.memory.give_back([buffer])
-    assert part.memory.fits(1) and part.pace is runtime.pace
+    piece = runtime.with_memory(1 << 20)
+    buffer = piece.memory.allocate((1 << 20,), np.dtype(np.uint8))
+    assert not piece.memory.fits(1) and runtime.memory.fits(1 << 20)
+    piece.memory.give_back([buffer])
+    assert piece.memory.fits(1) and piece.pace is runtime.pace
 
 
 def test_buffers_are_reused_within_the_limit():

@@ -68,7 +68,7 @@ def save(root: Path, processes: int, count: int) -> None:
             item = root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
             item.mkdir(parents=True)
 
-            def part(index: int, split=split, touched=clock, step=step, item=item):
+            def shard(index: int, split=split, touched=clock, step=step, item=item):
                 embeddings = Embeddings(
                     split=split,
                     touched=touched,
@@ -82,7 +82,7 @@ def save(root: Path, processes: int, count: int) -> None:
                 pending.write_alone(item, Coordinator(str(root), 60.0))
                 return pending.report
 
-            for result in job.on_each(part):
+            for result in job.on_each(shard):
                 assert not isinstance(result, Exception), result
             item.parent.rename(root / str(step))
 
@@ -104,7 +104,7 @@ def saved(tmp_path_factory):
 
 def objects(item: Path, process: int) -> list[str]:
     """Files that a process wrote."""
-    names = (f"part.{process}/**/*", f"layer.{process}", f"*.{process}.msgpack")
+    names = (f"shard.{process}/**/*", f"layer.{process}", f"*.{process}.msgpack")
     found = [path for name in names for path in item.glob(name) if path.is_file()]
     return sorted(str(path.relative_to(item)) for path in found)
 
@@ -133,7 +133,7 @@ def test_payload_is_divided_among_the_processes(saved, step):
                 held = sum(
                     entry.nbytes
                     for segment in stored_saves.read_save(item.parent)
-                    .parts()[process]
+                    .shards()[process]
                     .record.segments
                     for entry in segment.arrays
                     if entry.name != "rows.gaps"
@@ -143,7 +143,7 @@ def test_payload_is_divided_among_the_processes(saved, step):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_metadata_of_a_part_grows_with_its_tables_only(saved, step):
+def test_metadata_of_a_shard_grows_with_its_tables_only(saved, step):
     for processes in (2, 4):
         for process in range(1, processes):
             few, many = (size(saved[step, processes, count], process) for count in (FEW, MANY))
@@ -172,17 +172,17 @@ def test_the_index_grows_with_processes_and_tables_but_not_their_product(saved, 
 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("count", [FEW, MANY])
-def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
+def test_a_restore_on_the_same_mesh_reads_its_own_shard_only(saved, step, count):
     job = Job(4)
     save_ = stored_saves.read_save(saved[step, 4, count].parent)
     with job.running():
         state, _ = sharded(count, np.arange(0))
         fields = tables.split(state, TABLES).fields
 
-        def parts(index: int) -> list[int]:
+        def shards(index: int) -> list[int]:
             _, targets = empty_buffers(save_.layout, placing.wanted_of(fields))
             assert isinstance(targets, Targets)
             wanted = functools.partial(targets.touch, save_.head)
-            return [part.record.process for part in save_.parts(wanted)]
+            return [shard.record.process for shard in save_.shards(wanted)]
 
-        assert job.on_each(parts) == [[0], [1], [2], [3]]
+        assert job.on_each(shards) == [[0], [1], [2], [3]]

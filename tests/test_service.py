@@ -733,10 +733,10 @@ def test_training_donates_the_mapping_while_the_service_advances(cluster, tmp_pa
         mapped = [
             range(*(int(end, 16) for end in line[0].split("-")))
             for line in maps
-            if any("memfd:deltackpt" in part for part in line)
+            if any("memfd:deltackpt" in piece for piece in line)
         ]
         for leaf in jax.tree.leaves(tables):
-            assert any(leaf.unsafe_buffer_pointer() in part for part in mapped)
+            assert any(leaf.unsafe_buffer_pointer() in piece for piece in mapped)
         expected = jax.tree.map(np.array, tables)
         doubled = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 2, x), donate_argnums=0)
         for number in range(3):

@@ -342,7 +342,7 @@ def test_missing_tables_and_slots_are_an_error(trainer, option):
 
 @pytest.mark.parametrize(
     "options",
-    [{"leaves": (), "tables": ()}, {"shard": 2, "shards": 2}, {"shard": -1}, {"hold_secs": 0}],
+    [{"leaves": (), "tables": ()}, {"shard": 2, "shards": 2}, {"shard": -1}, {"reader_secs": 0}],
 )
 def test_options_without_meaning_are_refused(tmp_path, options):
     with pytest.raises(OptionError):
@@ -377,7 +377,7 @@ def test_a_table_that_grows_is_followed(trainer):
 
 
 def test_an_open_version_delays_the_next_one(trainer):
-    live = opened(trainer.root, hold_secs=HANG_SECS)
+    live = opened(trainer.root, reader_secs=HANG_SECS)
     live.advance()
     trainer.log()
     advancing = threading.Thread(target=live.advance)
@@ -393,7 +393,7 @@ def test_an_open_version_delays_the_next_one(trainer):
 
 
 def test_a_version_that_is_open_for_too_long_expires(trainer):
-    live = opened(trainer.root, hold_secs=0.01)
+    live = opened(trainer.root, reader_secs=0.01)
     live.advance()
     with live.version() as version:
         version.lookup("users", [1])
@@ -477,7 +477,7 @@ with serving.attach(sys.argv[1]).version() as version:
 
 
 def test_a_killed_reader_does_not_stop_the_follower(trainer, tmp_path):
-    live = opened(trainer.root, hold_secs=10 * HANG_SECS)
+    live = opened(trainer.root, reader_secs=10 * HANG_SECS)
     live.advance()
     live.share(tmp_path / "address")
     reader = process(OPEN_READER, tmp_path / "address")
@@ -637,7 +637,7 @@ def test_batches_are_bounded_and_complete_although_versions_change_in_between(
 
 
 def test_values_that_changed_while_they_were_copied_are_copied_again(trainer, monkeypatch):
-    live = opened(trainer.root, hold_secs=0.01)
+    live = opened(trainer.root, reader_secs=0.01)
     live.advance()
     real, updates = Rows.gather, [None, None]
 

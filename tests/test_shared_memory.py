@@ -31,7 +31,7 @@ READER = (
 def handed(value: int = 1) -> SharedMemory:
     """Memory that counts up from a value and that readers may keep."""
     one = SharedMemory(NBYTES)
-    one.begin_write()
+    one.start_write()
     words(one)[:] = numbers(value)
     one.end_write()
     one.allow_mapping()
@@ -81,21 +81,21 @@ def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes, one):
     assert one.sequence == 2
     view = MemoryReader(one.address)
     assert view.sequence == 2
-    assert not one.begin_write()
+    assert not one.start_write()
     assert (one.sequence, view.sequence) == (2, 2)
     del view
     processes.append(reader_of(one))
-    assert not one.begin_write()
+    assert not one.start_write()
     # A reader that is killed keeps nothing.
     processes[0].send_signal(signal.SIGKILL)
     processes[0].wait(HANG_SECS)
-    assert one.begin_write()
+    assert one.start_write()
     assert one.sequence == 3
     one.close()
 
 
 def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes(one):
-    assert one.begin_write()
+    assert one.start_write()
     view = MemoryReader(one.address)
     assert view.sequence == 3
     one.close()
@@ -104,7 +104,7 @@ def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes(one):
 def test_a_copy_continues_the_sequence_of_its_source():
     one, copy = handed(), SharedMemory(NBYTES)
     view = MemoryReader(one.address)
-    assert not one.begin_write()
+    assert not one.start_write()
     copy.copy_from(one)
     assert copy.sequence == 3
     copy.end_write()
@@ -136,12 +136,12 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
     done = threading.Thread(target=process.wait)
     done.start()
     while done.is_alive():
-        if may := one.begin_write():
+        if may := one.start_write():
             one.end_write()
         answers.add(may)
     assert process.returncode == 0
     assert False in answers
-    assert one.begin_write()
+    assert one.start_write()
     one.close()
 
 

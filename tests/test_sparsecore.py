@@ -37,7 +37,7 @@ from deltackpt.integrations import sparsecore
 from deltackpt.integrations.sparsecore import StackedTable, StackMember
 from deltackpt.layers.targets import wanted_rows
 from deltackpt.maintenance import compact
-from deltackpt.reading import chains, inventory, part_arrays, reader, stored_saves
+from deltackpt.reading import chains, inventory, reader, shard_arrays, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import capture, lineage, pending_save
@@ -129,19 +129,19 @@ class Topology:
         """Stacks a model's tables for this topology, in host memory."""
 
         def stack_of(field: str, stack: str) -> np.ndarray:
-            parts = [getattr(model, field)[member.name] for member in STACKS[stack]]
-            return stacked(parts, self, padding)
+            chunks = [getattr(model, field)[member.name] for member in STACKS[stack]]
+            return stacked(chunks, self, padding)
 
         return {"embeddings": tree(stack_of)}
 
 
-def stacked(parts: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
+def stacked(chunks: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
     """Stacks tables by whole-array operations, without row indices."""
     shards, found = topology.devices * topology.cores, []
-    width = max(-(-part.shape[1] // 8) * 8 for part in parts) if parts[0].ndim > 1 else None
-    for number, part in enumerate(parts):
-        columns = [] if width is None else [(0, width - part.shape[1])]
-        padded = np.pad(part, [(0, -len(part) % (8 * shards)), *columns], constant_values=padding)
+    width = max(-(-chunk.shape[1] // 8) * 8 for chunk in chunks) if chunks[0].ndim > 1 else None
+    for number, chunk in enumerate(chunks):
+        columns = [] if width is None else [(0, width - chunk.shape[1])]
+        padded = np.pad(chunk, [(0, -len(chunk) % (8 * shards)), *columns], constant_values=padding)
         by_shard = padded.reshape(-1, shards, *padded.shape[1:]).swapaxes(0, 1)
         found.append(np.roll(by_shard, number * topology.cores, axis=0))
     together = np.concatenate(found, axis=1)
@@ -313,11 +313,11 @@ def test_the_row_indices_agree_with_stacking_whole_tables(rows, devices, cores):
     topology = Topology(devices, cores)
     members = tuple(StackMember(name=f"t{i}", rows=count, width=1) for i, count in enumerate(rows))
     stack = StackedTable(members=members, shards=devices * cores, rotation=cores)
-    parts = [np.arange(count) + 1000 * i for i, count in enumerate(rows)]
-    whole = stacked(parts, topology, -1)
+    chunks = [np.arange(count) + 1000 * i for i, count in enumerate(rows)]
+    whole = stacked(chunks, topology, -1)
     assert len(whole) == stack.shape[0]
-    for member, part in zip(members, parts, strict=True):
-        assert (whole[stack.physical_rows(member.name, np.arange(member.rows))] == part).all()
+    for member, chunk in zip(members, chunks, strict=True):
+        assert (whole[stack.physical_rows(member.name, np.arange(member.rows))] == chunk).all()
 
 
 @pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 2), (4, 2), (8, 4)])
@@ -669,7 +669,7 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
     item = root / f"{step}.orbax-checkpoint-tmp" / naming.EMBEDDINGS_ITEM
     item.mkdir(parents=True)
 
-    def part(index: int):
+    def chunk(index: int):
         embeddings = pending_save.Embeddings(
             split=split,
             touched=model.touched,
@@ -683,7 +683,7 @@ def save_on_each(job: Job, root, step: int, topology: Topology, model: Model, li
         pending.write_alone(item, coordination.Coordinator(str(root), 300.0))
         return pending.report
 
-    found = job.on_each(part)
+    found = job.on_each(chunk)
     for result in found:
         if isinstance(result, Exception):
             raise result
@@ -734,8 +734,8 @@ def test_any_processes_restore_what_any_others_saved(
             model = model.trained(step)
     assert not [one for step in range(3) for one in inventory.verify_step(root / str(step))]
     first = chains.read_chain(root / "0")
-    part = reader.restore_tables(first, wanted=wanted_rows(first[-1].layout, {"users": (10, 30)}))
-    found = part.fields["embeddings/wide/table/users"]["values"]
+    chunk = reader.restore_tables(first, wanted=wanted_rows(first[-1].layout, {"users": (10, 30)}))
+    found = chunk.fields["embeddings/wide/table/users"]["values"]
     assert found.tobytes() == models[0].tables["users"][10:30].tobytes()
     for step, one in enumerate(models):
         assert_stored(root, step, one)
@@ -762,7 +762,7 @@ def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
     with job.running():
         lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
         save_on_each(job, tmp_path, 0, Topology(8), model, lineages)
-    read_into = part_arrays.ZarrArrays.read_into
+    read_into = shard_arrays.ZarrArrays.read_into
 
     def altered(self, segment, entry, start, stop, out):
         read_into(self, segment, entry, start, stop, out)
@@ -770,7 +770,7 @@ def test_row_indices_of_a_base_that_do_not_ascend_are_damage(tmp_path):
             out[3] = 0
 
     with (
-        mock.patch.object(part_arrays.ZarrArrays, "read_into", altered),
+        mock.patch.object(shard_arrays.ZarrArrays, "read_into", altered),
         pytest.raises(Damaged, match="rows.gaps/c.0: expected ascending rows after -1"),
     ):
         reader.restore_tables(chains.read_chain(tmp_path / "0"))

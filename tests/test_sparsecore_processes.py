@@ -102,7 +102,7 @@ def test_an_id_with_rows_on_two_processes_fails_the_restore_on_both(server, tmp_
     assert "process 0 DamagedKeys" in second["text"] and "in rows 0 and 63" in second["text"]
 
 
-@pytest.mark.parametrize("at", ["during its part", "before its manifest", "after its word"])
+@pytest.mark.parametrize("at", ["during its shard", "before its manifest", "after its word"])
 def test_a_process_that_is_killed_loses_only_the_save_in_flight(server, tmp_path, at):
     root = tmp_path / "root"
     jobs = tmp_path / "jobs"

@@ -36,8 +36,8 @@ COMMIT = [
     ("commit: after the rename", 0, True),
 ]
 ALONE = [
-    ("before its part", 0, False),
-    ("during its part", 0, False),
+    ("before its shard", 0, False),
+    ("during its shard", 0, False),
     ("before a force", 0, False),
     ("after a force", 0, False),
     *COMMIT,

@@ -106,17 +106,17 @@ def test_the_last_piece_of_an_altered_file_never_arrives(length, most, flipped):
 def test_a_read_over_several_pieces_is_one_read_of_each(lengths, sizes, first):
     ends = [*itertools.accumulate(lengths)]
     data = bytes(range(sum(lengths)))
-    parts = [bytearray(size) for size in sizes]
+    buffers = [bytearray(size) for size in sizes]
     wanted = data[first : first + sum(sizes)]
     numbers = []
-    for number, start, inside in split(first, map(memoryview, parts), ends):
+    for number, start, inside in split(first, map(memoryview, buffers), ends):
         numbers.append(number)
-        for part in inside:
-            assert start + len(part) <= ends[number]
-            part[:] = data[start : start + len(part)]
-            start += len(part)
+        for buffer in inside:
+            assert start + len(buffer) <= ends[number]
+            buffer[:] = data[start : start + len(buffer)]
+            start += len(buffer)
     assert numbers == sorted(set(numbers))
-    assert b"".join(parts)[: len(wanted)] == wanted
+    assert b"".join(buffers)[: len(wanted)] == wanted
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,7 +169,7 @@ def test_reading_some_rows_of_a_chunk_reads_only_their_blocks(
 @pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped", "grown"])
 def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
-    directory = tmp_path / "9" / "embeddings" / "part.0" / "g0.0" / "values"
+    directory = tmp_path / "9" / "embeddings" / "shard.0" / "g0.0" / "values"
     values = np.random.default_rng(0).normal(size=(100, 4)).astype(np.float32)
     entry = write(directory, values, zstd=zstd)
     checksums = tails(directory)
@@ -182,7 +182,7 @@ def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
         chunk.write_bytes({"truncated": data[:-9], "flipped": flipped, "grown": data + b"x"}[how])
     for start, stop in ((0, 100), (3, 50)):
         out = np.empty((stop - start, 4), np.float32)
-        with pytest.raises(Damaged, match="part.0/g0.0/values/c.0.0"):
+        with pytest.raises(Damaged, match="shard.0/g0.0/values/c.0.0"):
             arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
 
 

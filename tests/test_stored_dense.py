@@ -30,7 +30,7 @@ from deltackpt.format.row_blocks import (
 from deltackpt.layers import merge
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import stored_dense
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.reading.wal_records import segment_of
 from deltackpt.resources.runtime import Runtime
@@ -140,8 +140,8 @@ class Run:
                 last = min(BLOCK, count - row * BLOCK)
                 data[row, self.rng.integers(0, last, 20)] ^= 5
                 found.setdefault((dtype, codec), []).append((at + row, data[row], old))
-        for (dtype, codec), parts in found.items():
-            rows, now, old = map(np.array, zip(*parts, strict=True))
+        for (dtype, codec), pieces in found.items():
+            rows, now, old = map(np.array, zip(*pieces, strict=True))
             spans = rows_of((int(row), int(row) + 1) for row in rows)
             if isinstance(spans, range) and self.rng.random() < 0.5:
                 rows = spans

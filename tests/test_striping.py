@@ -98,19 +98,19 @@ def test_any_range_fills_any_buffers(addresses, data):
             store.put("x", BIG, absent=True)
         start = data.draw(st.integers(0, len(BIG)))
         sizes = data.draw(st.lists(st.integers(0, 2 * MIB), max_size=6))
-        parts = [memoryview(bytearray(size)) for size in sizes]
+        buffers = [memoryview(bytearray(size)) for size in sizes]
         stop = start + sum(sizes)
         from_end = data.draw(st.booleans()) and start < len(BIG)
         first = start - len(BIG) if from_end else start
         if stop > len(BIG):
             with pytest.raises(Damaged):
-                store.read_into("x", first, parts)
+                store.read_into("x", first, buffers)
             return
-        store.read_into("x", first, parts)
-        assert b"".join(parts) == BIG[start:stop]
+        store.read_into("x", first, buffers)
+        assert b"".join(buffers) == BIG[start:stop]
         if stop < len(BIG):
             with pytest.raises(Damaged):
-                store.read_into("x", first, parts, whole=True)
+                store.read_into("x", first, buffers, whole=True)
 
 
 def test_a_suffix_and_a_whole_object_are_read(store):
@@ -186,9 +186,9 @@ def test_a_small_object_with_the_bytes_of_a_head_is_an_object(store, addresses):
     for other in (head, MAGIC + bytes(HEAD_BYTES - len(MAGIC)), bytes(HEAD_BYTES)):
         store.put("y", other)
         assert store.get("y") == other and store.length("y") == HEAD_BYTES
-        part = memoryview(bytearray(8))
-        store.read_into("y", 4, [part])
-        assert part == other[4:12]
+        buffer = memoryview(bytearray(8))
+        store.read_into("y", 4, [buffer])
+        assert buffer == other[4:12]
 
 
 def test_the_name_of_a_piece_is_refused_and_a_long_one_is_stored(store):
@@ -297,19 +297,19 @@ def test_an_object_that_is_replaced_during_a_read_is_read_again(store):
     store.put("x", BIG)
     real, replaced = Node.read_into, []
 
-    def replace_first(self, key, start, parts, *, whole=False):
+    def replace_first(self, key, start, buffers, *, whole=False):
         if "~/" in key and not replaced:
             replaced.append(key)
             store.put("x", BIG[::-1])
-        return real(self, key, start, parts, whole=whole)
+        return real(self, key, start, buffers, whole=whole)
 
     with mock.patch.object(Node, "read_into", replace_first):
         assert store.get("x") == BIG[::-1]
         replaced.clear()
-        part = memoryview(bytearray(3 * MIB))
+        buffer = memoryview(bytearray(3 * MIB))
         store.put("x", BIG)
-        store.read_into("x", MIB, [part])
-    assert part == BIG[::-1][MIB : 4 * MIB]
+        store.read_into("x", MIB, [buffer])
+    assert buffer == BIG[::-1][MIB : 4 * MIB]
 
 
 class _CountingShelf(MemoryBlobs):

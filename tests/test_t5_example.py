@@ -85,11 +85,11 @@ def attended(params, queries, memory, mask, bias, heads):
     width = query.shape[-1] // heads
     mixed = np.zeros(query.shape)
     for head in range(heads):
-        part = slice(head * width, (head + 1) * width)
+        piece = slice(head * width, (head + 1) * width)
         for i in range(len(query)):
-            scores = key[:, part] @ query[i, part] + bias[head, i]
+            scores = key[:, piece] @ query[i, piece] + bias[head, i]
             weights = np.where(mask[i], np.exp(scores - scores[mask[i]].max()), 0)
-            mixed[i, part] = weights / weights.sum() @ value[:, part]
+            mixed[i, piece] = weights / weights.sum() @ value[:, piece]
     return mixed @ params["out"]["kernel"]
 
 
@@ -202,7 +202,7 @@ def put_together(inputs: list[int], targets: list[int], size: int) -> list[int]:
             span = spans.setdefault(token, [])
         else:
             span.append(token)
-    return [part for token in inputs for part in spans.get(token, [token])]
+    return [piece for token in inputs for piece in spans.get(token, [token])]
 
 
 @given(tokens=st.lists(st.integers(3, 40), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1))

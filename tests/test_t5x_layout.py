@@ -47,8 +47,8 @@ def adafactor_state(rows=6, columns=4, **kept):
 def slots_of(state):
     tables = tables_of(state, ["target/**/embedding"])
     # A real split of the state checks that it can be saved.
-    parts = split(state, tables)
-    assert [table.name for table in parts.layout.tables] == [TABLE]
+    pieces = split(state, tables)
+    assert [table.name for table in pieces.layout.tables] == [TABLE]
     assert tables.slots is not None
     return dict(tables.slots[TABLE]), set(tables.always)
 
@@ -87,8 +87,8 @@ def test_optax_moments_are_slots_if_they_have_the_names_of_the_parameters():
 
 
 def test_a_tree_that_lacks_a_parameter_gives_no_slots():
-    part = {"token_embedder": target()["token_embedder"]}
-    state = {"target": target(), "state": {"param_states": {"mu": part}}}
+    piece = {"token_embedder": target()["token_embedder"]}
+    state = {"target": target(), "state": {"param_states": {"mu": piece}}}
     assert slots_of(state) == ({}, set())
 
 

@@ -260,14 +260,14 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
         opened(job, model_dir, partitions=2)
         job.all("start")
         job.all("train", to=1)
-        job.ask("fault", of=[1], at="before its part")
+        job.ask("fault", of=[1], at="before its shard")
         job.answers(of=[1])
         # The first save is waited for, and has no name until its commit.
         for answer in job.each("save"):
             assert answer["error"]["type"] == "SaveFailed"
         assert not list(model_dir.glob("checkpoint_*"))
         saved(job, 1)
-        job.ask("fault", of=[1], at="before its part")
+        job.ask("fault", of=[1], at="before its shard")
         job.answers(of=[1])
         job.all("train", to=2)
         assert job.one("save")["taken"]
@@ -277,7 +277,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
         assert kinds(model_dir) == {1: "base", 3: "delta"}
         assert rows(model_dir, 3) == sorted(t5x_worker.changed(2) + t5x_worker.changed(3))
         # The step itself may be saved again.
-        job.ask("fault", of=[0], at="before its part")
+        job.ask("fault", of=[0], at="before its shard")
         job.answers(of=[0])
         job.all("train", to=4)
         assert job.one("save")["taken"]

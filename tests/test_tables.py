@@ -56,8 +56,8 @@ def slots_of(layout: Layout, name: str) -> dict[str, str]:
     }
 
 
-def joined(template: Any, parts: Split, marks: Any = None) -> Any:
-    return join(template, parts.layout, parts.fields, parts.dense, marks)
+def joined(template: Any, pieces: Split, marks: Any = None) -> Any:
+    return join(template, pieces.layout, pieces.fields, pieces.dense, marks)
 
 
 def refused(state: Any, message: str, **chosen: Any) -> None:
@@ -156,16 +156,16 @@ def test_statistics_of_other_first_axes_are_dense():
         "params": {"emb": table(6)},
         "opt_state": optax.FactoredState(jnp.int32(0), *statistics),
     }
-    parts = split(state, Tables(select="params/emb"))
-    assert set(slots_of(parts.layout, "params/emb")) == {"opt_state/v_col"}
-    assert set(parts.dense["opt_state"]) == {"count", "v", "v_row"}
+    pieces = split(state, Tables(select="params/emb"))
+    assert set(slots_of(pieces.layout, "params/emb")) == {"opt_state/v_col"}
+    assert set(pieces.dense["opt_state"]) == {"count", "v", "v_row"}
 
 
 def test_an_average_of_the_params_is_dense_unless_declared():
     state = {"params": params(), "ema": params(), "opt_state": optax.adam(1.0).init(params())}
-    parts = split(state, TABLES)
-    assert set(slots_of(parts.layout, "params/emb")) == {"opt_state/0/mu", "opt_state/0/nu"}
-    assert "emb" in parts.dense["ema"]
+    pieces = split(state, TABLES)
+    assert set(slots_of(pieces.layout, "params/emb")) == {"opt_state/0/mu", "opt_state/0/nu"}
+    assert "emb" in pieces.dense["ema"]
     declared = Tables(select="params/emb", slots={"params/emb": {"ema": "ema/{name}"}})
     assert slots_of(split(state, declared).layout, "params/emb") == {"ema": "ema/emb"}
 
@@ -192,9 +192,9 @@ def test_explicit_slots():
 
 
 def test_no_slots_at_all():
-    parts = split(state_of(optax.adam(1e-3)), Tables(select="params/emb", slots={}))
-    assert slots_of(parts.layout, "params/emb") == {}
-    assert "emb" in parts.dense["opt_state"]["0"]["mu"]
+    pieces = split(state_of(optax.adam(1e-3)), Tables(select="params/emb", slots={}))
+    assert slots_of(pieces.layout, "params/emb") == {}
+    assert "emb" in pieces.dense["opt_state"]["0"]["mu"]
 
 
 def test_ambiguous_slots_are_an_error_that_lists_the_params_trees():
@@ -344,11 +344,11 @@ def test_slot_signature_is_part_of_a_group():
 def test_abstract_leaves_give_the_same_layout():
     state = state_of(touched.track(optax.adam(1e-3), "**/emb"))
     abstract = jax.eval_shape(lambda: state)
-    parts = split(abstract, TABLES)
-    assert parts.layout == split(state, TABLES).layout
-    assert isinstance(parts.fields["params/emb"]["values"], jax.ShapeDtypeStruct)
+    pieces = split(abstract, TABLES)
+    assert pieces.layout == split(state, TABLES).layout
+    assert isinstance(pieces.fields["params/emb"]["values"], jax.ShapeDtypeStruct)
     host = jax.tree.map(np.asarray, state)
-    assert split(host, TABLES).layout == parts.layout
+    assert split(host, TABLES).layout == pieces.layout
 
 
 def test_a_remembered_layout_is_not_used_for_another_state():
@@ -406,14 +406,14 @@ _trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 def test_join_undoes_split(tree, rows):
     state = {"TABLE": np.arange(rows * 2.0).reshape(rows, 2), "rest": tree}
-    parts = split(state, Tables(select="TABLE"))
-    assert_same(joined(state, parts), state)
-    assert all(step for leaf in parts.layout.dense for step in leaf.key)
-    assert not any("." in step for leaf in parts.layout.dense for step in leaf.key)
-    assert len({leaf.key for leaf in parts.layout.dense}) == len(parts.layout.dense)
-    layout = manifest.from_bytes(manifest.to_bytes(parts.layout), Layout, name="layout")
-    assert layout == parts.layout
-    plain = join(None, layout, parts.fields, parts.dense, None)
+    pieces = split(state, Tables(select="TABLE"))
+    assert_same(joined(state, pieces), state)
+    assert all(step for leaf in pieces.layout.dense for step in leaf.key)
+    assert not any("." in step for leaf in pieces.layout.dense for step in leaf.key)
+    assert len({leaf.key for leaf in pieces.layout.dense}) == len(pieces.layout.dense)
+    layout = manifest.from_bytes(manifest.to_bytes(pieces.layout), Layout, name="layout")
+    assert layout == pieces.layout
+    plain = join(None, layout, pieces.fields, pieces.dense, None)
     assert_same(plain, {"TABLE": state["TABLE"], "rest": _as_plain(tree)})
 
 
@@ -433,12 +433,12 @@ def _as_plain(node: Any) -> Any:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_join_keeps_the_types_of_a_train_state(name):
     state = state_of(OPTIMIZERS[name][0]())
-    parts = split(state, TABLES)
+    pieces = split(state, TABLES)
     abstract = jax.eval_shape(lambda: state)
-    if parts.touched is not None:
-        fresh = touched.fresh(parts.touched, int(parts.touched.identity))
-        assert_same(joined(abstract, parts, fresh), state)
-    back = joined(abstract, parts)
+    if pieces.touched is not None:
+        fresh = touched.fresh(pieces.touched, int(pieces.touched.identity))
+        assert_same(joined(abstract, pieces, fresh), state)
+    back = joined(abstract, pieces)
     # A re-created TouchState has no identity of its own.
     plain = jax.tree.map(
         lambda node: touched.fresh(node) if touched.is_touch_state(node) else node,
@@ -452,16 +452,16 @@ def test_join_keeps_the_types_of_a_train_state(name):
 def test_the_touch_state_is_never_saved_and_comes_back_fresh():
     state = state_of(touched.track(optax.adagrad(0.1), "**/emb"))
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
-    parts = split(state, TABLES)
-    assert parts.touched is not None and int(parts.touched.clock) == 1
-    assert parts.layout.tracking_paths == ((("attr", "opt_state"), ("attr", "touched")),)
-    assert not any(name in str(parts.layout.dense) for name in ("clock", "stamps", "touched"))
-    back = joined(state, parts)
+    pieces = split(state, TABLES)
+    assert pieces.touched is not None and int(pieces.touched.clock) == 1
+    assert pieces.layout.tracking_paths == ((("attr", "opt_state"), ("attr", "touched")),)
+    assert not any(name in str(pieces.layout.dense) for name in ("clock", "stamps", "touched"))
+    back = joined(state, pieces)
     assert int(back.opt_state.touched.clock) == 0
     assert not back.opt_state.touched.stamps["emb"].any()
-    assert_same(joined(state, parts, parts.touched), state)
+    assert_same(joined(state, pieces, pieces.touched), state)
     with pytest.raises(errors.TrackingError, match="lacks tables\n  tower/emb"):
-        joined(state, parts, touched.init({"emb": state.params["emb"]}))
+        joined(state, pieces, touched.init({"emb": state.params["emb"]}))
 
 
 def test_extra_leaves_of_a_template_are_named():
@@ -472,9 +472,9 @@ def test_extra_leaves_of_a_template_are_named():
 
 def test_chosen_tables_alone_without_a_template():
     state = {"params": params(), "opt_state": optax.adam(1.0).init(params())}
-    parts = split(state, TABLES)
-    chosen = {"params/emb": {"values": parts.fields["params/emb"]["values"]}}
-    back = join(None, parts.layout, chosen, {}, None)
+    pieces = split(state, TABLES)
+    chosen = {"params/emb": {"values": pieces.fields["params/emb"]["values"]}}
+    back = join(None, pieces.layout, chosen, {}, None)
     assert list(back) == ["params"] and list(back["params"]) == ["emb"]
 
 
@@ -509,22 +509,22 @@ def test_nnx_paths_are_canonical_and_slots_are_found(form, masked):
         state = {"graph": nnx.split(model)[0], **{n: nnx.split(v)[1] for n, v in state.items()}}
     elif form == "pure dict":
         state = {name: nnx.to_pure_dict(nnx.state(node)) for name, node in state.items()}
-    parts = split(state, Tables(select="model/**/embedding"))
-    assert names_in(parts.layout) == ["model/emb/embedding", "model/tower/emb/embedding"]
+    pieces = split(state, Tables(select="model/**/embedding"))
+    assert names_in(pieces.layout) == ["model/emb/embedding", "model/tower/emb/embedding"]
     where = "optimizer/opt_state/inner/" + ("inner_states/a/inner_state/" if masked else "")
-    emb = slots_of(parts.layout, "model/emb/embedding")
+    emb = slots_of(pieces.layout, "model/emb/embedding")
     assert emb == {f"{where}0/{slot}": f"{where}0/{slot}/emb/embedding" for slot in ("mu", "nu")}
-    tower = slots_of(parts.layout, "model/tower/emb/embedding")
+    tower = slots_of(pieces.layout, "model/tower/emb/embedding")
     assert set(tower) == (set() if masked else set(emb))
-    assert parts.touched is not None
-    assert match_touched(parts.touched, parts.layout) == {
+    assert pieces.touched is not None
+    assert match_touched(pieces.touched, pieces.layout) == {
         "model/emb/embedding": "emb/embedding",
         "model/tower/emb/embedding": "tower/emb/embedding",
     }
-    assert "clock" not in str(parts.layout.dense)
-    assert all(isinstance(f, jax.Array) for t in parts.fields.values() for f in t.values())
-    assert_same(joined(state, parts, parts.touched), state)
-    again = touched.find(joined(state, parts))
+    assert "clock" not in str(pieces.layout.dense)
+    assert all(isinstance(f, jax.Array) for t in pieces.fields.values() for f in t.values())
+    assert_same(joined(state, pieces, pieces.touched), state)
+    again = touched.find(joined(state, pieces))
     assert again is not None and int(again.clock) == 0
 
 

@@ -329,8 +329,8 @@ def test_all_contents_of_a_step_are_restored_from_the_root(one, other):
         assert manager.custom_metadata(5) == {"by": "test"}
         assert manager.item_metadata(5)["bias"].shape == (3,)
         assert manager.best_step("loss") == 5
-        part = manager.read_state(5, {"bias": jnp.zeros(3)})
-        assert np.array_equal(part.state["bias"], one.state["bias"])
+        piece = manager.read_state(5, {"bias": jnp.zeros(3)})
+        assert np.array_equal(piece.state["bias"], one.state["bias"])
         rows = manager.read(5, {"words": (3, 9)})
         [fields] = rows.tables.values()
         [words] = fields.values()
@@ -437,7 +437,7 @@ def test_a_save_larger_than_the_staging_limit_is_staged_alone(one):
     assert one.root() == [0, 1]
 
 
-def test_the_staging_limit_counts_the_parts_of_all_processes(node):
+def test_the_staging_limit_counts_the_shards_of_all_processes(node):
     with node().manager(max_staging_bytes=1000) as manager:
         tiers = staged(manager)
         shared = ReplicationClient(

@@ -211,11 +211,11 @@ def test_after_a_write_error_in_the_extents_no_row_is_lost(one, alone):
     one.after_power_cut(2)
 
 
-def test_a_part_that_other_processes_lack_is_dropped(one, alone):
+def test_a_shard_that_other_processes_lack_is_dropped(one, alone):
     with one.manager() as manager:
         one.saves(manager, 0, 1)
         found = staged(manager)
-        with pytest.warns(UserWarning, match="expected a part of steps"):
+        with pytest.warns(UserWarning, match="expected a shard of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
         assert {one.name.step for one in found.replicas.offers()} == {0}
     one.cut_power()

@@ -267,7 +267,7 @@ def test_a_lost_node_loses_only_steps_that_were_not_uploaded(nodes):
     shutil.rmtree(nodes.stage(1))
     with nodes.job() as job:
         [warning] = nodes.open(job)
-        assert "expected a part of steps [1, 2] in the staging directory of each" in warning
+        assert "expected a shard of steps [1, 2] in the staging directory of each" in warning
         assert_restores(job, 0)
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
         job.close()
@@ -304,7 +304,7 @@ def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):
         job.close()
 
 
-def test_a_damaged_staged_part_is_reported_to_all_and_the_next_save_is_a_base(nodes):
+def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         layer = nodes.stage(1) / "steps" / "1" / "embeddings" / "layer.1"
@@ -312,7 +312,7 @@ def test_a_damaged_staged_part_is_reported_to_all_and_the_next_save_is_a_base(no
         nodes.stop_promoter(1, signal.SIGCONT)
         wait_until(
             lambda: all(
-                b"the part of process 1" in (nodes.stage(n) / "progress.msgpack").read_bytes()
+                b"the shard of process 1" in (nodes.stage(n) / "progress.msgpack").read_bytes()
                 for n in range(2)
             ),
             "both promoters tell",

@@ -159,9 +159,9 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(one, alo
         assert manager.all_steps() == [1, 2, 3, 4]
 
 
-def test_a_removed_part_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
+def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
     with one.manager(max_to_keep=1, wait_for="staging") as manager:
-        staged(manager).no_shared_fs = True  # As if other processes had parts of each save.
+        staged(manager).no_shared_fs = True  # As if other processes had shards of each save.
         saves_each(one, manager, 1, 2, 3, 4, 5, bases=(1, 2, 3, 4, 5))
         assert manager.all_steps() == [5]
         orders = one.stage.orders()
@@ -179,7 +179,7 @@ def test_orders_that_could_not_be_written_are_written_before_the_next_save(one):
         one.saves(manager, 1, 2, bases=(1, 2))
         one.restore(manager, 1)
         tiers, run = staged(manager), manager._run.lineage
-        tiers.begin_run(run.newest_committed, run.run)
+        tiers.start_run(run.newest_committed, run.run)
         full = mock.Mock(side_effect=OutOfSpace("the disk is full"))
         with mock.patch.object(StagingDir, "order", full), pytest.raises(OutOfSpace):
             one.saves(manager, 3, bases=[3])

@@ -101,9 +101,9 @@ def _later() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: {"count": jnp.zeros((), int)}, update)
 
 
-def _of(tree: Any, part: str) -> Any:
+def _of(tree: Any, chunk: str) -> Any:
     """Returns which leaves of a tree have a part in their paths."""
-    return jax.tree.map_with_path(lambda path, _: part in jax.tree_util.keystr(path), tree)
+    return jax.tree.map_with_path(lambda path, _: chunk in jax.tree_util.keystr(path), tree)
 
 
 def _stamps(state: Any) -> Any:

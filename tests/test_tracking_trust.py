@@ -217,8 +217,8 @@ def test_large_tables_are_sampled_among_recently_touched_rows(tmp_path):
 def test_a_sampled_audit_checks_a_bounded_number_of_rows_tables_and_bytes():
     widths = {f"t{i:03d}": 8 for i in range(100)} | {"wide": 100_000}
     state = {"tables": {name: jnp.zeros((500, width)) for name, width in widths.items()}}
-    parts = split(state, deltackpt.Tables(select="tables/*"))
-    samples = tracking_audit.of_restored(parts, touched.init(state["tables"]), Runtime())
+    pieces = split(state, deltackpt.Tables(select="tables/*"))
+    samples = tracking_audit.sample_restored(pieces, touched.init(state["tables"]), Runtime())
     assert {type(sample) for sample in samples.values()} == {tracking_audit.Sample}
     sampled = [len(sample.rows) for sample in samples.values()]
     assert 16 <= sum(sampled) <= tracking_audit.ROWS

@@ -62,7 +62,9 @@ ELSEWHERE = {
 def test_the_promise_is_tested_elsewhere(node):
     name, _, function = node.partition("::")
     tree = ast.parse((Path(__file__).parent / name).read_text())
-    assert function in {part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef)}
+    assert function in {
+        piece.name for piece in ast.walk(tree) if isinstance(piece, ast.FunctionDef)
+    }
 
 
 def manager(root: Path, **options) -> deltackpt.CheckpointManager:

@@ -44,12 +44,12 @@ GOLDEN = Path(make_golden.__file__).parent
 def written(tmp_path_factory) -> dict[str, Path]:
     """Directories with every kind of content, by name."""
     place = tmp_path_factory.mktemp("written")
-    found = {name: place / name for name in ("lossless", "lossy", "parts")}
+    found = {name: place / name for name in ("lossless", "lossy", "shards")}
     write_chain(found["lossless"], 3, codec="lossless", slot_codec="lossless")
     run_compaction(found["lossless"], 1, workers=2)
     write_chain(found["lossy"], 3, codec="adaptive4", always=("accumulator",))
     for step in make_golden.STEPS[:2]:
-        shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
+        shutil.copytree(GOLDEN / "shards-v1" / str(step), found["shards"] / str(step))
     return found
 
 
@@ -85,7 +85,7 @@ def restores(root: Path, step: int) -> bool:
             Root.open(root, read_only=True).check_step_files(root / str(step))
             chain = chains.read_chain(root / str(step))
             reader.restore_tables(chain)
-            stored_dense.of_step(chain)
+            stored_dense.open_values(chain)
         except RestoreError:
             return False
     return True
@@ -145,7 +145,7 @@ def restorable(report: RootReport) -> list[bool]:
 
 def step_of(path: Path, root: Path) -> int:
     """The step of a file's save or compacted base."""
-    return next(int(part) for part in path.relative_to(root).parts if part.isdecimal())
+    return next(int(piece) for piece in path.relative_to(root).parts if piece.isdecimal())
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def one_of_each(found: list[Path], root: Path) -> list[Path]:
     ("name", "every"),
     [
         ("lossless", False),
-        *(pytest.param(name, True, marks=EVERY) for name in ("lossless", "lossy", "parts")),
+        *(pytest.param(name, True, marks=EVERY) for name in ("lossless", "lossy", "shards")),
     ],
 )
 def test_damage_of_every_file_is_found_and_named(name, every, how, copied):
@@ -191,7 +191,7 @@ def test_damage_of_every_file_is_found_and_named(name, every, how, copied):
 
 
 @pytest.mark.parametrize("how", [flip, remove, duplicate], ids=lambda how: how.__name__)
-@pytest.mark.parametrize("name", ["lossless", "parts"])
+@pytest.mark.parametrize("name", ["lossless", "shards"])
 def test_a_step_is_reported_restorable_exactly_if_it_restores(name, how, copied):
     root = copied(name)
     found = saved_files(root)
@@ -283,8 +283,8 @@ def test_wrong_row_indices_are_found_despite_valid_checksums(root):
 
 
 def test_a_chunk_of_zeros_with_its_own_checksum_is_found(copied):
-    root = copied("parts")
-    victim = sorted(root.glob("10/embeddings/part.1/*/values/c.0.0"))[0]
+    root = copied("shards")
+    victim = sorted(root.glob("10/embeddings/shard.1/*/values/c.0.0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
     report = verify_root(root)
@@ -352,8 +352,8 @@ def test_leftovers_are_notes_and_an_unsigned_claim_is_not(copied):
     report = verify_root(root)
     assert report.intact
     text = "\n".join(report.notes)
-    for part in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
-        assert part in text
+    for piece in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
+        assert piece in text
     assert naming.lease_name(99) not in text and report.problems == ()
 
 

@@ -277,7 +277,7 @@ def test_process_0_removes_the_keys_of_an_ended_epoch():
         for epoch in (0, 1, 10):
             service.values[f"deltackpt/wal/run/{epoch}/calls/4"] = b"null"
         epoch = SimpleNamespace(head=SimpleNamespace(run="run", epoch=number))
-        requests.begin_epoch(cast(OpenEpoch, epoch), Layout((), (), (), ()), 0)
+        requests.start_epoch(cast(OpenEpoch, epoch), Layout((), (), (), ()), 0)
         assert {key.split("/")[3] for key in service.values} == left
     with mock.patch.object(coordination, "_discarded", []):
         requests.close()

@@ -435,7 +435,7 @@ def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run
         run.save_initial()
         run.append_durably(1)
         monkeypatch.setattr(SegmentWriter, "sync", broken)
-        monkeypatch.setattr(SegmentWriter, "begin_part", later)
+        monkeypatch.setattr(SegmentWriter, "start_part", later)
         with pytest.raises(AppendFailed, match="step 2: broken") as failed:
             run.append_durably(1)
         assert isinstance(failed.value.__cause__, RuntimeError)

@@ -549,7 +549,7 @@ def put_records(root: Path, process: int, numbers: range) -> None:
     (at / "0.msgpack").write_bytes(wal_format.epoch_header_bytes(head))
     writer = SegmentWriter(
         at, at / "0" / str(process), Runtime(),
-        epoch=EpochRef.of(head), process=process, process_count=2, fsync=False,
+        epoch=EpochRef.from_header(head), process=process, process_count=2, fsync=False,
     )  # fmt: skip
     for number in numbers:
         record_head = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)

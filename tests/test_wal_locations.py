@@ -144,17 +144,17 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
     assert log.keys("") == ["0/x.seg"]
     assert log.folders("") == ["0"]
     assert log.get("0/x.seg") == data[:50]
-    parts = [bytearray(7), bytearray(21)]
-    log.read_into("0/x.seg", 15, [memoryview(part) for part in parts])
-    assert b"".join(parts) == data[15:43]
-    log.read_into("0/x.seg", -2, [memoryview(parts[0])[:2]])
-    assert parts[0][:2] == data[48:50]
+    buffers = [bytearray(7), bytearray(21)]
+    log.read_into("0/x.seg", 15, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == data[15:43]
+    log.read_into("0/x.seg", -2, [memoryview(buffers[0])[:2]])
+    assert buffers[0][:2] == data[48:50]
     with pytest.raises(Damaged):
-        log.read_into("0/x.seg", 45, [memoryview(parts[0])])
+        log.read_into("0/x.seg", 45, [memoryview(buffers[0])])
 
 
 def test_pieces_without_the_start_of_their_segment_are_ignored():
-    assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
+    assert Pieces.from_ranges([PieceRange(5, 9, 1)]).length == 0
     assert naming.piece_range(naming.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
     assert naming.piece_range("5-9.1") is None
 

@@ -48,8 +48,8 @@ from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, Continues, RecordHead
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
 from deltackpt.save import dense_save
-from deltackpt.storage import parts as storage_parts
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage import shard_writer
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
 from deltackpt.wal.segment_files import FilledRecord
@@ -300,9 +300,9 @@ def test_many_small_records_are_read_at_once(empty, monkeypatch):
     log = empty.append(*range(1, 401))
     reads, read_into = [], FileStore.read_into
 
-    def counted(self, key, start, parts):
-        reads.append(sum(part.nbytes for part in parts))
-        read_into(self, key, start, parts)
+    def counted(self, key, start, buffers):
+        reads.append(sum(buffer.nbytes for buffer in buffers))
+        read_into(self, key, start, buffers)
 
     monkeypatch.setattr(FileStore, "read_into", counted)
     assert found_in(log) == [*range(1, 401)]
@@ -360,7 +360,7 @@ def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
     log.append(number)
     durable = log.writer.position
     log.append(*lost)
-    log.writer.begin_part(durable)
+    log.writer.start_part(durable)
 
 
 def test_a_further_part_continues_from_its_start_and_voids_later_records(empty):
@@ -376,7 +376,7 @@ def test_parts_that_fail_one_after_another_keep_the_durable_records(empty):
     empty.append(3, parent=save_id(1))
     # Not even the last part's first record could be fsynced.
     digest = records_in(empty.folder)[0].layer.digest
-    empty.writer.begin_part(empty.writer.position._replace(seq=1, digest=digest))
+    empty.writer.start_part(empty.writer.position._replace(seq=1, digest=digest))
     empty.append(4, parent=save_id(1))
     fail_after(empty, 5, 6)
     empty.append(7, parent=save_id(5))
@@ -388,7 +388,7 @@ def test_parts_that_fail_one_after_another_keep_the_durable_records(empty):
 def test_an_abandoned_record_never_replaces_a_missing_one(how, empty):
     """It has the same number as the first record of the lost part."""
     log = empty.append(1)
-    log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
+    log.writer.start_part(log.writer.position._replace(seq=0, digest=0))
     fail_after(log, 2, 3)
     log.append(4, parent=save_id(2))
     assert found_in(log) == [2, 4] and scan_of(log).holes() == []
@@ -434,7 +434,7 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(empty, monkeypatc
 
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         entry = row_blocks.array_entry("values", rows.shape, rows.dtype)
-        storage_parts.write_array(sink_of("g0.0"), entry, np.split(rows, 64))
+        shard_writer.write_array(sink_of("g0.0"), entry, np.split(rows, 64))
         file = log.writer._file.file
         close, write = file.close, file.write
         monkeypatch.setattr(file, "close", lambda: (close(), written.append("closed")))
@@ -443,7 +443,7 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(empty, monkeypatc
 
     with pytest.raises(TypeError):
         log.writer.write(save_id(2), save_id(1), fill)
-    log.writer.begin_part(log.writer.position)
+    log.writer.start_part(log.writer.position)
     assert written[-1:] == ["closed"] and written.count("closed") == 1
     log.append(2, parent=save_id(1))
     assert found_in(log) == [1, 2]
@@ -648,7 +648,7 @@ def test_empty_segments_do_no_harm(count, empty):
     def fill(sink_of: Callable[[str], SegmentSink]) -> FilledRecord:
         found = written(sink_of)
         entry = row_blocks.array_entry("values", (0, 2), np.dtype(np.float32))
-        storage_parts.write_array(sink_of("g0.1"), entry, [])
+        shard_writer.write_array(sink_of("g0.1"), entry, [])
         segment = Segment(
             name="g0.1", group="g0", columns=(0, 2), count=0, ranges=(), fields=("values",),
             arrays=(entry,), encodings=(RAW,),

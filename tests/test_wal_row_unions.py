@@ -19,9 +19,9 @@ def test_the_union_of_many_sets_is_sorted_and_takes_at_most_twice_its_memory(mos
         given = np.unique(rng.integers(0, 5000, rng.integers(0, most + 1)))
         rows.add({table: given})
         expected[table] |= {*given.tolist()}
-        parts = rows._parts[table]
-        assert len(parts) <= named_rows._MOST_PARTS
-        assert sum(map(len, parts)) <= 2 * len(expected[table]) + most
+        pieces = rows._arrays[table]
+        assert len(pieces) <= named_rows._MOST_ARRAYS
+        assert sum(map(len, pieces)) <= 2 * len(expected[table]) + most
     for found in (rows.rows(), rows.drain()):
         assert {name: one.tolist() for name, one in found.items()} == {
             name: sorted(one) for name, one in expected.items()

@@ -46,7 +46,7 @@ def outcome(way: Way, job: Job, failures: list[float], until: float, inputs: Inp
     return run.run(until)
 
 
-def parts(found) -> tuple[float, float, float, float]:
+def pieces(found) -> tuple[float, float, float, float]:
     return found.useful_secs, found.rework_secs, found.stall_secs, found.recovery_secs
 
 
@@ -69,12 +69,12 @@ ONE = Job(hosts=1, restart_secs=7)
     ],
 )
 def test_one_host_loses_the_time_that_was_computed_by_hand(failures, until, expected):
-    assert parts(outcome(EVERY_100, ONE, failures, until)) == pytest.approx(expected)
+    assert pieces(outcome(EVERY_100, ONE, failures, until)) == pytest.approx(expected)
 
 
 def test_without_failures_a_run_loses_its_stalls_alone():
     found = outcome(EVERY_100, ONE, [], 102 * 50 + 1)
-    assert parts(found) == pytest.approx((100 * 50 + 1, 0, 2 * 50, 0))
+    assert pieces(found) == pytest.approx((100 * 50 + 1, 0, 2 * 50, 0))
     assert (found.saves["base"], found.wasted) == (50, 0)
 
 
@@ -100,8 +100,8 @@ def test_time_and_bytes_are_conserved_for_any_failures(name, gaps, restart, unti
     way = small_ways()[name]
     failures = [sum(gaps[: number + 1]) for number in range(len(gaps))]
     found = outcome(way, job, failures, until, inputs)
-    assert sum(parts(found)) == pytest.approx(until)
-    assert min(*parts(found), *found.lost_secs, *found.recoveries, found.wasted) >= -1e-9
+    assert sum(pieces(found)) == pytest.approx(until)
+    assert min(*pieces(found), *found.lost_secs, *found.recoveries, found.wasted) >= -1e-9
     kept = sum(found.written.values()) + found.wasted + found.pending
     assert kept == pytest.approx(found.begun)
     assert len(found.lost_secs) <= sum(failure < until for failure in failures)

@@ -33,7 +33,7 @@ HEAD = f"{naming.EMBEDDINGS_ITEM}/{naming.manifest_name(0)}"
 
 
 class Job:
-    """Processes that write their parts of step 3; by default each an equal share of the rows."""
+    """Processes that write their shards of step 3; by default each an equal share of the rows."""
 
     def __init__(self, tmp_path: Path, count: int, *, shared_fs: bool = True):
         self.count, self.shared_fs = count, shared_fs
@@ -51,7 +51,7 @@ class Job:
         given = {"shared_fs": self.shared_fs, "fsync": False}
         return step_writers(self.coordinators[process], temporary, **given | changes)
 
-    def part(self, process: int, **changes):
+    def shard(self, process: int, **changes):
         rows = made_up_saves.ROWS // self.count
         given = {
             "process": process,
@@ -66,14 +66,14 @@ class Job:
     def write(self, process: int, **changes) -> bytes:
         at = self.at(process)
         item = at.temporary / naming.EMBEDDINGS_ITEM
-        data = made_up_saves.write(item, self.part(process, **changes))
+        data = made_up_saves.write(item, self.shard(process, **changes))
         at.report("written", at.records([item / naming.manifest_name(process)]))
         return data
 
     def collect(self, **changes):
         at = self.at(0)
         at.wait("written")
-        return at.collect(self.item, self.part(0, **changes))
+        return at.collect(self.item, self.shard(0, **changes))
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "nodes"])
@@ -82,19 +82,19 @@ def job(request, tmp_path) -> Job:
     return Job(tmp_path, 4, shared_fs=request.param)
 
 
-def test_the_index_names_every_part_with_the_digest_of_its_manifest(job):
+def test_the_index_names_every_shard_with_the_digest_of_its_manifest(job):
     written = {process: job.write(process) for process in (3, 1, 2)}
     index = job.collect()
-    assert [part.process for part in index] == [0, 1, 2, 3]
-    assert [part.crc32c for part in index] == [
+    assert [shard.process for shard in index] == [0, 1, 2, 3]
+    assert [shard.crc32c for shard in index] == [
         0,
         *(google_crc32c.value(written[process]) for process in (1, 2, 3)),
     ]
-    assert {part.nbytes for part in index} == {25 * made_up_saves.ROW_BYTES}
-    assert all(part.covers == (made_up_saves.cover(),) for part in index)
+    assert {shard.nbytes for shard in index} == {25 * made_up_saves.ROW_BYTES}
+    assert all(shard.covers == (made_up_saves.cover(),) for shard in index)
 
 
-def test_process_0_names_the_processes_whose_parts_are_missing(job):
+def test_process_0_names_the_processes_whose_shards_are_missing(job):
     job.write(2)
     with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its files"):
         job.collect()
@@ -117,14 +117,14 @@ def test_an_error_names_a_few_of_many_missing_processes(tmp_path):
         ("plan_crc32c", 6),
     ],
 )
-def test_parts_of_another_save_are_refused(job, field, value):
+def test_shards_of_another_save_are_refused(job, field, value):
     for process in (1, 2, 3):
         job.write(process, **({field: value} if process == 2 else {}))
     with pytest.raises(Disagreement, match=f"expected process 2 to agree .* on {field}"):
         job.collect()
 
 
-def test_a_part_that_was_altered_is_damage(job):
+def test_a_shard_that_was_altered_is_damage(job):
     data, name = job.write(1), naming.manifest_name(1)
     damaged = data[:-1] + bytes([data[-1] ^ 1])
     (job.item / name).write_bytes(damaged)
@@ -273,7 +273,7 @@ def test_all_processes_get_the_manifest_of_process_0_once_the_step_is_committed(
 def test_arrays_that_orbax_wrote_on_several_processes_are_refused(nodes):
     at = nodes.at(1)
     item_dir = at.temporary / "other"
-    (item_dir / naming.dense_part(1)).mkdir(parents=True)
+    (item_dir / naming.dense_process_dir(1)).mkdir(parents=True)
     batch = FileBatch(at.temporary, fsync=False)
     with pytest.raises(OptionError, match=r"item other: .*Tiers\(shared=False\)"):
         HandlerItem(object(), []).write(item_dir, batch, at)

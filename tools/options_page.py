@@ -171,7 +171,7 @@ def _documented(cls: type) -> tuple[dict[str, str], str, str]:
 
 def _prose(text: str) -> str:
     paragraphs = re.split(r"\n\s*\n", text.strip())
-    return "\n\n".join(_markdown(" ".join(part.split())) for part in paragraphs if part)
+    return "\n\n".join(_markdown(" ".join(piece.split())) for piece in paragraphs if piece)
 
 
 def _markdown(text: str) -> str:
@@ -186,7 +186,7 @@ def _type(hint: object, known: list[type]) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{_literal(value)}`" for value in inner)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type(part, known) for part in inner)
+        return " or ".join(_type(piece, known) for piece in inner)
     if origin in (
         collections.abc.Collection,
         collections.abc.Sequence,

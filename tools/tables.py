@@ -93,7 +93,7 @@ def caption() -> str:
     states: dict[str, dict[str, float]] = {}
     for size, name, training, *_ in found["tables"]["training"]["rows"]:
         states.setdefault(size, {})[name] = Sample(tuple(training["values"])).median
-    parts = [
+    pieces = [
         f"{size} of state: {ways['deltackpt, `TouchState`']:.2f}× with a `TouchState`, "
         f"{ways['deltackpt, fingerprints']:.2f}× with fingerprints (Orbax tuned "
         f"{ways['Orbax tuned']:.2f}×, defaults {ways['Orbax defaults']:.2f}×)"
@@ -103,7 +103,7 @@ def caption() -> str:
     machine = found["machine"]
     return (
         f"*Run time relative to no checkpoints, with default options: {sizes}. "
-        f"{'. '.join(parts)}. Commit {found['commit']}; {machine['cores']} CPU cores, "
+        f"{'. '.join(pieces)}. Commit {found['commit']}; {machine['cores']} CPU cores, "
         f"{machine['memory_gib']} GiB, load average {found['load'][0]:.1f} before; median of "
         f"{found['rounds']} rounds. Tuned: `use_compression=False`. [All benchmarks]"
         "(https://github.com/deltackpt/deltackpt/blob/main/docs/project/benchmarks.md).*"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @terminal.item
 @terminal.endpoint
 @click.option(
-    "--workers", type=click.IntRange(min=1), help="Parts in parallel; one per CPU by default."
+    "--workers", type=click.IntRange(min=1), help="Shards in parallel; one per CPU by default."
 )
 @click.option(
     "--memory",
@@ -517,8 +517,8 @@ def _print(findings: tuple[Finding, ...]) -> None:
         for line in _wrapped(finding.action and f"-> {as_commands(finding.action)}", indent):
             click.echo(" " * indent + line)
     count = collections.Counter(finding.severity for finding in findings)
-    parts = [units.count(count[name], name) for name in ("problem", "warning", "note")]
-    click.echo(f"\n{', '.join(parts)}")
+    pieces = [units.count(count[name], name) for name in ("problem", "warning", "note")]
+    click.echo(f"\n{', '.join(pieces)}")
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

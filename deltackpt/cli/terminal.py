@@ -206,10 +206,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
     if title:
         click.echo(f"\n{title}")
     for number, (*line, last) in enumerate(lines):
-        for part in textwrap.wrap(last, widths[-1]) or [""]:
+        for piece in textwrap.wrap(last, widths[-1]) or [""]:
             aligned = (
                 cell.rjust(width) if side == "r" else cell.ljust(width)
-                for cell, width, side in zip([*line, part], widths, sides)
+                for cell, width, side in zip([*line, piece], widths, sides)
             )
             text = " ".join(aligned).rstrip()
             click.echo(click.style(text, bold=True) if number == 0 else text)

@@ -22,7 +22,7 @@ from deltackpt.codecs.row_codecs import (
     is_constant,
     is_lossless,
     names,
-    of_segment,
+    parse_codec,
     wider,
 )
 from deltackpt.format.dtypes import can_store, dtype_of, stored_dtype, without_elements
@@ -46,7 +46,7 @@ __all__ = [
     "is_constant",
     "is_lossless",
     "names",
-    "of_segment",
+    "parse_codec",
     "stored_dtype",
     "wider",
     "without_elements",

@@ -73,10 +73,10 @@ def pieces(
 ) -> Iterator[tuple[dict[str, np.ndarray], slice | np.ndarray]]:
     """Yields the stored arrays of ``count`` blocks at a time, with the index of their rows."""
     for start in range(0, len(rows), count):
-        part = slice(start, start + count)
-        some = rows[part]
+        chunk = slice(start, start + count)
+        some = rows[chunk]
         index = slice(some.start, some.stop) if isinstance(some, range) else some
-        yield {suffix: array[part] for suffix, array in arrays.items()}, index
+        yield {suffix: array[chunk] for suffix, array in arrays.items()}, index
 
 
 def widened(values: np.ndarray, out: np.ndarray) -> np.ndarray:

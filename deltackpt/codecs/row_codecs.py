@@ -515,7 +515,7 @@ def get(name: str) -> Codec:
         ) from None
 
 
-def of_segment(name: str) -> Codec:
+def parse_codec(name: str) -> Codec:
     """Returns the codec of a field of a segment: one that an option can name, or a constant."""
     return _CONSTANTS.get(name) or get(name)
 
@@ -565,7 +565,7 @@ def decode_block(encoded: EncodedBlock, specs: Iterable[FieldSpec]) -> RowBlock:
 
 
 def _decoded(encoded: EncodedBlock, spec: FieldSpec) -> np.ndarray:
-    codec, dtype = of_segment(spec.codec), dtype_of(spec.dtype)
+    codec, dtype = parse_codec(spec.codec), dtype_of(spec.dtype)
     names = {suffix: array_name(spec.name, suffix) for suffix in codec.stored(spec.trailing, dtype)}
     arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
     if arrays and is_lossless(codec):

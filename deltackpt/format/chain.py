@@ -78,14 +78,14 @@ def needed_bases(
 
 
 def check_index(head: Manifest) -> None:
-    """Raises Damaged unless the manifest of process 0 names the part of every process once."""
-    found = [part.process for part in head.parts] or [0]
+    """Raises Damaged unless the manifest of process 0 names the shard of every process once."""
+    found = [shard.process for shard in head.shards] or [0]
     # The number of processes is compared first, since it is unbounded.
     if head.process_count != len(found) or found != list(range(len(found))):
         raise Damaged(
             f"step {head.save_id.step}, manifest of process 0",
-            f"one part of each process 0 to {head.process_count - 1}",
-            f"parts of {found}",
+            f"one shard of each process 0 to {head.process_count - 1}",
+            f"shards of {found}",
         )
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 #: What the bytes of a manifest begin with.
 MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "dense_blocks", "layers"})
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "shards", "dense_blocks", "layers"})
 #: Required unless everything is stored ``raw``: rows may be stored next to their codes.
 ENCODINGS = "encodings"
 #: Required for saves by several processes: only process 0's manifest describes the tables.
-PARTS = "parts"
+SHARDS = "shards"
 #: Required for deltas whose dense leaves are in our item, complete or relative to the parent's.
 DENSE_BLOCKS = "dense_blocks"
 #: Required for deltas whose arrays are in a layer file.
@@ -174,7 +174,7 @@ WHOLE_SHARE = 1 << 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cover:
-    """The region of a group that contains a part's rows, not necessarily all of the region.
+    """The region of a group that contains a shard's rows, not necessarily all of the region.
 
     ``tables`` are ranges of table numbers, in the order of their offsets. ``share`` is the range of
     rows within each of them, in units of ``rows / WHOLE_SHARE``; ``columns`` are those of fields as
@@ -190,7 +190,7 @@ class Cover:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRef:
-    """The layer file with the arrays of a part.
+    """The layer file with the arrays of a shard.
 
     ``digest`` is its last four bytes as a little-endian number; ``crc32c`` covers all bytes before.
     """
@@ -201,8 +201,8 @@ class LayerRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Process 0's index entry for a part: the CRC32C of its manifest (0 in its own) and its covers.
+class ShardEntry:
+    """Process 0's index entry for a shard: the CRC32C of its manifest (0 in its own) and its covers.
 
     ``nbytes`` counts its arrays before any compression.
     """
@@ -215,7 +215,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One process's part of a save, also called its shard.
+    """One process's share of a save: its shard.
 
     With several processes, process 0's manifest is written last and describes all: only it contains
     ``groups``, ``tables``, ``dense`` and ``tracking_paths``.
@@ -235,7 +235,7 @@ class Manifest:
     #: Which digest files were promised: "item", and "step" under our own commit. "dense" in a
     #: compacted base whose item contains Orbax's dense files: its item digests cover them.
     digests: tuple[str, ...] = ("item",)
-    #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``; 0 if it has a layer.
+    #: CRC32C of the bytes of this shard's ``digests.<process>.msgpack``; 0 if it has a layer.
     item_digests_crc32c: int = 0
     #: The layer file with its arrays; None if they are Zarr arrays, as in a base.
     layer: LayerRef | None = None
@@ -258,9 +258,9 @@ class Manifest:
     covers: tuple[Cover, ...] = ()
     #: Checksums of the touched rows in stamp shards that others hold, too; empty in process 0's.
     shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
-    #: Every part, by process; only in process 0's manifest, for several processes.
-    parts: tuple[Part, ...] = ()
-    #: The dense leaves, if they are stored in this item; in deltas, for each part its own.
+    #: Every shard, by process; only in process 0's manifest, for several processes.
+    shards: tuple[ShardEntry, ...]
+    #: The dense leaves, if they are stored in this item; in deltas, for each shard its own.
     dense_blocks: DenseBlocks | None = None
     #: Bytes of the dense leaves of a base, against which deltas have theirs as blocks; 0 elsewhere.
     dense_bytes: int = 0
@@ -269,12 +269,12 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts if it describes them.
+        """Bytes of its arrays, before any compression; of all shards if it describes them.
 
         Excludes complete dense leaves: every save has them, and a restore reads only the newest.
         """
-        if self.parts:
-            return sum(part.nbytes for part in self.parts)
+        if self.shards:
+            return sum(shard.nbytes for shard in self.shards)
         held = self.dense_blocks
         dense = () if held is None or held.complete else held.segments
         segments = (*self.segments, *dense)
@@ -295,9 +295,9 @@ def cover(
     """Returns the region of some virtual rows (at least one) and columns of a group."""
     held, low, high = [], WHOLE_SHARE, 0
     for number, table in enumerate(tables_of_group(group, tables)):
-        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(part):
-            spans = row_blocks.spans_of(part)
+        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(piece):
+            spans = row_blocks.spans_of(piece)
             first, last = spans[0][0] - table.offset, spans[-1][1] - table.offset
             low = min(low, first * WHOLE_SHARE // table.rows)
             high = max(high, -(-last * WHOLE_SHARE // table.rows))
@@ -448,7 +448,7 @@ class SaveInfo:
     nbytes: int
 
     @classmethod
-    def of(cls, head: Manifest, step_dir: str) -> SaveInfo:
+    def from_manifest(cls, head: Manifest, step_dir: str) -> SaveInfo:
         """Builds the record from process 0's manifest, which lacks the step directory's name."""
         return cls(
             save_id=head.save_id,
@@ -484,7 +484,7 @@ class TableFigures(NamedTuple):
 
 
 class LeafFigures(NamedTuple):
-    """One dense leaf that a delta stores as blocks, or one process's part of it.
+    """One dense leaf that a delta stores as blocks, or one process's shard of it.
 
     Attributes:
       leaf: its path.
@@ -507,17 +507,17 @@ class LeafFigures(NamedTuple):
     relative_error: float
 
     @classmethod
-    def joined(cls, parts: Sequence[LeafFigures]) -> LeafFigures:
+    def joined(cls, pieces: Sequence[LeafFigures]) -> LeafFigures:
         """Combines the figures of a leaf's chunks; the largest error is kept."""
         return cls(
-            leaf=parts[0].leaf,
-            codec="+".join(sorted({part.codec for part in parts})),
-            reason="; ".join(sorted({part.reason for part in parts} - {""})),
-            raw_bytes=sum(part.raw_bytes for part in parts),
-            nbytes=sum(part.nbytes for part in parts),
-            blocks=sum(part.blocks for part in parts),
-            changed_blocks=sum(part.changed_blocks for part in parts),
-            relative_error=max(part.relative_error for part in parts),
+            leaf=pieces[0].leaf,
+            codec="+".join(sorted({piece.codec for piece in pieces})),
+            reason="; ".join(sorted({piece.reason for piece in pieces} - {""})),
+            raw_bytes=sum(piece.raw_bytes for piece in pieces),
+            nbytes=sum(piece.nbytes for piece in pieces),
+            blocks=sum(piece.blocks for piece in pieces),
+            changed_blocks=sum(piece.changed_blocks for piece in pieces),
+            relative_error=max(piece.relative_error for piece in pieces),
         )
 
 
@@ -533,32 +533,32 @@ def table_figures(
     for group in groups:
         members = tables_of_group(group, tables)
         for spec in group.fields:
-            parts = [
+            pieces = [
                 (segment, encoding)
                 for segment in segments
                 for encoding in segment.encodings
                 if (segment.group, encoding.field) == (group.name, spec.name)
             ]
-            found += _field_figures(members, spec, parts)
+            found += _field_figures(members, spec, pieces)
     return tuple(found)
 
 
 def _field_figures(
-    members: Sequence[TableEntry], spec: FieldSpec, parts: Sequence[tuple[Segment, Encoding]]
+    members: Sequence[TableEntry], spec: FieldSpec, pieces: Sequence[tuple[Segment, Encoding]]
 ) -> Iterator[TableFigures]:
     # Segments of other columns hold the same rows again.
-    first = min((segment.columns[0] for segment, _ in parts), default=0)
+    first = min((segment.columns[0] for segment, _ in pieces), default=0)
     rows, nbytes = np.zeros(len(members), np.int64), np.zeros(len(members), np.int64)
     norm, error = np.zeros(len(members)), np.zeros(len(members))
-    for segment, part in parts:
-        counts = np.array(part.rows)
+    for segment, piece in pieces:
+        counts = np.array(piece.rows)
         if segment.columns[0] == first:
             rows += counts
-        nbytes += np.rint(part.nbytes * (counts / max(1, counts.sum()))).astype(np.int64)
-        norm += part.squared_norm
-        error += part.squared_error
-    codec = "+".join(sorted({part.codec for _, part in parts}))
-    reason = "; ".join(sorted({part.reason for _, part in parts}))
+        nbytes += np.rint(piece.nbytes * (counts / max(1, counts.sum()))).astype(np.int64)
+        norm += piece.squared_norm
+        error += piece.squared_error
+    codec = "+".join(sorted({piece.codec for _, piece in pieces}))
+    reason = "; ".join(sorted({piece.reason for _, piece in pieces}))
     ratio = nbytes / np.maximum(1, rows * spec.row_bytes)
     relative = np.sqrt(np.divide(error, norm, out=np.zeros_like(norm), where=norm != 0))
     columns = rows.tolist(), nbytes.tolist(), ratio.tolist(), relative.tolist()

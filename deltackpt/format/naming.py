@@ -5,10 +5,10 @@ Inside an Orbax step directory::
 
     <step>/
       embeddings/                      the item of DeltaHandler (its name is the user's)
-        manifest.<process>.msgpack     written last in its part
+        manifest.<process>.msgpack     written last in its shard
         layer.<process>                the arrays of a delta
-        digests.<process>.msgpack      of a base: length and CRC32C of every file of the part
-        part.<process>/<segment>/<array>/zarr.json, c.<i>...    the arrays of a base
+        digests.<process>.msgpack      of a base: length and CRC32C of every file of the shard
+        shard.<process>/<segment>/<array>/zarr.json, c.<i>...    the arrays of a base
       dense/                           an Orbax PyTree item
       digests.step.<process>.msgpack   the other files of one process, if it has any
       digests.step.msgpack             everything else in a base, written just before the commit
@@ -95,8 +95,8 @@ DENSE_NODES = "n/"
 _STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
 #: What Orbax calls the folder of the dense files that a process writes.
 _DENSE_NODE = re.compile(rf"[^/]+/ocdbt\.process_\d+/(manifest\.ocdbt|{DENSE_NODES}.+)")
-_PART = re.compile(r"(part|layer)\.\d+")
-#: The digests of a part are covered by its manifest.
+_SHARD = re.compile(r"(shard|layer)\.\d+")
+#: The digests of a shard are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
@@ -143,7 +143,7 @@ def step_digests_process(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def dense_part(process: int) -> str:
+def dense_process_dir(process: int) -> str:
     """Name of the folder of the dense files that a process writes."""
     return f"ocdbt.process_{process}"
 
@@ -153,9 +153,9 @@ def is_dense_node(name: str) -> bool:
     return _DENSE_NODE.fullmatch(name) is not None
 
 
-def part_dir(item_dir: _Where, process: int) -> _Where:
+def shard_dir(item_dir: _Where, process: int) -> _Where:
     """Directory of a process's arrays."""
-    return item_dir / f"part.{process}"
+    return item_dir / f"shard.{process}"
 
 
 def layer_name(process: int) -> str:
@@ -163,18 +163,18 @@ def layer_name(process: int) -> str:
     return f"layer.{process}"
 
 
-def is_of_part(name: str) -> bool:
+def is_of_shard(name: str) -> bool:
     """Returns whether a path in the item's directory is covered by a process's own records.
 
     Process 0's index covers the files next to the arrays, except process 0's manifest and digests.
     """
     top = name.partition("/")[0]
-    return _PART.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
+    return _SHARD.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
 
 
 def array_dir(item_dir: _Where, process: int, segment: str, array: str) -> _Where:
-    """Directory of a Zarr array of a part; its name is percent-encoded: it may hold slashes."""
-    return part_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
+    """Directory of a Zarr array of a shard; its name is percent-encoded: it may hold slashes."""
+    return shard_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
 
 
 def step_number(name: str) -> int | None:
@@ -309,8 +309,8 @@ _GLOBS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 @functools.lru_cache(maxsize=1024)
 def _glob(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    return re.compile("".join(_GLOBS.get(part, re.escape(part)) for part in parts), re.DOTALL)
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(_GLOBS.get(piece, re.escape(piece)) for piece in pieces), re.DOTALL)
 
 
 def matches(pattern: str | re.Pattern[str], name: str) -> bool:

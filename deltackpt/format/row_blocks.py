@@ -64,8 +64,8 @@ class Ranges:
     def __len__(self) -> int:
         return self._at[-1]
 
-    def __getitem__(self, part: slice) -> range | Ranges:
-        first, last, _ = part.indices(len(self))
+    def __getitem__(self, piece: slice) -> range | Ranges:
+        first, last, _ = piece.indices(len(self))
         found = []
         for number in range(bisect.bisect_right(self._at, first) - 1, len(self.spans)):
             (start, _), low, high = self.spans[number], self._at[number], self._at[number + 1]
@@ -150,17 +150,17 @@ class RowSet:
         """Returns all rows."""
         if not self.cycles:
             return rows_of(self.spans)
-        parts = [np.arange(*span) for span in self.spans]
-        parts += [cycle.to_array() for cycle in self.cycles]
-        return np.concatenate(sorted(parts, key=lambda rows: rows[0]))
+        pieces = [np.arange(*span) for span in self.spans]
+        pieces += [cycle.to_array() for cycle in self.cycles]
+        return np.concatenate(sorted(pieces, key=lambda rows: rows[0]))
 
     def intersect(self, rows: np.ndarray) -> np.ndarray:
         """Returns the rows of the set among some ascending rows, ascending."""
-        parts = [rows[row_slice(rows, *span)] for span in self.spans]
+        pieces = [rows[row_slice(rows, *span)] for span in self.spans]
         for cycle in self.cycles:
             inside = rows[row_slice(rows, *cycle.rows)]
-            parts.append(inside[cycle.contains(inside)])
-        found = np.concatenate(parts) if parts else rows[:0]
+            pieces.append(inside[cycle.contains(inside)])
+        found = np.concatenate(pieces) if pieces else rows[:0]
         return np.sort(found) if self.cycles else found
 
 
@@ -263,14 +263,14 @@ def common(one: Span, other: Span) -> Span:
     return first, max(first, min(one[1], other[1]))
 
 
-def union_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+def union_of(pieces: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the values of some ascending arrays, int64, ascending and each once.
 
     ``np.unique`` hashes them, which takes 30 times as long for parts of one segment.
     """
-    if not parts:
+    if not pieces:
         return np.empty(0, np.int64)
-    found = np.concatenate(parts).astype(np.int64, copy=False)
+    found = np.concatenate(pieces).astype(np.int64, copy=False)
     if not np.all(found[1:] > found[:-1]):
         found.sort(kind="stable")  # Merges the ascending parts.
         found = found[np.append(True, found[1:] != found[:-1])]
@@ -451,11 +451,11 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Rows of one group that a part holds, with the same fields for each.
+    """Rows of one group that a shard has, with the same fields for each.
 
     ``columns`` is the range of columns of fields as wide as the tables; other fields are whole.
     ``ranges`` lists the virtual rows as ascending half-open ranges; if it is None, the array
-    ``rows.gaps`` holds them. Segments are stored in the part's directory under ``name``.
+    ``rows.gaps`` holds them. Segments are stored in the shard's directory under ``name``.
     """
 
     name: str

@@ -440,6 +440,6 @@ def _boxes(leaf: Any, shape: Sequence[int]) -> dict[Any, _Box]:
         return {None: tuple((0, size) for size in shape)}
     indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(tuple(shape))
     return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        device: tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
         for device, index in indices.items()
     }

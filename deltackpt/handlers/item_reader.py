@@ -74,7 +74,7 @@ class OrbaxItems:
             if verify and at.kvstore() is None:
                 # A look at the database would download it, too; the download is verified.
                 return lambda: self.dense(step, abstract)
-            values = orbax_values.of_save(save)
+            values = orbax_values.open_values(save)
         except (RestoreError, StorageError):
             return None  # The full check reports the error.
         if not verify:

@@ -102,7 +102,7 @@ class Metrics:
 
 def _own(item_dir: Path, process: int) -> list[Path]:
     """Returns the existing directories that Orbax's PyTree handler assigns to one process."""
-    folder = item_dir / naming.dense_part(process)
+    folder = item_dir / naming.dense_process_dir(process)
     return [folder] if folder.is_dir() else []
 
 

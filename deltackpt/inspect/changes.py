@@ -177,7 +177,7 @@ def _rows_of(
     return found[0] if len(found) == 1 else np.unique(np.concatenate(found))
 
 
-def holds(
+def contains_rows(
     save: StoredSave, table: TableEntry, row_indices: RowIndexCache, field: str, rows: np.ndarray
 ) -> np.ndarray:
     """Returns whether a save contains each of some ascending rows of a field, bool (rows,)."""
@@ -197,10 +197,10 @@ def _held(
 ) -> Iterator[Rows]:
     """Virtual rows of a table in each segment of a save that has a field."""
     try:
-        for part in save.parts():
-            for segment in part.record.segments:
+        for shard in save.shards():
+            for segment in shard.record.segments:
                 if segment.group == table.group and field in segment.fields:
-                    rows = row_indices.of(part, segment)
+                    rows = row_indices.rows_of(shard, segment)
                     yield rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
     except RestoreError as error:
         chains.raise_if_removed((save,), error)

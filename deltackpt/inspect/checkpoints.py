@@ -265,7 +265,7 @@ class Checkpoints:
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
-                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_parts())
+                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_layers())
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
@@ -356,7 +356,7 @@ class Checkpoints:
                 own = held.tables[changes.named(table, held.tables)]
                 held_rows = own.rows_of(asked)
                 keys = read(table, held_rows, own.key_field)
-                found = history.of_ids(read(table, held_rows, field), asked, keys)
+                found = history.by_id(read(table, held_rows, field), asked, keys)
             now = {step: self._at(step).stamp() for step in places}
             # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):
@@ -407,7 +407,7 @@ class Checkpoints:
         if asked is None:
             return self._chosen(None), None
         found = asked if isinstance(asked, RecoveryPoint) else naming.as_step(asked)
-        return ledger_steps.find(self._root, found)
+        return ledger_steps.locate(self._root, found)
 
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)

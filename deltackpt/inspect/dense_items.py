@@ -378,23 +378,23 @@ class DenseLeaf:
 
 def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ...] | None:
     """Normalizes an index of integers and slices of step 1; None for any other index."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    dots = [number for number, part in enumerate(parts) if part is Ellipsis]
-    if len(dots) > 1 or len(parts) - len(dots) > len(shape):
+    pieces = list(index) if isinstance(index, tuple) else [index]
+    dots = [number for number, piece in enumerate(pieces) if piece is Ellipsis]
+    if len(dots) > 1 or len(pieces) - len(dots) > len(shape):
         return None
     if dots:
-        parts[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+        pieces[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(pieces) + 1)
     found: list[int | slice] = []
-    for part, length in zip(parts, shape, strict=False):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(length)
+    for piece, length in zip(pieces, shape, strict=False):
+        if isinstance(piece, slice):
+            start, stop, step = piece.indices(length)
             if step != 1 or stop <= start:  # With a step, TensorStore would keep the origin.
                 return None
             found.append(slice(start, stop))
-        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
-            if not -length <= part < length:
+        elif isinstance(piece, (int, np.integer)) and not isinstance(piece, bool):
+            if not -length <= piece < length:
                 return None
-            found.append(int(part) % length)
+            found.append(int(piece) % length)
         else:
             return None
     return tuple(found)

@@ -20,7 +20,7 @@ from deltackpt.errors import RestoreError, StepGone, StepNotFound, TemplateMisma
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import SaveId, TableEntry
 from deltackpt.format.row_blocks import FieldSpec
-from deltackpt.inspect.changes import entry_of, holds, named, pandas
+from deltackpt.inspect.changes import contains_rows, entry_of, named, pandas
 from deltackpt.inspect.lazy import RowIndexCache, Saves, targets_in
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import chains, reader, stored_saves, wal_rows
@@ -76,7 +76,7 @@ class History:
         return frame[self.present.reshape(-1)]
 
 
-def of_ids(found: History, ids: np.ndarray, keys: History) -> History:
+def by_id(found: History, ids: np.ndarray, keys: History) -> History:
     """Returns the history of ids, from that of their rows and of the rows' key column.
 
     A row is present only at the steps at which it had its id.
@@ -233,7 +233,7 @@ class _Walk:
         table, _ = found
         values = self._values_at(save)
         assert values is not None
-        held = holds(save, table, self._row_indices, self._field, self._rows)
+        held = contains_rows(save, table, self._row_indices, self._field, self._rows)
         return _State(table.rows, values, held)
 
     @property

@@ -23,7 +23,7 @@ from deltackpt.reading import dense_state, orbax_values, reader, stored_dense, w
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.resources import host_memory
@@ -215,11 +215,11 @@ class Saves:
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
-        return stored_dense.of_step(self.chain, wanted, item_of=self._item_of)
+        return stored_dense.open_values(self.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
         """The item of a base, as it was verified."""
-        found = orbax_values.of_save(save)
+        found = orbax_values.open_values(save)
         versions = found.at.versions()
         known = self._items.get(found.at)
         if known is None or known[0] != versions:
@@ -290,21 +290,21 @@ class RowIndexCache:
         self._held: collections.OrderedDict[_Place, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
+    def __call__(self, shard: StoredShard, segment: Segment, targets: Targets) -> StoredRows | None:
         """See ``layers.merge.RowIndices``."""
         if targets.reach(segment) is None:
             return None
-        return StoredRows(self.of(part, segment))
+        return StoredRows(self.rows_of(shard, segment))
 
-    def of(self, part: StoredPart, segment: Segment) -> Rows:
+    def rows_of(self, shard: StoredShard, segment: Segment) -> Rows:
         """Returns the rows of a segment; ``Damaged`` if row indices are missing or altered."""
-        record = part.record
-        key = (part.item_dir, record.save_id, record.process, segment.name)
+        record = shard.record
+        key = (shard.item_dir, record.save_id, record.process, segment.name)
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        found = merge.segment_rows(part, segment)
+        found = merge.segment_rows(shard, segment)
         if isinstance(found, np.ndarray):
             self._keep(key, found)
         return found
@@ -323,33 +323,33 @@ def _split_index(
 ) -> tuple[Any, tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """The index of the rows, and the parts before it (new axes) and after it."""
     ndim = len(shape)
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [np.asarray(part) if isinstance(part, list) else part for part in parts]
-    taken = sum(_axes(part) for part in parts)
-    dots = [number for number, part in enumerate(parts) if part is Ellipsis]
+    pieces = list(index) if isinstance(index, tuple) else [index]
+    pieces = [np.asarray(piece) if isinstance(piece, list) else piece for piece in pieces]
+    taken = sum(_axes(piece) for piece in pieces)
+    dots = [number for number, piece in enumerate(pieces) if piece is Ellipsis]
     if taken > ndim or len(dots) > 1:
         raise IndexError(f"expected at most {ndim} indices and one '...', found {index!r}")
     if dots:
-        parts[dots[0] : dots[0] + 1] = [slice(None)] * (ndim - taken)
-    first = next((n for n, part in enumerate(parts) if _axes(part)), None)
+        pieces[dots[0] : dots[0] + 1] = [slice(None)] * (ndim - taken)
+    first = next((n for n, piece in enumerate(pieces) if _axes(piece)), None)
     if first is None:
-        return slice(None), (tuple(parts), ())
-    if isinstance(parts[first], np.ndarray) and parts[first].ndim > 1 and _is_mask(parts[first]):
-        if parts[first].shape != shape[: parts[first].ndim]:
-            raise IndexError(f"expected a mask of {shape}, found one of {parts[first].shape}")
-        parts[first : first + 1] = parts[first].nonzero()
-    return parts[first], (tuple(parts[:first]), tuple(parts[first + 1 :]))
+        return slice(None), (tuple(pieces), ())
+    if isinstance(pieces[first], np.ndarray) and pieces[first].ndim > 1 and _is_mask(pieces[first]):
+        if pieces[first].shape != shape[: pieces[first].ndim]:
+            raise IndexError(f"expected a mask of {shape}, found one of {pieces[first].shape}")
+        pieces[first : first + 1] = pieces[first].nonzero()
+    return pieces[first], (tuple(pieces[:first]), tuple(pieces[first + 1 :]))
 
 
-def _axes(part: object) -> int:
+def _axes(piece: object) -> int:
     """Number of the array's axes that an index consumes."""
-    if part is None or part is Ellipsis:
+    if piece is None or piece is Ellipsis:
         return 0
-    return part.ndim if isinstance(part, np.ndarray) and _is_mask(part) else 1
+    return piece.ndim if isinstance(piece, np.ndarray) and _is_mask(piece) else 1
 
 
-def _is_mask(part: np.ndarray) -> bool:
-    return part.dtype == np.bool_
+def _is_mask(piece: np.ndarray) -> bool:
+    return piece.dtype == np.bool_
 
 
 def _rows_asked_for(
@@ -389,20 +389,20 @@ def _batches(rows: np.ndarray, near: int, most: int) -> Iterator[list[Span]]:
     gaps = np.flatnonzero(np.diff(rows) > near) + 1
     windows: list[Span] = []
     held = 0
-    for part in np.split(rows, gaps):
-        start = int(part[0])
-        while start <= part[-1]:
+    for piece in np.split(rows, gaps):
+        start = int(piece[0])
+        while start <= piece[-1]:
             # A window longer than a batch is cut; the rest starts at the next requested row.
-            stop = min(int(part[-1]) + 1, start + most)
+            stop = min(int(piece[-1]) + 1, start + most)
             if held and held + stop - start > most:
                 yield windows
                 windows, held = [], 0
             windows.append((start, stop))
             held += stop - start
-            following = np.searchsorted(part, stop)
-            if following == len(part):
+            following = np.searchsorted(piece, stop)
+            if following == len(piece):
                 break
-            start = int(part[following])
+            start = int(piece[following])
     if windows:
         yield windows
 

@@ -330,10 +330,10 @@ def _whole(saves: Sequence[Save]) -> list[Save]:
 def kinds(saves: Sequence[Save]) -> str:
     """Counts bases, deltas, unreadable saves and broken chains, as text."""
     found = [save.kind for save in saves]
-    parts = [count(found.count(kind), kind) for kind in ("base", "delta")]
+    pieces = [count(found.count(kind), kind) for kind in ("base", "delta")]
     if unreadable := found.count(None):
-        parts.append(f"{unreadable:,} unreadable")
-    text = ", ".join(parts)
+        pieces.append(f"{unreadable:,} unreadable")
+    text = ", ".join(pieces)
     if broken := sum(bool(save.problem) for save in saves if save.kind):
         text += f"; {count(broken, 'broken chain')}"
     return text

@@ -316,16 +316,16 @@ class Step:
 
 def _page(step: Step) -> str:
     chain = " → ".join(step.reads)
-    parts = [
+    pieces = [
         descriptions.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")
     ]
     lines, empty = dense_lines(step.dense.values())
     if lines:
-        parts.append(descriptions.table(DENSE_COLUMNS, lines, empty))
+        pieces.append(descriptions.table(DENSE_COLUMNS, lines, empty))
     if step.dense_saved:
         lines = [saved_line(leaf) for leaf in step.dense_saved]
-        parts.append(descriptions.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
-    return "".join(parts)
+        pieces.append(descriptions.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
+    return "".join(pieces)
 
 
 FIELD_COLUMNS = ("table", "field", "shape", "dtype", "bytes")

@@ -85,7 +85,7 @@ def import_orbax(
     """
     goal = local_path(directory)
     _refuse_steps(goal)
-    found = orbax_source.find(local_path(source), item=item, step=step)
+    found = orbax_source.locate(local_path(source), item=item, step=step)
     number = found.step if step is None else step
     if number is None:
         raise OptionError(
@@ -137,8 +137,8 @@ def _refuse_trainer(opened: Root) -> None:
 
 def _without_touched(state: PyTree, choice: Tables) -> PyTree:
     """Returns the state with a fresh TouchState in place of each of the template's."""
-    parts = split(state, choice)
-    return join(state, parts.layout, parts.fields, parts.dense, None)
+    pieces = split(state, choice)
+    return join(state, pieces.layout, pieces.fields, pieces.dense, None)
 
 
 def _chosen(state: PyTree, choice: Tables) -> dict[str, tuple[str, ...]]:

@@ -109,7 +109,7 @@ class OrbaxSource:
             ) from cause
 
 
-def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) -> OrbaxSource:
+def locate(source: str | os.PathLike[str], *, item: str | None, step: int | None) -> OrbaxSource:
     """Finds the pytree of a pytree, a step (the pytree ``item``) or a directory of steps.
 
     ``item`` may be None if there is only one; ``step`` selects one of several, by default the

@@ -107,8 +107,8 @@ def export_safetensors(
     with published(goal, needed_bytes=total) as temporary:
         weight_map = {}
         for number, shard in enumerate(shards, start=1):
-            part = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
-            name = f"model{part}.safetensors"
+            suffix = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
+            name = f"model{suffix}.safetensors"
             with open(temporary / name, "wb") as file:
                 _write(file, shard, metadata, count)
             weight_map.update({tensor.name: name for tensor in shard})

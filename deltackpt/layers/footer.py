@@ -141,7 +141,7 @@ class EpochRef:
     crc32c: int
 
     @classmethod
-    def of(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
+    def from_header(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
         """Returns the reference to an epoch; ``data`` is its encoded header, if that is at hand."""
         data = wal_format.epoch_header_bytes(head) if data is None else data
         return cls(number=head.epoch, crc32c=google_crc32c.value(data))
@@ -186,7 +186,7 @@ class Header(NamedTuple):
     predecessor: int
 
     @classmethod
-    def of(cls, manifest: LayerManifest, nbytes: int) -> Header:
+    def from_manifest(cls, manifest: LayerManifest, nbytes: int) -> Header:
         """Returns the header of a layer, which follows from its manifest and length."""
         run = google_crc32c.value(manifest.save_id.run.encode())
         return cls(run, manifest.sequence, nbytes, manifest.predecessor)

@@ -208,8 +208,8 @@ def _are_small(pieces: Iterable[Work]) -> bool:
 def apply(block: RowBlock, targets: Iterable[Target]) -> None:
     """Writes the rows of a block into every target that they belong to."""
     own = [one for one in targets if one.group == block.group and one.field in block.fields]
-    parts = row_blocks.row_slices(block.rows, [one.rows for one in own])
-    for target, chosen in zip(own, parts, strict=True):
+    sections = row_blocks.row_slices(block.rows, [one.rows for one in own])
+    for target, chosen in zip(own, sections, strict=True):
         if chosen.start < chosen.stop:
             _scatter(block, chosen, target)
 
@@ -338,11 +338,14 @@ class Piece:
         segment = self.field.segment
         positions = None if self.needed is None else np.flatnonzero(self.needed)
         for start in range(0, len(self.rows if positions is None else positions), step):
-            part = slice(start, start + step)
+            section = slice(start, start + step)
             if positions is None:
-                rows, found = self.rows[part], {name: one[part] for name, one in stored.items()}
+                rows, found = (
+                    self.rows[section],
+                    {name: one[section] for name, one in stored.items()},
+                )
             else:
-                chosen = positions[part]
+                chosen = positions[section]
                 rows = np.asarray(self.rows)[chosen]
                 found = {name: np.take(one, chosen, axis=0) for name, one in stored.items()}
             yield EncodedBlock(segment.group, rows, segment.columns, found)
@@ -399,7 +402,7 @@ class SegmentField:
         if self.block_codec is not None:
             suffixes = [*self.block_codec.stored(dtype)]
         else:
-            suffixes = [*codecs.of_segment(self.spec.codec).stored(self.spec.trailing, dtype)]
+            suffixes = [*codecs.parse_codec(self.spec.codec).stored(self.spec.trailing, dtype)]
         return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
 
     def elements(self, start: int, stop: int) -> dict[str, Span]:
@@ -432,11 +435,11 @@ class SegmentField:
             return self._counts[start:stop]
         if not self.has_window(entry, start, stop):
             return None
-        parts = []
+        sections = []
         for number in _window_numbers(entry, start, stop):
             at = number * _window_rows(entry)
-            parts.append(self._window(entry, number).result()[max(0, start - at) : stop - at])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            sections.append(self._window(entry, number).result()[max(0, start - at) : stop - at])
+        return sections[0] if len(sections) == 1 else np.concatenate(sections)
 
     def has_window(self, entry: ArrayEntry, start: int, stop: int) -> bool:
         """Returns whether some elements of an array are read together with adjacent ones."""
@@ -500,7 +503,7 @@ class SegmentField:
     @functools.cached_property
     def raw_rows(self) -> tuple[ArrayEntry, ...]:
         """The rows that are stored raw, and their positions; may be empty."""
-        if self.block_codec is not None or codecs.of_segment(self.spec.codec).lossless:
+        if self.block_codec is not None or codecs.parse_codec(self.spec.codec).lossless:
             return ()
         names = [self._name(suffix) for suffix in (codecs.RAW_ROWS, codecs.RAW_POSITIONS)]
         return tuple(self._entries[name] for name in names if name in self._entries)
@@ -593,7 +596,7 @@ class _Planner:
             gapped = [one for one in of_save if self._is_gapped(one, overlapping=True)]
             if ranges[number] or gapped:
                 yield self._oldest_first(number, ranges[number], gapped)
-        yield (piece for part in self._newest_first(ranges) for piece in self._pieces(part))
+        yield (piece for section in self._newest_first(ranges) for piece in self._pieces(section))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
         """Returns whether a segment has row indices instead of ranges."""
@@ -610,19 +613,19 @@ class _Planner:
                 held = None if one.segment.ranges is None else self._rows(one)
                 if held is None:
                     continue
-                part, covered = _SegmentRows(number, one, held), newer.get(one.kind, ())
+                section, covered = _SegmentRows(number, one, held), newer.get(one.kind, ())
                 newer[one.kind] = row_blocks.joined([*covered, *_spans(held.rows)])
                 if newer[one.kind] != covered:
-                    kept.append(part)
+                    kept.append(section)
             found.append(kept)
         return found[::-1]
 
     def _oldest_first(
-        self, number: int, parts: Sequence[_SegmentRows], gapped: Sequence[_Found]
+        self, number: int, sections: Sequence[_SegmentRows], gapped: Sequence[_Found]
     ) -> Iterator[Piece]:
         """Yields the pieces of one save that are merged whole."""
-        for part in parts:
-            yield from self._pieces(part)
+        for section in sections:
+            yield from self._pieces(section)
         for one in gapped:
             if (stored := self._rows(one)) is not None:
                 yield from self._pieces(_SegmentRows(number, one, stored))
@@ -635,11 +638,11 @@ class _Planner:
         )
         newer: dict[_Kind, np.ndarray] = {}
         for number, of_save in reversed([*enumerate(self._found)]):
-            for part in ranges[number]:
-                if older[part.segment.kind]:
-                    flags = self._flags(newer, part.segment)
-                    for start, stop in self._wanted(part.segment, part.held):
-                        for first, last in _spans(part.held.rows[start:stop]):
+            for section in ranges[number]:
+                if older[section.segment.kind]:
+                    flags = self._flags(newer, section.segment)
+                    for start, stop in self._wanted(section.segment, section.held):
+                        for first, last in _spans(section.held.rows[start:stop]):
                             flags[first:last] = True
             for one in filter(self._is_gapped, of_save):
                 older[one.kind] -= 1
@@ -667,8 +670,8 @@ class _Planner:
             return needed
         rows, found = np.asarray(held.rows), np.zeros(len(held.rows), bool)
         for cycle in cycles:
-            part = row_blocks.row_slice(rows, *cycle.rows)
-            found[part] |= cycle.contains(rows[part])
+            section = row_blocks.row_slice(rows, *cycle.rows)
+            found[section] |= cycle.contains(rows[section])
         return found if needed is None else needed & found
 
     def _flags(self, newer: dict[_Kind, np.ndarray], one: _Found) -> np.ndarray:
@@ -699,10 +702,10 @@ class _Planner:
         if any(start <= first and last <= stop for start, stop in over):
             return ((0, len(held.rows)),)
         chosen = [row_blocks.row_slice(held.rows, *rows) for rows in over]
-        return row_blocks.joined((part.start, part.stop) for part in chosen)
+        return row_blocks.joined((section.start, section.stop) for section in chosen)
 
-    def _pieces(self, part: _SegmentRows) -> Iterator[Piece]:
-        _, one, held, needed = part
+    def _pieces(self, section: _SegmentRows) -> Iterator[Piece]:
+        _, one, held, needed = section
         one.layer.check(one.segment)
         for name in one.segment.fields:
             field = SegmentField(one.layer, one.segment, one.segment.spec(one.group, name))

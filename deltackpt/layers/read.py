@@ -49,8 +49,8 @@ class ByteSource(Protocol):
         """Returns how many bytes to read at once, which are then verified."""
         ...
 
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        """Fills parts in order with the bytes from ``start`` on: one range of an object store.
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fills buffers in order with the bytes from ``start`` on: one range of an object store.
 
         Raises Damaged if the source does not exist or is shorter, and StorageError.
         """
@@ -71,10 +71,10 @@ class StoredBytes(NamedTuple):
         """See ``ByteSource``; what a file has is verified while it is in the cache."""
         return _FILE_RUN_BYTES if isinstance(self.store_path.store, FileStore) else _RANGE_BYTES
 
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
         with arrays.unreadable_is_damage(self.name, "a layer file"):
-            self.store_path.store.read_into(self.store_path.key, start, parts)
+            self.store_path.store.read_into(self.store_path.key, start, buffers)
 
 
 class _Memory(NamedTuple):
@@ -85,11 +85,11 @@ class _Memory(NamedTuple):
     data: np.ndarray
     run_bytes: int = _FILE_RUN_BYTES
 
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         at = start - self.start
-        for part in parts:
-            np.frombuffer(part, np.uint8)[:] = self.data[at : at + part.nbytes]
-            at += part.nbytes
+        for buffer in buffers:
+            np.frombuffer(buffer, np.uint8)[:] = self.data[at : at + buffer.nbytes]
+            at += buffer.nbytes
 
 
 class LayerReader:
@@ -218,7 +218,7 @@ class LayerReader:
         page = np.empty(PAGE_BYTES, np.uint8)
         try:
             self._read(0, [page], "header")
-            if page.tobytes() != Header.of(self.manifest, self.nbytes).page():
+            if page.tobytes() != Header.from_manifest(self.manifest, self.nbytes).page():
                 yield Damaged(f"{self._name}: header", "the header of its footer", "other bytes")
         except Damaged as error:
             yield error
@@ -311,7 +311,7 @@ class LayerReader:
             shown = _shown(array, numbers.start)
             data = out[at : at + run[-1].stop - run[0].offset]
             host_memory.populate(data)
-            self._read(run[0].start, [part for part in (padding, data) if len(part)], shown)
+            self._read(run[0].start, [buffer for buffer in (padding, data) if len(buffer)], shown)
             for chunk in run:
                 nbytes = chunk.stop - chunk.offset
                 self._check(array, numbers.start, chunk, padding, out[at : at + nbytes])
@@ -334,20 +334,20 @@ class LayerReader:
             is_next = number < len(wanted)
             if is_next and wanted[number].chunk.start == wanted[number - 1].chunk.stop:
                 continue
-            parts = [
-                part
+            buffers = [
+                buffer
                 for one, padding in zip(wanted[first:number], paddings[first:number], strict=True)
-                for part in (padding, one.data)
-                if len(part)
+                for buffer in (padding, one.data)
+                if len(buffer)
             ]
-            self._read(wanted[first].chunk.start, parts, _shown(array, wanted[first].number))
+            self._read(wanted[first].chunk.start, buffers, _shown(array, wanted[first].number))
             first = number
         for one, padding in zip(wanted, paddings, strict=True):
             self._check(array, one.number, one.chunk, padding, one.data)
 
-    def _read(self, offset: int, parts: Sequence[np.ndarray], shown: str) -> None:
+    def _read(self, offset: int, buffers: Sequence[np.ndarray], shown: str) -> None:
         try:
-            self._source.read_into(self.start + offset, [part.data for part in parts])
+            self._source.read_into(self.start + offset, [buffer.data for buffer in buffers])
         except Damaged as error:
             raise Damaged(f"{self._name}: {shown}", error.expected, error.found) from error
 

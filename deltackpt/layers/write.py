@@ -54,8 +54,8 @@ from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, crc32c, joined, joiner
-from deltackpt.storage.parts import StoredArrays
 from deltackpt.storage.posix import DirectFile
+from deltackpt.storage.shard_writer import StoredArrays
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -126,7 +126,7 @@ class LayerFile:
         self._buffer_bytes = buffer_bytes
         self._stop, self._is_durable, self._has_failed = 0, True, False
 
-    def begin_layer(self, manifest: LayerManifest) -> OpenLayer:
+    def start_layer(self, manifest: LayerManifest) -> OpenLayer:
         """Begins a layer; finish or abandon it before the next call.
 
         Only the save id and the process of the manifest are used. Raises StorageError if an earlier
@@ -173,7 +173,7 @@ class OpenLayer:
     """
 
     def __init__(self, file: LayerFile, seed: int):
-        """Called by ``LayerFile.begin_layer``; ``seed`` is that of checksums."""
+        """Called by ``LayerFile.start_layer``; ``seed`` is that of checksums."""
         self._file, self._seed = file, seed
         self._runtime, self._start = file._runtime, file.nbytes
         self._lock = threading.Lock()
@@ -261,7 +261,7 @@ class OpenLayer:
         self._room(len(data))[: len(data)] = np.frombuffer(data, np.uint8)
         self._used += len(data)
         nbytes = self._offset
-        header = np.frombuffer(Header.of(manifest, nbytes).page(), np.uint8)
+        header = np.frombuffer(Header.from_manifest(manifest, nbytes).page(), np.uint8)
         crc = 0
         if self._file._checksum:
             crc = crc32c(header)
@@ -580,16 +580,16 @@ def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
 
 
 class LayerSegmentSink(NamedTuple):
-    """The destination of one segment's arrays in a layer; see ``storage.parts.SegmentSink``."""
+    """The destination of one segment's arrays in a layer; see ``storage.shard_writer.SegmentSink``."""
 
     layer: OpenLayer
     segment: str
 
-    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ArrayWriter:
+    def writer(self, entry: ArrayEntry, *, pinned: bool = False) -> ArrayWriter:
         """See ``SegmentSink``."""
         dtype, compression = np.dtype(entry.dtype), compression_of(entry)
         return self.layer.array(
-            self.segment, entry.name, entry.shape, dtype, compression, check=held
+            self.segment, entry.name, entry.shape, dtype, compression, check=pinned
         )
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
@@ -623,7 +623,7 @@ class LayerShard:
         #: None once the batch has it.
         self._file: DirectFile | None = file
         try:
-            self._layer = LayerFile(file, runtime).begin_layer(self._manifest)
+            self._layer = LayerFile(file, runtime).start_layer(self._manifest)
         except BaseException:
             file.close()
             raise

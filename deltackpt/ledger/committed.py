@@ -81,13 +81,13 @@ class CommittedStore(ReadOnlyStore):
         return data
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``; callers verify ranges with the checksums of their chunks."""
         prefix, name, digest = self._file(key)
-        wanted = sum(part.nbytes for part in parts)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         first = first_byte(key, start, wanted, digest.length, whole=whole)
-        for number, at_byte, inside in split(first, parts, count(SEGMENT_BYTES, SEGMENT_BYTES)):
+        for number, at_byte, inside in split(first, buffers, count(SEGMENT_BYTES, SEGMENT_BYTES)):
             at = self._at(prefix, object_name(name, digest, number))
             begin = at_byte - number * SEGMENT_BYTES
             read = functools.partial(at.store.read_into, at.key, begin, inside)
@@ -254,9 +254,9 @@ class CommittedStore(ReadOnlyStore):
 @functools.lru_cache(4096)
 def _unit_of(key: str) -> tuple[ObjectKey, str] | None:
     """The unit that contains a key, and the key's name below it; None if there is none."""
-    folder, *parts = key.split("/")
+    folder, *components = key.split("/")
     item = None
-    if folder == naming.COMPACTED and len(parts) > 1:
-        folder, item, *parts = parts
+    if folder == naming.COMPACTED and len(components) > 1:
+        folder, item, *components = components
     step = naming.step_number(folder)
-    return None if step is None else (ObjectKey(step, item), "/".join(parts))
+    return None if step is None else (ObjectKey(step, item), "/".join(components))

@@ -225,8 +225,8 @@ class Root(Steps):
     def abandon(self) -> None:
         """See ``Steps``."""
         self._collector.shutdown()
-        with contextlib.ExitStack() as parts:
-            parts.callback(super().close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
             if self._lease is not None:
                 self._lease.withdraw()
 
@@ -248,7 +248,7 @@ class Root(Steps):
         if self._lease is not None:
             self._lease.check()
 
-    def check_held(self) -> None:
+    def check_lease_now(self) -> None:
         """Like ``check_lease``, but does not wait for newer trainers that have not started yet."""
         if self._lease is not None:
             self._lease.check(wait=False)
@@ -424,9 +424,9 @@ class Root(Steps):
                     self.check_lease()
                     self.empty_trash()
         finally:
-            with contextlib.ExitStack() as parts:
+            with contextlib.ExitStack() as stack:
                 if self._lease is not None:
-                    parts.callback(self._lease.close)
+                    stack.callback(self._lease.close)
                 super().close()
 
 

@@ -125,7 +125,7 @@ class CatalogEntry:
         )
 
     @classmethod
-    def of(
+    def from_info(
         cls, info: SaveInfo, unit: ObjectKey, prefix: str, *, stored_bytes: int, crc32c: int
     ) -> CatalogEntry:
         """Returns the record of a save whose files are under a prefix."""

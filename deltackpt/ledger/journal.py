@@ -230,7 +230,7 @@ class Journal(JournalView):
             copies = (entries.copy_name(entry_name(one)) for one in sorted(old))
             self.root.store.delete(map(self._key, copies))
 
-    def begin_run(self, resumed_from: SaveId | None) -> None:
+    def start_run(self, resumed_from: SaveId | None) -> None:
         """Records, before the first save, from which save training resumes."""
 
         def change(state: State) -> Entry | None:
@@ -380,10 +380,10 @@ class Journal(JournalView):
             at = self.root / folder
             inside = f"{at.key}/"
             for key in at.store.keys(at.key):
-                parts = key.removeprefix(inside).split("/")
+                components = key.removeprefix(inside).split("/")
                 deep = 2 if folder == entries.BASES else 1
-                prefix = "/".join([folder, *parts[:deep]])
-                if len(parts) > deep and self._is_over(state, prefix):
+                prefix = "/".join([folder, *components[:deep]])
+                if len(components) > deep and self._is_over(state, prefix):
                     found.setdefault(prefix, []).append(key)
         return found
 

@@ -30,7 +30,7 @@ from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.entries import COMMIT, prefix_step
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import inventory, stored_saves
-from deltackpt.reading.part_arrays import is_of_dense_segment
+from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.wal_index import (
     Loss,
     RecoveryPoint,
@@ -302,7 +302,7 @@ def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
     return save is None or save.save_id == base.save_id
 
 
-def find(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
+def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
     """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
     if isinstance(requested, int) and root.at(requested).stamp() is not None:
         return requested, None

@@ -110,11 +110,13 @@ def send(
 
 def describe(unit: Unit, root: StorePath, prefix: str) -> CatalogEntry:
     """Uploads the digests of a unit's files, which are below a prefix; returns what to commit."""
-    record = digests.digests_bytes(Digests.of(unit.files))
+    record = digests.digests_bytes(Digests.from_files(unit.files))
     to = root / prefix / COMMIT
     to.store.put(to.key, record)
     crc32c = google_crc32c.value(record)
-    return CatalogEntry.of(unit.info, unit.key, prefix, stored_bytes=unit.nbytes, crc32c=crc32c)
+    return CatalogEntry.from_info(
+        unit.info, unit.key, prefix, stored_bytes=unit.nbytes, crc32c=crc32c
+    )
 
 
 def commit(

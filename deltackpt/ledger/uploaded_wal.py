@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
         return self.whole[-1].end if self.whole else 0
 
     @classmethod
-    def of(cls, found: Iterable[PieceRange]) -> Pieces:
+    def from_ranges(cls, found: Iterable[PieceRange]) -> Pieces:
         """Parses piece names; overlapping pieces hold the same bytes in the overlap."""
         every = tuple(sorted(found, key=lambda one: (one.start, -one.end)))
         whole: list[PieceRange] = []
@@ -61,7 +61,7 @@ def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
         piece = naming.piece_range(name)
         if piece is not None and segment:
             found.setdefault(segment, []).append(piece)
-    return {segment: Pieces.of(pieces) for segment, pieces in found.items()}
+    return {segment: Pieces.from_ranges(pieces) for segment, pieces in found.items()}
 
 
 def _is_progress(key: str) -> bool:
@@ -87,16 +87,16 @@ class UploadedWal(ReadOnlyStore):
         return bytes(data)
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
         if _is_progress(key):
             at = self._at / key
-            return at.store.read_into(at.key, start, parts, whole=whole)
+            return at.store.read_into(at.key, start, buffers, whole=whole)
         found = self._pieces(key)
-        wanted = sum(part.nbytes for part in parts)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         first = first_byte(f"{self.url}/{key}", start, wanted, found.length, whole=whole)
-        for number, at_byte, inside in split(first, parts, (one.end for one in found.whole)):
+        for number, at_byte, inside in split(first, buffers, (one.end for one in found.whole)):
             piece = found.whole[number]
             at = self._at / key / naming.piece_name(piece)
             at.store.read_into(at.key, at_byte - piece.start, inside)

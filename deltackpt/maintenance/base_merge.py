@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges one part of a plan, rows of tables and dense leaves, from their chain into a base.
+"""Merges one shard of a plan, rows of tables and dense leaves, from their chain into a base.
 
-A part is divided into ranges of rows whose row indices fit into the memory, and a range into
+A shard is divided into ranges of rows whose row indices fit into the memory, and a range into
 windows. Dense leaves are merged first, in pieces that fit into the same memory.
 """
 
@@ -28,14 +28,14 @@ from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.maintenance.plan import CompactionPlan, chain, detect_step_removal
 from deltackpt.reading import chains, reader, stored_dense
-from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage import digests, ocdbt, parts, posix
+from deltackpt.storage import digests, ocdbt, posix, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
-from deltackpt.storage.parts import Share, StoredArrays, StoredField, WrittenPart
 from deltackpt.storage.posix import DurableDir, fsync_path
+from deltackpt.storage.shard_writer import ShardSummary, StoredArrays, StoredField, WrittenShard
 from deltackpt.storage.store import StorePath
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
@@ -52,38 +52,38 @@ _SPENT = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergedPart:
-    """Bytes that merging a part read and wrote; 0 read if the part existed already."""
+class MergedShard:
+    """Bytes that merging a shard read and wrote; 0 read if the shard existed already."""
 
     bytes_read: int
     bytes_written: int
 
 
-def merge_part(
+def merge_shard(
     plan: CompactionPlan,
     number: int,
     *,
     memory_bytes: int,
     on_bytes: Callable[[int], None] = stored_dense.uncounted,
-) -> MergedPart:
-    """Writes one part of the new base, and fsyncs it; ``on_bytes`` counts the bytes of merged rows.
+) -> MergedShard:
+    """Writes one shard of the new base, and fsyncs it; ``on_bytes`` counts the bytes of merged rows.
 
-    Several processes may attempt the same part, each in its own directory. The first rename wins:
+    Several processes may attempt the same shard, each in its own directory. The first rename wins:
     names of OCDBT files are random, so files of two attempts cannot be mixed.
     """
-    done = written_part(plan, number)
+    done = written_shard(plan, number)
     if done is not None:
-        return MergedPart(bytes_read=0, bytes_written=done.nbytes)
+        return MergedShard(bytes_read=0, bytes_written=done.nbytes)
     held = chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
         DurableDir(plan.directory, fsync=False).make(attempt)
         with detect_step_removal(plan), chains.detect_chain_removal(held):
-            work = _PartMerge(plan, number, held, attempt, memory_bytes, on_bytes)
+            work = _ShardMerge(plan, number, held, attempt, memory_bytes, on_bytes)
             written = work.write()
-        with posix.typed_errors(plan.part_dir(number), "be written"):
+        with posix.typed_errors(plan.shard_dir(number), "be written"):
             try:
-                os.rename(attempt, plan.part_dir(number))
+                os.rename(attempt, plan.shard_dir(number))
             except OSError as error:
                 # Another attempt has written the same rows and leaves.
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
@@ -91,12 +91,12 @@ def merge_part(
             fsync_path(plan.workspace)
     finally:
         DurableDir(plan.directory).remove(attempt)
-    return MergedPart(bytes_read=work.bytes_read, bytes_written=written.nbytes)
+    return MergedShard(bytes_read=work.bytes_read, bytes_written=written.nbytes)
 
 
-def written_part(plan: CompactionPlan, number: int) -> WrittenPart | None:
-    """Returns a part that was written; None if it was not."""
-    folder = plan.part_dir(number)
+def written_shard(plan: CompactionPlan, number: int) -> WrittenShard | None:
+    """Returns a shard that was written; None if it was not."""
+    folder = plan.shard_dir(number)
     if not folder.is_dir():
         return None
     path = folder / naming.manifest_name(number)
@@ -105,7 +105,7 @@ def written_part(plan: CompactionPlan, number: int) -> WrittenPart | None:
     held = digests.read_item_digests(folder, record)
     nbytes = len(data) + (folder / naming.digests_name(number)).stat().st_size
     nbytes += sum(length for length, _, _ in held.files.values())
-    return WrittenPart(dataclasses.replace(record, parts=()), nbytes, google_crc32c.value(data))
+    return WrittenShard(dataclasses.replace(record, shards=()), nbytes, google_crc32c.value(data))
 
 
 def most_workers(
@@ -126,8 +126,8 @@ def most_workers(
     return memory_bytes // least
 
 
-class _PartMerge:
-    """Merges one part; ``bytes_read`` counts the bytes of stored arrays of tables."""
+class _ShardMerge:
+    """Merges one shard; ``bytes_read`` counts the bytes of stored arrays of tables."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class _PartMerge:
         self._target = chain[-1]
         self._layout = self._target.layout
         self._groups = _planned_groups(chain)
-        self._spans = [(self._groups[name], span) for name, span in plan.parts[number]]
+        self._spans = [(self._groups[name], span) for name, span in plan.shards[number]]
         self._has_dense = number == 0 and plan.dense_bytes > 0
-        #: All rows of the part, for finding shards and segments.
+        #: All rows of the shard, for finding shards and segments.
         self._every = Targets(
             [
                 Target(group.name, spec.name, span, group.columns(spec), np.empty(0, np.uint8))
@@ -168,7 +168,7 @@ class _PartMerge:
         self._runtime = Runtime(1, memory_bytes=2 * row_blocks.CHUNK_BYTES)
         self._batch = FileBatch(attempt, fsync=True)
 
-    def write(self) -> WrittenPart:
+    def write(self) -> WrittenShard:
         """Writes dense leaves, arrays, digests, then the manifest, and fsyncs them."""
         if self._has_dense:
             self._write_dense(self._attempt / naming.DENSE_ITEM)
@@ -176,17 +176,17 @@ class _PartMerge:
             self._segment(f"{group.name}.{number}", group, span)
             for number, (group, span) in enumerate(self._spans)
         ]
-        described = parts.described(
+        described = shard_writer.described(
             self._attempt,
             self._head(),
             segments,
             self._batch,
-            share=self._share() if len(self._plan.parts) > 1 else None,
+            summary=self._summary() if len(self._plan.shards) > 1 else None,
             other_digests=self._batch.below(
                 self._attempt / naming.DENSE_ITEM, relative_to=self._attempt
             ),
         )
-        written = parts.write_manifest(self._attempt, described, self._batch)
+        written = shard_writer.write_manifest(self._attempt, described, self._batch)
         self._batch.force()
         return written
 
@@ -195,7 +195,9 @@ class _PartMerge:
         sink = ZarrSegmentSink(self._attempt, self._number, name, self._batch)
         fields = [self._field(sink, group, spec, span) for spec in group.fields]
         rows, columns = range(*span), (0, group.width)
-        return parts.stored_segment(sink, group.name, columns, rows, StoredArrays((), 0), fields)
+        return shard_writer.stored_segment(
+            sink, group.name, columns, rows, StoredArrays((), 0), fields
+        )
 
     def _field(
         self, sink: ZarrSegmentSink, group: GroupEntry, spec: FieldSpec, span: Span
@@ -214,12 +216,12 @@ class _PartMerge:
             chunk_rows=max(1, -(-count // chunks)),
         )
         windows = map(codec.stored_view, self._windows(group, spec, span))
-        return parts.stored_field(
+        return shard_writer.stored_field(
             spec.name,
-            parts.write_array(sink, entry, windows),
+            shard_writer.write_array(sink, entry, windows),
             codec=spec.codec,
             reason=f"{spec.codec}: compacted, not re-encoded",
-            bounds=parts.table_bounds(group, self._layout, range(*span)),
+            bounds=shard_writer.table_bounds(group, self._layout, range(*span)),
         )
 
     def _windows(self, group: GroupEntry, spec: FieldSpec, span: Span) -> Iterator[np.ndarray]:
@@ -268,7 +270,7 @@ class _PartMerge:
         keys: set[str] = set()
         described: dict[str, bytes] = {}
         for number, wanted in enumerate(pieces):
-            found = stored_dense.of_step(self._chain, wanted.__contains__)
+            found = stored_dense.open_values(self._chain, wanted.__contains__)
             keys |= found.values.keys()
             described |= {
                 key: bytes(data) for key, data in found.values.items() if key.endswith(f"/{ZARRAY}")
@@ -303,7 +305,7 @@ class _PartMerge:
             parent=None,
             reason=f"base: compacted from {deltas} delta{'' if deltas == 1 else 's'}",
             process=self._number,
-            process_count=len(self._plan.parts),
+            process_count=len(self._plan.shards),
             groups=tuple(self._groups.values()),
             tables=self._layout.tables,
             segments=(),
@@ -315,14 +317,14 @@ class _PartMerge:
             restores=self._target.head.restores,
         )
 
-    def _share(self) -> Share:
+    def _summary(self) -> ShardSummary:
         owned_cells, covers = {}, []
         for group, span in self._spans:
             cells = sum(width(spec.trailing) for spec in group.fields)
             owned_cells[group.name] = (span[1] - span[0]) * cells
             columns = [(0, group.width)]
             covers.append(manifest.cover(group, self._layout.tables, range(*span), columns))
-        return Share(owned_cells=owned_cells, covers=tuple(covers))
+        return ShardSummary(owned_cells=owned_cells, covers=tuple(covers))
 
 
 def _pieces(save: StoredSave, most_bytes: int) -> Iterator[set[str]]:
@@ -365,12 +367,12 @@ class _RowIndices:
         if span != self._span:
             self._span, self._held = span, {}
 
-    def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
+    def __call__(self, shard: StoredShard, segment: Segment, targets: Targets) -> StoredRows | None:
         if segment.ranges is not None or targets.reach(segment) is None:
-            return merge.stored_rows(part, segment, targets)
-        key = part.item_dir, part.record.process, segment.name
+            return merge.stored_rows(shard, segment, targets)
+        key = shard.item_dir, shard.record.process, segment.name
         if key not in self._held:
-            rows, first = merge.rows_within(part, segment, self._span)
+            rows, first = merge.rows_within(shard, segment, self._span)
             # A copy, so that the chunks around the range can be freed.
             self._held[key] = StoredRows(np.array(rows), first)
         return self._held[key]
@@ -379,10 +381,10 @@ class _RowIndices:
 def _segments(chain: Sequence[StoredSave], targets: Targets | None) -> Iterator[Segment]:
     """The segments of a chain that touch the targets; all without targets."""
     for save in chain:
-        for part in save.parts(
+        for shard in save.shards(
             None if targets is None else functools.partial(targets.touch, save.head)
         ):
-            for segment in part.record.segments:
+            for segment in shard.record.segments:
                 if targets is None or targets.reach(segment) is not None:
                     yield segment
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compaction: merges a chain into a new base next to the steps, without the trainer.
 
-``plan`` divides the rows into parts, ``merge_part`` writes one part in any process that sees the
+``plan`` divides the rows into shards, ``merge_shard`` writes one shard in any process that sees the
 directory, and ``publish`` makes the base visible by one rename.
 
 A compacted base replaces its step in chains: it has that step's save id and contains every row bit
@@ -40,14 +40,14 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import Unit, commit
-from deltackpt.maintenance.base_merge import MergedPart, merge_part, most_workers, written_part
+from deltackpt.maintenance.base_merge import MergedShard, merge_shard, most_workers, written_shard
 from deltackpt.maintenance.plan import CompactionPlan, chain, detect_step_removal, plan
 from deltackpt.reading import chains, inventory, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.stored_saves import StoredSave, read_base
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage import buckets, parts, posix
+from deltackpt.storage import buckets, posix, shard_writer
 from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import store_path
 
@@ -76,9 +76,9 @@ class Compacted:
     seconds: float
 
 
-#: Merges all parts of a plan: called with the plan, the number of concurrent parts, the memory
+#: Merges all shards of a plan: called with the plan, the number of concurrent shards, the memory
 #: limit of each, and the progress callback.
-MergeParts = Callable[[CompactionPlan, int, int, Progress | None], list[MergedPart]]
+MergeShards = Callable[[CompactionPlan, int, int, Progress | None], list[MergedShard]]
 
 
 def compact(
@@ -89,7 +89,7 @@ def compact(
     workers: int | None = None,
     memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
-    merge_parts: MergeParts | None = None,
+    merge_shards: MergeShards | None = None,
     endpoint: str | None = None,
 ) -> Compacted | None:
     """Merges the chain of a step into a new base, while trainers and readers run.
@@ -101,11 +101,11 @@ def compact(
       directory: the checkpoint directory: a path, or a bucket URL.
       item: name of deltackpt's item in the steps.
       step: the step; the newest by default.
-      workers: number of parts to merge in parallel; by default one per CPU, or fewer if the memory
+      workers: number of shards to merge in parallel; by default one per CPU, or fewer if the memory
         limit requires it.
       memory_bytes: memory limit for all workers together, in bytes.
       progress: called with bytes done and total bytes, from any thread.
-      merge_parts: merges the parts; by default, threads with a lower priority do.
+      merge_shards: merges the shards; by default, threads with a lower priority do.
       endpoint: address of a bucket's server, if it is not the provider's own.
 
     Returns:
@@ -133,14 +133,14 @@ def compact(
             workers=workers,
             memory_bytes=memory_bytes,
             progress=progress,
-            merge_parts=merge_parts,
+            merge_shards=merge_shards,
         )
         done = _compact_in_bucket(opened, item, step, merge_chain)
         return done and dataclasses.replace(done, seconds=time.perf_counter() - started)
     wanted = workers or len(os.sched_getaffinity(0))
     root = path.absolute()
     with exclusive(root):
-        planned = plan(root, item=item, step=step, parts=wanted)
+        planned = plan(root, item=item, step=step, shards=wanted)
         if planned is None:
             return None
         posix.require_room(
@@ -151,9 +151,9 @@ def compact(
         )
         with detect_step_removal(planned):
             most = most_workers(planned, chain(planned), memory_bytes)
-        count = min(wanted, len(planned.parts), most)
+        count = min(wanted, len(planned.shards), most)
         try:
-            merged = (merge_parts or _by_threads)(planned, count, memory_bytes // count, progress)
+            merged = (merge_shards or _by_threads)(planned, count, memory_bytes // count, progress)
             publish(planned)
         finally:
             DurableDir(planned.directory).remove(planned.workspace)
@@ -161,8 +161,8 @@ def compact(
         step=planned.step,
         save_id=planned.save_id,
         deltas=planned.deltas,
-        bytes_read=sum(part.bytes_read for part in merged),
-        bytes_written=sum(part.bytes_written for part in merged),
+        bytes_read=sum(shard.bytes_read for shard in merged),
+        bytes_written=sum(shard.bytes_written for shard in merged),
         seconds=time.perf_counter() - started,
     )
 
@@ -247,32 +247,32 @@ def publish(plan: CompactionPlan) -> None:
     with contextlib.suppress(Damaged):
         if stored_saves.read_compacted(plan.step_dir, plan.save_id, plan.item) is not None:
             return
-    opened, count = DurableDir(plan.directory), len(plan.parts)
+    opened, count = DurableDir(plan.directory), len(plan.shards)
     written = []
     for number in range(count):
-        part = written_part(plan, number)
-        if part is None:
+        shard = written_shard(plan, number)
+        if shard is None:
             raise Damaged(
                 f"{plan.temporary}/{number}",
-                f"part {number} of {count}",
-                "no such part",
+                f"shard {number} of {count}",
+                "no such shard",
                 "merge it, then publish again",
             )
-        written.append(part)
-    base, final = plan.part_dir(0), naming.compacted_dir(plan.step_dir, plan.item)
+        written.append(shard)
+    base, final = plan.shard_dir(0), naming.compacted_dir(plan.step_dir, plan.item)
     if count > 1:
         head, *others = written
         index = (
-            parts.part_of(head.record, 0),
-            *(parts.part_of(part.record, part.crc32c) for part in others),
+            shard_writer.shard_entry(head.record, 0),
+            *(shard_writer.shard_entry(shard.record, shard.crc32c) for shard in others),
         )
-        record = manifest.to_bytes(dataclasses.replace(head.record, parts=index))
+        record = manifest.to_bytes(dataclasses.replace(head.record, shards=index))
         opened.write(base / naming.manifest_name(0), record)
     chain(plan)  # Raises an error if the step was removed.
     with posix.typed_errors(final, "be published"):
         moving = DurableDir(plan.directory, fsync=False)
         for number in range(1, count):
-            for path in moving.entries(plan.part_dir(number)):
+            for path in moving.entries(plan.shard_dir(number)):
                 moving.publish(path, base / path.name)
         fsync_path(base)
     try:
@@ -288,12 +288,12 @@ def publish(plan: CompactionPlan) -> None:
 
 def _by_threads(
     planned: CompactionPlan, threads: int, memory_bytes: int, progress: Progress | None
-) -> list[MergedPart]:
-    """Merges all parts in threads of a lower priority: measured no slower than processes."""
+) -> list[MergedShard]:
+    """Merges all shards in threads of a lower priority: measured no slower than processes."""
     meter = ProgressMeter(progress, planned.nbytes)
-    run = functools.partial(merge_part, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
+    run = functools.partial(merge_shard, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
     with Runtime(size=threads, low_priority=True) as runtime:
-        futures = [runtime.start(run, number) for number in range(len(planned.parts))]
+        futures = [runtime.start(run, number) for number in range(len(planned.shards))]
         for future in concurrent.futures.as_completed(futures):
             future.result()
     return [future.result() for future in futures]

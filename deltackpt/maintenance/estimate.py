@@ -27,7 +27,7 @@ from deltackpt.ledger import steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_dense, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import host_memory
 from deltackpt.storage import digests
@@ -128,7 +128,7 @@ def restore_plan(
         step = opened.newest_step() if step is None else step
         if step is None:
             raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-        step, plan = steps.find(opened, step)
+        step, plan = steps.locate(opened, step)
         step_dir = opened.at(step)
         with stored_saves.detect_removal(step_dir, instead="ask for"):
             started = time.perf_counter()
@@ -136,10 +136,10 @@ def restore_plan(
             with chains.detect_chain_removal(walked):
                 stored = [
                     # The digests are read for this.
-                    _StoredSegment(save, part, segment, part.arrays.files_of(segment))
+                    _StoredSegment(save, shard, segment, shard.arrays.files_of(segment))
                     for save in walked
-                    for part in save.parts()
-                    for segment in part.record.segments
+                    for shard in save.shards()
+                    for segment in shard.record.segments
                 ]
                 records_secs = time.perf_counter() - started
                 if plan is not None:
@@ -176,13 +176,13 @@ def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StoredSegment:
     save: StoredSave
-    part: StoredPart
+    shard: StoredShard
     segment: Segment
     files: Mapping[str, int]
 
     @property
     def group(self) -> GroupEntry:
-        return self.part.groups[self.segment.group]
+        return self.shard.groups[self.segment.group]
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +209,7 @@ class _StoredSegment:
         members = manifest.tables_of_group(self.group, self.save.head.tables)
         for encoding in self.segment.encodings:
             return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-        rows = merge.segment_rows(self.part, self.segment)
+        rows = merge.segment_rows(self.shard, self.segment)
         spans = [(table.offset, table.offset + table.rows) for table in members]
         slices = zip(members, row_blocks.row_slices(rows, spans), strict=True)
         return {table.name: held.stop - held.start for table, held in slices}
@@ -354,10 +354,10 @@ def _in_turn(
 
 def _measured(sample: _StoredSegment) -> tuple[float, int]:
     """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
-    save, part, segment, group = sample.save, sample.part, sample.segment, sample.group
+    save, shard, segment, group = sample.save, sample.shard, sample.segment, sample.group
     specs = [spec for spec in group.fields if spec.name in segment.fields]
     started = time.perf_counter()
-    rows = _first_rows(part, segment)
+    rows = _first_rows(shard, segment)
     seconds = time.perf_counter() - started
     first = merge.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
@@ -369,23 +369,23 @@ def _measured(sample: _StoredSegment) -> tuple[float, int]:
         for target in targets.all:
             target.buffer.fill(0)
 
-    def indices(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
-        return StoredRows(rows) if (found, of) == (part, segment) else None
+    def indices(found: StoredShard, of: Segment, targets: Targets) -> StoredRows | None:
+        return StoredRows(rows) if (found, of) == (shard, segment) else None
 
     started = time.perf_counter()
     nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
     return seconds + time.perf_counter() - started, nbytes
 
 
-def _first_rows(part: StoredPart, segment: Segment) -> Rows:
+def _first_rows(shard: StoredShard, segment: Segment) -> Rows:
     """The rows of the first chunks of a segment; reads few other row indices."""
     arrays = [entry for entry in segment.arrays if entry.name != naming.GAPS]
     largest = max(arrays, key=lambda entry: entry.nbytes)
     count = min(segment.count, _CHUNKS * largest.chunk_rows)
-    total = part.groups[segment.group].rows
+    total = shard.groups[segment.group].rows
     stop = total * count // max(1, segment.count)
     while True:
-        rows = merge.rows_within(part, segment, (0, stop)).rows
+        rows = merge.rows_within(shard, segment, (0, stop)).rows
         if len(rows) >= count or stop >= total:
             return rows[:count]
         stop = 2 * stop + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction plans: pure descriptions of which rows of a step's tables are in which part."""
+"""Compaction plans: pure descriptions of which rows of a step's tables are in which shard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, stored_dense, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 
-#: A part is a few seconds of work, which is lost with its worker.
-_PART_BYTES = 4 << 30
+#: A shard is a few seconds of work, which is lost with its worker.
+_SHARD_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CompactionPlan:
     step: int
     save_id: SaveId
     temporary: str
-    parts: tuple[tuple[tuple[str, Span], ...], ...]  #: Virtual rows of each part, by group.
+    shards: tuple[tuple[tuple[str, Span], ...], ...]  #: Virtual rows of each shard, by group.
     nbytes: int  #: Before encoding.
     deltas: int
     dense_bytes: int = 0  #: 0 unless the step has its dense leaves as blocks.
@@ -46,17 +46,17 @@ class CompactionPlan:
         """The temporary directory."""
         return self.directory / naming.COMPACTED / self.temporary
 
-    def part_dir(self, number: int) -> Path:
-        """Directory of a part that was written; that of part 0 becomes the base."""
+    def shard_dir(self, number: int) -> Path:
+        """Directory of a shard that was written; that of shard 0 becomes the base."""
         return self.workspace / str(number)
 
 
 def plan(
-    directory: Path, *, item: str = naming.EMBEDDINGS_ITEM, step: int | None = None, parts: int = 1
+    directory: Path, *, item: str = naming.EMBEDDINGS_ITEM, step: int | None = None, shards: int = 1
 ) -> CompactionPlan | None:
-    """Divides the rows of a step, by default the newest, into parts of nearly equal bytes.
+    """Divides the rows of a step, by default the newest, into shards of nearly equal bytes.
 
-    Returns None if the chain is only a base. There are more parts if they would exceed 4 GiB.
+    Returns None if the chain is only a base. There are more shards if they would exceed 4 GiB.
     """
     if step is None:
         step = Root.open(directory, item=item, read_only=True).newest_step()
@@ -69,14 +69,14 @@ def plan(
         return None
     groups = found[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
-    count = parts * max(1, math.ceil(nbytes / (parts * _PART_BYTES)))
+    count = shards * max(1, math.ceil(nbytes / (shards * _SHARD_BYTES)))
     return CompactionPlan(
         directory=directory,
         item=item,
         step=step,
         save_id=found[-1].info.save_id,
         temporary=naming.compaction_name(step_dir.name),
-        parts=_divided(groups, nbytes, count),
+        shards=_divided(groups, nbytes, count),
         nbytes=nbytes,
         deltas=sum(save.info.kind == "delta" for save in found),
         dense_bytes=sum(value.nbytes for value in stored_dense.listed(found[-1])),
@@ -105,18 +105,18 @@ def detect_step_removal(plan: CompactionPlan) -> contextlib.AbstractContextManag
 def _divided(
     groups: Sequence[GroupEntry], nbytes: int, count: int
 ) -> tuple[tuple[tuple[str, Span], ...], ...]:
-    """Divides all rows into parts of nearly equal bytes; leaves out empty parts."""
+    """Divides all rows into shards of nearly equal bytes; leaves out empty shards."""
     starts = [0, *itertools.accumulate(group.rows * group.row_bytes for group in groups)]
 
     def row(group: GroupEntry, start: int, at: int) -> int:
         return min(max(0, at - start) // group.row_bytes, group.rows)
 
-    parts = []
+    shards = []
     for number in range(count):
         low, high = number * nbytes // count, (number + 1) * nbytes // count
         spans = (
             (group.name, (row(group, start, low), row(group, start, high)))
             for group, start in zip(groups, starts, strict=False)
         )
-        parts.append(tuple((name, span) for name, span in spans if span[0] < span[1]))
-    return tuple(part for part in parts if part) or ((),)
+        shards.append(tuple((name, span) for name, span in spans if span[0] < span[1]))
+    return tuple(shard for shard in shards if shard) or ((),)

@@ -16,9 +16,9 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.format.row_blocks import PLAIN, FieldSpec, GroupEntry, Segment, Span, width
 from deltackpt.layers import merge
 from deltackpt.reading import bounds, stored_dense
-from deltackpt.reading.part_arrays import ZarrArrays
+from deltackpt.reading.shard_arrays import ZarrArrays
 from deltackpt.reading.stored_dense import DenseShard
-from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.resources import host_memory
 
 
@@ -27,18 +27,18 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
 
     The save's files must match its digests: row indices are read from them.
     """
-    parts = save.parts()
+    shards = save.shards()
     bounds.check_paths(save.layout, save.name)
-    yield from _disagreements(save.head, [part.record for part in parts])
+    yield from _disagreements(save.head, [shard.record for shard in shards])
     held: dict[tuple[str, str], list[tuple[Span | None, row_blocks.Rows]]] = {}
-    for part in parts:
-        for segment in part.record.segments:
-            place = f"{naming.part_dir(Path(), part.record.process)}/{segment.name}"
-            wrong = list(_segment_problems(part, segment))
+    for shard in shards:
+        for segment in shard.record.segments:
+            place = f"{naming.shard_dir(Path(), shard.record.process)}/{segment.name}"
+            wrong = list(_segment_problems(shard, segment))
             yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
             if not wrong:
-                rows = merge.segment_rows(part, segment)
-                group = part.groups[segment.group]
+                rows = merge.segment_rows(shard, segment)
+                group = shard.groups[segment.group]
                 for spec in group.fields:
                     if spec.name in segment.fields:
                         split = group.columns(spec) is not None
@@ -47,8 +47,8 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
     for group in save.head.groups:
         yield from _coverage_problems(save.head, group, held)
     if save.head.dense_blocks is not None:
-        for part, shard in zip(save.parts(), stored_dense.shards(save), strict=True):
-            yield from _dense_problems(part, shard)
+        for shard, dense_shard in zip(save.shards(), stored_dense.shards(save), strict=True):
+            yield from _dense_problems(shard, dense_shard)
 
 
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
@@ -59,43 +59,43 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
             wanted, found = getattr(head, field), getattr(record, field)
             if wanted != found:
                 yield name, f"{field} {wanted} as in the record of process 0", f"{field} {found}"
-    for part, record in zip(head.parts, records, strict=False):
-        name = naming.manifest_name(part.process)
-        if record.process != part.process:
-            yield name, f"the part of process {part.process}", f"that of {record.process}"
-        if part.nbytes != (own := _own_bytes(record)):
-            yield name, f"{part.nbytes} bytes of arrays as in the index", f"{own}"
-        if part.covers != record.covers:
+    for shard, record in zip(head.shards, records, strict=False):
+        name = naming.manifest_name(shard.process)
+        if record.process != shard.process:
+            yield name, f"the dense_shard of process {shard.process}", f"that of {record.process}"
+        if shard.nbytes != (own := _own_bytes(record)):
+            yield name, f"{shard.nbytes} bytes of arrays as in the index", f"{own}"
+        if shard.covers != record.covers:
             yield name, "the covers in the index", "others"
-    if head.parts:
+    if head.shards:
         for group in head.groups:
             wanted = group.rows * sum(width(spec.trailing) for spec in group.fields)
             found = sum(record.owned_cells.get(group.name, 0) for record in records)
             if found != wanted:
                 name = naming.manifest_name(0)
-                yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
+                yield name, f"{wanted} cells of {group.name} in all shards", f"{found}"
 
 
 def _own_bytes(record: Manifest) -> int:
-    return dataclasses.replace(record, parts=()).nbytes
+    return dataclasses.replace(record, shards=()).nbytes
 
 
-def _dense_problems(part: StoredPart, shard: DenseShard) -> Iterator[tuple[str, str, str]]:
+def _dense_problems(shard: StoredShard, dense_shard: DenseShard) -> Iterator[tuple[str, str, str]]:
     """Inconsistencies in the blocks of dense leaves that a process wrote."""
     held: dict[str, list[row_blocks.Rows]] = {}
-    folder = naming.part_dir(Path(), part.record.process)
-    for segment in shard.record.segments:
-        wrong = list(_segment_problems(part, segment))
+    folder = naming.shard_dir(Path(), shard.record.process)
+    for segment in dense_shard.record.segments:
+        wrong = list(_segment_problems(shard, segment))
         for below, wanted, found in wrong:
             yield f"{folder}/{segment.name}{below}", wanted, found
         if wrong:
             continue
         if segment.group != PLAIN:
-            field = shard.field_of(segment)
-            if shard.record.complete and field.is_relative:
+            field = dense_shard.field_of(segment)
+            if dense_shard.record.complete and field.is_relative:
                 yield f"{folder}/{segment.name}", "blocks without a reference", field.spec.codec
-            held.setdefault(segment.group, []).append(shard.rows(segment))
-        elif segment.count != (total := row_blocks.plain_bytes(shard.record)):
+            held.setdefault(segment.group, []).append(dense_shard.rows(segment))
+        elif segment.count != (total := row_blocks.plain_bytes(dense_shard.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
     for group, rows in held.items():
         starts, stops, reached = row_blocks.sorted_spans(rows)
@@ -104,16 +104,16 @@ def _dense_problems(part: StoredPart, shard: DenseShard) -> Iterator[tuple[str, 
             yield f"{folder}", f"each block of {group} in one segment", f"{twice} in two"
 
 
-def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
+def _segment_problems(shard: StoredShard, segment: Segment) -> Iterator[tuple[str, str, str]]:
     """Inconsistencies within a segment: (path, what was expected, what was found)."""
-    part.check(segment)  # The number of chunks.
+    shard.check(segment)  # The number of chunks.
     for entry in segment.arrays:
-        if isinstance(part.arrays, ZarrArrays):
-            for chunk in part.arrays.missing(segment, entry):
+        if isinstance(shard.arrays, ZarrArrays):
+            for chunk in shard.arrays.missing(segment, entry):
                 yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
         if entry.name.endswith(f".{codecs.RAW_POSITIONS}"):
             at = host_memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-            part.read_into(segment, entry, 0, len(at), at)
+            shard.read_into(segment, entry, 0, len(at), at)
             if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
                 yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
 

@@ -43,8 +43,8 @@ from deltackpt.maintenance.verify_save import (
 )
 from deltackpt.maintenance.verify_wal import PointVerdict, WalReport, verify_wal
 from deltackpt.reading import reader, stored_saves
-from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.reading.reader import Progress, ProgressMeter
+from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.stored_dense import StoredItem
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
 
 def _journal_problem(error: Damaged) -> Problem:
     """The problem of a journal object: its saves are missing, or were read from its copy."""
-    problem = Problem.of(error, "nothing")
+    problem = Problem.from_damage(error, "nothing")
     return dataclasses.replace(problem, found=f"{error.found}; {error.action}")
 
 
@@ -402,7 +402,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     except FileNotFoundError:
         return  # Removed by a newer trainer.
     except Damaged as error:
-        yield dataclasses.replace(Problem.of(error, "nothing"), object_name=path.name)
+        yield dataclasses.replace(Problem.from_damage(error, "nothing"), object_name=path.name)
     except (DeltackptError, OSError) as error:
         yield Problem(path.name, "a lease", str(error), "nothing")
 

@@ -14,7 +14,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance.structure import structure_problems
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.inventory import Inventory
-from deltackpt.reading.part_arrays import is_of_dense_segment, layer_of
+from deltackpt.reading.shard_arrays import is_of_dense_segment, layer_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Stamp, StorePath
@@ -34,7 +34,7 @@ class Problem:
     stops: Stops
 
     @classmethod
-    def of(cls, error: Damaged, stops: Stops) -> Problem:
+    def from_damage(cls, error: Damaged, stops: Stops) -> Problem:
         """Returns the problem of a damaged object."""
         return cls(error.object_name, error.expected, error.found, stops)
 
@@ -122,7 +122,7 @@ def verify_save(
     info = None
     head = found.records[0] if found.records and found.records[0].process == 0 else None
     if head is not None:
-        info = SaveInfo.of(head, save.step_dir.name)
+        info = SaveInfo.from_manifest(head, save.step_dir.name)
         problems += _misplaced(save, head)
         if not any(problem.stops == "chain" for problem in problems):
             problems += _structure(save)
@@ -153,13 +153,13 @@ def problem_of(save: CommittedSave, error: Damaged) -> Problem:
     elif ours and _is_of_complete_dense(save, inside, row_group):
         pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
     elif ours and (
-        naming.is_of_part(inside)
+        naming.is_of_shard(inside)
         # In a compacted base, which readers then ignore.
         or inside.startswith(f"{naming.DENSE_ITEM}/")
         or inside in (naming.manifest_name(0), naming.digests_name(0))
     ):
         stops = "chain"
-    return Problem.of(error, stops)
+    return Problem.from_damage(error, stops)
 
 
 def _within_layer(save: CommittedSave, found: Inventory, error: Damaged) -> list[Damaged]:

@@ -414,7 +414,7 @@ class CodecChoice:
             )
 
     @classmethod
-    def of(cls, given: str | BitWidthPolicy | CodecChoice) -> CodecChoice:
+    def from_option(cls, given: str | BitWidthPolicy | CodecChoice) -> CodecChoice:
         """Returns the choice for a codec's name, or a policy, for deltas.
 
         Raises:

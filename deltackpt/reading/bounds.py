@@ -36,16 +36,16 @@ def check_head(head: Manifest, name: str) -> None:
         require(head.process == 0, "the manifest of process 0", head.process, "process")
         check_tables(head, name)
         groups = head.group_by_name
-        for part in head.parts:
-            _check_covers(part, head, groups)
+        for shard in head.shards:
+            _check_covers(shard, head, groups)
     except InvalidRecord as error:
         raise error.damage(name) from error
-    check_part(head, head, name)
-    if not head.parts and head.kind == "base":
+    check_shard(head, head, name)
+    if not head.shards and head.kind == "base":
         _check_whole(head, name)
 
 
-def check_part(record: Manifest, head: Manifest, name: str) -> None:
+def check_shard(record: Manifest, head: Manifest, name: str) -> None:
     """Checks a manifest of a process's shard against process 0's; raises as ``check_head`` does."""
     groups = head.group_by_name
     tables = collections.Counter(table.group for table in head.tables)
@@ -125,7 +125,9 @@ def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.Store
     found = {}
     for field in segment.fields:
         spec = segment.spec(group, field)
-        described = codecs.of_segment(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
+        described = codecs.parse_codec(spec.codec).stored(
+            spec.trailing, codecs.dtype_of(spec.dtype)
+        )
         found |= {codecs.array_name(field, suffix): array for suffix, array in described.items()}
     return found
 
@@ -186,7 +188,7 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
             "install the newer deltackpt that wrote it"
         )
     try:
-        codecs.of_segment(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
+        codecs.parse_codec(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
     except OptionError as error:
         found = f"{spec.codec} ({error})"
         raise InvalidRecord(f"a codec for {spec.dtype}", found, spec.name) from error
@@ -212,9 +214,11 @@ def _check_tables(head: Manifest | EpochHeader, name: str) -> None:
         require(end == group.rows, f"{group.rows} rows of {group.name}", end)
 
 
-def _check_covers(part: manifest.Part, head: Manifest, groups: Mapping[str, GroupEntry]) -> None:
-    for cover in part.covers:
-        place = f"parts[{part.process}].covers"
+def _check_covers(
+    shard: manifest.ShardEntry, head: Manifest, groups: Mapping[str, GroupEntry]
+) -> None:
+    for cover in shard.covers:
+        place = f"shards[{shard.process}].covers"
         require(cover.group in groups, f"a group of {sorted(groups)}", cover.group, place)
         require(len(cover.tables) <= len(head.tables), "spans of tables", cover.tables, place)
 
@@ -278,7 +282,7 @@ def _raw_arrays(
     """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""
     for field in segment.fields:
         spec = segment.spec(group, field)
-        if codecs.of_segment(spec.codec).lossless:
+        if codecs.parse_codec(spec.codec).lossless:
             continue
         rows = codecs.array_name(field, codecs.RAW_ROWS)
         at = codecs.array_name(field, codecs.RAW_POSITIONS)

@@ -117,10 +117,10 @@ def at_point(
     if known is not None:
         known.clear()
         known.update(found)
-    parts = found.values()
+    pieces = found.values()
     return DenseValues(
-        {key: data for part in parts for key, data in part.values.items()},
-        {name: data for part in parts for name, data in part.files.items()},
+        {key: data for piece in pieces for key, data in piece.values.items()},
+        {name: data for piece in pieces for name, data in piece.files.items()},
     )
 
 

@@ -20,7 +20,7 @@ from deltackpt.storage.store import StorePath, store_path
 
 _Record = TypeVar("_Record")
 
-_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c\.[\d.]+")
+_CHUNK = re.compile(r"[^/]+/shard\.\d+/[^/]+/[^/]+/c\.[\d.]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ class _Inventory:
 
     def read(self) -> Inventory:
         head = self._manifest(0, None)
-        for part in head.parts if head is not None else ():
-            if part.process:
-                self._manifest(part.process, part.crc32c)
+        for shard in head.shards if head is not None else ():
+            if shard.process:
+                self._manifest(shard.process, shard.crc32c)
         compacted = self._dir.parent.name == naming.COMPACTED
         promised = not compacted and (
             any("step" in record.digests for record in self._records) or self._has_step_digests()
@@ -113,7 +113,7 @@ class _Inventory:
         if promised:
             self._read_step(head)
         # If the commit promised no digests, Orbax's own files are in the item as well.
-        inside = f"{self._item}/" if compacted else f"{self._item}/part."
+        inside = f"{self._item}/" if compacted else f"{self._item}/shard."
         return Inventory(
             files=self._files,
             records=tuple(self._records),
@@ -211,7 +211,7 @@ class _Inventory:
 
 
 def _digests_of(item_dir: StorePath, record: Manifest) -> dict[str, Digest]:
-    """Digests of the files with a part's arrays, by path below the item's directory."""
+    """Digests of the files with a shard's arrays, by path below the item's directory."""
     if record.layer is not None:
         return {naming.layer_name(record.process): _digest_of(record.layer)}
     known = digests.read_item_digests(item_dir, record)

@@ -367,7 +367,7 @@ class _BlockReader:
             at = max(at, stop)
 
 
-def of_save(save: StoredSave) -> OrbaxValues:
+def open_values(save: StoredSave) -> OrbaxValues:
     """Returns the dense item of a save; raises as ``check_dense`` does."""
     check_dense(save)
     if naming.DENSE_ITEM in save.head.digests:
@@ -385,7 +385,9 @@ def of_save(save: StoredSave) -> OrbaxValues:
 
 
 def _digests_of(step_dir: StorePath, files: digests.Files) -> Mapping[str, Digest]:
-    return _of_item(digests.of_step(lambda name: (step_dir / name).read(), files, step_dir.name))
+    return _of_item(
+        digests.parse_step_digests(lambda name: (step_dir / name).read(), files, step_dir.name)
+    )
 
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:

@@ -24,8 +24,8 @@ from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
 from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
-from deltackpt.reading.part_arrays import Shard
-from deltackpt.reading.stored_saves import StoredPart, StoredSave
+from deltackpt.reading.shard_arrays import Shard
+from deltackpt.reading.stored_saves import StoredSave, StoredShard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import RecordRows, SeenRows, WalRows
 from deltackpt.resources.runtime import Runtime
@@ -135,11 +135,11 @@ def check_keys(restored: RestoredTables) -> None:
         if key is None:
             continue
         ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for box, part in restored.buffers.get(table.name, {}).get(key.name, {}).items():
+        for box, chunk in restored.buffers.get(table.name, {}).get(key.name, {}).items():
             if box.columns == (0, width(key.trailing)):
                 # A template that has grown has more rows, which the step does not have.
                 rows.append(np.asarray(box.within(table.rows)))
-                ids.append(vocab.ids_of(part)[: len(rows[-1])])
+                ids.append(vocab.ids_of(chunk)[: len(rows[-1])])
         name = f"step {step}: key column of table {table.name}"
         vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
 
@@ -208,14 +208,14 @@ def fill(
             wal_rows.verified(records),
         ):
             layers = [*layers_of(saves, targets, runtime), *records]
-            for part in _runs(layers, targets):
+            for chunk in _runs(layers, targets):
                 cached = _cached(indices)
-                stages = merge.plan(part, targets, cached, runtime=runtime)
+                stages = merge.plan(chunk, targets, cached, runtime=runtime)
                 if not over_parent:
                     # Ends with the saves: records cover nothing.
-                    for parent, save, shards in zip((None, *saves)[done:], saves[done:], part):
+                    for parent, save, shards in zip((None, *saves)[done:], saves[done:], chunk):
                         check_covered(save, shards, targets, cached, parent=parent)
-                done += len(part)
+                done += len(chunk)
                 if progress is not None:
                     stages = [[*one] for one in stages]
                     meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
@@ -260,10 +260,10 @@ def _cached(indices: RowIndices) -> RowIndices:
     """Returns a function that calls another one once for each segment."""
     found: dict[tuple[int, str], StoredRows | None] = {}
 
-    def cached(part: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
-        key = id(part), segment.name  # The caller keeps the parts alive, so ids stay unique.
+    def cached(shard: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
+        key = id(shard), segment.name  # The caller keeps the shards alive, so ids stay unique.
         if key not in found:
-            found[key] = indices(part, segment, targets)
+            found[key] = indices(shard, segment, targets)
         return found[key]
 
     return cached
@@ -271,14 +271,14 @@ def _cached(indices: RowIndices) -> RowIndices:
 
 def layers_of(
     saves: Sequence[StoredSave], targets: Targets, runtime: Runtime | None = None
-) -> list[list[StoredPart]]:
+) -> list[list[StoredShard]]:
     """Returns the shards of each save, oldest first, that may have wanted rows.
 
     ``runtime`` reads the manifests of large saves; by default the caller's thread does.
     """
 
-    def read(save: StoredSave) -> list[StoredPart]:
-        return save.parts(functools.partial(targets.touch, save.head))
+    def read(save: StoredSave) -> list[StoredShard]:
+        return save.shards(functools.partial(targets.touch, save.head))
 
     coming = {
         number: runtime.submit(read, save)

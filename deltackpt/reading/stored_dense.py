@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of saves and WAL records whose layers contain them; no jax.
 
-A layer lists the values of its process's part of the dense item, and contains the blocks that
+A layer lists the values of its process's shard of the dense item, and contains the blocks that
 changed. ``DensePlan`` determines from the newest save backwards what is needed: once a block has a
 codec that is not relative, older saves are not needed for it. Blocks that no layer completes come
 from the base's item, in Orbax's layout. ``layers.merge`` then applies what is needed.
@@ -44,7 +44,7 @@ from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, ignore_range
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Memory, Runtime, Task
@@ -192,11 +192,11 @@ class DenseShard:
         return out
 
 
-def of_step(
+def open_values(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
     *,
-    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
     room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
@@ -228,12 +228,12 @@ class StoredItem:
     def __init__(
         self,
         saves: Sequence[StoredSave],
-        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values,
         *,
         room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
     ):
-        """Reads only the manifests of a chain of ``read_chain``; see ``of_step``."""
+        """Reads only the manifests of a chain of ``read_chain``; see ``open_values``."""
         self.shards: list[list[DenseShard]] = []
         self.base: BaseItem | None = None
         for save in reversed(saves):
@@ -290,7 +290,7 @@ class BaseItem:
     """The item of a base, opened only if needed, since it may have been removed."""
 
     save: StoredSave
-    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.open_values
     on_bytes: OnBytes = uncounted
 
     @functools.cached_property
@@ -334,7 +334,7 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
     """Yields the dense leaves that each process wrote, for a save with them in its layers."""
-    for process, arrays, record in save.dense_parts():
+    for process, arrays, record in save.dense_layers():
         yield DenseShard(arrays, record, f"{save.name}, process {process}", on_bytes)
 
 
@@ -348,7 +348,7 @@ def values_of(
     """Returns the dense item at the newest of some saves or WAL records, newest first.
 
     Values that the layers do not change are those of ``base``, the dense item below the oldest one;
-    if that is in memory, it is never written. See ``of_step`` for ``wanted`` and ``room``.
+    if that is in memory, it is never written. See ``open_values`` for ``wanted`` and ``room``.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
     return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)
@@ -541,10 +541,10 @@ class DensePlan:
         key, size = (value.file, value.key), _chain_blocks(value)
         complete = self._complete[key]
         spans = [(start, start + size) for start in range(0, value.blocks, size)]
-        for number, part in enumerate(row_blocks.row_slices(held.rows, spans)):
-            rows = held.rows[part]
+        for number, section in enumerate(row_blocks.row_slices(held.rows, spans)):
+            rows = held.rows[section]
             if len(rows) and not _all_marked(complete, rows):
-                found = _StoredBlocks(field, StoredRows(rows, held.first + part.start))
+                found = _StoredBlocks(field, StoredRows(rows, held.first + section.start))
                 self._chains.setdefault((key, number), []).append(found)
         if not field.is_relative:
             merge.mark(complete, held.rows)
@@ -598,9 +598,9 @@ def blocks_by_value(
     firsts = [_first_of(value) for value in values]
     spans = [(at, at + value.blocks) for at, value in zip(firsts, values, strict=True)]
     slices = row_blocks.row_slices(rows, spans)
-    for value, first, part in zip(values, firsts, slices, strict=True):
-        if part.start < part.stop:
-            yield value, StoredRows(row_blocks.shifted(rows[part], -first), part.start)
+    for value, first, section in zip(values, firsts, slices, strict=True):
+        if section.start < section.stop:
+            yield value, StoredRows(row_blocks.shifted(rows[section], -first), section.start)
 
 
 def _kind_of(value: BlockedValue) -> tuple[str, str, int]:

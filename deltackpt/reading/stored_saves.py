@@ -26,7 +26,7 @@ from deltackpt.format import chain, manifest, naming
 from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo
 from deltackpt.format.row_blocks import DenseBlocks, FieldSpec
 from deltackpt.reading import bounds
-from deltackpt.reading.part_arrays import LayerArrays, Shard, arrays_of
+from deltackpt.reading.shard_arrays import LayerArrays, Shard, arrays_of
 from deltackpt.storage.store import Stamp, StorePath, store_path
 
 _GONE_CHECKS = 5
@@ -127,56 +127,56 @@ class StoredSave:
         """Returns whether its dense leaves are changes of those of older saves."""
         return self.head.dense_blocks is not None and not self.head.dense_blocks.complete
 
-    def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
+    def shards(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredShard]:
         """Returns the shards with wanted rows, by process; all of them by default.
 
         ``wanted`` returns whether any row within a cover is wanted. Raises Damaged if a manifest is
         missing, altered, or of another save.
         """
-        if not self.head.parts:
-            return [self._part(0)]
+        if not self.head.shards:
+            return [self._shard(0)]
         return [
-            self._part(part.process)
-            for part in self.head.parts
-            if wanted is None or any(map(wanted, part.covers))
+            self._shard(shard.process)
+            for shard in self.head.shards
+            if wanted is None or any(map(wanted, shard.covers))
         ]
 
-    def dense_parts(self) -> Iterator[tuple[int, LayerArrays, DenseBlocks]]:
+    def dense_layers(self) -> Iterator[tuple[int, LayerArrays, DenseBlocks]]:
         """Yields each process with its layer and the dense leaves in it; Damaged if it has none."""
-        for part in self.parts():
-            record, process = part.record.dense_blocks, part.record.process
-            if record is None or not isinstance(part.arrays, LayerArrays):
+        for shard in self.shards():
+            record, process = shard.record.dense_blocks, shard.record.process
+            if record is None or not isinstance(shard.arrays, LayerArrays):
                 shown = f"{self.name}/{naming.manifest_name(process)}"
                 raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
-            yield process, part.arrays, record
+            yield process, shard.arrays, record
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
         """Returns the manifest of every process."""
-        return tuple(part.record for part in self.parts())
+        return tuple(shard.record for shard in self.shards())
 
     @functools.cached_property
-    def _read(self) -> dict[int, StoredPart]:
+    def _read(self) -> dict[int, StoredShard]:
         return {0: self._stored(self.head)}
 
-    def _part(self, process: int) -> StoredPart:
+    def _shard(self, process: int) -> StoredShard:
         if process not in self._read:
             name = naming.manifest_name(process)
             shown = f"{self.name}/{name}"
             data = (self.item_dir / name).read()
-            expected = self.head.parts[process].crc32c
+            expected = self.head.shards[process].crc32c
             if (found := google_crc32c.value(data)) != expected:
                 raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
             record = manifest.from_bytes(data, name=shown)
             if record.process != process:
                 raise Damaged(shown, f"the shard of process {process}", f"that of {record.process}")
-            bounds.check_part(record, self.head, shown)
+            bounds.check_shard(record, self.head, shown)
             self._read[process] = self._stored(record)
         return self._read[process]
 
-    def _stored(self, record: Manifest) -> StoredPart:
+    def _stored(self, record: Manifest) -> StoredShard:
         arrays, groups = arrays_of(self.item_dir, record), self.head.group_by_name
-        return StoredPart(arrays, record.segments, groups, self.item_dir, record)
+        return StoredShard(arrays, record.segments, groups, self.item_dir, record)
 
     @property
     def layout(self) -> Layout:
@@ -191,7 +191,7 @@ class StoredSave:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StoredPart(Shard):
+class StoredShard(Shard):
     """One process's shard of a save, with its manifest."""
 
     item_dir: StorePath
@@ -271,7 +271,7 @@ def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:
     step_dir = store_path(step_dir)
     at = step_dir / item / naming.manifest_name(0)
     name = at.below(step_dir.parent)
-    return SaveInfo.of(manifest.from_bytes(at.read(name), name=name), step_dir.name)
+    return SaveInfo.from_manifest(manifest.from_bytes(at.read(name), name=name), step_dir.name)
 
 
 def _read_save(
@@ -285,7 +285,7 @@ def _read_save(
     head = manifest.from_bytes(read(at, name), name=name)
     chain.check_index(head)
     bounds.check_head(head, name)
-    return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
+    return StoredSave(SaveInfo.from_manifest(head, step_dir.name), step_dir, item, item_dir, head)
 
 
 def exists(step_dir: Where, save_id: SaveId, item: str = naming.EMBEDDINGS_ITEM) -> bool:

@@ -137,7 +137,7 @@ class Loss(NamedTuple):
     may_be_trimmed: bool
 
     @classmethod
-    def of(cls, step: int, problem: Damaged, *, may_be_trimmed: bool) -> Loss:
+    def from_damage(cls, step: int, problem: Damaged, *, may_be_trimmed: bool) -> Loss:
         """Returns the error to report for a problem."""
         action = (
             "everything appended after it is lost, and restores use what is before it; "
@@ -194,9 +194,9 @@ class EpochView:
                     known = [one.problem for one in (*breaks, *end)]
                     # A kill while an epoch is removed leaves its progress without its segments.
                     trimmed = not breaks and all(one.may_be_trimmed for one in end)
-                    yield Loss.of(last.step, [*known, missing][0], may_be_trimmed=trimmed)
+                    yield Loss.from_damage(last.step, [*known, missing][0], may_be_trimmed=trimmed)
             for one in holes:
-                yield Loss.of(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
+                yield Loss.from_damage(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
 
     def has_step(self, save_id: SaveId) -> bool:
         """Returns whether the run saved a committed step before the end of the epoch."""
@@ -225,7 +225,7 @@ class WalIndex:
         """Returns missing or altered records after a training step."""
         found = [one for view in self.views for one in view.losses()]
         if self.unseen is not None:  # Its newest record is unknown.
-            found.append(Loss.of(above + 1, self.unseen, may_be_trimmed=False))
+            found.append(Loss.from_damage(above + 1, self.unseen, may_be_trimmed=False))
         if self.unreadable is not None:
             found.append(self.unreadable)
         return [one for one in found if one.step > above]
@@ -361,7 +361,7 @@ class WalReader:
         """Returns the reference that the records of an epoch have."""
         data, known = self._heads.get(head.epoch, (b"", None))
         # Its own bytes: a later version may have written fields that are unknown here.
-        return EpochRef.of(head, data if known == head else None)
+        return EpochRef.from_header(head, data if known == head else None)
 
     def _local_segments(self, head: EpochHeader) -> StorePath | None:
         """Returns the directory of an epoch's segments in another directory, if it exists."""
@@ -475,7 +475,9 @@ class WalReader:
                 head = self.head(continues.epoch)
             except Damaged as error:
                 is_there = self.places.has(continues.epoch)
-                unreadable = Loss.of(continues.save_id.step, error, may_be_trimmed=not is_there)
+                unreadable = Loss.from_damage(
+                    continues.save_id.step, error, may_be_trimmed=not is_there
+                )
                 break
             views.append(self.view(head, continues.save_id, following))
         unseen = self._unseen(views[0])

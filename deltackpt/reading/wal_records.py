@@ -33,7 +33,7 @@ from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES, REMOVED, EpochRef, Header, LayerArray, RowGroup
 from deltackpt.layers.read import LayerReader, StoredBytes
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.wal_locations import DurableRecord, newest_durable
 from deltackpt.resources import host_memory
 from deltackpt.storage import arrays
@@ -211,7 +211,7 @@ class damage_of:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Damaged) and not isinstance(error, DamagedWal):
-            raise DamagedWal.of(error, self._record.save_id) from error
+            raise DamagedWal.from_damage(error, self._record.save_id) from error
 
 
 class Break(NamedTuple):
@@ -438,7 +438,7 @@ class ProcessWal:
             raise _TornLayer(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
         layer = LayerReader(window, header.nbytes, start=at, name=name)
         manifest = layer.manifest
-        if Header.of(manifest, layer.nbytes) != header:
+        if Header.from_manifest(manifest, layer.nbytes) != header:
             raise Damaged(f"{name}: header", "the header of its footer", "another one")
         expected = self._run, self._process, self._epoch
         found = manifest.save_id.run, manifest.process, manifest.epoch
@@ -550,9 +550,9 @@ class _Window:
     def name(self) -> str:
         return self.segment.shown(4)
 
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         at = start - self._start
-        nbytes = sum(part.nbytes for part in parts)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
         if not 0 <= at <= at + nbytes <= len(self._data):
             # Small records are read many at once; of long ones, only headers and footers.
             is_next = 0 <= at <= len(self._data)
@@ -567,9 +567,9 @@ class _Window:
                 data = self._read(start, nbytes)  # The damage may be behind these bytes.
                 self._ahead_bytes = 0
             self._start, self._data, at = start, data, 0
-        for part in parts:
-            np.frombuffer(part, np.uint8)[:] = self._data[at : at + part.nbytes]
-            at += part.nbytes
+        for buffer in buffers:
+            np.frombuffer(buffer, np.uint8)[:] = self._data[at : at + buffer.nbytes]
+            at += buffer.nbytes
 
     def bytes_at(self, start: int, nbytes: int | None = None) -> bytes:
         """Returns some bytes; by default to the end."""

@@ -17,7 +17,7 @@ from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
-from deltackpt.reading.part_arrays import LayerArrays, Shard
+from deltackpt.reading.shard_arrays import LayerArrays, Shard
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import WalRecord, damage_of
 from deltackpt.storage.store import FileStore
@@ -150,5 +150,5 @@ def verified(records: WalRows) -> Iterator[None]:
     except Damaged as error:
         for rows in every:
             if f"{error.object_name}: ".startswith(f"{rows.record.name}: "):
-                raise DamagedWal.of(error, rows.record.save_id) from error
+                raise DamagedWal.from_damage(error, rows.record.save_id) from error
         raise

@@ -271,7 +271,7 @@ class Runtime:
         self._size = threads - 1 if size is None else size
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self._size), name, set_up)
 
-    def part(self, memory_bytes: int) -> Runtime:
+    def with_memory(self, memory_bytes: int) -> Runtime:
         """Returns a runtime with the same threads and rate, and its own memory."""
         found = copy.copy(self)
         found.memory = Memory(memory_bytes)

@@ -159,11 +159,11 @@ def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) 
         else:
             buffer[first:] = template[first:]
         return
-    parts = placement.local_parts(template)
+    pieces = placement.local_arrays(template)
     for device, box in placement.device_boxes(template).items():
         first = max(0, stored - box.rows[0])
         if first < box.rows[1] - box.rows[0]:
-            held[box][first:] = np.asarray(parts[device])[first:]
+            held[box][first:] = np.asarray(pieces[device])[first:]
 
 
 def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:
@@ -180,17 +180,17 @@ def same_bits(one: object, two: object) -> bool:
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
     one, two = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, two))
-    parts = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
-    return all(np.array_equal(one[part], two[part]) for part in parts)
+    pieces = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
+    return all(np.array_equal(one[piece], two[piece]) for piece in pieces)
 
 
 def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, object]]) -> bool:
     """Returns whether merged buffers equal this process's shards of ``leaves`` bit for bit."""
     return all(
-        same_bits(merged.buffers[name][field][box], part)
+        same_bits(merged.buffers[name][field][box], piece)
         for name, fields in leaves.items()
         for field, leaf in fields.items()
-        for box, part in _local_boxes(leaf)
+        for box, piece in _local_boxes(leaf)
     )
 
 
@@ -200,6 +200,6 @@ def _local_boxes(leaf: Leaf) -> Iterator[tuple[Box, object]]:
         box = leaf.box()
         yield box, leaf.take(np.asarray(box.within(box.rows[1])))
         return
-    parts = placement.local_parts(leaf)
+    pieces = placement.local_arrays(leaf)
     for device, box in placement.device_boxes(leaf).items():
-        yield box, parts[device]
+        yield box, pieces[device]

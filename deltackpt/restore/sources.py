@@ -164,7 +164,9 @@ class StepFiles:
         self._files = files
         self._shown = shown
         self._dense = dense
-        self._digests = digests.of_step(lambda name: self._found(name).tobytes(), {}, shown)
+        self._digests = digests.parse_step_digests(
+            lambda name: self._found(name).tobytes(), {}, shown
+        )
         self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
     def __contains__(self, item: str) -> bool:

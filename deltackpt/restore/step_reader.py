@@ -175,7 +175,7 @@ class StepReader:
         self._share = share
         self._service_secs = service_secs
 
-    def find(
+    def locate(
         self,
         step: int,
         template: PyTree,

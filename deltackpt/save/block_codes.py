@@ -43,7 +43,7 @@ class Hashes(NamedTuple):
     digests: Sequence[bytes]  # of each 64 KiB in order, 16 bytes each; the last may cover less
 
     @classmethod
-    def of(cls, data: np.ndarray) -> Hashes:
+    def from_bytes(cls, data: np.ndarray) -> Hashes:
         """Hashes blocks, (blocks, 256) and contiguous."""
         flat = data.reshape(-1).view(np.uint8)
         starts = range(0, flat.size, HASHED_BYTES)
@@ -52,7 +52,7 @@ class Hashes(NamedTuple):
 
     def changed(self, data: np.ndarray) -> list[range]:
         """Returns ranges of the blocks that may have changed since then, ascending."""
-        now = Hashes.of(data)
+        now = Hashes.from_bytes(data)
         if now.shape != self.shape or now.dtype != self.dtype:
             return [range(len(data))]
         pairs = enumerate(zip(now.digests, self.digests, strict=True))
@@ -84,7 +84,7 @@ class References:
         self._most_bytes = most_bytes
         self._hashed = hashed
         #: Memory of the references, and of the copies of saves in flight.
-        self.runtime = runtime.part(2 * most_bytes)
+        self.runtime = runtime.with_memory(2 * most_bytes)
         self._lock = threading.Lock()
         self._kept: dict[SaveId, Left] = {}
 
@@ -141,7 +141,7 @@ class References:
             if found.nbytes <= room:
                 data[key], room = found, room - found.nbytes
             elif self._hashed and found.ndim == 2:
-                hashes[key] = Hashes.of(np.asarray(found))
+                hashes[key] = Hashes.from_bytes(np.asarray(found))
         return Left(data, left.counts, hashes)
 
     def _kept_bytes(self) -> int:
@@ -227,16 +227,16 @@ def encode_leaf(
             decoded = room
 
         def of_span(blocks: range) -> _Span:
-            part, start = slice(blocks.start, blocks.stop), blocks.start
-            before = None if reference is None else reference[part]
+            chunk, start = slice(blocks.start, blocks.stop), blocks.start
+            before = None if reference is None else reference[chunk]
             if codec == block_codecs.LOSSLESS:
-                return _exact(leaf[part], before, start, skip_unchanged)
+                return _exact(leaf[chunk], before, start, skip_unchanged)
             if before is None and block_codecs.get(codec).relative:
-                np.copyto(decoded[part], leaf[part])
+                np.copyto(decoded[chunk], leaf[chunk])
                 # Raw blocks are views; the leaf's memory may be reused before they are written.
-                found = _exact(decoded[part], None, start, skip_unchanged)
-                return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
-            return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
+                found = _exact(decoded[chunk], None, start, skip_unchanged)
+                return found._replace(squared_norm=encode_blocks.squares(leaf[chunk]))
+            return _lossy(codec, leaf[chunk], before, start, decoded[chunk], skip_unchanged)
 
         found = runtime.map(of_span, spans)
         pieces = _joined(piece for span in found for piece in span.pieces)

@@ -204,7 +204,7 @@ class Branch:
         """Records the save in flight as committed; if ``compacted``, a base may replace a save."""
         known, self.in_flight = self.in_flight, None
         assert known is not None
-        # The bytes of every process's part: all processes decide from the same figures.
+        # The bytes of every process's shard: all processes decide from the same figures.
         known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
         known.total_bytes += head.nbytes
         self.previous = known

@@ -208,21 +208,21 @@ class FieldSource:
             if not any(isinstance(data, MemberRows) for data in held):
                 kernels.gather([*map(np.asarray, held)], self.firsts[numbers], stops, rows, out)
                 return
-        for data, first, part in self._parts(rows):
-            chosen = rows[part]
+        for data, first, chunk in self._chunks(rows):
+            chosen = rows[chunk]
             if isinstance(chosen, np.ndarray):
                 if isinstance(data, MemberRows):
-                    data.take(chosen - first, out[part])
+                    data.take(chosen - first, out[chunk])
                 else:
                     bounds = np.array([first]), np.array([len(chosen)])
-                    kernels.gather([np.asarray(data)], *bounds, chosen, out[part])
+                    kernels.gather([np.asarray(data)], *bounds, chosen, out[chunk])
                 continue
             assert isinstance(chosen, range)
             start, stop = chosen.start - first, chosen.stop - first
             if isinstance(data, MemberRows):
-                data.copy(start, stop, out[part])
+                data.copy(start, stop, out[chunk])
             else:
-                np.copyto(out[part], np.asarray(data)[start:stop])
+                np.copyto(out[chunk], np.asarray(data)[start:stop])
 
     def viewed(self, rows: Rows) -> FieldSource:
         """Returns the source with views of the arrays that hold some rows."""
@@ -239,13 +239,13 @@ class FieldSource:
     def dispatch_bits(self, rows: np.ndarray) -> Callable[[], np.ndarray]:
         """Starts to read ``bits`` from the shards that hold them; returns a function that waits."""
         gather = _gather_on_host if self.on_host else dispatch_rows
-        parts = [
-            (part.stop - part.start, gather(data, rows[part] - first))
-            for data, first, part in self._parts(rows)
+        chunks = [
+            (chunk.stop - chunk.start, gather(data, rows[chunk] - first))
+            for data, first, chunk in self._chunks(rows)
         ]
 
         def landed() -> np.ndarray:
-            found = [np.asarray(part)[:count] for count, part in parts]
+            found = [np.asarray(chunk)[:count] for count, chunk in chunks]
             if not found:
                 return np.empty((0, self.row_bytes), np.uint8)
             bits = found[0] if len(found) == 1 else np.concatenate(found)
@@ -264,7 +264,7 @@ class FieldSource:
         numbers = np.flatnonzero(np.diff(stops, prepend=0))
         return numbers, stops[numbers]
 
-    def _parts(self, rows: Rows) -> Iterator[tuple[Any, int, slice]]:
+    def _chunks(self, rows: Rows) -> Iterator[tuple[Any, int, slice]]:
         """The arrays that hold some rows, each with its first row and the positions of these."""
         numbers, stops = self._holders(rows)
         start = 0
@@ -278,12 +278,12 @@ class FieldSource:
         device_rows = max(1, _DEVICE_PIECE_BYTES // max(1, self.row_bytes))
         device_rows = max(_SMALLEST_BUCKET, 1 << (device_rows.bit_length() - 1))
         # Without rows, one piece has the shape and the dtype of the field.
-        parts = [*self._parts(rows)] or [(self.data[-1], int(self.firsts[-1]), slice(0, 0))]
+        chunks = [*self._chunks(rows)] or [(self.data[-1], int(self.firsts[-1]), slice(0, 0))]
         found = []
-        for data, first, part in parts:
-            limit = max(1, part.stop - part.start) if codec.lossless else device_rows
-            for start in range(part.start, max(part.start + 1, part.stop), limit):
-                chosen = np.asarray(rows[start : min(start + limit, part.stop)])
+        for data, first, chunk in chunks:
+            limit = max(1, chunk.stop - chunk.start) if codec.lossless else device_rows
+            for start in range(chunk.start, max(chunk.start + 1, chunk.stop), limit):
+                chosen = np.asarray(rows[start : min(start + limit, chunk.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
                 local[: len(chosen)] = chosen - first
                 # A table may be there while its slots are on the device.
@@ -302,8 +302,8 @@ class FieldSource:
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[RowPiece]:
         """Yields ``rows`` in pieces, views if contiguous; ``AHEAD`` earlier ones stay valid."""
         if not isinstance(rows, np.ndarray):
-            for array, first, part in self._parts(rows):
-                chosen = rows[part]
+            for array, first, chunk in self._chunks(rows):
+                chosen = rows[chunk]
                 assert isinstance(chosen, range)
                 for start in range(chosen.start, chosen.stop, limit_rows):
                     stop = min(start + limit_rows, chosen.stop)
@@ -507,8 +507,8 @@ class StagedRows:
             return
         share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
         for start in range(0, len(rows), share):
-            part = slice(start, start + share)
-            self._tasks.append(self._runtime.submit(source.gather, rows[part], out[part]))
+            chunk = slice(start, start + share)
+            self._tasks.append(self._runtime.submit(source.gather, rows[chunk], out[chunk]))
 
     def _buffer_of(
         self, key: tuple[int, str], count: int, trailing: tuple[int, ...], dtype: np.dtype
@@ -548,11 +548,11 @@ class StagedRows:
                 for name in segment.fields
                 if (rows := self._on_host.get((number, name))) is not None
             }
-            parts: list[tuple[SegmentSource, np.ndarray | None]] = [(segment, None)]
+            chunks: list[tuple[SegmentSource, np.ndarray | None]] = [(segment, None)]
             if len(held) == len(segment.fields):  # Otherwise, some were encoded on their device.
-                parts = _split_evicted(segment, functools.partial(_bits_of, held))
-            for part, positions in parts:
-                self.segments.append(part)
+                chunks = _split_evicted(segment, functools.partial(_bits_of, held))
+            for chunk, positions in chunks:
+                self.segments.append(chunk)
                 self._origins.append((number, positions))
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:
@@ -600,7 +600,7 @@ class PinnedRows:
     def land(self) -> None:
         """Finds evicted rows in the training state; see ``StagedRows.land``."""
         self.segments = [
-            part for segment in self.segments for part, _ in _split_evicted(segment, segment.bits)
+            chunk for segment in self.segments for chunk, _ in _split_evicted(segment, segment.bits)
         ]
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[RowPiece]:

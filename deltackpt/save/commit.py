@@ -32,15 +32,15 @@ import msgpack
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import Disagreement, ProcessMissing, StorageError, TrackingError
 from deltackpt.format import manifest, naming
-from deltackpt.format.manifest import Manifest, Part
+from deltackpt.format.manifest import Manifest, ShardEntry
 from deltackpt.format.row_blocks import width
 from deltackpt.resources.runtime import READS, Runtime
 from deltackpt.state import placement
 from deltackpt.storage import digests, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
-from deltackpt.storage.parts import part_of
 from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.shard_writer import shard_entry
 
 #: A process reports that all its files of the step are written; process 0 also reports the commit.
 Phase = Literal["written", "done"]
@@ -120,7 +120,7 @@ class StepWriters:
             self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
 
     def expire(self) -> None:
-        """Deletes the messages of earlier saves; called when this process's part has ended."""
+        """Deletes the messages of earlier saves; called when this process's shard has ended."""
         if self.process == 0 and self.count > 1:
             self.coordinator.expire(self.prefix)
 
@@ -140,14 +140,14 @@ class StepWriters:
                 root.write(self.temporary / name, data)
         return {*received}
 
-    def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
+    def collect(self, item_dir: Path, own: Manifest) -> tuple[ShardEntry, ...]:
         """Reads the manifests that all others have written; returns the index, process 0's first.
 
         ``own`` is process 0's manifest without the index. Raises Disagreement if a shard belongs to
         another save or the shards do not cover the tables. Raises TrackingError if processes that
         hold the same rows have marked different ones.
         """
-        parts, owned = [part_of(own, 0)], [own.owned_cells]
+        shards, owned = [shard_entry(own, 0)], [own.owned_cells]
         stamps = {key: (0, value) for key, value in own.shared_stamps.items()}
         paths = [item_dir / naming.manifest_name(process) for process in self.reporters]
         read = self.runtime.map(posix.read_bytes, paths, threads=READS)
@@ -155,10 +155,10 @@ class StepWriters:
             found = manifest.from_bytes(data, name=path.name)
             _check_agreed(own, found)
             _check_agreed_stamps(stamps, found)
-            parts.append(part_of(found, google_crc32c.value(data)))
+            shards.append(shard_entry(found, google_crc32c.value(data)))
             owned.append(found.owned_cells)
         _check_owned(own, owned)
-        return tuple(parts)
+        return tuple(shards)
 
 
 def _check_agreed(own: Manifest, other: Manifest) -> None:
@@ -206,11 +206,11 @@ class Item(Protocol):
     """One directory of a step; its methods are called in the background."""
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes this process's part into the item's existing directory, through ``batch``."""
+        """Writes this process's shard into the item's existing directory, through ``batch``."""
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Completes the item on process 0, after all processes have written their parts.
+        """Completes the item on process 0, after all processes have written their shards.
 
         The item of the tables is completed last, after all other files are written.
         """
@@ -331,7 +331,7 @@ def _publish(step: StepTransaction) -> None:
 
 
 def _descriptions(step: StepTransaction) -> Iterator[Path]:
-    """Yields the files that process 0 needs to know of another process's part."""
+    """Yields the files that process 0 needs to know of another process's shard."""
     temporary, process = step.writers.temporary, step.writers.process
     if (path := temporary / naming.step_digests_name(process)).exists():
         yield path
@@ -339,7 +339,7 @@ def _descriptions(step: StepTransaction) -> Iterator[Path]:
         for record in (naming.manifest_name(process), naming.digests_name(process)):
             if (path := temporary / name / record).exists():
                 yield path
-        for path in sorted((temporary / name / naming.dense_part(process)).rglob("*")):
+        for path in sorted((temporary / name / naming.dense_process_dir(process)).rglob("*")):
             if path.is_file() and naming.is_dense_node(path.relative_to(temporary).as_posix()):
                 yield path
 
@@ -350,10 +350,12 @@ def uncovered(batch: FileBatch, tables: str) -> dict[str, Digest]:
     return {
         name: digest
         for name, digest in batch.digests.items()
-        if not (name.startswith(prefix) and naming.is_of_part(name.removeprefix(prefix)))
+        if not (name.startswith(prefix) and naming.is_of_shard(name.removeprefix(prefix)))
     }
 
 
 def write_digests(batch: FileBatch, tables: str, name: str) -> None:
     """Writes the digests of ``uncovered`` files to a file of the step."""
-    batch.write(batch.top / name, digests.digests_bytes(Digests.of(uncovered(batch, tables))))
+    batch.write(
+        batch.top / name, digests.digests_bytes(Digests.from_files(uncovered(batch, tables)))
+    )

@@ -90,7 +90,7 @@ class WrittenChunk(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Returns the chunk's shape."""
         sizes = zip(self.window, self.source.shape, strict=True)
-        return tuple(len(range(size)[part]) for part, size in sizes)
+        return tuple(len(range(size)[piece]) for piece, size in sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ _outlines: dict[Any, _Outline] = {}
 _outlines_lock = threading.Lock()
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """A chunk of a leaf that this process writes: a window of a shard, or of all of it."""
 
     key: str
@@ -161,7 +161,7 @@ class _Outline:
 
     process: int
     described: dict[str, bytes]
-    parts: tuple[_Part, ...]
+    pieces: tuple[_Piece, ...]
     keys: frozenset[int]
     files: dict[str, str]
     strings: tuple[tuple[str, int], ...]
@@ -169,7 +169,7 @@ class _Outline:
     def plan_of(self, leaves: Sequence[Leaf]) -> Plan:
         shards: dict[int, Any] = {}
         chunks = []
-        for key, number, shard, window, on_host in self.parts:
+        for key, number, shard, window, on_host in self.pieces:
             source = leaves[number]
             if number in self.keys:
                 source = jax.random.key_data(source)
@@ -200,7 +200,7 @@ def _kind(leaf: object) -> Any:
 def _outline(tree: PyTree, process: int) -> _Outline:
     paths: dict[str, tuple[Any, ...]] = {}
     described: dict[str, bytes] = {}
-    parts: list[_Part] = []
+    pieces: list[_Piece] = []
     keys_of_random: set[int] = set()
     tree_metadata, shardings, strings, extents = {}, {}, [], []
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]
@@ -235,13 +235,13 @@ def _outline(tree: PyTree, process: int) -> _Outline:
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(leaf, extent)
             shardings[base64.urlsafe_b64encode(name.encode()).decode()] = _sharding(leaf.sharding)
             extents.append((name, extent, implementation))
-            parts.extend(_parts(name, number, leaf, extent, axis))
+            pieces.extend(_pieces(name, number, leaf, extent, axis))
         else:
             array = np.asarray(leaf)
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
-                parts.append(_Part(key, number, None, (), True))
+                pieces.append(_Piece(key, number, None, (), True))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -261,7 +261,7 @@ def _outline(tree: PyTree, process: int) -> _Outline:
     return _Outline(
         process=process,
         described=described if process == 0 else {},
-        parts=tuple(parts),
+        pieces=tuple(pieces),
         keys=frozenset(keys_of_random),
         files=files,
         strings=tuple(strings) if process == 0 else (),
@@ -283,18 +283,18 @@ def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
     return shard, None
 
 
-def _parts(
+def _pieces(
     name: str, number: int, array: jax.Array, extent: tuple[int, ...], axis: int | None
-) -> Iterator[_Part]:
+) -> Iterator[_Piece]:
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
             key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
-            yield _Part(key, number, None, whole, capture.on_host(array))
+            yield _Piece(key, number, None, whole, capture.on_host(array))
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
             continue
-        starts = [part.start or 0 for part in shard.index]
+        starts = [piece.start or 0 for piece in shard.index]
         window: list[slice] = [slice(None)] * array.ndim
         if axis is not None:
             offset = shard.replica_id * extent[axis]
@@ -302,7 +302,7 @@ def _parts(
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
         key = ocdbt.chunk_key(name, index)
-        yield _Part(key, number, place, tuple(window), capture.on_host(shard.data))
+        yield _Piece(key, number, place, tuple(window), capture.on_host(shard.data))
 
 
 def _covered_array(array: jax.Array) -> str | None:
@@ -428,5 +428,5 @@ def _sharding(sharding: Any) -> str:
 
 def _device_ids(devices: Any) -> Any:
     if isinstance(devices, list):
-        return [_device_ids(part) for part in devices]
+        return [_device_ids(piece) for piece in devices]
     return {"id": devices.id}

@@ -35,10 +35,10 @@ from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, Re
 from deltackpt.save.commit import StepWriters
 from deltackpt.save.dense_layout import Plan
 from deltackpt.state import placement
-from deltackpt.storage import ocdbt, parts
+from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY, Value
-from deltackpt.storage.parts import SegmentSink, StoredArrays
+from deltackpt.storage.shard_writer import SegmentSink, StoredArrays
 
 #: Smaller values of one dtype share a buffer, because staging lends whole MiB.
 _SHARED_BYTES = 1 << 20
@@ -108,7 +108,7 @@ class DenseValue:
     file: bool = False
 
     @classmethod
-    def of_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
+    def from_bytes(cls, key: str, data: bytes, *, file: bool = False) -> DenseValue:
         """Returns a value that is not an array."""
         found = np.frombuffer(data, np.uint8)
         return cls(key, PLAIN, found, None, found.dtype, file=file)
@@ -183,9 +183,9 @@ class DenseLeaves:
     def values(self) -> Iterator[DenseValue]:
         """Yields all values of the item, in its order."""
         for name, text in self._plan.files.items():
-            yield DenseValue.of_bytes(name, text.encode(), file=True)
+            yield DenseValue.from_bytes(name, text.encode(), file=True)
         for key, data in self._plan.described.items():
-            yield DenseValue.of_bytes(key, data)
+            yield DenseValue.from_bytes(key, data)
         yield from self.chunks
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
@@ -603,11 +603,11 @@ def write_plain(
     sink = sink_of(f"{row_blocks.SEGMENTS}{PLAIN}")
     data, name = np.concatenate(held), row_blocks.PLAIN_BYTES_OF
     entry = row_blocks.array_entry(name, data.shape, data.dtype, zstd=zstd)
-    stored = parts.write_array(sink, entry, [data])
+    stored = shard_writer.write_array(sink, entry, [data])
     bounds = np.array([0, len(data)])
-    field = parts.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
+    field = shard_writer.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
     rows, none = range(len(data)), StoredArrays((), 0)
-    return parts.stored_segment(sink, PLAIN, (0, 1), rows, none, [field])
+    return shard_writer.stored_segment(sink, PLAIN, (0, 1), rows, none, [field])
 
 
 def _write_blocks(
@@ -620,7 +620,7 @@ def _write_blocks(
 ) -> Segment:
     """Writes blocks of one group and codec, given each array's pieces by suffix."""
     sink, written = sink_of(f"{row_blocks.SEGMENTS}{group}.{codec}"), []
-    row_indices = parts.write_rows(sink, rows)
+    row_indices = shard_writer.write_rows(sink, rows)
     for suffix, array in block_codecs.get(codec).stored(dtype_of(group)).items():
         pieces = [piece.view(array.dtype) for piece in held[suffix]]
         entry = row_blocks.array_entry(
@@ -630,8 +630,10 @@ def _write_blocks(
             zstd=array.zstd,
             byte_planes=array.byte_planes,
         )
-        written.append(parts.write_array(sink, entry, pieces))
+        written.append(shard_writer.write_array(sink, entry, pieces))
     stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
     # ``reason``: why leaves have another codec than requested.
-    field = parts.stored_field(row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds)
-    return parts.stored_segment(sink, group, (0, BLOCK), rows, row_indices, [field])
+    field = shard_writer.stored_field(
+        row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds
+    )
+    return shard_writer.stored_segment(sink, group, (0, BLOCK), rows, row_indices, [field])

@@ -43,7 +43,7 @@ def can_encode(codec: str, dtype: str) -> bool:
 
 def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
     """Copies part of an array as blocks, (blocks, 256), on its device, before later steps run."""
-    bounds = [part.indices(size) for part, size in zip(window, source.shape, strict=True)]
+    bounds = [chunk.indices(size) for chunk, size in zip(window, source.shape, strict=True)]
     shape = tuple(stop - start for start, stop, _ in bounds)
     with placement.on_device_of(source):
         return _window(source, tuple((start, stop) for start, stop, _ in bounds)), shape
@@ -51,7 +51,7 @@ def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tu
 
 @functools.partial(jax.jit, static_argnums=1)
 def _window(source: jax.Array, window: tuple[tuple[int, int], ...]) -> jax.Array:
-    flat = source[tuple(slice(*part) for part in window)].reshape(-1)
+    flat = source[tuple(slice(*chunk) for chunk in window)].reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(blocks_of(flat.size), BLOCK)
 
 
@@ -81,7 +81,7 @@ def encode_leaf_there(
     def on_host(codec: str, reason: str = "") -> LeafDelta:
         before = None if reference is None else np.asarray(reference)
         # Memory of its own: jax may alias the result, so it must not be reused.
-        own = runtime.part(leaf.nbytes)
+        own = runtime.with_memory(leaf.nbytes)
         coded = encode_leaf(
             np.asarray(leaf), before, codec, max_error, own, skip_unchanged=skip_unchanged
         )

@@ -194,11 +194,11 @@ def encode(
         return _compiled(codec, now, before, out, skip_unchanged)
     found = []
     for start in range(0, max(1, len(now)), block_codecs.PIECE_BLOCKS):
-        part = slice(start, start + block_codecs.PIECE_BLOCKS)
-        reference = None if before is None else before[part]
+        chunk = slice(start, start + block_codecs.PIECE_BLOCKS)
+        reference = None if before is None else before[chunk]
         # Non-finite values are detected in the results.
         with np.errstate(all="ignore"):
-            found.append(_piece(codec, now[part], reference, out[part], skip_unchanged))
+            found.append(_piece(codec, now[chunk], reference, out[chunk], skip_unchanged))
     states, arrays, errors, norms = zip(*found, strict=True)
     joined = {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
     return EncodedSpan(np.concatenate(states), joined, math.fsum(errors), math.fsum(norms))
@@ -361,9 +361,9 @@ def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
 def squares(blocks: np.ndarray) -> float:
     """Returns the sum of the squares of the finite values of blocks, (n, 256) of a float dtype."""
     pieces = range(0, len(blocks), block_codecs.PIECE_BLOCKS)
-    parts = (blocks[start : start + block_codecs.PIECE_BLOCKS] for start in pieces)
+    chunks = (blocks[start : start + block_codecs.PIECE_BLOCKS] for start in pieces)
     with np.errstate(over="ignore", invalid="ignore"):
-        return math.fsum(_squares(block_codecs.widened(part, SCRATCH.values)) for part in parts)
+        return math.fsum(_squares(block_codecs.widened(chunk, SCRATCH.values)) for chunk in chunks)
 
 
 def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:

@@ -110,7 +110,7 @@ class Lineage:
         self._distrusted_at = 0
         #: Step of the oldest lost save, if that is the reason.
         self._lost: int | None = None
-        #: A fault that only this process has found: its part of the next delta fails.
+        #: A fault that only this process has found: its shard of the next delta fails.
         self.suspected: str | None = None
 
     @property
@@ -166,7 +166,7 @@ class Lineage:
             self.suspected = None
 
     def suspect(self, found: str) -> None:
-        """Makes this process's part of the next delta fail, so that all processes save a base."""
+        """Makes this process's shard of the next delta fail, so that all processes save a base."""
         self.suspected = found
 
     @property

@@ -39,9 +39,9 @@ from deltackpt.save.selection import Sources, including
 from deltackpt.save.shard import Field, Plans, ShardPlan, fields_of
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
-from deltackpt.storage import parts, posix
+from deltackpt.storage import posix, shard_writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import DescribedPart, SegmentSink
+from deltackpt.storage.shard_writer import DescribedShard, SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 
@@ -256,7 +256,7 @@ class PendingSave(Item):
     fsync: bool  # whether the shard is fsynced if others commit it
     runtime: Runtime
     report: SaveReport | None = None
-    shard: DescribedPart | None = None  # once its arrays are written
+    shard: DescribedShard | None = None  # once its arrays are written
     dense: DenseLeaves | None = None  # written beside the rows, in this item
     base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
 
@@ -308,7 +308,7 @@ class PendingSave(Item):
         dense_bytes = 0 if dense is None else dense.nbytes
         nbytes = self.shard.nbytes
         if writers.process > 0:
-            nbytes = parts.write_manifest(item_dir, self.shard, batch).nbytes
+            nbytes = shard_writer.write_manifest(item_dir, self.shard, batch).nbytes
         groups = plan.layout.groups
         self.report = SaveReport(
             intent=self.intent,
@@ -345,7 +345,7 @@ class PendingSave(Item):
         plan = self.plan
 
         def fields(source: SegmentSource) -> list[Field]:
-            return fields_of(source, plan.layout, plan.choices, plan.plans, held=rows.pinned)
+            return fields_of(source, plan.layout, plan.choices, plan.plans, pinned=rows.pinned)
 
         if intent.kind == "base":
 

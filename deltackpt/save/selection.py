@@ -132,12 +132,12 @@ class Division:
                 for plan in _field_plans(spec, self.members[group.name], leaves, known, turns)
             ]
             self.fields[group.name] = _by_rows(group, plans)
-        self.held = {
+        self.local_rows = {
             group: row_blocks.joined(span for _, held in by_rows for span in held.reach)
             for group, by_rows in self.fields.items()
         }
         self.batches = {
-            group: tuple(_batches(_spans_by_table(members, self.held[group]), stamps))
+            group: tuple(_batches(_spans_by_table(members, self.local_rows[group]), stamps))
             for group, members in self.members.items()
         }
 
@@ -167,10 +167,10 @@ def _spans_by_table(
     """Yields the tables that have some of the virtual spans, each with its own spans."""
     rows = row_blocks.rows_of(held)
     for table in members:
-        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(part):
-            assert not isinstance(part, np.ndarray)
-            spans = row_blocks.spans_of(part)
+        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(piece):
+            assert not isinstance(piece, np.ndarray)
+            spans = row_blocks.spans_of(piece)
             yield table, tuple((a - table.offset, b - table.offset) for a, b in spans)
 
 
@@ -219,7 +219,7 @@ def _covers(shards: StampShards, rows: int) -> bool:
     return [start for (start, _), _ in shards] == ends[:-1] and ends[-1] == rows
 
 
-def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
+def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
     """Returns the cached division of a state; ``stamps`` may be empty for a base."""
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
@@ -271,8 +271,8 @@ def _field_plans(
             if 0 < cycle.count < table.rows:
                 cycles.append(cycle)
             continue
-        shares = placement.shares(leaf, stamps.get(table.name), turn=turns[table.name])
-        for share in shares:
+        boxes = placement.owned_boxes(leaf, stamps.get(table.name), turn=turns[table.name])
+        for share in boxes:
             start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
             shard = _Shard(table.name, start, stop, share.shard, share.skip)
             by_columns.setdefault(share.box.columns, []).append(shard)
@@ -335,7 +335,7 @@ class Stamps:
         self._runtime = runtime
         self._scans: dict[str, list[Callable[[], np.ndarray]]] = {}
         self._rows: dict[str, np.ndarray] = {}
-        self._spans = division.held
+        self._spans = division.local_rows
 
     @functools.cached_property
     def places(self) -> tuple[str, ...]:
@@ -377,8 +377,8 @@ class Stamps:
     def touched(self, group: str, held: RowSet) -> np.ndarray:
         """Returns the rows among ``held`` that any TouchState marks: virtual, int64, ascending."""
         if group not in self._rows:
-            parts = [scan() for scan in self._scans[group]]
-            self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+            pieces = [scan() for scan in self._scans[group]]
+            self._rows[group] = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
         rows = self._rows[group]
         if held == RowSet(self._spans[group]):
             return rows
@@ -395,20 +395,20 @@ class Stamps:
         members, starts = self._division.members[group.name], self._division.offsets[group.name]
         numbers = np.searchsorted(starts, rows, "right") - 1
         one = len(rows) > 0 and numbers[0] == numbers[-1]
-        parts = []
+        pieces = []
         for number in numbers[:1] if one else row_blocks.distinct(numbers):
             table = members[number]
             for place in self._stamps.get(table.name, {}):
                 for (first, last), shard in self._shards_of(table.name, place):
-                    part = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
-                    if part.start < part.stop:
-                        local = rows[part] - (table.offset + first)
-                        parts.append((place, part, capture.dispatch_rows(shard, local)))
+                    piece = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
+                    if piece.start < piece.stop:
+                        local = rows[piece] - (table.offset + first)
+                        pieces.append((place, piece, capture.dispatch_rows(shard, local)))
 
         def landed() -> dict[str, np.ndarray]:
             found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
-            for place, part, taken in parts:
-                found[place][part] = np.asarray(taken)[: part.stop - part.start]
+            for place, piece, taken in pieces:
+                found[place][piece] = np.asarray(taken)[: piece.stop - piece.start]
             return found
 
         return landed
@@ -487,8 +487,8 @@ def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: 
     return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
 
 
-def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+def _union(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.unique(np.concatenate(pieces))
 
 
 def _crc32c_of_touched(
@@ -530,7 +530,7 @@ class Sources:
     ):
         """Determines which rows of which fields to read; ``stamps`` may be empty for a base."""
         self.layout = layout
-        self.division = of(layout, leaves, stamps)
+        self.division = divide(layout, leaves, stamps)
         self._found = {
             group: {
                 where: {name: plan.source(leaves) for name, plan in plans.items()}
@@ -598,4 +598,4 @@ def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np
         held = rows.get(table.name)
         if held is not None and len(held):
             found.setdefault(table.group, []).append(held + np.int64(table.offset))
-    return {group: np.concatenate(parts) for group, parts in found.items()}
+    return {group: np.concatenate(pieces) for group, pieces in found.items()}

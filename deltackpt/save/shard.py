@@ -30,15 +30,15 @@ from deltackpt.save.commit import StepWriters
 from deltackpt.save.encode import Encoded
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.selection import Division
-from deltackpt.storage import digests, parts
+from deltackpt.storage import digests, shard_writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import (
-    DescribedPart,
+from deltackpt.storage.shard_writer import (
+    DescribedShard,
     SegmentSink,
-    Share,
+    ShardSummary,
     StoredArrays,
     StoredField,
-    WrittenPart,
+    WrittenShard,
 )
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
@@ -51,14 +51,14 @@ class Field:
     """A field to store."""
 
     name: str
-    trailing: tuple[int, ...]  # shape of this process's part of a row
+    trailing: tuple[int, ...]  # shape of this process's columns of a row
     dtype: np.dtype
     tables: Sequence[str]  # of the group, in the order of their offsets
     #: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
     bounds: np.ndarray
     choice: CodecChoice  # the user's
     planned: PlannedCodec  # the codec to try first
-    held: bool = False  # its rows are views of the state; a change during the write is detected
+    pinned: bool = False  # its rows are views of the state; a change during the write is detected
 
     @property
     def count(self) -> int:
@@ -111,7 +111,7 @@ def write_field(
 def constant(field: Field, codec: str) -> StoredField:
     """Returns the record of a field of evicted rows, which needs no arrays."""
     nothing = StoredArrays((), 0)
-    return parts.stored_field(
+    return shard_writer.stored_field(
         field.name, nothing, codec=codec, reason=f"{codec}: evicted", bounds=field.bounds
     )
 
@@ -170,7 +170,7 @@ class _Attempt:
             written.append(StoredArrays((self._entries[suffix],), stored.finish()))
         if self._raw_rows:
             written += self._write_raw_rows()
-        return parts.stored_field(
+        return shard_writer.stored_field(
             self._field.name,
             StoredArrays.joined(written),
             codec=plan.codec,
@@ -202,7 +202,7 @@ class _Attempt:
                 raw[0].dtype,
                 zstd=zstd,
             )
-            yield parts.write_array(self._place, entry, raw)
+            yield shard_writer.write_array(self._place, entry, raw)
 
     @property
     def _raw_count(self) -> int:
@@ -281,9 +281,9 @@ def _write_lossless(
 ) -> StoredField:
     (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
-    return parts.stored_field(
+    return shard_writer.stored_field(
         field.name,
-        parts.write_array(place, entry, rows, held=field.held),
+        shard_writer.write_array(place, entry, rows, pinned=field.pinned),
         codec=plan.codec,
         reason=plan.reason,
         bounds=field.bounds,
@@ -296,7 +296,7 @@ Plans = Mapping[str, Mapping[str, PlannedCodec]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlan:
-    """A process's part of a save, without its arrays; decided before training continues."""
+    """A process's shard of a save, without its arrays; decided before training continues."""
 
     intent: Intent
     layout: Layout
@@ -324,7 +324,7 @@ def write_segments(
     for number, source in enumerate(rows.segments):
         sink = sink_of(f"{source.group}.{number}")
         sinks.append(sink)
-        writes.append(functools.partial(parts.write_rows, sink, source.rows))
+        writes.append(functools.partial(shard_writer.write_rows, sink, source.rows))
         for field in described(source):
             if source.evicted:  # Rows without ids: constant codecs stand for the fields.
                 codec = codecs.ONES if field.name == source.key else codecs.ZEROS
@@ -334,7 +334,7 @@ def write_segments(
             writes.append(functools.partial(write_field, sink, field, pieces, runtime))
     stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
     return [
-        parts.stored_segment(
+        shard_writer.stored_segment(
             sink,
             source.group,
             source.columns,
@@ -358,11 +358,11 @@ def fields_of(
     choices: Mapping[str, Mapping[str, CodecChoice]],
     plans: Plans,
     *,
-    held: bool,
+    pinned: bool,
 ) -> list[Field]:
-    """Returns the fields of a segment to store; ``held`` if its rows are pinned."""
+    """Returns the fields of a segment to store; ``pinned`` if its rows are."""
     group = layout.group_by_name[source.group]
-    bounds = parts.table_bounds(group, layout, source.rows)
+    bounds = shard_writer.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
     return [
         Field(
@@ -373,7 +373,7 @@ def fields_of(
             bounds=bounds,
             choice=choices[group.name][name],
             planned=plans[group.name][name],
-            held=held and source.is_view(name),
+            pinned=pinned and source.is_view(name),
         )
         for name, field in source.fields.items()
     ]
@@ -389,34 +389,34 @@ def described(
     layer: LayerRef | None = None,
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
-) -> DescribedPart:
+) -> DescribedShard:
     """Returns the manifest of this process's shard, after writing its digests."""
-    return parts.described(
+    return shard_writer.described(
         item_dir,
         dataclasses.replace(_head(plan, writers), dense_blocks=dense, dense_bytes=dense_bytes),
         segments,
         batch,
         layer=layer,
-        share=_share(plan, segments) if writers.count > 1 else None,
+        summary=_summary(plan, segments) if writers.count > 1 else None,
     )
 
 
 def write_index(
-    plan: ShardPlan, item_dir: Path, own: DescribedPart, batch: FileBatch, writers: StepWriters
-) -> WrittenPart:
+    plan: ShardPlan, item_dir: Path, own: DescribedShard, batch: FileBatch, writers: StepWriters
+) -> WrittenShard:
     """Writes process 0's manifest, with an index of all shards, after all other files.
 
     A delta's manifest has the digests of the step's other files, a base's is one of those files.
     """
     record = own.record
     if writers.count > 1:
-        parts_ = writers.collect(item_dir, record)
-        record = dataclasses.replace(record, parts=parts_, shared_stamps={})
+        shards = writers.collect(item_dir, record)
+        record = dataclasses.replace(record, shards=shards, shared_stamps={})
     has_digests = "step" in plan.digests
     if has_digests and plan.intent.kind == "delta":
         others = commit.uncovered(batch, item_dir.name)
-        record = dataclasses.replace(record, files=digests.Digests.of(others).files)
-    written = parts.write_manifest(item_dir, own._replace(record=record), batch)
+        record = dataclasses.replace(record, files=digests.Digests.from_files(others).files)
+    written = shard_writer.write_manifest(item_dir, own._replace(record=record), batch)
     if has_digests and plan.intent.kind == "base":
         commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)
     return written
@@ -452,9 +452,9 @@ def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
     )
 
 
-def _share(plan: ShardPlan, segments: Sequence[Segment]) -> Share:
+def _summary(plan: ShardPlan, segments: Sequence[Segment]) -> ShardSummary:
     held = {segment.group for segment in segments}
-    return Share(
+    return ShardSummary(
         owned_cells=plan.division.owned_cells,
         covers=tuple(plan.division.cover(one) for one in plan.layout.groups if one.name in held),
         shared_stamps=plan.shared_stamps,

@@ -85,7 +85,7 @@ def audit(sources: Sources, intent: Intent) -> tuple[list[str], Samples]:
     return [listed(table, rows) for table, rows in sorted(faults.items())], samples
 
 
-def of_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Samples:
+def sample_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Samples:
     """Samples a state that was just restored, in which no row was touched."""
     keys = matched(fresh, split.layout)
     stamps = {table: {"": fresh.stamps[key]} for table, key in keys.items()}
@@ -130,7 +130,7 @@ class _SamplePlan:
 
     group: GroupEntry
     where: Where
-    held: RowSet
+    local_rows: RowSet
     fields: Mapping[str, FieldSource]
     most: int = 0  # maximum number of rows to sample
 
@@ -150,12 +150,15 @@ def _plans(sources: Sources) -> list[_SamplePlan]:
         always = {spec.name for spec in group.fields if spec.always}
         compared = {name: field for name, field in fields.items() if name not in always}
         if compared and len(where[1]):
-            found.append(_SamplePlan(group=group, where=where, held=where[1], fields=compared))
-    total = sum(len(plan.held) for plan in found)
+            found.append(
+                _SamplePlan(group=group, where=where, local_rows=where[1], fields=compared)
+            )
+    total = sum(len(plan.local_rows) for plan in found)
     widest = max((plan.row_bytes for plan in found), default=0)
     most = min(ROWS, max(_LEAST_ROWS, _BYTES // max(1, widest)))
     return [
-        dataclasses.replace(plan, most=max(8, most * len(plan.held) // total)) for plan in found
+        dataclasses.replace(plan, most=max(8, most * len(plan.local_rows) // total))
+        for plan in found
     ]
 
 
@@ -171,7 +174,7 @@ def _parent_sample(samples: Samples, plan: _SamplePlan) -> Sample | None:
         if sample.bits.keys() != plan.fields.keys():
             continue
         # If a table has grown, each process holds other rows.
-        held = np.isin(sample.rows, plan.held.intersect(sample.rows))
+        held = np.isin(sample.rows, plan.local_rows.intersect(sample.rows))
         if held.any():
             return Sample(
                 sample.rows[held],
@@ -209,17 +212,17 @@ def _sampled(
     sources: Sources, plan: _SamplePlan, known: np.ndarray | None, touched: np.ndarray | None
 ) -> Sample:
     """A sample for the next save: touched rows, rows that were sampled before, and random ones."""
-    if len(plan.held) <= plan.most:
-        rows = np.asarray(plan.held.rows())
+    if len(plan.local_rows) <= plan.most:
+        rows = np.asarray(plan.local_rows.rows())
     else:
         spans = _few(plan)
-        parts = [_random(spans, plan.most // 4)]
+        pieces = [_random(spans, plan.most // 4)]
         if known is not None:
-            parts.append(_consecutive(known, plan.most // 4))
+            pieces.append(_consecutive(known, plan.most // 4))
         if touched is not None:
             in_spans = [touched[row_blocks.row_slice(touched, *span)] for span in spans]
-            parts.append(_some(in_spans, plan.most // 2))
-        rows = plan.held.intersect(row_blocks.distinct(np.concatenate(parts)))
+            pieces.append(_some(in_spans, plan.most // 2))
+        rows = plan.local_rows.intersect(row_blocks.distinct(np.concatenate(pieces)))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
     return Sample(rows, sources.stamps.at(plan.group, rows), bits)
@@ -233,17 +236,17 @@ def _few(plan: _SamplePlan) -> list[Span]:
     return [(start, stop) for start, stop in bounds.tolist()]
 
 
-def _some(parts: Sequence[np.ndarray], most: int) -> np.ndarray:
+def _some(pieces: Sequence[np.ndarray], most: int) -> np.ndarray:
     """Returns at most ``most`` random values of some arrays, in order; reads no others."""
-    lengths = [len(part) for part in parts]
+    lengths = [len(piece) for piece in pieces]
     if sum(lengths) <= most:
-        return np.concatenate(parts)
+        return np.concatenate(pieces)
     drawn = row_blocks.distinct(_rng.integers(sum(lengths), size=most))
     starts = np.cumsum([0, *lengths])
     return np.concatenate(
         [
-            part[drawn[row_blocks.row_slice(drawn, start, start + len(part))] - start]
-            for part, start in zip(parts, starts.tolist())
+            piece[drawn[row_blocks.row_slice(drawn, start, start + len(piece))] - start]
+            for piece, start in zip(pieces, starts.tolist())
         ]
     )
 
@@ -268,14 +271,14 @@ def by_table(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Returns table name to row indices, for virtual row indices."""
     for table in manifest.tables_of_group(group, layout.tables) if len(rows) else ():
-        part = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-        if len(part):
-            yield table.name, part - table.offset
+        piece = rows[row_blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(piece):
+            yield table.name, piece - table.offset
 
 
-def listed(table: str, parts: Sequence[np.ndarray]) -> str:
+def listed(table: str, pieces: Sequence[np.ndarray]) -> str:
     """Returns a line with a table and some of its rows."""
-    rows = np.unique(np.concatenate(parts))
+    rows = np.unique(np.concatenate(pieces))
     shown = ", ".join(map(str, rows[:_LISTED].tolist()))
     more = f", ... ({len(rows)} sampled rows)" if len(rows) > _LISTED else ""
     return f"  table {table}: rows {shown}{more}"

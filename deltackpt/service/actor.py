@@ -85,12 +85,12 @@ class RestoreActor:
             held = follower.loaded
             found = None if held is None else held.save.save_id
             soon = held is not None and held.may_reach(wanted, asked) and self._error is None
-            return protocol.packed(Pinned(refused=str(error), soon=soon, held=found))
+            return protocol.packed(Pinned(refused=str(error), soon=soon, loaded=found))
         files, above = holding.files, holding.point
         return protocol.packed(
             Pinned(
                 pin=pin,
-                held=wanted,
+                loaded=wanted,
                 epoch=0 if above is None else above.epoch,
                 point=None if above is None else above.save_id,
                 address=follower.address,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compactor: merges long chains of a directory into new bases, in the background, on all nodes.
 
-Ray reruns a lost task; merging a part is idempotent.
+Ray reruns a lost task; merging a shard is idempotent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.maintenance import compact
-from deltackpt.maintenance.compact import CompactionPlan, MergedPart
+from deltackpt.maintenance.compact import CompactionPlan, MergedShard
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.resources.runtime import Runtime
@@ -32,15 +32,15 @@ _STOP_SECS = 10.0
 #: The compactor polls this many times less often than the replicas.
 _RARER = 5
 _MOST_REST_SECS = 300.0
-#: A part has some GiB.
-_PART_SECS = 1800.0
+#: A shard has some GiB.
+_SHARD_SECS = 1800.0
 
 
 class Compactor:
     """Keeps the chain of the newest step short; a Ray actor, one per service."""
 
     def __init__(self, directory: str, shards: int, options: ServiceOptions):
-        """Starts polling; at most ``shards`` parts are merged at a time."""
+        """Starts polling; at most ``shards`` shards are merged at a time."""
         assert options.compact_after is not None
         os.nice(options.nice)
         self._directory, self._shards, self._options = directory, shards, options
@@ -98,7 +98,7 @@ class Compactor:
                 workers=self._shards,
                 memory_bytes=self._options.compact_memory_bytes,
                 # Files fetched from a bucket are on this node only.
-                merge_parts=None if buckets.is_url(self._directory) else _by_tasks,
+                merge_shards=None if buckets.is_url(self._directory) else _by_tasks,
                 endpoint=self._options.endpoint,
             )
             self._status = "looks"
@@ -111,24 +111,24 @@ class Compactor:
 
 def _by_tasks(
     plan: CompactionPlan, workers: int, memory_bytes: int, progress: Progress | None
-) -> list[MergedPart]:
-    """Merges the parts of a plan in Ray tasks; see ``compact.MergeParts``."""
+) -> list[MergedShard]:
+    """Merges the shards of a plan in Ray tasks; see ``compact.MergeShards``."""
     del progress  # No progress is reported.
     task: Any = ray.remote(_merge_quietly).options(
         num_cpus=0, scheduling_strategy="SPREAD", max_retries=3
     )
-    waiting = list(range(len(plan.parts)))
-    running: dict[ray.ObjectRef[MergedPart], int] = {}
-    found: dict[int, MergedPart] = {}
+    waiting = list(range(len(plan.shards)))
+    running: dict[ray.ObjectRef[MergedShard], int] = {}
+    found: dict[int, MergedShard] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 number = waiting.pop(0)
                 running[task.remote(plan, number, memory_bytes)] = number
-            done, _ = ray.wait(list(running), num_returns=1, timeout=_PART_SECS)
+            done, _ = ray.wait(list(running), num_returns=1, timeout=_SHARD_SECS)
             if not done:
                 raise ServiceUnavailable(
-                    f"compaction of step {plan.step}: expected a part of it within {_PART_SECS:.0f}"
+                    f"compaction of step {plan.step}: expected a shard of it within {_SHARD_SECS:.0f}"
                     " s, found none; check the nodes' storage"
                 )
             for call in done:
@@ -143,11 +143,11 @@ def _by_tasks(
     finally:
         for call in running:
             ray.cancel(call)
-    return [found[number] for number in range(len(plan.parts))]
+    return [found[number] for number in range(len(plan.shards))]
 
 
-def _merge_quietly(plan: CompactionPlan, number: int, memory_bytes: int) -> MergedPart:
-    """Merges a part in a low-priority thread, since the Ray process runs other tasks later."""
+def _merge_quietly(plan: CompactionPlan, number: int, memory_bytes: int) -> MergedShard:
+    """Merges a shard in a low-priority thread, since the Ray process runs other tasks later."""
     with Runtime(size=1, low_priority=True) as runtime:
-        merge = functools.partial(compact.merge_part, plan, number, memory_bytes=memory_bytes)
+        merge = functools.partial(compact.merge_shard, plan, number, memory_bytes=memory_bytes)
         return runtime.start(merge).result()

@@ -136,7 +136,7 @@ class ServiceOptions:
         once. Default: 0.1 for a directory, 5 for a bucket, where listings are billed.
       compact_after: merge a chain of this many deltas into a new base, in the background; None
         disables compaction.
-      compact_memory_bytes: memory for compaction in bytes, for all parts together.
+      compact_memory_bytes: memory for compaction in bytes, for all shards together.
       nice: CPU niceness of the replicas, 0 to 19.
       endpoint: address of the bucket's server, if it is not the cloud provider's default.
       wal: how the replicas read WAL records in Kafka, such as ``KafkaWal(config=...)``. Ray stores
@@ -224,7 +224,7 @@ class Pinned:
     pin: int = 0
     refused: str = ""
     soon: bool = False
-    held: SaveId | None = None
+    loaded: SaveId | None = None
     epoch: int = 0
     point: SaveId | None = None
     address: MemoryAddress | None = None

@@ -229,7 +229,7 @@ class _Read:
         return wanted is not None and (pinned.epoch, pinned.point) == wanted[:2]
 
     def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
-        wanted, held = self._save.info.save_id, pinned.held
+        wanted, held = self._save.info.save_id, pinned.loaded
         if held is not None and held.run != wanted.run:
             return ServiceMismatch(
                 f"{replica}: expected save id {wanted} within {self._timeout_secs} s, found {held} "

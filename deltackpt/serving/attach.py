@@ -82,7 +82,7 @@ class SharedVersion:
                 f"share: expected a description of at most {_MOST_BYTES:,} bytes, found "
                 f"{len(data):,}; follow fewer tables"
             )
-        self._memory.begin_write()
+        self._memory.start_write()
         self._memory.array(0, (1,), _LENGTH)[0] = len(data)
         out = self._memory.array(_LENGTH.itemsize, (len(data),), np.dtype(np.uint8))
         out[:] = np.frombuffer(data, np.uint8)

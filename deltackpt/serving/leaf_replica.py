@@ -156,7 +156,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
     def _whole(self, newest: StoredSave) -> LoadedLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
         leaves, read = self._chosen(chain[-1].layout), list[int]()
-        found = stored_dense.of_step(
+        found = stored_dense.open_values(
             chain, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
         )
         return self._version(chain[-1], leaves, found, self.loaded, read)
@@ -169,7 +169,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         try:
             return self._version(save, leaves, found, self.loaded, read, plan)
         except Damaged as error:
-            raise DamagedWal.of(error, plan.point.save_id) from error
+            raise DamagedWal.from_damage(error, plan.point.save_id) from error
 
     def _chosen(self, layout: Layout) -> tuple[DenseEntry, ...]:
         found = served_dense.chosen(layout, self._patterns)
@@ -270,5 +270,5 @@ def _same(data: memoryview, other: memoryview, *, compare: bool) -> bool:
     if data is other or not compare or data.nbytes != other.nbytes:
         return data is other
     one, two = np.frombuffer(data, np.uint8), np.frombuffer(other, np.uint8)
-    parts = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
-    return all(np.array_equal(one[part], two[part]) for part in parts)
+    pieces = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
+    return all(np.array_equal(one[piece], two[piece]) for piece in pieces)

@@ -169,7 +169,7 @@ def follow(
     wal: bool | KafkaWal = True,
     soft: bool = True,
     poll_secs: float | None = 1.0,
-    hold_secs: float = 5.0,
+    reader_secs: float = 5.0,
     memory_bytes: int | None = None,
     item: str | None = None,
     endpoint: str | None = None,
@@ -189,7 +189,7 @@ def follow(
         records are in Kafka.
       soft: whether rows also follow WAL records without dense leaves; see ``Version.dense``.
       poll_secs: seconds between polls by a background thread; None polls only in ``advance``.
-      hold_secs: how long the next version waits for readers of rows to close theirs.
+      reader_secs: how long the next version waits for readers of rows to close theirs.
       memory_bytes: maximum bytes of rows; by default, what the machine has.
       item: name of deltackpt's item in the steps; detected in the newest step by default.
       endpoint: address of a bucket's server, if it is not the provider's own.
@@ -206,8 +206,8 @@ def follow(
         raise OptionError("follow: expected leaves or tables to follow, found neither")
     if not 0 <= shard < shards:
         raise OptionError(f"follow: expected a shard in [0, {shards}), found {shard}")
-    if hold_secs <= 0:
-        raise OptionError(f"follow: expected positive hold_secs, found {hold_secs}")
+    if reader_secs <= 0:
+        raise OptionError(f"follow: expected positive reader_secs, found {reader_secs}")
     kafka = wal if isinstance(wal, KafkaWal) else None
     opened = open_steps(directory, item=item, endpoint=endpoint, wal=kafka, follow=True)
     followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
@@ -220,7 +220,7 @@ def follow(
             shards=shards,
             choice=choice,
             with_files=False,
-            reader_secs=hold_secs,
+            reader_secs=reader_secs,
             memory_bytes=memory_bytes,
         )
     of_leaves = LeafReplica(opened.item, patterns) if patterns else None
@@ -407,7 +407,7 @@ class Live(Versions):
         Raises:
           ServiceUnavailable: no version is available yet.
           OptionError: the table is not followed.
-          VersionExpired: transferring all rows took longer than ``hold_secs``.
+          VersionExpired: transferring all rows took longer than ``reader_secs``.
           MissingExtra: jax cannot be imported.
         """
         self._require_tables("on_device")

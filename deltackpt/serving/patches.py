@@ -147,15 +147,15 @@ def write(patch: Patch, path: str | os.PathLike[str]) -> int:
     for name, one in patch.tensors.items():
         values = np.ascontiguousarray(one.values)
         if one.unit == "whole":
-            parts = {name: values}
+            pieces = {name: values}
         else:
-            parts = {f"{name}:steps": _steps(one.positions), f"{name}:values": values}
-        stored |= parts
+            pieces = {f"{name}:steps": _steps(one.positions), f"{name}:values": values}
+        stored |= pieces
         described[name] = {
             "unit": one.unit,
             "dtype": one.dtype,
             "shape": one.shape,
-            "crc32c": [crc32c(_bytes(part)) for part in parts.values()],
+            "crc32c": [crc32c(_bytes(piece)) for piece in pieces.values()],
         }
     metadata = {
         "format": _FORMAT,
@@ -167,7 +167,7 @@ def write(patch: Patch, path: str | os.PathLike[str]) -> int:
     # The header has no checksum of its own in the format.
     metadata["crc32c"] = str(_checksum(metadata))
     temporary = posix.temporary_beside(Path(path))
-    stored = {name: _storable(part) for name, part in stored.items()}
+    stored = {name: _storable(piece) for name, piece in stored.items()}
     # Wide types first, so that each tensor is aligned.
     names = sorted(stored, key=lambda name: (-stored[name].itemsize, name))
     listed = {name: SafetensorsTensor(stored[name].dtype, stored[name].shape) for name in names}
@@ -256,16 +256,16 @@ def _check(name: str, one: TensorPatch, found: np.ndarray | None) -> None:
 def _tensor(name: str, one: Any, stored: Mapping[str, np.ndarray], shown: str) -> TensorPatch:
     unit, dtype = one["unit"], dtypes.dtype_of(one["dtype"])
     names = [name] if unit == "whole" else [f"{name}:steps", f"{name}:values"]
-    parts = [_bytes(stored[part]) for part in names]
-    for part, data, crc in zip(names, parts, one["crc32c"], strict=True):
+    pieces = [_bytes(stored[piece]) for piece in names]
+    for piece, data, crc in zip(names, pieces, one["crc32c"], strict=True):
         if crc32c(data) != crc:
-            raise Damaged(f"{shown}: {part}", f"CRC32C {crc:08x}", "another")
-    shape, values = tuple(map(int, one["shape"])), parts[-1].view(dtype)
+            raise Damaged(f"{shown}: {piece}", f"CRC32C {crc:08x}", "another")
+    shape, values = tuple(map(int, one["shape"])), pieces[-1].view(dtype)
     if unit == "whole":
         return TensorPatch(unit, dtype.name, shape, np.empty(0, np.int64), values.reshape(shape))
     if unit not in ("element", "row"):
         raise ValueError(f"unit {unit!r}")
-    steps = parts[0]
+    steps = pieces[0]
     is_value = steps < _SKIP
     positions = np.cumsum(steps, dtype=np.int64)[is_value]
     positions += np.arange(len(positions))
@@ -287,8 +287,8 @@ def _different(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns the positions at which two arrays of bits differ."""
     found = [np.empty(0, np.int64)]
     for start in range(0, len(one), _COMPARED):
-        part = slice(start, start + _COMPARED)
-        differs = one[part] != other[part]
+        piece = slice(start, start + _COMPARED)
+        differs = one[piece] != other[piece]
         if differs.any():
             differs = differs if differs.ndim == 1 else differs.any(axis=1)
             found.append(np.flatnonzero(differs) + start)

@@ -222,7 +222,7 @@ class Changes(Iterator[ChangeBatch]):
                             table, wanted, values, shown.position, pending.reset, complete=False
                         )
                     )
-            if not shown.is_current():  # This thread was suspended for longer than ``hold_secs``.
+            if not shown.is_current():  # This thread was suspended for longer than ``reader_secs``.
                 for batch in found:
                     self._pending[batch.table].add(batch.rows)
                 return

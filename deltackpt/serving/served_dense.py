@@ -104,7 +104,7 @@ class LeafArray:
         return held.view(self.dtype).reshape(self.chunks)
 
     def _indices(self) -> Iterator[tuple[int, ...]]:
-        counts = [-(-size // part) for size, part in zip(self.shape, self.chunks)]
+        counts = [-(-size // piece) for size, piece in zip(self.shape, self.chunks)]
         return itertools.product(*map(range, counts))
 
 

@@ -41,7 +41,7 @@ class Position:
     record: SaveId | None = None
 
     @classmethod
-    def of(cls, save_id: SaveId, point: RecoveryPoint | None) -> Position:
+    def from_save(cls, save_id: SaveId, point: RecoveryPoint | None) -> Position:
         """Returns the position of a step, or of a recovery point above it."""
         return cls(save_id) if point is None else cls(save_id, point.epoch, point.save_id)
 
@@ -100,7 +100,7 @@ class PublishedState:
     @property
     def position(self) -> Position:
         """The step or recovery point."""
-        return Position.of(self.save_id, self.point)
+        return Position.from_save(self.save_id, self.point)
 
     @property
     def step(self) -> int:
@@ -115,7 +115,7 @@ class PublishedState:
         """Raises ``VersionExpired`` if a newer state has replaced the rows that were read."""
         if not self.is_current():
             raise VersionExpired(
-                f"version of step {self.step}: expected it to be closed within hold_secs, found "
+                f"version of step {self.step}: expected it to be closed within reader_secs, found "
                 "that a newer one has replaced it; open the newest version, and close it sooner"
             )
 
@@ -266,7 +266,7 @@ class Versions(abc.ABC):
         """Opens the newest version.
 
         If tables are followed, the next version waits until this one is closed, for at most
-        ``hold_secs``; so close it before you compute. Without tables, versions wait for nothing. Do
+        ``reader_secs``; so close it before you compute. Without tables, versions wait for nothing. Do
         not open a version inside of another one.
 
         Args:

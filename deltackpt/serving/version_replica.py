@@ -116,7 +116,7 @@ class VersionReplica:
             rows, sequence = self._known[1], loaded.sequence
         assert loaded is not None
         save_id, point = loaded.save.save_id, loaded.point
-        number = self.changes.complete(Position.of(save_id, point))
+        number = self.changes.complete(Position.from_save(save_id, point))
         return PublishedState(save_id, point, loaded.unix_secs, number, dense, rows, sequence)
 
 

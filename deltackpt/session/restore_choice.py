@@ -54,7 +54,7 @@ class RestoreChoice(NamedTuple):
         return self.step if self.point is None else self.point.step
 
     @classmethod
-    def of(cls, plain: _PlainChoice | None) -> RestoreChoice | None:
+    def from_plain(cls, plain: _PlainChoice | None) -> RestoreChoice | None:
         """Returns a choice from its JSON value."""
         if plain is None:
             return None
@@ -152,7 +152,7 @@ class RestoreChooser:
 
         chosen, lost = self._run.coordinator.from_process_0("choosing a step", find)
         tried.lost = [(step, DamagedWal(*told)) for step, *told in lost]
-        return RestoreChoice.of(chosen)
+        return RestoreChoice.from_plain(chosen)
 
     def _choose(
         self, tried: FailedChoices, wal: bool
@@ -259,7 +259,9 @@ class RestoreChooser:
             plan = ledger_steps.plan_to(self._index(), run.root.restorable(), requested)
             return None if plan is None else _plain(plan)
 
-        return RestoreChoice.of(run.coordinator.from_process_0(f"finding {requested}", find))
+        return RestoreChoice.from_plain(
+            run.coordinator.from_process_0(f"finding {requested}", find)
+        )
 
     def points(self) -> list[RecoveryPoint]:
         """Returns the full recovery points that a committed step makes restorable, newest first."""

@@ -36,7 +36,7 @@ class RestoredState:
     equals: Callable[[Split], bool]  # reads the step again; the same result on every process
 
     @classmethod
-    def of(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
+    def from_split(cls, split: Split, equals: Callable[[Split], bool]) -> RestoredState:
         """Notes a restored state."""
         return cls(
             tuple(map(_reference, arrays_of(split))),
@@ -112,9 +112,9 @@ def _same(found: object, leaf: object) -> bool:
             return False
         if _is_key(leaf):
             found, leaf = jax.random.key_data(found), jax.random.key_data(leaf)
-        parts = {shard.device: shard.data for shard in found.addressable_shards}
+        pieces = {shard.device: shard.data for shard in found.addressable_shards}
         return all(
-            shard.device in parts and same_bits(parts[shard.device], shard.data)
+            shard.device in pieces and same_bits(pieces[shard.device], shard.data)
             for shard in leaf.addressable_shards
         )
     if type(found) is not type(leaf):

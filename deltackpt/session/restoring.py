@@ -294,7 +294,7 @@ class Restorer:
         with self._run.coordinator.together(f"finding step {step}"):
             self._run.root.await_readable(step)
             wal = self._chooser.pop_wal()
-            found = self._steps.find(step, template, rows, service, point, wal)
+            found = self._steps.locate(step, template, rows, service, point, wal)
         return found, time.perf_counter()
 
     def _load(
@@ -443,7 +443,7 @@ class Restorer:
         if fresh is not None:
             clocks = dataclasses.replace(clocks, windows=pending_save.clocks_of(split, ()).windows)
             if run.options.deltas.tracking_audit:
-                sample = tracking_audit.of_restored(split, fresh, run.runtime)
+                sample = tracking_audit.sample_restored(split, fresh, run.runtime)
         run.lineage.adopt(
             merged.chain[-1],
             run.local.step_dir(found.step),
@@ -457,7 +457,7 @@ class Restorer:
             replayed=None if loaded.point is None else loaded.point.rows,
             continues=continues,
         )
-        state_at = RestoredState.of(split, functools.partial(self._equals, choice))
+        state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
         run.note_restored(found.step, state_at)
         if run.dense is not None and loaded.point is None and found.expected is not None:
             self._keep_references(run.dense, found, loaded, split)
@@ -474,7 +474,9 @@ class Restorer:
         try:
             chain = found.saves or chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
-            described = stored_dense.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+            described = stored_dense.open_values(
+                chain, lambda key: key.endswith(f"/{ZARRAY}")
+            ).values
         except (RestoreError, StorageError):
             # Damaged or removed since it was restored: the next delta holds whole leaves.
             return

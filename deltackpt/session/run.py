@@ -217,7 +217,7 @@ class WalHooks:
 
     begun = ""  # Id of the run whose epoch has begun; empty if it has to begin.
 
-    def begin_epoch(self, split: Split) -> None:
+    def start_epoch(self, split: Split) -> None:
         """Called before a save if ``begun`` is not its run, with the step that it continues."""
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
@@ -415,7 +415,7 @@ class Run:
 
     @property
     def no_shared_fs(self) -> bool:
-        """Returns whether each process writes its part of a save to its own directory."""
+        """Returns whether each process writes its shard of a save to its own directory."""
         return self.replication is not None and self.replication.no_shared_fs
 
     @property
@@ -441,10 +441,10 @@ class Run:
         elif isinstance(self.root, Root):
             self.root.check_lease()
 
-    def begin_replication(self) -> None:
+    def start_replication(self) -> None:
         """Records for the tiers, before a run's first save or WAL, what it resumes from; once."""
         if self.replication is not None:
-            self.replication.begin_run(self.lineage.newest_committed, self.lineage.run)
+            self.replication.start_run(self.lineage.newest_committed, self.lineage.run)
 
     def writers(self, temporary: Path, attempt: int) -> StepWriters:
         """Returns the processes that write an attempt at a step in this run."""
@@ -543,7 +543,9 @@ class Run:
         """
         seconds = time.perf_counter() - started
         process = coordination.process_index()
-        event = events.FailureEvent.of(error, operation, step, process=process, seconds=seconds)
+        event = events.FailureEvent.from_error(
+            error, operation, step, process=process, seconds=seconds
+        )
         self.emit(event, log_message)
 
     def emit(self, event: events.Event, log_message: bool = True) -> None:

@@ -129,10 +129,10 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``parts``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
-        return self._run.tracking.choose(self.parts(state, touched), touched)
+        """Returns ``split_all``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
+        return self._run.tracking.choose(self.split_all(state, touched), touched)
 
-    def parts(self, state: PyTree, touched: TouchState | None) -> Split:
+    def split_all(self, state: PyTree, touched: TouchState | None) -> Split:
         """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
@@ -151,10 +151,10 @@ class Saver:
             return Saved.skipped(step, reason, started)
         run.check_above(step)
         # First: without its WAL, a staging directory cannot be resumed from.
-        run.begin_replication()
+        run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
-            run.wal.begin_epoch(split)
+            run.wal.start_epoch(split)
         run.roll_back(step)
         run.end_hashing()
         attempt = run.lineage.attempts + 1

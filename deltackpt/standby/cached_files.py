@@ -80,7 +80,7 @@ def read(
         return heads[name]
 
     # Digests in a manifest become a file, since readers of the memory may lack that manifest.
-    wanted = digests.of_step(read_head, {}, shown)
+    wanted = digests.parse_step_digests(read_head, {}, shown)
     lengths = {name: len(data) for name, data in heads.items()}
     lengths |= {name: found.length for name, found in wanted.items() if name not in heads}
     values = {_name(value): value for value in stored_dense.listed(save)}
@@ -88,7 +88,7 @@ def read(
     if held is None:
         return None
     try:
-        held.memory.begin_write()
+        held.memory.start_write()
         if values:
             _fill_dense(held, save, before, newer)
         for file in held.index:
@@ -116,7 +116,7 @@ def store(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> Cached
     held = _room({name: view.nbytes for name, view in views.items()}, most_bytes)
     if held is None:
         return None
-    held.memory.begin_write()
+    held.memory.start_write()
     for file in held.index:
         held.array(file)[:] = np.frombuffer(views[file.name], np.uint8)
     held.memory.end_write()
@@ -138,7 +138,7 @@ def _fill_dense(
     if found is None:
         older = save.needs_older_dense
         chain = chains.read_chain(save.step_dir, save.item) if older else [save]
-        found = stored_dense.of_step(chain, room=room)
+        found = stored_dense.open_values(chain, room=room)
     for key, data in held.dense.items():
         out, own = np.frombuffer(data, np.uint8), np.frombuffer(found.get(key) or b"", np.uint8)
         # Values that did not change, and those of a new base, are in other memory.

@@ -37,7 +37,7 @@ from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.dense_state import KnownStates
-from deltackpt.reading.part_arrays import Shard
+from deltackpt.reading.shard_arrays import Shard
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
@@ -404,7 +404,7 @@ class RowReplica(StateHolder[LoadedState]):
     ) -> Iterator[ReplicaTables]:
         """Lets memory with the held rows change in the context, which calls ``_publish`` last."""
         with self._gate.writing():
-            if not tables.memory.begin_write():
+            if not tables.memory.start_write():
                 # The old memory belongs to its reader now.
                 copy = self._new_tables(tables.layout, previous=0)
                 copy.memory.copy_from(tables.memory)
@@ -547,13 +547,13 @@ class ChangedRows:
 
     def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
         """Returns the name of each table with regions to its rows in the set, int64, ascending."""
-        rows = {group: row_blocks.union_of(parts) for group, parts in self._rows.items()}
+        rows = {group: row_blocks.union_of(chunks) for group, chunks in self._rows.items()}
         none = np.empty(0, np.int64)
         found: dict[str, np.ndarray] = {}
         for region in regions:
             of_group = rows.get(region.group, none)
-            part = of_group[slice(*np.searchsorted(of_group, region.rows))]
-            found[region.table.name] = part - region.table.offset
+            chunk = of_group[slice(*np.searchsorted(of_group, region.rows))]
+            found[region.table.name] = chunk - region.table.offset
         return found
 
 
@@ -566,7 +566,7 @@ def _are_lossless(layers: Iterable[Sequence[Shard]]) -> bool:
     """Returns whether layers contain all their rows bit for bit."""
     return all(
         codecs.is_lossless(
-            codecs.of_segment(segment.spec(layer.groups[segment.group], field).codec)
+            codecs.parse_codec(segment.spec(layer.groups[segment.group], field).codec)
         )
         for of_save in layers
         for layer in of_save

@@ -218,7 +218,7 @@ class SharedMemory(MappedMemory):
         """Allows readers to keep their mappings from now on."""
         self._is_mapping_allowed = True
 
-    def begin_write(self) -> bool:
+    def start_write(self) -> bool:
         """Marks the contents as changing, once readers have released their locks; idempotent.
 
         Returns False, and marks nothing, if a reader keeps a mapping.

@@ -106,10 +106,10 @@ def _values_first(item: tuple[str, object]) -> tuple[bool, str]:
 
 def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, CodecChoice]:
     if not isinstance(given, Mapping):
-        return dict.fromkeys(names, CodecChoice.of(given))
+        return dict.fromkeys(names, CodecChoice.from_option(given))
     for pattern in given:
         paths.matching(option, pattern, names)
-    return {name: CodecChoice.of(_first_match(given, name)) for name in names}
+    return {name: CodecChoice.from_option(_first_match(given, name)) for name in names}
 
 
 def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:

@@ -258,9 +258,9 @@ def put(value: np.ndarray, leaf: object, *, may_alias: bool = False) -> jax.Arra
 def assembled(
     leaf: Leaf, boxes: Mapping[Any, _Box], held: Mapping[_Box, np.ndarray], *, may_alias: bool
 ) -> jax.Array:
-    """Creates a ``jax.Array`` from parts in host memory, placed like a leaf and in its shape.
+    """Creates a ``jax.Array`` from pieces in host memory, placed like a leaf and in its shape.
 
-    If ``may_alias``, no other code writes to the parts. The CPU backend then uses parts without a
+    If ``may_alias``, no other code writes to the pieces. The CPU backend then uses pieces without a
     copy if only one device holds them; with two devices, donations would overwrite each other's
     rows.
     """
@@ -277,7 +277,7 @@ def assembled(
         )
         for device, box in boxes.items()
     ]
-    # Its dtype is asked for if this process has no part.
+    # Its dtype is asked for if this process has no piece.
     return _laid_out(
         jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype),
         leaf,
@@ -336,7 +336,7 @@ def host_copy(array: jax.Array) -> jax.Array:
 _LEAST_BYTES = 4096
 _REMEMBERED = 1 << 16
 
-#: Row part and column part of a table, by number.
+#: Numbers of a table's shard along its rows and its columns.
 _Cell = tuple[int, int]
 
 
@@ -344,7 +344,7 @@ _Cell = tuple[int, int]
 ITSELF = -1
 
 
-class OwnedShare(NamedTuple):
+class OwnedBox(NamedTuple):
     """Rows of a box that this process writes: after ``skip`` rows of a shard, or of ``ITSELF``."""
 
     box: Box
@@ -360,7 +360,7 @@ class _Owned(NamedTuple):
     skip: int
 
 
-def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[OwnedShare]:
+def owned_boxes(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[OwnedBox]:
     """Returns the rows of one field of a table that this process writes; equal for equal arrays.
 
     A numpy array is assumed to be equal on every process. ``stamps`` is None if touched rows are
@@ -371,15 +371,15 @@ def shares(leaf: Leaf, stamps: object = None, *, turn: int = 0) -> Iterator[Owne
         rows, columns = leaf.shape[0], (0, _width(leaf.shape))
         owners = _owners(tuple(range(coordination.process_count())), rows * row_bytes, turn)
         for number, owner in enumerate(owners):
-            span = _part((0, rows), number, len(owners))
+            span = _subspan((0, rows), number, len(owners))
             if owner == coordination.process_index() and span[0] < span[1]:
-                yield OwnedShare(Box(span, columns), ITSELF, span[0])
+                yield OwnedBox(Box(span, columns), ITSELF, span[0])
         return
     known = stamps.sharding if isinstance(stamps, jax.Array) else None
     shard_of = _shard_numbers(leaf)
     here = coordination.process_index()
     for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
-        yield OwnedShare(owned.box, shard_of[owned.device], owned.skip)
+        yield OwnedBox(owned.box, shard_of[owned.device], owned.skip)
 
 
 def block_owners(leaf: Leaf, count: int) -> list[int]:
@@ -390,11 +390,11 @@ def block_owners(leaf: Leaf, count: int) -> list[int]:
     if not isinstance(leaf, jax.Array):
         processes = coordination.process_count()
         return [block % processes for block in range(count)]
-    parts = _parts(leaf.sharding, leaf.shape)
-    holders = _grid(leaf.sharding, parts).holders
+    grid_shape = _shard_counts(leaf.sharding, leaf.shape)
+    holders = _grid(leaf.sharding, grid_shape).holders
     found = []
     for block in range(count):
-        devices = holders[block * parts[0] // count, 0]
+        devices = holders[block * grid_shape[0] // count, 0]
         processes = [*dict.fromkeys(map(coordination.process_of, devices))]
         found.append(processes[block % len(processes)])
     return found
@@ -406,7 +406,7 @@ def shard_boxes(array: jax.Array) -> dict[Box, int]:
     return {box: shard_of[device] for device, box in boxes(array.sharding, array.shape).items()}
 
 
-def local_parts(array: Leaf) -> dict[Device | None, Leaf]:
+def local_arrays(array: Leaf) -> dict[Device | None, Leaf]:
     """Returns the content of an array by the devices of ``device_boxes``; None for the whole."""
     if sharding_of(array) is None:
         return {None: array}
@@ -420,7 +420,7 @@ def _shard_numbers(array: jax.Array) -> dict[Device, int]:
 
 
 def shard_data(array: Leaf, shard: int) -> Leaf:
-    """Returns one shard of an array: see ``OwnedShare.shard``."""
+    """Returns one shard of an array: see ``OwnedBox.shard``."""
     return array if shard == ITSELF else array.addressable_shards[shard].data
 
 
@@ -452,7 +452,7 @@ def shared_rows(stamps: Leaf) -> frozenset[Span]:
 
 @functools.lru_cache(_REMEMBERED)
 def _shared_rows(sharding: Sharding, shape: tuple[int, ...], here: int) -> frozenset[Span]:
-    grid = _grid(sharding, _parts(sharding, shape))
+    grid = _grid(sharding, _shard_counts(sharding, shape))
     found = set()
     for device, box in boxes(sharding, shape).items():
         holders = {coordination.process_of(other) for other in grid.holders[grid.cell_of[device]]}
@@ -487,8 +487,8 @@ def _owned(
     here: int,
 ) -> tuple[_Owned, ...]:
     """Returns what process ``here``, this one, writes of a field."""
-    parts = _parts(sharding, shape)
-    grid = _grid(sharding, parts)
+    grid_shape = _shard_counts(sharding, shape)
+    grid = _grid(sharding, grid_shape)
     local = {}
     for device, box in boxes(sharding, shape).items():
         local.setdefault(box, device)
@@ -505,13 +505,13 @@ def _owned(
                         f"process that holds them, found sharding {sharding} and stamps of "
                         f"sharding {stamps}; shard tables, slots and stamps over the same devices"
                     )
-            nbytes = (rows[1] - rows[0]) * row_bytes // parts[1]
+            nbytes = (rows[1] - rows[0]) * row_bytes // grid_shape[1]
             owners = _owners(holders, nbytes, turn + sum(cell))
             for number, owner in enumerate(owners):
-                part = _part(rows, number, len(owners))
-                if coordination.process_of(owner) == here and part[0] < part[1]:
-                    skip = part[0] - box.rows[0]
-                    _append(found, _Owned(Box(part, box.columns), owner, skip))
+                piece = _subspan(rows, number, len(owners))
+                if coordination.process_of(owner) == here and piece[0] < piece[1]:
+                    skip = piece[0] - box.rows[0]
+                    _append(found, _Owned(Box(piece, box.columns), owner, skip))
     return tuple(found)
 
 
@@ -535,55 +535,55 @@ def _known(
     if stamps is None:
         yield span, None
         return
-    (count, _) = parts = _parts(stamps, (rows,))
-    grid = _grid(stamps, parts)
+    (count, _) = grid_shape = _shard_counts(stamps, (rows,))
+    grid = _grid(stamps, grid_shape)
     for number in range(count):
-        piece = _part((0, rows), number, count)
+        piece = _subspan((0, rows), number, count)
         common = max(span[0], piece[0]), min(span[1], piece[1])
         if common[0] < common[1]:
             yield common, frozenset(map(coordination.process_of, grid.holders[number, 0]))
 
 
 def _owners(holders: tuple[_T, ...], nbytes: int, turn: int) -> tuple[_T, ...]:
-    """Returns the holders that write a part each, spread evenly over them."""
+    """Returns the holders that write a piece each, spread evenly over them."""
     count = min(len(holders), max(1, nbytes // _LEAST_BYTES))
     first = turn % len(holders)
     turned = holders[first:] + holders[:first]
     return tuple(turned[number * len(holders) // count] for number in range(count))
 
 
-def _part(span: Span, number: int, count: int) -> Span:
-    """Returns one of ``count`` nearly equal parts of a span."""
+def _subspan(span: Span, number: int, count: int) -> Span:
+    """Returns one of ``count`` nearly equal pieces of a span."""
     length = span[1] - span[0]
     return span[0] + length * number // count, span[0] + length * (number + 1) // count
 
 
-def _parts(sharding: Sharding, shape: tuple[int, ...]) -> _Cell:
-    """Returns into how many parts a sharding splits rows and columns."""
+def _shard_counts(sharding: Sharding, shape: tuple[int, ...]) -> _Cell:
+    """Returns into how many shards a sharding splits rows and columns."""
     shard = sharding.shard_shape(shape)
     if shard[2:] != shape[2:]:
         raise TrackingError(
             f"array of shape {shape}: expected a sharding of its first two axes, found "
             f"{sharding}; shard tables and slots by rows and columns only"
         )
-    counts = [max(1, -(-size // max(1, part))) for size, part in zip(shape[:2], shard[:2])]
+    counts = [max(1, -(-size // max(1, piece))) for size, piece in zip(shape[:2], shard[:2])]
     return counts[0], counts[1] if len(counts) > 1 else 1
 
 
 class _Grid(NamedTuple):
-    """Which devices hold which part, in an order that is the same on every process."""
+    """Which devices hold which shard of an array, in an order that is the same on every process."""
 
     holders: dict[_Cell, tuple[Device, ...]]
     cell_of: dict[Device, _Cell]
 
 
 @functools.lru_cache(_REMEMBERED)
-def _grid(sharding: Sharding, parts: _Cell) -> _Grid:
+def _grid(sharding: Sharding, grid_shape: _Cell) -> _Grid:
     holders: dict[_Cell, list[Device]] = {}
     cell_of = {}
-    # The parts as an array with one element each, so that cells do not depend on the rows.
-    for device, index in _indices(sharding, parts).items():
-        box = _box(index, parts)
+    # The shards as an array with one element each, so that cells do not depend on the rows.
+    for device, index in _indices(sharding, grid_shape).items():
+        box = _box(index, grid_shape)
         cell_of[device] = cell = (box.rows[0], box.columns[0])
         holders.setdefault(cell, []).append(device)
     return _Grid({cell: _ordered(devices) for cell, devices in holders.items()}, cell_of)
@@ -599,9 +599,9 @@ def _ordered(devices: list[Device]) -> tuple[Device, ...]:
     ]
 
 
-def _indices(sharding: Sharding, parts: _Cell) -> Mapping[Device, tuple[slice, ...]]:
+def _indices(sharding: Sharding, grid_shape: _Cell) -> Mapping[Device, tuple[slice, ...]]:
     try:
-        return sharding.devices_indices_map(parts)
+        return sharding.devices_indices_map(grid_shape)
     except ValueError:  # A sharding of one axis.
-        found = sharding.devices_indices_map(parts[:1])
+        found = sharding.devices_indices_map(grid_shape[:1])
         return {device: (*index, slice(None)) for device, index in found.items()}

@@ -195,7 +195,7 @@ class MemberRows:
         self.columns = (slice(member.width),) if padded else ()
         self.shape = (member.rows, *((member.width,) if padded else trailing))
         self.dtype = np.dtype(array.dtype)
-        self._parts: tuple[tuple[int, np.ndarray | jax.Array], ...] | None = None
+        self._chunks: tuple[tuple[int, np.ndarray | jax.Array], ...] | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -214,9 +214,9 @@ class MemberRows:
     @property
     def on_host(self) -> bool:
         """Returns whether the stacked array is in host memory."""
-        if self._parts is None:
+        if self._chunks is None:
             return placement.on_host(self.array)
-        return all(placement.on_host(part) for _, part in self._parts)
+        return all(placement.on_host(chunk) for _, chunk in self._chunks)
 
     def owned_phases(self) -> tuple[int, ...]:
         """Returns the ids, modulo the SparseCores, that this process writes."""
@@ -244,15 +244,15 @@ class MemberRows:
         if not self.on_host and coordination.process_count() == 1:
             return self.on_device(np.arange(len(self)))
         found = MemberRows(self.array, self.stack, self.member)
-        parts = self._held_parts()
+        chunks = self._local_chunks()
         if not self.on_host:
-            parts = tuple(
-                (row, _copied(part[row - first : row - first + count]))
-                for first, part in parts
+            chunks = tuple(
+                (row, _copied(chunk[row - first : row - first + count]))
+                for first, chunk in chunks
                 for row, _, count in self.stack.runs(self.member.name)
-                if first <= row < first + len(part)
+                if first <= row < first + len(chunk)
             )
-        found.array, found._parts = None, parts
+        found.array, found._chunks = None, chunks
         return found
 
     def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -263,7 +263,7 @@ class MemberRows:
             out[...] = np.asarray(self.on_device(ids))
             return out
         rows = self.stack.physical_rows(self.member.name, ids)
-        for first, view in self._held_parts():
+        for first, view in self._local_chunks():
             local = rows - first
             held = np.flatnonzero((local >= 0) & (local < len(view)))
             # Faster than an index of rows and columns, although it copies the padding too.
@@ -277,9 +277,9 @@ class MemberRows:
             self.take(np.arange(start, stop), out)
             return
         shards = self.stack.shards
-        parts = self._held_parts()
+        chunks = self._local_chunks()
         for run in self.stack.runs(self.member.name):
-            for first, view in parts:
+            for first, view in chunks:
                 low = max(-(-(start - run.id) // shards), first - run.row, 0)
                 high = min(-(-(stop - run.id) // shards), first + len(view) - run.row, run.count)
                 if low < high:
@@ -297,26 +297,26 @@ class MemberRows:
         # One process cannot run a program on an array of several processes: each device gathers
         # its own rows.
         out: jax.Array | None = None
-        for first, part in self._held_parts():
-            assert isinstance(part, jax.Array)
+        for first, chunk in self._local_chunks():
+            assert isinstance(chunk, jax.Array)
             if out is None:
-                [device] = part.devices()
+                [device] = chunk.devices()
                 out = jnp.zeros((len(ids), *self.shape[1:]), self.dtype, device=device)
-            at = np.flatnonzero((rows >= first) & (rows < first + len(part)))
+            at = np.flatnonzero((rows >= first) & (rows < first + len(chunk)))
             # Padding limits how many sizes compile; indices past the last row are dropped.
             padding = (1 << max(0, len(at) - 1).bit_length()) - len(at)
             if len(at):
                 local = np.pad(rows[at] - first, (0, padding))
-                found = jax.device_put(_gathered(part, local, width=width), device)
+                found = jax.device_put(_gathered(chunk, local, width=width), device)
                 at = np.pad(at.astype(np.int32), (0, padding), constant_values=len(ids))
                 out = _placed_at(out, at, found)
         assert out is not None
         return out
 
-    def _held_parts(self) -> tuple[tuple[int, np.ndarray | jax.Array], ...]:
+    def _local_chunks(self) -> tuple[tuple[int, np.ndarray | jax.Array], ...]:
         """The parts of the stacked array on this process, each with its first row; not copied."""
-        if self._parts is not None:
-            return self._parts
+        if self._chunks is not None:
+            return self._chunks
         if not isinstance(self.array, jax.Array):
             return ((0, self.array),)
         found = {
@@ -324,7 +324,7 @@ class MemberRows:
             for box, shard in placement.shard_boxes(self.array).items()
         }
         if self.on_host:
-            return tuple((first, np.asarray(part)) for first, part in found.items())
+            return tuple((first, np.asarray(chunk)) for first, chunk in found.items())
         return tuple(found.items())
 
 
@@ -383,20 +383,20 @@ def array_of(leaf: object) -> Leaf:
     return leaf.array if isinstance(leaf, MemberRows) else leaf
 
 
-def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
+def assembled(chunks: Sequence[RestoredMember | MemberRows]) -> Leaf:
     """Returns a stacked array like its template, with the rows of all its members.
 
     Padding is as in the template if that is an array, otherwise zero. If no member was restored,
     the result is their own array.
     """
-    restored = [part for part in parts if isinstance(part, RestoredMember)]
+    restored = [chunk for chunk in chunks if isinstance(chunk, RestoredMember)]
     if not restored:
-        return array_of(parts[0])
+        return array_of(chunks[0])
     target = restored[0].target
     leaf, stack = target.array, target.stack
     is_device_array = isinstance(leaf, jax.Array)
     has_values = not leaf.is_deleted() if is_device_array else isinstance(leaf, np.ndarray)
-    known = placement.local_parts(leaf) if has_values else {}
+    known = placement.local_arrays(leaf) if has_values else {}
     boxes = placement.device_boxes(leaf)
     held = {}
     for device, box in boxes.items():
@@ -404,13 +404,13 @@ def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Leaf:
             continue
         shape = (box.rows[1] - box.rows[0], *leaf.shape[1:])
         held[box] = np.array(known[device]) if known else np.zeros(shape, target.dtype)
-        for part in restored:
-            for run in stack.runs(part.target.member.name):
+        for chunk in restored:
+            for run in stack.runs(chunk.target.member.name):
                 low, high = row_blocks.common(box.rows, (run.row, run.row + run.count))
                 if low < high:
                     rows = slice(low - box.rows[0], high - box.rows[0])
-                    found = part.at(run)[low - run.row : high - run.row]
-                    held[box][(rows, *part.target.columns)] = found
+                    found = chunk.at(run)[low - run.row : high - run.row]
+                    held[box][(rows, *chunk.target.columns)] = found
     if isinstance(leaf, np.ndarray):
         return held[boxes[None]]
     return placement.assembled(leaf, boxes, held, may_alias=True)
@@ -484,11 +484,11 @@ def _check_stacked(name: str, leaf: Leaf, stack: StackedTable) -> None:
             f"stacks: {name}: expected whole rows on each device, found sharding {sharding}; shard "
             "it by rows"
         )
-    parts = -(-stack.shape[0] // max(1, shard[0]))
-    if coordination.process_count() > 1 and stack.shards % parts:
+    chunks = -(-stack.shape[0] // max(1, shard[0]))
+    if coordination.process_count() > 1 and stack.shards % chunks:
         raise TableSelectionError(
             f"stacks: {name}: expected the rows of each of {stack.shards} SparseCores on one "
-            f"device, found sharding {sharding}, which splits them into {parts} parts; shard the "
+            f"device, found sharding {sharding}, which splits them into {chunks} shards; shard the "
             "array over all devices by its first axis"
         )
 

@@ -76,8 +76,8 @@ class Tables:
       >>> import jax.numpy as jnp
       >>> from deltackpt.handlers import split
       >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
-      >>> parts = split(state, Tables(select="params/emb"))
-      >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
+      >>> pieces = split(state, Tables(select="params/emb"))
+      >>> [table.name for table in pieces.layout.tables], list(pieces.dense["params"])
       (['params/emb'], ['w'])
     """
 
@@ -93,7 +93,7 @@ class Tables:
         paths.check_select(self.select)
         for option in (self.codec, self.slot_codec):
             for given in option.values() if isinstance(option, Mapping) else [option]:
-                CodecChoice.of(given)
+                CodecChoice.from_option(given)
         for pattern, stack in self.stacks.items():
             if not isinstance(stack, StackedTable):
                 raise OptionError(
@@ -227,7 +227,7 @@ def join(
     }
     if template is None:
         return nested(layout, by_name, dense)
-    by_name |= {name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name).items()}
+    by_name |= {name: stacks.assembled(chunks) for name, chunks in stacks.by_leaf(by_name).items()}
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     leaves = list(flat.leaves)
     tracked = set()
@@ -617,7 +617,7 @@ def _plain_empty(leaf: object) -> object:
 
 def _touched_at(site: TouchSite, leaves: list[Leaf]) -> TouchState:
     found = [leaves[i] for i in site.positions]
-    return touch_state.of_leaves(found, site.names) if site.names else touch_state.plain(found[0])
+    return touch_state.from_leaves(found, site.names) if site.names else touch_state.plain(found[0])
 
 
 def _put_touched(site: TouchSite, leaves: list[Leaf], touched: TouchState | None) -> None:

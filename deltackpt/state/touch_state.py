@@ -156,25 +156,25 @@ def sites(flat: Flat) -> list[TouchSite]:
             found.append(TouchSite(path, (i,), (), plain(leaf)))
             continue
         for depth, fields in ((1, ("clock", "identity")), (2, ("stamps",))):
-            part = tuple(str(step) for _, step in path[-depth:])
+            piece = tuple(str(step) for _, step in path[-depth:])
             inside = len(path) > depth + 1 and path[-depth - 1][1] == "touched"
-            if inside and part[0] in fields:
-                untyped.setdefault(path[:-depth], {})[part] = i
-    for path, parts in untyped.items():
-        names = tuple(part[1] for part in parts if part[0] == "stamps")
+            if inside and piece[0] in fields:
+                untyped.setdefault(path[:-depth], {})[piece] = i
+    for path, pieces in untyped.items():
+        names = tuple(piece[1] for piece in pieces if piece[0] == "stamps")
         wanted = (("clock",), *(("stamps", name) for name in names), ("identity",))
-        if not names or parts.keys() != {*wanted}:
+        if not names or pieces.keys() != {*wanted}:
             continue
-        positions = tuple(parts[part] for part in wanted)
+        positions = tuple(pieces[piece] for piece in wanted)
         leaves = [flat.leaves[i] for i in positions]
         ranks = [getattr(leaf, "ndim", None) for leaf in leaves]
         types = {getattr(leaf, "dtype", None) for leaf in leaves}
         if types == {np.dtype(np.int32)} and ranks == [0, *[1] * len(names), 0]:
-            found.append(TouchSite(path, positions, names, of_leaves(leaves, names)))
+            found.append(TouchSite(path, positions, names, from_leaves(leaves, names)))
     return found
 
 
-def of_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
+def from_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
     """Returns a TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
     clock, *stamps, identity = leaves
     return TouchState(clock, dict(zip(names, stamps, strict=True)), identity)
@@ -182,7 +182,7 @@ def of_leaves(leaves: Sequence[Leaf], names: Iterable[str]) -> TouchState:
 
 def plain(state: TouchState) -> TouchState:
     """Returns a TouchState without the nnx Variables that may wrap its leaves."""
-    return of_leaves(jax.tree.leaves(state), sorted(state.stamps))
+    return from_leaves(jax.tree.leaves(state), sorted(state.stamps))
 
 
 def combine(states: Iterable[TouchState]) -> TouchState | None:

@@ -150,10 +150,10 @@ def _read_chunk(
         is_file = isinstance(at.store, FileStore)
         if is_file and at.store.length(at.key) == data.nbytes + end.nbytes:
             for stop in range(_RUN_BYTES, data.nbytes, _RUN_BYTES):
-                part = data[start:stop]
-                host_memory.populate(part)
-                at.store.read_into(at.key, start, [part.data])
-                found, start = crc32c(part, found), stop
+                section = data[start:stop]
+                host_memory.populate(section)
+                at.store.read_into(at.key, start, [section.data])
+                found, start = crc32c(section, found), stop
         host_memory.populate(data[start:])
         at.store.read_into(at.key, start, [data[start:].data, end.data], whole=True)
     padding, tail = end[:padding_bytes], end[padding_bytes:].tobytes()
@@ -179,29 +179,29 @@ def _read_blocks(
     # Blocks from `inner` to `end` are completely within the wanted rows.
     inner = min(-(-start // BLOCK_BYTES) * BLOCK_BYTES, last)
     end = max(inner, last if last == stop else stop // BLOCK_BYTES * BLOCK_BYTES)
-    parts = [
+    sections = [
         np.empty(inner - first, np.uint8),
         wanted[inner - start : end - start] if inner < end else wanted[:0],
         np.empty(last - end, np.uint8),
     ]
     with _chunk(at):
-        at.store.read_into(at.key, first, [part.data for part in parts])
+        at.store.read_into(at.key, first, [section.data for section in sections])
     crcs = np.frombuffer(sums.blocks, "<u4")
     if len(crcs) != -(-total // BLOCK_BYTES):
         count = -(-total // BLOCK_BYTES)
         raise Damaged(_shown(at), f"checksums of {count} blocks", f"{len(crcs)}")
     number = first // BLOCK_BYTES
-    for part in parts:
-        for begin in range(0, part.nbytes, BLOCK_BYTES):
-            found, expected = crc32c(part[begin : begin + BLOCK_BYTES]), int(crcs[number])
+    for section in sections:
+        for begin in range(0, section.nbytes, BLOCK_BYTES):
+            found, expected = crc32c(section[begin : begin + BLOCK_BYTES]), int(crcs[number])
             if found != expected:
                 name = f"{_shown(at)}, block {number}"
                 raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
             number += 1
-    for part, begin in ((parts[0], first), (parts[2], end)):
-        low, high = max(begin, start), min(begin + part.nbytes, stop)
+    for section, begin in ((sections[0], first), (sections[2], end)):
+        low, high = max(begin, start), min(begin + section.nbytes, stop)
         if low < high:
-            wanted[low - start : high - start] = part[low - begin : high - begin]
+            wanted[low - start : high - start] = section[low - begin : high - begin]
 
 
 def _read_through_tensorstore(

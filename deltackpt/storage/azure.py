@@ -111,10 +111,10 @@ class AzureStore(Store):
             return bytes(self._api.get(self._store, key).bytes())
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        wanted, shown = sum(part.nbytes for part in parts), f"{self._url}/{key}"
+        wanted, shown = sum(buffer.nbytes for buffer in buffers), f"{self._url}/{key}"
         if whole or start < 0 or not wanted:
             # Suffix ranges and empty ranges are not sent to Azure.
             start = first_byte(shown, start, wanted, self.length(key), whole=whole)
@@ -129,7 +129,7 @@ class AzureStore(Store):
             first_byte(shown, start, wanted, self.length(key))
             raise
         first_byte(shown, start, wanted, start + len(data), whole=True)
-        fill(parts, data)
+        fill(buffers, data)
 
     def length(self, key: str) -> int:
         """See ``Store``."""

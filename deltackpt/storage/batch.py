@@ -119,29 +119,29 @@ class FileBatch:
             }
 
     def write_chunk(
-        self, path: Path, rows: np.ndarray, padding: int = 0, *, held: bool = False
+        self, path: Path, rows: np.ndarray, padding: int = 0, *, pinned: bool = False
     ) -> None:
         """Writes an uncompressed chunk of a Zarr v3 array: its rows, zeros and the CRC32C of both.
 
-        Contiguous, aligned rows are not copied. With ``held``, others might change them
+        Contiguous, aligned rows are not copied. With ``pinned``, others might change them
         concurrently, which is detected.
         """
         data, zeros = rows.reshape(-1).view(np.uint8), np.zeros(padding, np.uint8)
         sums = BlockSums(BLOCK_BYTES)
         with self.new(path, direct=True) as file:
-            for part in (data, zeros):
-                while len(part):
-                    piece = part[: len(room := file.room())]
+            for section in (data, zeros):
+                while len(section):
+                    piece = section[: len(room := file.room())]
                     if is_aligned(piece):
                         sums.add(piece)
                         file.append(piece)
                     else:
                         sums.add(piece, room[: len(piece)])
                         file.advance(len(piece))
-                    part = part[len(piece) :]
+                    section = section[len(piece) :]
             crc = sums.crc32c
             file.append(np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8))
-        if held and _sums_of(data, zeros).blocks != sums.blocks:
+        if pinned and _sums_of(data, zeros).blocks != sums.blocks:
             raise StorageError(
                 f"{path}: expected the rows to match their checksum, found others: the arrays "
                 "changed while they were written; do not write into numpy leaves, nor donate with "
@@ -264,10 +264,10 @@ class FileBatch:
         oldest.close()
 
 
-def _sums_of(*parts: np.ndarray) -> BlockSums:
+def _sums_of(*sections: np.ndarray) -> BlockSums:
     sums = BlockSums(BLOCK_BYTES)
-    for part in parts:
-        sums.add(part)
+    for section in sections:
+        sums.add(section)
     return sums
 
 

@@ -207,7 +207,7 @@ class Digests:
     block_bytes: int = BLOCK_BYTES
 
     @classmethod
-    def of(cls, digests: Mapping[str, Digest]) -> Digests:
+    def from_files(cls, digests: Mapping[str, Digest]) -> Digests:
         """Returns the digests of files, by path."""
         return cls(
             {name: (found.length, found.crc32c, found.tail) for name, found in digests.items()},
@@ -274,7 +274,7 @@ def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digest
 
 
 def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
-    """Reads the digests of a process's part, verified by its manifest."""
+    """Reads the digests of a process's shard, verified by its manifest."""
     path = item_dir / naming.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
@@ -348,7 +348,7 @@ def check_step_files(
     return damage
 
 
-def of_step(read: Callable[[str], bytes], files: Files, shown: str) -> dict[str, Digest]:
+def parse_step_digests(read: Callable[[str], bytes], files: Files, shown: str) -> dict[str, Digest]:
     """Returns digests of the files that a step's own digests cover, including digest files.
 
     ``files`` is that of its manifest.

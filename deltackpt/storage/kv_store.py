@@ -122,17 +122,17 @@ class KvStore(Store):
         return bytes(self._read(key).value)
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        wanted, shown = sum(part.nbytes for part in parts), f"{self._url}/{key}"
+        wanted, shown = sum(buffer.nbytes for buffer in buffers), f"{self._url}/{key}"
         if whole or start < 0:
             data = memoryview(self.get(key))
             data = data[first_byte(shown, start, wanted, len(data), whole=whole) :]
         else:
             data = self._range(key, start, wanted)
             first_byte(shown, start, wanted, start + len(data), whole=True)
-        fill(parts, data)
+        fill(buffers, data)
 
     def length(self, key: str) -> int:
         """See ``Store``."""

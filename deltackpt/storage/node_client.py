@@ -71,27 +71,27 @@ class Node:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
+    def put(self, key: str, buffers: Sequence[Any], *, absent: bool = False) -> None:
         """Writes buffers under a key atomically, in order.
 
         With ``absent``, an existing key raises ``Exists``: after a lost answer, possibly for these
         bytes.
         """
-        body = [memoryview(part).cast("B") for part in parts]
+        body = [memoryview(buffer).cast("B") for buffer in buffers]
         fields = [("If-None-Match", "*")] if absent else []
         self._request("PUT", self._target(key), f"write {key}", fields=fields, body=body)
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> int:
-        """Fills parts in order, see ``Store.read_into``; returns the length of the object."""
-        wanted = sum(part.nbytes for part in parts)
+        """Fills buffers in order, see ``Store.read_into``; returns the length of the object."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
         if start < 0 or not wanted:
             length = self.length(key)
             start = first_byte(f"{self.address}/{key}", start, wanted, length, whole=whole)
             if not wanted:
                 return length
-        into = [part.cast("B") for part in parts]
+        into = [buffer.cast("B") for buffer in buffers]
         span = [("Range", f"bytes={start}-{start + wanted - 1}")]
         action = f"read {key}"
         answer = self._request("GET", self._target(key), action, fields=span, into=into)
@@ -176,7 +176,7 @@ class Node:
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
         sent.append((wire.DIRECT, "1"))
         if method == "PUT":
-            nbytes = sum(part.nbytes for part in body)
+            nbytes = sum(buffer.nbytes for buffer in body)
             sent.append(("Content-Length", nbytes))
             if nbytes > _ASKED_FIRST_BYTES:
                 sent.append(("Expect", "100-continue"))
@@ -296,9 +296,9 @@ def _received(
     if method == "HEAD":
         pass
     elif into is not None and status == 206:
-        clean = nbytes == sum(part.nbytes for part in into)
-        for part in into if clean else ():
-            connection.fill(part)
+        clean = nbytes == sum(buffer.nbytes for buffer in into)
+        for buffer in into if clean else ():
+            connection.fill(buffer)
     elif is_object or nbytes <= _MOST_IGNORED_BYTES:
         body = _body(connection, nbytes)
     else:

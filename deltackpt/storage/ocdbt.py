@@ -137,10 +137,10 @@ def chunk_key(name: str, index: Iterable[int]) -> str:
 def check_chunks(described: Mapping[str, Any]) -> list[int]:
     """Returns the chunks of each axis; ``ValueError`` for invalid shapes, or too many chunks."""
     shape, chunks = described["shape"], described["chunks"]
-    for size, part in zip(shape, chunks, strict=True):
-        if type(size) is not int or type(part) is not int or size < 0 or part < 1:
+    for size, section in zip(shape, chunks, strict=True):
+        if type(size) is not int or type(section) is not int or size < 0 or section < 1:
             raise ValueError(f"shape {shape} in chunks {chunks}")
-    counts = [-(-size // part) for size, part in zip(shape, chunks, strict=True)]
+    counts = [-(-size // section) for size, section in zip(shape, chunks, strict=True)]
     if math.prod(counts) > _MOST_CHUNKS:
         raise ValueError(f"shape {shape} in {math.prod(counts)} chunks")
     return counts
@@ -276,8 +276,8 @@ def _reference(within: ts.KvStore, key: str, data: np.ndarray) -> ts.WriteFuture
         },
         kvstore=within / f"{name}/",
     ).result()
-    part = store[(*at[:-1], slice(at[-1] * flat.size, (at[-1] + 1) * flat.size))]
-    return part.write(flat, can_reference_source_data_indefinitely=True)
+    section = store[(*at[:-1], slice(at[-1] * flat.size, (at[-1] + 1) * flat.size))]
+    return section.write(flat, can_reference_source_data_indefinitely=True)
 
 
 def _check(item: Path, expected: Collection[str], found: Collection[str]) -> None:

@@ -99,11 +99,11 @@ def length(path: Path, name: str) -> int:
 
 def object_name(path: PurePath | str, components: int = 3) -> str:
     """Returns the last components of a path: enough to find it in a checkpoint directory."""
-    parts = path.split("/") if isinstance(path, str) else path.parts
-    first = max(0, len(parts) - components)
-    if first and parts[first - 1] == naming.COMPACTED:
+    names = path.split("/") if isinstance(path, str) else path.parts
+    first = max(0, len(names) - components)
+    if first and names[first - 1] == naming.COMPACTED:
         first -= 1  # Not the resolved path.
-    return "/".join(parts[first:])
+    return "/".join(names[first:])
 
 
 def tree_bytes(directory: Path) -> int:

@@ -72,7 +72,7 @@ class Stamp(NamedTuple):
     version: Hashable  # Changes with the folder's own entries.
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Stamp:
+    def from_stat(cls, found: os.stat_result) -> Stamp:
         """Returns the identity of a local directory."""
         return cls((found.st_dev, found.st_ino), found.st_ctime_ns)
 
@@ -98,9 +98,9 @@ class Store(Protocol):
         ...
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """Fills writable parts in order with bytes, beginning at ``start``.
+        """Fills writable buffers in order with bytes, beginning at ``start``.
 
         A negative ``start`` counts from the end. ``Damaged`` is raised if the object is shorter, or
         if it is longer and ``whole`` requires that it ends with them.
@@ -300,23 +300,23 @@ def first_byte(shown: str, start: int, wanted: int, total: int, *, whole: bool =
     return first
 
 
-def fill(parts: Iterable[memoryview], data: bytes | memoryview) -> None:
-    """Copies bytes into parts, in order."""
+def fill(buffers: Iterable[memoryview], data: bytes | memoryview) -> None:
+    """Copies bytes into buffers, in order."""
     left = memoryview(data)
-    for part in parts:
-        part.cast("B")[:] = left[: part.nbytes]
-        left = left[part.nbytes :]
+    for buffer in buffers:
+        buffer.cast("B")[:] = left[: buffer.nbytes]
+        left = left[buffer.nbytes :]
 
 
 def split(
-    first: int, parts: Iterable[memoryview], ends: Iterable[int]
+    first: int, buffers: Iterable[memoryview], ends: Iterable[int]
 ) -> Iterator[tuple[int, int, list[memoryview]]]:
     """Divides a read at offset ``first`` over consecutive pieces, which end at ``ends``.
 
     Yields each piece that it reaches, by its position, with the offset of the first byte and the
-    parts to fill from there.
+    buffers to fill from there.
     """
-    left = [part.cast("B") for part in parts if part.nbytes]
+    left = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     for number, end in enumerate(ends):
         if not left:
             return
@@ -376,28 +376,28 @@ class FileStore:
             return file.read()
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """See ``Store``; from the page cache directly into the parts."""
-        wanted = sum(part.nbytes for part in parts)
+        """See ``Store``; from the page cache directly into the buffers."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
         with self._refusals(key):
             descriptor = _without_waiting(self._name(key), os.O_RDONLY)
             try:
                 if whole or start < 0:
                     length = os.fstat(descriptor).st_size
                     start = first_byte(f"{self.path / key}", start, wanted, length, whole=whole)
-                for part in parts:
-                    start = self._fill(descriptor, key, part, start)
+                for buffer in buffers:
+                    start = self._fill(descriptor, key, buffer, start)
             finally:
                 os.close(descriptor)
 
-    def _fill(self, descriptor: int, key: str, part: memoryview, start: int) -> int:
-        while part.nbytes:
-            count = os.preadv(descriptor, [part], start)
+    def _fill(self, descriptor: int, key: str, buffer: memoryview, start: int) -> int:
+        while buffer.nbytes:
+            count = os.preadv(descriptor, [buffer], start)
             if count == 0:
-                expected = f"{start + part.nbytes} bytes"
+                expected = f"{start + buffer.nbytes} bytes"
                 raise Damaged(f"{self.path / key}", expected, f"{start} bytes")
-            part, start = part[count:], start + count
+            buffer, start = buffer[count:], start + count
         return start
 
     def length(self, key: str) -> int:
@@ -460,7 +460,7 @@ class FileStore:
             found = os.stat(self._name(folder))
         except OSError:  # Reading it reports the error.
             return None
-        return Stamp.of(found) if stat.S_ISDIR(found.st_mode) else None
+        return Stamp.from_stat(found) if stat.S_ISDIR(found.st_mode) else None
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""

@@ -48,7 +48,7 @@ class _Head(NamedTuple):
     id: bytes
 
     @classmethod
-    def of(cls, data: bytes | memoryview, shown: str) -> _Head | None:
+    def parse(cls, data: bytes | memoryview, shown: str) -> _Head | None:
         """Parses an object; None if it is not a head, ``Damaged`` if its checksum is wrong."""
         if len(data) != HEAD_BYTES or bytes(data[: len(_MAGIC)]) != _MAGIC:
             return None
@@ -104,7 +104,7 @@ class NodesStore(Store):
     def get(self, key: str) -> bytes:
         """See ``Store``."""
         data = self._of(key).get(self._inside + key)
-        while (head := _Head.of(data, self._shown(key))) is not None:
+        while (head := _Head.parse(data, self._shown(key))) is not None:
             try:
                 # A length is trusted only if the last piece is there.
                 self._check_last(key, head)
@@ -120,12 +120,12 @@ class NodesStore(Store):
         return data
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """See ``Store``; from the sockets directly into the parts."""
+        """See ``Store``; from the sockets directly into the buffers."""
         nbytes, error = HEAD_BYTES, None
         try:
-            nbytes = self._of(key).read_into(self._inside + key, start, parts, whole=whole)
+            nbytes = self._of(key).read_into(self._inside + key, start, buffers, whole=whole)
         except Damaged as damage:  # A head is shorter than its object.
             error = damage
         head = self._head(key) if nbytes == HEAD_BYTES else None
@@ -134,11 +134,11 @@ class NodesStore(Store):
                 raise error
             return
         try:
-            self._read_pieces(key, head, start, parts, whole=whole)
+            self._read_pieces(key, head, start, buffers, whole=whole)
         except Damaged:
             if self._head(key) == head:
                 raise
-            self.read_into(key, start, parts, whole=whole)  # It was replaced during the read.
+            self.read_into(key, start, buffers, whole=whole)  # It was replaced during the read.
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -246,7 +246,7 @@ class NodesStore(Store):
             self._of(key).read_into(self._inside + key, 0, [memoryview(data)], whole=True)
         except Damaged:
             return None
-        return _Head.of(memoryview(data), self._shown(key))
+        return _Head.parse(memoryview(data), self._shown(key))
 
     def _pieces(self, key: str, head: _Head) -> list[tuple[Node, str, int]]:
         """Node, name and number of each piece."""
@@ -261,16 +261,16 @@ class NodesStore(Store):
             first_byte(self._shown(key), 0, head.piece_length(number), found, whole=True)
 
     def _read_pieces(
-        self, key: str, head: _Head, start: int, parts: Sequence[memoryview], *, whole: bool
+        self, key: str, head: _Head, start: int, buffers: Sequence[memoryview], *, whole: bool
     ) -> None:
-        wanted = sum(part.nbytes for part in parts)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         start = first_byte(self._shown(key), start, wanted, head.nbytes, whole=whole)
         ends = count(head.piece_bytes, head.piece_bytes)
-        into = {number: inside for number, _, inside in split(start, parts, ends)}
+        into = {number: inside for number, _, inside in split(start, buffers, ends)}
 
         def read_piece(node: Node, name: str, number: int) -> None:
             used = max(0, start - number * head.piece_bytes)
-            nbytes = used + sum(part.nbytes for part in into[number])
+            nbytes = used + sum(buffer.nbytes for buffer in into[number])
             with self._missing_is_damage(key, name):
                 node.read_into(name, used, into[number], whole=nbytes == head.piece_length(number))
 

@@ -35,7 +35,7 @@ DIRECT = "Deltackpt-Direct"
 #: Bytes of a body per system call.
 PIECE_BYTES = 1 << 20
 #: Maximum number of buffers per system call.
-_MOST_PARTS = 512
+_MOST_BUFFERS = 512
 _HEAD_END = b"\r\n\r\n"
 #: Accepted by h11: other line ends, folded fields, bytes that are not printable ASCII, and several
 #: lengths in one field.
@@ -159,12 +159,12 @@ class Connection:
         received, self.begun = self.begun[:end], self.begun[end:]
         return parsed(self.http, received)
 
-    def fill(self, part: memoryview) -> None:
+    def fill(self, buffer: memoryview) -> None:
         """Fills a buffer with the next bytes of a body."""
-        count = min(len(self.begun), part.nbytes)
-        part[:count] = self.begun[:count]
+        count = min(len(self.begun), buffer.nbytes)
+        buffer[:count] = self.begun[:count]
         self.begun = self.begun[count:]
-        left = part[count:]
+        left = buffer[count:]
         while left:
             piece = min(PIECE_BYTES, left.nbytes)
             into = self.socket.recv_into
@@ -173,13 +173,13 @@ class Connection:
                 raise ConnectionError("the connection was closed in a body")
             left = left[count:]
 
-    def send(self, parts: Sequence[bytes | memoryview], flags: int = 0) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], flags: int = 0) -> None:
         """Sends buffers in their order."""
-        left = [memoryview(part) for part in parts if len(part)]
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
             some, room = [], PIECE_BYTES
-            for part in left[:_MOST_PARTS]:
-                some.append(part[:room])
+            for buffer in left[:_MOST_BUFFERS]:
+                some.append(buffer[:room])
                 room -= some[-1].nbytes
                 if not room:
                     break

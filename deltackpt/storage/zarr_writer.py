@@ -20,7 +20,7 @@ from deltackpt.resources.runtime import Task
 from deltackpt.storage import arrays, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import CRC_BYTES
-from deltackpt.storage.parts import StoredArrays, write_array
+from deltackpt.storage.shard_writer import StoredArrays, write_array
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -36,13 +36,15 @@ _WRITES_IN_FLIGHT = 4
 class ZarrWriter:
     """Writes a new array piece by piece; only chunks of several pieces are copied."""
 
-    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool = False):
+    def __init__(
+        self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, pinned: bool = False
+    ):
         """Creates the array in a new directory below that of the batch.
 
-        With ``held``, the memory of all rows stays valid until ``finish``, and others might change
+        With ``pinned``, the memory of all rows stays valid until ``finish``, and others might change
         rows while they are written; this is detected.
         """
-        self._directory, self._entry, self._batch, self._held = directory, entry, batch, held
+        self._directory, self._entry, self._batch, self._pinned = directory, entry, batch, pinned
         #: Rows of complete chunks, and bytes of their files unless TensorStore writes them.
         self._done = self._nbytes = 0
         #: A chunk that is gathered from several pieces; it has ``_filled`` rows so far.
@@ -65,9 +67,9 @@ class ZarrWriter:
             self._nbytes = len(text)
 
     def write(self, rows: np.ndarray) -> None:
-        """Appends rows, (n, *trailing); unless held, their memory may be reused afterwards."""
+        """Appends rows, (n, *trailing); unless pinned, their memory may be reused afterwards."""
         chunk_rows = self._entry.chunk_rows
-        if self._held and self._store is None:
+        if self._pinned and self._store is None:
             self._pieces.append(rows)
             self._done += len(rows)
             return
@@ -124,7 +126,7 @@ class ZarrWriter:
         if self._store is None:
 
             def write_one(start: int) -> None:
-                self._write_chunk(start, rows[start - first :], held=False)
+                self._write_chunk(start, rows[start - first :], pinned=False)
 
             self._batch.map(write_one, starts)
             self._nbytes += len(starts) * arrays.chunk_bytes(entry)
@@ -139,18 +141,18 @@ class ZarrWriter:
                 write.copy.result()  # The caller may reuse the memory.
 
     def _write_pieces(self) -> None:
-        """Writes held rows on several threads; only chunks of several pieces are copied."""
+        """Writes pinned rows on several threads; only chunks of several pieces are copied."""
         chunk_rows = self._entry.chunk_rows
         chunks = _chunks_of(self._pieces, chunk_rows)
 
         def write_one(numbered: tuple[int, list[np.ndarray]]) -> None:
-            number, parts = numbered
-            if len(parts) == 1:
-                self._write_chunk(number * chunk_rows, parts[0], held=True)
+            number, sections = numbered
+            if len(sections) == 1:
+                self._write_chunk(number * chunk_rows, sections[0], pinned=True)
                 return
-            count = sum(map(len, parts))
-            buffer = self._batch.buffer((count, *parts[0].shape[1:]), parts[0].dtype)
-            np.concatenate(parts, out=buffer)
+            count = sum(map(len, sections))
+            buffer = self._batch.buffer((count, *sections[0].shape[1:]), sections[0].dtype)
+            np.concatenate(sections, out=buffer)
             self._write_from_buffer(number * chunk_rows, buffer, buffer)
 
         self._nbytes += len(chunks) * arrays.chunk_bytes(self._entry)
@@ -158,8 +160,8 @@ class ZarrWriter:
             self._batch.map(write_one, enumerate(chunks))
         finally:
             # The traceback of an error would keep views of the training state.
-            for parts in (self._pieces, *chunks):
-                parts.clear()
+            for sections in (self._pieces, *chunks):
+                sections.clear()
 
     def _write_gathered(self, chunk: np.ndarray) -> None:
         """Writes a gathered chunk, on another thread while the next one is gathered."""
@@ -175,16 +177,16 @@ class ZarrWriter:
 
     def _write_from_buffer(self, start: int, rows: np.ndarray, buffer: np.ndarray) -> None:
         try:
-            self._write_chunk(start, rows, held=False)
+            self._write_chunk(start, rows, pinned=False)
         finally:
             self._batch.give_back(buffer)
 
-    def _write_chunk(self, start: int, rows: np.ndarray, *, held: bool) -> None:
+    def _write_chunk(self, start: int, rows: np.ndarray, *, pinned: bool) -> None:
         """Writes the chunk that begins at row ``start``."""
         entry, rows = self._entry, np.ascontiguousarray(rows[: self._entry.chunk_rows])
         path = self._directory / arrays.chunk_name(entry, start // entry.chunk_rows)
         padding = arrays.chunk_bytes(entry) - CRC_BYTES - rows.nbytes
-        self._batch.write_chunk(path, rows, padding, held=held)
+        self._batch.write_chunk(path, rows, padding, pinned=pinned)
 
     def _wait(self, most: int) -> None:
         with _refusals(self._directory):
@@ -201,9 +203,9 @@ def _chunks_of(pieces: Sequence[np.ndarray], chunk_rows: int) -> list[list[np.nd
             if not free:
                 chunks.append([])
                 free = chunk_rows
-            part, rows = rows[:free], rows[free:]
-            chunks[-1].append(part)
-            free -= len(part)
+            section, rows = rows[:free], rows[free:]
+            chunks[-1].append(section)
+            free -= len(section)
     return chunks
 
 
@@ -249,9 +251,9 @@ class ZarrSegmentSink(NamedTuple):
     segment: str
     batch: FileBatch
 
-    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ZarrWriter:
+    def writer(self, entry: ArrayEntry, *, pinned: bool = False) -> ZarrWriter:
         """See ``SegmentSink``."""
-        return ZarrWriter(self.directory(entry.name), entry, self.batch, held=held)
+        return ZarrWriter(self.directory(entry.name), entry, self.batch, pinned=pinned)
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
         """See ``SegmentSink``. Each chunk begins with a row index, so it is read on its own."""

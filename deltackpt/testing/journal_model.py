@@ -346,7 +346,7 @@ class JournalModel:
         attempt = 0
         try:
             resumed_from = parent.save_id if parent else None
-            self.retried(lambda: ledger.begin_run(resumed_from))
+            self.retried(lambda: ledger.start_run(resumed_from))
             if parent is not None:
                 after = parent.save_id.step
                 later = {one.prefix for one in ledger.known.entry.standings if one.step > after}
@@ -380,7 +380,7 @@ class JournalModel:
         """Uploads and commits; sometimes uploads again before the outcome is known."""
         for _ in range(4):
             prefix = self.upload(unit, ledger)
-            standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+            standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
             is_lost = ledger in self._lost
             try:
                 stands = ledger.commit(standing)

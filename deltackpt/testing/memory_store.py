@@ -33,13 +33,13 @@ class MemoryStore:
         return self._held[key]
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """Fills parts with the bytes from ``start`` on."""
         data = self.get(key)
-        wanted = sum(part.nbytes for part in parts)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         first = first_byte(f"{self.url}/{key}", start, wanted, len(data), whole=whole)
-        fill(parts, memoryview(data)[first:])
+        fill(buffers, memoryview(data)[first:])
 
     def length(self, key: str) -> int:
         """Returns the length in bytes."""
@@ -89,5 +89,5 @@ class MemoryStore:
 
 
 def _folders_of(key: str) -> list[str]:
-    parts = key.split("/")[:-1]
-    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    components = key.split("/")[:-1]
+    return ["/".join(components[: i + 1]) for i in range(len(components))]

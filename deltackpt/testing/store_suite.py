@@ -77,10 +77,10 @@ class StoreSuite:
             (-100, (3,), False),
             (100, (), False),
         ):
-            parts = [bytearray(size) for size in sizes]
-            store.read_into("x", start, [memoryview(part) for part in parts], whole=whole)
+            buffers = [bytearray(size) for size in sizes]
+            store.read_into("x", start, [memoryview(buffer) for buffer in buffers], whole=whole)
             first = start % 100 if start < 0 else start
-            assert b"".join(parts) == data[first : first + sum(sizes)]
+            assert b"".join(buffers) == data[first : first + sum(sizes)]
 
     def test_a_range_outside_the_object_is_damaged(self, store):
         """A range outside the object raises ``Damaged``."""

@@ -40,12 +40,12 @@ def stored_chunks(
     ``slot.*`` or ``blocks``; ``segment``, such as ``g0.0`` or ``dense.*``.
     """
     found = []
-    for path in sorted((step_dir / item).glob("part.*/*/*/c.*")):
-        part, of_segment, of_array = path.relative_to(step_dir / item).parts[:3]
+    for path in sorted((step_dir / item).glob("shard.*/*/*/c.*")):
+        shard, of_segment, of_array = path.relative_to(step_dir / item).parts[:3]
         if _matches(of_segment, segment) and _matches(of_array, array):
-            chunk = path.relative_to(step_dir / item / part).as_posix()
-            name = re.escape(f"{part}/{chunk}")
-            process = int(part.removeprefix("part."))
+            chunk = path.relative_to(step_dir / item / shard).as_posix()
+            name = re.escape(f"{shard}/{chunk}")
+            process = int(shard.removeprefix("shard."))
             found.append(StoredChunk(path, 0, path.stat().st_size, process, name))
     for path in sorted((step_dir / item).glob("layer.*")):
         found += _chunks_of_layer(path, array, segment)

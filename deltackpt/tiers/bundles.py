@@ -58,7 +58,7 @@ class BundleName(NamedTuple):
     step: int
     epoch: int  # of the claim under which the save's run began
     era: int  # number of rollbacks under that claim before the run began
-    part: int  # the process, if several have a staging directory each; otherwise 0
+    shard: int  # the process, if several have a staging directory each; otherwise 0
 
     @property
     def key(self) -> str:
@@ -71,7 +71,7 @@ class BundleName(NamedTuple):
         return SaveId(self.run, self.step, self.attempt)
 
     @classmethod
-    def of(cls, key: str) -> BundleName | None:
+    def parse(cls, key: str) -> BundleName | None:
         """Parses a key; returns None for a foreign one."""
         match = _KEY.fullmatch(key)
         return cls(match[1], *(int(match[group]) for group in range(2, 7))) if match else None
@@ -151,8 +151,8 @@ class BundleManifest:
     past: dict[str, int]
     root: str  # URL of the checkpoint directory
     holder: str  # distinguishes successive directories at one URL
-    part: int
-    parts: int
+    shard: int
+    shards: int
     #: Each ``Digest[:3]`` by its path below the step, in stream order.
     files: dict[str, tuple[int, int, int]]
 
@@ -160,7 +160,7 @@ class BundleManifest:
     def name(self) -> BundleName:
         """The bundle's name."""
         run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
-        return BundleName(run, attempt, step, self.epoch, self.era, self.part)
+        return BundleName(run, attempt, step, self.epoch, self.era, self.shard)
 
     @property
     def lineage(self) -> RunLineage:
@@ -213,8 +213,8 @@ def manifest_of(
     *,
     lineage: RunLineage,
     root: str,
-    part: int = 0,
-    parts: int = 1,
+    shard: int = 0,
+    shards: int = 1,
 ) -> BundleManifest:
     """Returns the manifest of a bundle: every file of a committed step, with its digest.
 
@@ -237,8 +237,8 @@ def manifest_of(
         past=lineage.past,
         root=root,
         holder=lineage.holder,
-        part=part,
-        parts=parts,
+        shard=shard,
+        shards=shards,
         files=found,
     )
 
@@ -253,8 +253,8 @@ def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders)
         # The ancestors of an unknown run are not known either.
         lineage=orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {}),
         root=orders.url,
-        part=orders.process,
-        parts=orders.processes,
+        shard=orders.process,
+        shards=orders.processes,
     )
     if stored_saves.read_info(store_path(step_dir), item).save_id != save_id:
         raise Missing(str(step_dir), "another save in its place")
@@ -311,13 +311,13 @@ def unpack(reader: Reader, ref: BundleRef, folder: Path, *, fsync: bool) -> Bund
 
 def save_of(ref: BundleRef) -> SaveId | None:
     """Returns the save of a bundle; None for a foreign key."""
-    name = BundleName.of(ref.key)
+    name = BundleName.parse(ref.key)
     return None if name is None else name.save_id
 
 
 def newest_first(refs: Collection[BundleRef]) -> list[tuple[BundleName, BundleRef]]:
     """Returns bundles with their names, newest first; foreign keys are ignored."""
-    named = [(name, ref) for ref in refs if (name := BundleName.of(ref.key)) is not None]
+    named = [(name, ref) for ref in refs if (name := BundleName.parse(ref.key)) is not None]
     return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
 
 

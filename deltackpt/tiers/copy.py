@@ -169,7 +169,7 @@ class _CopyRun:
                     units.append(self._source.unit(key, info))
         self._total = self.bytes_written + self.bytes_found + sum(unit.nbytes for unit in units)
         for unit in units:
-            if self._target.holds(unit, recheck=self._recheck):
+            if self._target.contains(unit, recheck=self._recheck):
                 self.found.append(unit.name)
                 self._done(unit.nbytes, 0)
                 continue

@@ -118,7 +118,7 @@ class Directory:
         at, is_base = self.store_path(key), key.item is not None
         return Unit(key, info, at, inventory.every_digest(at, key.item or self.item, base=is_base))
 
-    def holds(self, unit: Unit, *, recheck: bool) -> bool:
+    def contains(self, unit: Unit, *, recheck: bool) -> bool:
         """Returns whether a unit is complete, or raises TargetDiffers; ``recheck`` reads it all."""
         folder, aside = self._path / unit.name, self._aside(unit)
         if not os.path.lexists(folder):
@@ -295,7 +295,7 @@ class Bucket:
         except Missing as error:
             raise gone(self, key) from error
 
-    def holds(self, unit: Unit, *, recheck: bool) -> bool:
+    def contains(self, unit: Unit, *, recheck: bool) -> bool:
         """See ``Directory``."""
         if unit.key not in self._store.units():
             return False

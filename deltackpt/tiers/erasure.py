@@ -198,7 +198,7 @@ class Fragment(NamedTuple):
         return f"{root}/{ref}/{self.k}.{self.m}.{self.segment}.{self.number}.{self.crc32c}"
 
     @classmethod
-    def of(cls, key: str) -> Fragment | None:
+    def parse(cls, key: str) -> Fragment | None:
         """Parses a key; returns None for a foreign one."""
         match = _KEY.fullmatch(key)
         if match is None:

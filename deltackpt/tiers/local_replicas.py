@@ -55,14 +55,14 @@ class Offer(NamedTuple):
 class LocalReplicas:
     """The extents and peers of one process; unpacks bundles into its directory of saves."""
 
-    def __init__(self, local: Root, extents: ExtentFile | None, part: int, *, fsync: bool):
+    def __init__(self, local: Root, extents: ExtentFile | None, shard: int, *, fsync: bool):
         self.extents = extents
         self.peers: PeerTier | None = None
         #: Errors of saves that a tier has but that could not be recovered, by step.
         self.unusable: Mapping[int, RestoreError] = {}
         #: The tier from which each save was recovered.
         self.sources: dict[SaveId, str] = {}
-        self._local, self._part, self._fsync = local, part, fsync
+        self._local, self._shard, self._fsync = local, shard, fsync
         #: Size of the newest delta in the extents, in bytes.
         self._delta_bytes = 0
 
@@ -87,7 +87,7 @@ class LocalReplicas:
 
         Warns about a tier that cannot be queried: saves that only it holds are not recovered.
         """
-        return _offered(self._tiers, self._part)
+        return _offered(self._tiers, self._shard)
 
     def fetch(self, save_ids: Collection[SaveId]) -> None:
         """Unpacks saves into the local directory, if a tier holds them."""
@@ -109,7 +109,7 @@ class LocalReplicas:
     # ---- recovery
 
     def manifests(
-        self, offers: Sequence[Offer], root: str, parts: int, problems: Problems
+        self, offers: Sequence[Offer], root: str, shards: int, problems: Problems
     ) -> list[BundleManifest]:
         """Returns the manifests of the bundles of ``root``; OptionError if all are of other roots.
 
@@ -130,7 +130,7 @@ class LocalReplicas:
             raise next(iter(others.values()))
         for key, other in others.items():
             events.warn(f"{other} ({key}); that bundle is left where it is")
-        return [one for one in read.values() if one.parts == parts]
+        return [one for one in read.values() if one.shards == shards]
 
     def recover(
         self,
@@ -184,7 +184,7 @@ class LocalReplicas:
             )
         found = self.peers.survey()
         for name, ref in bundles.newest_first(found.every - found.whole):
-            if name.part == self._part and is_missing(name.save_id):
+            if name.shard == self._shard and is_missing(name.save_id):
                 try:
                     with self.peers.open(ref):
                         pass
@@ -231,10 +231,10 @@ class LocalReplicas:
             self.extents.delete([one for one in refs if bundles.save_of(one) in save_ids])
 
 
-def refuse_another_root(tier: Tier, root: str, part: int) -> None:
+def refuse_another_root(tier: Tier, root: str, shard: int) -> None:
     """Checks, before anything is claimed, that a tier does not belong to another directory."""
     roots: set[str] = set()
-    for one in _offered([tier], part):
+    for one in _offered([tier], shard):
         # ``LocalReplicas.manifests`` reports unreadable bundles.
         with contextlib.suppress(Exception), tier.open(one.ref) as reader:
             roots.add(bundles.read_manifest(reader, one.ref)[0].root)
@@ -242,7 +242,7 @@ def refuse_another_root(tier: Tier, root: str, part: int) -> None:
         raise _of_another_root(tier, root, min(roots))
 
 
-def _offered(tiers: Iterable[Tier], part: int) -> list[Offer]:
+def _offered(tiers: Iterable[Tier], shard: int) -> list[Offer]:
     found: list[Offer] = []
     for tier in tiers:
         try:
@@ -253,7 +253,7 @@ def _offered(tiers: Iterable[Tier], part: int) -> list[Offer]:
                 "hold are left where they are"
             )
             continue
-        found += [Offer(name, tier, ref) for name, ref in named if name.part == part]
+        found += [Offer(name, tier, ref) for name, ref in named if name.shard == shard]
     return found
 
 

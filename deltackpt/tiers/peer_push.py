@@ -31,7 +31,7 @@ class Pusher(Cursor):
         self._surveyed_at = 0.0
         #: What peers hold: complete bundles, and partial ones.
         self._held: dict[SaveId, BundleRef] = {}
-        self._parts: set[BundleRef] = set()
+        self._shards: set[BundleRef] = set()
         self._is_ended = False
 
     def start(self, trainer: Trainer) -> threading.Thread:
@@ -72,7 +72,7 @@ class Pusher(Cursor):
         #: A peer may have the only intact copy of these.
         unreadable = {one.step for one in found if one.info is None}
         if orders.began:
-            known = {one: bundles.save_of(one) for one in (*self._held.values(), *self._parts)}
+            known = {one: bundles.save_of(one) for one in (*self._held.values(), *self._shards)}
             gone = {
                 one
                 for one, save_id in known.items()
@@ -88,8 +88,8 @@ class Pusher(Cursor):
                 self._push(save, save.info.save_id, orders, peers)
                 return not self._is_ended
         if orders.began:
-            self._drop(self._parts - {*self._held.values()}, peers)
-            self._parts.clear()
+            self._drop(self._shards - {*self._held.values()}, peers)
+            self._shards.clear()
         self._report_held()
         return False
 
@@ -114,7 +114,7 @@ class Pusher(Cursor):
         if refs:
             peers.delete(refs)
             self._held = {one: ref for one, ref in self._held.items() if ref not in refs}
-            self._parts -= refs
+            self._shards -= refs
 
     def _opened(self, orders: Orders) -> PeerTier | None:
         """The peers that the trainer has found; reconnects if they changed."""
@@ -134,12 +134,14 @@ class Pusher(Cursor):
 
     def _refresh_survey(self, peers: PeerTier, orders: Orders) -> None:
         """Queries what peers hold of this process's saves, and of departed processes."""
-        part, parts = orders.process, orders.processes
+        shard, shards = orders.process, orders.processes
         found = peers.survey()
         named = bundles.newest_first(found.complete)
-        self._held = {name.save_id: ref for name, ref in named if name.part == part}
+        self._held = {name.save_id: ref for name, ref in named if name.shard == shard}
         named = bundles.newest_first(found.every)
-        self._parts = {
-            ref for name, ref in named if name.part == part or (part == 0 and name.part >= parts)
+        self._shards = {
+            ref
+            for name, ref in named
+            if name.shard == shard or (shard == 0 and name.shard >= shards)
         }
         self._surveyed_at = time.monotonic()

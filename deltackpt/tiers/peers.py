@@ -212,7 +212,7 @@ class PeerTier:
             keys = [
                 key
                 for key in self._nodes[node].keys(self._group.root)
-                if (one := erasure.Fragment.of(key)) is not None and one.ref in gone
+                if (one := erasure.Fragment.parse(key)) is not None and one.ref in gone
             ]
             self._nodes[node].delete(keys)
 
@@ -241,7 +241,7 @@ class PeerTier:
         found: dict[erasure.FragmentCoding, erasure.Where] = {}
         for node in asked:
             for key in listed.get(node, ()):
-                one = erasure.Fragment.of(key)
+                one = erasure.Fragment.parse(key)
                 if one is not None:
                     where = found.setdefault(erasure.FragmentCoding(one.ref, one.k, one.m), {})
                     where.setdefault(one.segment, {}).setdefault(one, []).append(node)
@@ -372,11 +372,11 @@ class PeerTier:
                 if not sources[number]:
                     del sources[number]
                 if number < code.k:
-                    parts = pieces[number]
+                    buffers = pieces[number]
                 else:
                     further[number] = memoryview(bytearray(len(out) // code.k))
-                    parts = [further[number]]
-                asked[number] = (node, self._submit(self._fetch, one, node, parts))
+                    buffers = [further[number]]
+                asked[number] = (node, self._submit(self._fetch, one, node, buffers))
             if not asked:
                 raise self._unreadable(coding, segment, problems, len(got))
             for number, (node, future) in asked.items():
@@ -390,10 +390,10 @@ class PeerTier:
         if lost:
             erasure.restore(code, out, further, lost)
 
-    def _fetch(self, one: erasure.Fragment, node: str, parts: list[memoryview]) -> None:
+    def _fetch(self, one: erasure.Fragment, node: str, buffers: list[memoryview]) -> None:
         key = one.key(self._group.root)
-        self._nodes[node].read_into(key, 0, parts, whole=True)
-        found = _crc(parts)
+        self._nodes[node].read_into(key, 0, buffers, whole=True)
+        found = _crc(buffers)
         if found != one.crc32c:
             raise Damaged(key, f"bytes with crc32c {one.crc32c:08x}", f"{found:08x}")
 
@@ -467,9 +467,9 @@ def _read_segment(bundle: Bundle, segment: int, k: int, buffer: memoryview) -> m
     return padded
 
 
-def _crc(parts: Iterable[memoryview], total: int = 0) -> int:
-    for part in parts:
-        total = crc32c(np.frombuffer(part, np.uint8), total)
+def _crc(buffers: Iterable[memoryview], total: int = 0) -> int:
+    for buffer in buffers:
+        total = crc32c(np.frombuffer(buffer, np.uint8), total)
     return total
 
 

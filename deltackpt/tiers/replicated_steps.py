@@ -56,7 +56,7 @@ class ReplicatedSteps(BucketSteps):
             client.journal, hidden=lambda: client.hidden, refresh=not client.leads
         )
         local = FileStore(client.local.path)
-        # Without a shared file system, the local directory has one part of a step.
+        # Without a shared file system, the local directory has one shard of a step.
         store = remote if client.no_shared_fs else _NearestStore(local, remote)
         super().__init__(client.journal, client.local.item, store)
         self.given = client.orders.url
@@ -70,7 +70,7 @@ class ReplicatedSteps(BucketSteps):
 
     @property
     def wal_location(self) -> WalLocation:
-        """See ``Steps``; read remotely if a single local directory may lack part of it."""
+        """See ``Steps``; read remotely if a single local directory may lack shards of it."""
         uploaded = UploadedWals(self.journal.root, self._client.remote, self.topics)
         if self._client.no_shared_fs:
             return uploaded
@@ -95,7 +95,7 @@ class ReplicatedSteps(BucketSteps):
         }
 
     def _is_removed(self, step: int, save_id: SaveId) -> bool:
-        """Whether a local save does not count: a removed part stays until it is uploaded."""
+        """Whether a local save does not count: a removed shard stays until it is uploaded."""
         if self._client.no_shared_fs and self.journal.known.was_committed(save_id):
             return True  # Unless ``uploaded`` has it.
         return (ObjectKey(step), save_id) in self._client.hidden
@@ -189,7 +189,7 @@ class ReplicatedSteps(BucketSteps):
                 raise WaitTimeout(
                     f"step {step}: expected it to be uploaded to {self} within "
                     f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
-                    "part of it in its own staging directory, found "
+                    "shard of it in its own staging directory, found "
                     f"{progress.problem or 'the upload in progress'}; restore again, or check the "
                     "network"
                 )
@@ -222,7 +222,7 @@ class ReplicatedSteps(BucketSteps):
         store, stage = self.store_path.store, self._client.stage
         try:
             if isinstance(store, _NearestStore):
-                store = store.holder(str(step))
+                store = store.store_with(str(step))
             if not isinstance(store, FileStore):
                 DurableDir(stage.path, fsync=False).make(stage.fetched)
             with local_folder(StorePath(store, f"{step}/{name}"), stage.fetched) as folder:
@@ -243,7 +243,7 @@ class _NearestStore(ReadOnlyStore):
         """See ``Store``."""
         return self._remote.url
 
-    def holder(self, key: str) -> Store:
+    def store_with(self, key: str) -> Store:
         """Returns the store that holds a key or a folder; the local one if both do."""
         step = key.partition("/")[0]
         is_step = naming.step_number(step) is not None
@@ -254,10 +254,10 @@ class _NearestStore(ReadOnlyStore):
         return self._call(key, lambda store: store.get(key))
 
     def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+        self, key: str, start: int, buffers: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
-        self._call(key, lambda store: store.read_into(key, start, parts, whole=whole))
+        self._call(key, lambda store: store.read_into(key, start, buffers, whole=whole))
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -284,11 +284,11 @@ class _NearestStore(ReadOnlyStore):
         return self._call(folder, lambda store: store.kvstore(folder))
 
     def _call(self, key: str, call: Callable[[Store], _T]) -> _T:
-        holder = self.holder(key)
+        found = self.store_with(key)
         try:
-            return call(holder)
+            return call(found)
         except Missing:
-            if holder is self._local and self.holder(key) is self._remote:
+            if found is self._local and self.store_with(key) is self._remote:
                 return call(self._remote)  # It was evicted concurrently.
             raise
 

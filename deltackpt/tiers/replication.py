@@ -69,7 +69,7 @@ class ReplicationClient:
     """The tiers of one local directory; used by the saving and the training thread.
 
     The first process of a job *leads*: it orders all remote changes. The others either share its
-    staging directory and only read it, or each has its own, with its parts of the saves.
+    staging directory and only read it, or each has its own, with its shards of the saves.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ReplicationClient:
         self.leads = orders.process == 0 and not self._is_reader
         self._hidden: tuple[Orders, Hidden] | None = None
         self._tiers = options.tiers or Tiers()
-        self._part = orders.process
+        self._shard = orders.process
         #: Number of processes that write into the staging directory.
         self._writers = 1 if self.no_shared_fs else processes
         self._stopped_waiting = threading.Event()
@@ -177,7 +177,7 @@ class ReplicationClient:
             events.warn(str(error))
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Moves saves aside that lack some process's part; called first, with an all-gather.
+        """Moves saves aside that lack some process's shard; called first, with an all-gather.
 
         Such a save can never be uploaded.
         """
@@ -196,8 +196,8 @@ class ReplicationClient:
         for step in reversed(lost):
             self.local.set_aside(step, aside / str(step))
         events.warn(
-            f"{self.stage.path}: expected a part of steps {lost} in the staging directory of each "
-            f"process of the job, found that some have none; the parts here were moved to {aside}"
+            f"{self.stage.path}: expected a shard of steps {lost} in the staging directory of each "
+            f"process of the job, found that some have none; the shards here were moved to {aside}"
         )
         gone = {infos[step].save_id for step in lost}
         self.replicas.forget(gone)
@@ -216,21 +216,21 @@ class ReplicationClient:
 
     def abandon(self) -> None:
         """See ``Steps``."""
-        with contextlib.ExitStack() as parts:
-            parts.callback(self.steps.close)
-            parts.callback(self._close_tiers)
-            parts.callback(self.failed_start_cleanup.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.steps.close)
+            stack.callback(self._close_tiers)
+            stack.callback(self.failed_start_cleanup.close)
             if self._is_in_force():
-                parts.callback(self.local.abandon)
+                stack.callback(self.local.abandon)
                 with contextlib.suppress(FencedError, StorageError):
                     self._finish_start()  # ``confirm`` may have been interrupted.
 
     def close(self) -> None:
         """Closes everything that is open; the replicator continues until nothing is left."""
-        with contextlib.ExitStack() as parts:
-            parts.callback(self.steps.close)
-            parts.callback(self._close_tiers)
-            parts.callback(self.local.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.steps.close)
+            stack.callback(self._close_tiers)
+            stack.callback(self.local.close)
             with contextlib.suppress(StorageError):
                 self._tidy()
 
@@ -251,7 +251,7 @@ class ReplicationClient:
         if refresh and isinstance(self.journal, Journal):
             self.journal.check()
 
-    def begin_run(self, resumed_from: SaveId | None, run: str) -> None:
+    def start_run(self, resumed_from: SaveId | None, run: str) -> None:
         """Records, before the first save, from which save (or None) a run resumes."""
         if self._is_reader:
             return
@@ -303,13 +303,13 @@ class ReplicationClient:
         return sorted({*later, *moved})
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """See ``Root``; the leading process retires saves, the others evict their parts."""
+        """See ``Root``; the leading process retires saves, the others evict their shards."""
         if not self.leads:
             return
         with self._ordering:
             infos = self.steps.known()
             ids = {step: infos[step].save_id for step in steps if step in infos}
-            # Otherwise the other processes' parts would wait for this one forever.
+            # Otherwise the other processes' shards would wait for this one forever.
             if not self.no_shared_fs:
                 self.local.remove_steps(steps)
                 self.replicas.forget({*ids.values()})
@@ -392,7 +392,7 @@ class ReplicationClient:
                 self._evict()
 
     def _evict(self) -> None:
-        """Evicts uploaded saves outside the newest chains, and parts that can never be uploaded."""
+        """Evicts uploaded saves outside the newest chains, and shards that can never be uploaded."""
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         if self.no_shared_fs:
             progress, newest = self.progress(), max(self.local.steps(), default=None)
@@ -492,7 +492,7 @@ class ReplicationClient:
 
     def keep_waiting(self, deadline: float | None = None) -> bool:
         """Waits a moment; returns whether to continue, by default until ``stop_waiting``."""
-        self.local.check_held()
+        self.local.check_lease_now()
         self.check_claim()
         self.start()
         if deadline is None:
@@ -619,7 +619,7 @@ class ReplicationClient:
         while self.process.warnings:
             events.warn(self.process.warnings.pop(0))
         progress, found = self.progress(), list[Event]()
-        failure = functools.partial(FailureEvent, process=self._part)
+        failure = functools.partial(FailureEvent, process=self._shard)
         new = [one for one in progress.recent if one.number > self._reported_uploads]
         behind = self.lag() if new else {}
         for one in new:
@@ -627,7 +627,7 @@ class ReplicationClient:
             found.append(
                 UploadEvent(
                     step=one.save_id.step,
-                    process=self._part,
+                    process=self._shard,
                     bytes_sent=one.nbytes,
                     objects=one.objects,
                     seconds=one.seconds,

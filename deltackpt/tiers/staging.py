@@ -136,7 +136,7 @@ class Orders:
 
     @property
     def no_shared_fs(self) -> bool:
-        """Whether the staging directory holds only a part of each save."""
+        """Whether the staging directory contains only one shard of each save."""
         return self.processes > 1
 
     def next_generation(self, run: str) -> dict[str, Any]:
@@ -197,14 +197,14 @@ class TierProgress:
     orders: int = 0  # number of the newest orders carried out, except waiting removals
     entry: int = 0  # number of the newest remote journal entry that it has seen
     #: By staged run, the greatest attempt ever committed remotely.
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    committed: dict[str, int] = dataclasses.field(default_factory=dict)
     #: The newest uploads; their numbers count all of this holder.
     recent: tuple[UploadRecord, ...] = ()
     fenced: str | None = None  # message about the trainer that took the remote directory
 
     def has(self, save_id: SaveId) -> bool:
         """Returns whether a save has reached the tier, even if it has been removed since."""
-        is_committed = self.held.get(save_id.run, -1) >= save_id.attempt
+        is_committed = self.committed.get(save_id.run, -1) >= save_id.attempt
         return is_committed or key_of(save_id.step, save_id) in self.saves
 
     def lacks(self, step: int, save_id: SaveId | None, remote: State) -> bool:

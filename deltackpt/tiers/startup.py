@@ -87,9 +87,9 @@ def open_bucket(
             "Tiers(shared=False)"
         )
     stage = _stage_of(where, tiers, process)
-    part, parts = (0, 1) if tiers.shared else (process, processes)
+    shard, shards = (0, 1) if tiers.shared else (process, processes)
     fsync = options.writes.durability == "power"
-    if not writing and parts == 1:
+    if not writing and shards == 1:
         return _open_for_reading(stage, JournalView(root), options, processes)
     journal = Journal(root)
     if writing:
@@ -108,7 +108,7 @@ def open_bucket(
         # Before the leases: another manager of this process may have to commit before it closes.
         extents = _extents(tiers, process, opened, taking)
         if extents is not None and writing:
-            local_replicas.refuse_another_root(extents, place.url, part)
+            local_replicas.refuse_another_root(extents, place.url, shard)
         local = Root.open(stage.steps, item=item, confirmed=False)
         local.opened_dir = stage.path
         opened.callback(local.abandon)
@@ -119,7 +119,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = LocalReplicas(local, extents, part, fsync=fsync)
+        found = LocalReplicas(local, extents, shard, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -134,8 +134,8 @@ def open_bucket(
             epoch=claim.lease.epoch,
             bytes_per_sec=tiers.bytes_per_sec,
             store_secs=limit,
-            process=part,
-            processes=parts,
+            process=shard,
+            processes=shards,
         )
         start = _Startup(stage, local, journal.known, first, found, writing, not tiers.shared)
         orders = start.run(old, lambda: WalUpload(stage).upload_headers(journal))
@@ -314,8 +314,8 @@ class _Startup:
             old = dataclasses.replace(old, removals=removals)
         problems: Problems = {}
         offers = self.replicas.offers()
-        url, parts = self.orders.url, self.orders.processes
-        found = self.replicas.manifests(offers, url, parts, problems)
+        url, shards = self.orders.url, self.orders.processes
+        found = self.replicas.manifests(offers, url, shards, problems)
         known = () if old is None else old.lines
         lines = (*(one.lineage for one in found), *known)
         why_stale = classify(self.state, lines)
@@ -402,7 +402,7 @@ class _Startup:
                 if (run := by_run.get(info.save_id.run)) is not None:
                     why = why_stale(info.save_id, run)
                 if why is None and self.no_shared_fs:
-                    why = self._why_no_part(step)
+                    why = self._why_no_shard(step)
             if why is not None:
                 self.local.set_aside(step, aside / str(step))
                 moved.setdefault(why, []).append(step)
@@ -417,11 +417,11 @@ class _Startup:
                 f"hold, is superseded: {elsewhere}; it was moved to {aside / naming.LOG}"
             )
 
-    def _why_no_part(self, step: int) -> str | None:
+    def _why_no_shard(self, step: int) -> str | None:
         count = stored_saves.read_save(self.local.at(step), self.local.item).head.process_count
         if count == self.orders.processes:
             return None
-        return f"they are parts of saves of {count} processes, not {self.orders.processes}"
+        return f"they are shards of saves of {count} processes, not {self.orders.processes}"
 
     def _move_wal_aside(self, aside: Path) -> list[int]:
         """Moves WAL epochs aside whose headers were not uploaded; returns their numbers."""

@@ -5,9 +5,9 @@ All remote changes are made here, under the trainer's claim and in this order: t
 training, rollbacks, then the saves, parents first, and retirements. A kill leaves files that no
 entry names; they are swept later.
 
-If each process of a job has a staging directory, each uploader uploads its part of a save to a path
+If each process of a job has a staging directory, each uploader uploads its shard of a save to a path
 that is derived from the claim and the save, and reports that, or that it cannot, with an object in
-the remote ``meeting/``. Process 0's uploader commits the save once all parts are there.
+the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _logger = logging.getLogger(__name__)
 
 #: Folder of the reports of several uploaders.
 MEETING = "meeting"
-_PART = "deltackpt.stage.part"
+_REPORT = "deltackpt.stage.shard"
 #: Shortest and longest interval between two polls of the other uploaders' reports.
 _OTHERS_SECS = (0.05, 2.0)
-#: Maximum delay of a part, for any time between saves.
+#: Maximum delay of a shard, for any time between saves.
 MOST_DELAY_SECS = 60.0
 
 
@@ -67,29 +67,29 @@ class _Superseded(DeltackptError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UploadPart:
-    """An uploader's report on its part of a save; ``problem`` says why it cannot be uploaded."""
+class ShardReport:
+    """An uploader's report on its shard of a save; ``problem`` says why it cannot be uploaded."""
 
     process: int
     objects: int = 0
     problem: str | None = None
 
 
-class Parts:
+class ShardReports:
     """The reports of all uploaders on one save; of a single uploader, they are not stored."""
 
     def __init__(self, at: StorePath | None):
         self._at = at
-        self._known: dict[int, UploadPart] = {}
+        self._known: dict[int, ShardReport] = {}
 
-    def publish(self, part: UploadPart) -> None:
+    def publish(self, report: ShardReport) -> None:
         """Stores a report. Idempotent."""
         if self._at is not None:
-            at = self._at / f"{part.process}.msgpack"
-            at.store.put(at.key, manifest.to_bytes(part, _PART))
-        self._known[part.process] = part
+            at = self._at / f"{report.process}.msgpack"
+            at.store.put(at.key, manifest.to_bytes(report, _REPORT))
+        self._known[report.process] = report
 
-    def read(self) -> dict[int, UploadPart]:
+    def read(self) -> dict[int, ShardReport]:
         """Returns the reports by process; process 0 may replace its own."""
         for name in [] if self._at is None else self._at.keys():
             process = int(name.partition(".")[0])
@@ -97,7 +97,7 @@ class Parts:
                 at = self._at / name
                 data = at.store.get(at.key)
                 self._known[process] = manifest.from_bytes(
-                    data, UploadPart, name=str(at), magic=_PART
+                    data, ShardReport, name=str(at), magic=_REPORT
                 )
         return dict(self._known)
 
@@ -116,23 +116,25 @@ class _Upload:
     orders: Orders
     journal: Journal
     prefix: str
-    parts: Parts  # reports of all uploaders
+    reports: ShardReports  # reports of all uploaders
     files: dict[str, Digest] | None = None  # of all processes, if process 0 has read them
     done: set[str] = dataclasses.field(default_factory=set)  # files already uploaded
-    sent: UploadPart | None = None  # the report of this uploader
+    sent: ShardReport | None = None  # the report of this uploader
     began: float = 0.0  # of ``time.perf_counter()``
 
     @classmethod
-    def of(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
+    def start(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
         """An upload that has not begun; in a job of several uploaders, all derive the same path."""
         unit, save_id = ObjectKey(save.step), info.save_id
         if orders.no_shared_fs:
             known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
             prefix = journal.prefix(unit, hashlib.sha256(known.encode()).hexdigest()[:12])
-            parts = Parts(journal.root / MEETING / prefix.removeprefix(f"{SAVES}/"))
+            reports = ShardReports(journal.root / MEETING / prefix.removeprefix(f"{SAVES}/"))
         else:
-            prefix, parts = journal.prefix(unit), Parts(None)
-        return cls(save=save, info=info, orders=orders, journal=journal, prefix=prefix, parts=parts)
+            prefix, reports = journal.prefix(unit), ShardReports(None)
+        return cls(
+            save=save, info=info, orders=orders, journal=journal, prefix=prefix, reports=reports
+        )
 
     def unit(self, files: Mapping[str, Digest]) -> Unit:
         return Unit(ObjectKey(self.save.step), self.info, self.save.at, files)
@@ -179,7 +181,7 @@ class Uploader(Cursor):
         self._pace = Pace()
         #: Saves that are not complete yet, by key.
         self._uploads: dict[str, _Upload] = {}
-        #: Seconds until a part is due; None if no part is waiting for its turn.
+        #: Seconds until a shard is due; None if no shard is waiting for its turn.
         self._turn_secs: float | None = None
         self._patience = _OTHERS_SECS[0]
         self._log = WalUpload(stage)
@@ -202,7 +204,7 @@ class Uploader(Cursor):
         return self._journal is None or not self._log.nbytes(self._journal)
 
     def rest_secs(self) -> float:
-        """See ``Cursor``: less while other uploaders are to report, or before a part is due."""
+        """See ``Cursor``: less while other uploaders are to report, or before a shard is due."""
         if any(one.sent is not None for one in self._uploads.values()):
             found = self._patience
             self._patience = min(self._patience * 1.3, _OTHERS_SECS[1])
@@ -319,7 +321,7 @@ class Uploader(Cursor):
             return
         if orders.process == 0:
             if orders.began and not journal.claimed.began:
-                journal.begin_run(orders.goes_on)
+                journal.start_run(orders.goes_on)
             saves: dict[str, set[SaveId]] = {}
             for one in orders.removals:
                 if one.number > done and one.run is not None:
@@ -383,7 +385,7 @@ class Uploader(Cursor):
             # Before its number, so that a reader of the number finds the entry.
             self.stage.report_entry(entry)
         holder = journal.claimed.lease.holder
-        self.report(entry=entry.number, held=held, holder=holder, **changes)
+        self.report(entry=entry.number, committed=held, holder=holder, **changes)
 
     # ---- one save
 
@@ -395,10 +397,10 @@ class Uploader(Cursor):
         orders: Orders,
         journal: Journal,
     ) -> bool:
-        """Uploads a part of a save, which process 0 commits; returns whether it did anything."""
+        """Uploads a shard of a save, which process 0 commits; returns whether it did anything."""
         upload = self._uploads.get(save.key)
         if upload is None:
-            upload = self._uploads[save.key] = _Upload.of(save, info, orders, journal)
+            upload = self._uploads[save.key] = _Upload.start(save, info, orders, journal)
         upload.save, upload.info, upload.orders = save, info, orders
         is_sent = upload.sent is not None
         if upload.sent is None:
@@ -406,21 +408,21 @@ class Uploader(Cursor):
             if self._turn_secs is not None:
                 return False
             upload.began = upload.began or time.perf_counter()
-            part = upload.parts.read().get(orders.process)
-            if part is None:
-                part = self._send(upload)
-                upload.parts.publish(part)
-            upload.sent, self._patience = part, _OTHERS_SECS[0]
-        parts = upload.parts.read()
-        problem = next((one.problem for one in parts.values() if one.problem is not None), None)
+            report = upload.reports.read().get(orders.process)
+            if report is None:
+                report = self._send(upload)
+                upload.reports.publish(report)
+            upload.sent, self._patience = report, _OTHERS_SECS[0]
+        reports = upload.reports.read()
+        problem = next((one.problem for one in reports.values() if one.problem is not None), None)
         if problem is None and orders.process == 0:
-            problem = self._never_coming(upload, parts, found)
+            problem = self._never_coming(upload, reports, found)
         if problem is not None:
-            if orders.process > 0 and parts.get(0, upload.sent).problem is None:
+            if orders.process > 0 and reports.get(0, upload.sent).problem is None:
                 return False  # Process 0 reports it to all, or has committed it another way.
             self._fail(upload, problem)
             return True
-        if orders.process > 0 or len(parts) < orders.processes:
+        if orders.process > 0 or len(reports) < orders.processes:
             return not is_sent
         if self._must_wait(info, found):
             return False
@@ -435,14 +437,14 @@ class Uploader(Cursor):
             # Training continued without it.
             self._fail(upload, str(error))
             return True
-        upload.parts.remove()
+        upload.reports.remove()
         del self._uploads[save.key]
         # With the digests and the journal entry.
-        objects = sum(one.objects for one in parts.values()) + 2
+        objects = sum(one.objects for one in reports.values()) + 2
         self._report_uploaded(upload, standing.stored_bytes, objects)
         return True
 
-    def _send(self, upload: _Upload) -> UploadPart:
+    def _send(self, upload: _Upload) -> ShardReport:
         """Uploads this staging directory's own files; returns a report."""
         orders, at = upload.orders, upload.save.at
         try:
@@ -464,14 +466,14 @@ class Uploader(Cursor):
                 on_bytes=lambda count: self._check_orders(orders),
             )
         except RestoreError as error:
-            of = f"the part of process {orders.process}: " if orders.no_shared_fs else ""
-            return UploadPart(process=orders.process, problem=f"{of}{error}")
-        return UploadPart(process=orders.process, objects=objects)
+            of = f"the shard of process {orders.process}: " if orders.no_shared_fs else ""
+            return ShardReport(process=orders.process, problem=f"{of}{error}")
+        return ShardReport(process=orders.process, objects=objects)
 
     def _until_turn(
         self, save: StagedSave, found: Sequence[StagedSave], orders: Orders
     ) -> float | None:
-        """Seconds until a part is due; None means now, also if a later save is waiting as well."""
+        """Seconds until a shard is due; None means now, also if a later save is waiting as well."""
         is_hurried = self.trainer.is_gone or self.trainer.is_waiting
         if not orders.no_shared_fs or is_hurried or save.step != found[-1].step:
             return None
@@ -479,19 +481,19 @@ class Uploader(Cursor):
         return delay_secs(made, time.time(), orders.process, orders.processes) or None
 
     def _never_coming(
-        self, upload: _Upload, parts: Mapping[int, UploadPart], found: Sequence[StagedSave]
+        self, upload: _Upload, reports: Mapping[int, ShardReport], found: Sequence[StagedSave]
     ) -> str | None:
-        """Why parts of a save will never arrive: their uploaders have moved on to a later one."""
-        missing, step = {*range(upload.orders.processes)} - parts.keys(), upload.save.step
+        """Why shards of a save will never arrive: their uploaders have moved on to a later one."""
+        missing, step = {*range(upload.orders.processes)} - reports.keys(), upload.save.step
         for later in found:
             known = self._uploads.get(later.key)
             if not missing or later.step <= step or known is None:
                 continue
-            if not (moved_on := missing & known.parts.read().keys()):
+            if not (moved_on := missing & known.reports.read().keys()):
                 continue
-            # Reports come in order of steps: this one may have come after ``parts`` was read.
-            if moved_on := sorted(moved_on - upload.parts.read().keys()):
-                return f"process {moved_on[0]} has no part of step {step}, and one of {later.step}"
+            # Reports come in order of steps: this one may have come after ``reports`` was read.
+            if moved_on := sorted(moved_on - upload.reports.read().keys()):
+                return f"process {moved_on[0]} has no shard of step {step}, and one of {later.step}"
         return None
 
     def _must_wait(self, info: SaveInfo, found: Sequence[StagedSave]) -> bool:
@@ -509,7 +511,7 @@ class Uploader(Cursor):
     def _fail(self, upload: _Upload, problem: str) -> None:
         """Reports to all why a save cannot be uploaded, unless it is not staged any more."""
         if upload.orders.process == 0:
-            upload.parts.publish(UploadPart(process=0, problem=problem))
+            upload.reports.publish(ShardReport(process=0, problem=problem))
         if upload.is_staged():
             self.report_damaged(upload.save, problem)
         self._forget_others(self._uploads.keys() - {upload.save.key})

@@ -185,8 +185,8 @@ class RowTracker:
       >>> from deltackpt import Tables
       >>> from deltackpt.handlers import split
       >>> def update(table):
-      ...     parts = split({"emb": table}, Tables(select="emb"))
-      ...     return tracker.update(parts.fields, parts.layout).stamps["emb"].tolist()
+      ...     pieces = split({"emb": table}, Tables(select="emb"))
+      ...     return tracker.update(pieces.fields, pieces.layout).stamps["emb"].tolist()
       >>> tracker = RowTracker()
       >>> table = jnp.zeros((3, 2))
       >>> update(table)  # Without earlier fingerprints, every row counts as touched.

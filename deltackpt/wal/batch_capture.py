@@ -134,7 +134,7 @@ def capture(
     """Copies rows and dense leaves, consistent with each other."""
     choices = split.codecs
     if run.options.wal is not None and run.options.wal.codec is not None:
-        chosen = CodecChoice.of(run.options.wal.codec)
+        chosen = CodecChoice.from_option(run.options.wal.codec)
         choices = {
             group: {name: chosen if name == VALUES else one for name, one in fields.items()}
             for group, fields in choices.items()

@@ -79,7 +79,7 @@ class OpenEpoch:
         backend, process = options.backend, run.coordinator.index
         self._process = process
         of: RecordsOf = {
-            "epoch": EpochRef.of(head),
+            "epoch": EpochRef.from_header(head),
             "process": process,
             "process_count": head.process_count,
         }
@@ -245,7 +245,7 @@ class EndedWal(WalHooks):
         self._reader = WalReader(run.root.wal_location)
         self.begun = ""
 
-    def begin_epoch(self, split: Split) -> None:
+    def start_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes a header if the directory has a WAL."""
         lineage = self._run.lineage
         known, continues = lineage.newest_known, lineage.forked_from

@@ -21,7 +21,7 @@ from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, match_marks
 
 #: More arrays than this are merged: a small array takes more memory than its rows.
-_MOST_PARTS = 1024
+_MOST_ARRAYS = 1024
 
 
 class NamedRows:
@@ -29,29 +29,29 @@ class NamedRows:
 
     def __init__(self) -> None:
         #: Table name to ascending rows, the union of most of them first.
-        self._parts: dict[str, list[np.ndarray]] = {}
+        self._arrays: dict[str, list[np.ndarray]] = {}
 
     def add(self, rows: Mapping[str, np.ndarray]) -> None:
         """Adds rows: table name to row indices, int64 ascending."""
         for table, indices in rows.items():
-            parts = self._parts.setdefault(table, [])
-            parts.append(indices)
+            pieces = self._arrays.setdefault(table, [])
+            pieces.append(indices)
             # Each merge at least doubles what it merges with, so that few rows are sorted per call.
-            if len(parts) > _MOST_PARTS or sum(map(len, parts[1:])) > len(parts[0]):
-                parts[:] = [_union(parts)]
+            if len(pieces) > _MOST_ARRAYS or sum(map(len, pieces[1:])) > len(pieces[0]):
+                pieces[:] = [_union(pieces)]
 
     def rows(self) -> dict[str, np.ndarray]:
         """Returns table name to all rows, ascending."""
-        return {table: _union(parts) for table, parts in self._parts.items()}
+        return {table: _union(pieces) for table, pieces in self._arrays.items()}
 
     def drain(self) -> dict[str, np.ndarray]:
         """Returns all rows, and removes them."""
-        found, self._parts = self.rows(), {}
+        found, self._arrays = self.rows(), {}
         return found
 
 
-def _union(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else row_blocks.distinct(np.concatenate(parts))
+def _union(pieces: list[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else row_blocks.distinct(np.concatenate(pieces))
 
 
 class UncheckedRows:

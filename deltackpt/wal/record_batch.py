@@ -28,8 +28,8 @@ from deltackpt.save.capture import BusyClock, SegmentSource, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves, WrittenDense
 from deltackpt.save.shard import Field, Plans, fields_of, write_segments
 from deltackpt.state import paths
-from deltackpt.storage import parts
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage import shard_writer
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.wal.segment_files import FilledRecord
 
 #: Consecutive full records that are relative to the previous one; the next one is whole.
@@ -113,8 +113,8 @@ class Batch:
             for table in manifest.tables_of_group(
                 self.layout.group_by_name[segment.group], self.layout.tables
             ):
-                part = row_blocks.row_slice(segment.rows, table.offset, table.offset + table.rows)
-                rows = segment.rows[part] - table.offset
+                piece = row_blocks.row_slice(segment.rows, table.offset, table.offset + table.rows)
+                rows = segment.rows[piece] - table.offset
                 if len(rows):
                     held = found.get(table.name)
                     found[table.name] = rows if held is None else np.union1d(held, rows)
@@ -172,7 +172,7 @@ def write_record(
     """Writes a batch, whose rows are in host memory; returns the record and its dense bytes."""
 
     def described(source: SegmentSource) -> list[Field]:
-        return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)
+        return fields_of(source, batch.layout, batch.choices, batch.plans, pinned=False)
 
     # Most records are written before another thread would begin.
     segments = write_segments(batch.rows, sink_of, described, runtime, BusyClock(), threads=1)
@@ -182,7 +182,7 @@ def write_record(
         segments += leaves.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = row_blocks.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
-        parts.write_array(sink_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
+        shard_writer.write_array(sink_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
     head = RecordHead(
         part=0,
         part_start=0,

@@ -125,7 +125,7 @@ class Recorder(WalHooks):
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
         #: The part of the manager's runtime for records.
-        self._runtime = run.runtime.part(self._options.buffer_bytes)
+        self._runtime = run.runtime.with_memory(self._options.buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
         if self._options.dense == "delta":
@@ -203,7 +203,7 @@ class Recorder(WalHooks):
             if reason is None:
                 if not self._begun or self._layout != split.layout:
                     # As before a save: without its WAL, a staging directory cannot be resumed from.
-                    self._run.begin_replication()
+                    self._run.start_replication()
                     reason = self._open(split)
             if reason is None:
                 # Steps that training left are newer than its records.
@@ -376,7 +376,7 @@ class Recorder(WalHooks):
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Returns why a step must be saved first; None if a record can be appended."""
-        # All processes get the same result, unless one failed in its part of a save, since it
+        # All processes get the same result, unless one failed in its shard of a save, since it
         # depends on nothing else that differs between them.
         reason = "there is no step or recovery point that a WAL record could continue from"
         if self._chain is not None:
@@ -521,7 +521,7 @@ class Recorder(WalHooks):
         """See ``WalHooks``."""
         return self._of_run if self._begun else ""
 
-    def begin_epoch(self, split: Split) -> None:
+    def start_epoch(self, split: Split) -> None:
         """See ``WalHooks``: writes the header of an epoch if this run has none."""
         self._follow_run()
         if not self._begun:
@@ -558,7 +558,7 @@ class Recorder(WalHooks):
             epoch = OpenEpoch(run, head, self._runtime, self._references)
         epoch.writer.requeue(self._pending_rows.drain())
         self._epoch, self._ended = epoch, None
-        self._save_requests.begin_epoch(epoch, split.layout, self._calls)
+        self._save_requests.start_epoch(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
 

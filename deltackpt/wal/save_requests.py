@@ -67,7 +67,7 @@ class _Status(NamedTuple):
 
 
 class SaveAgreement:
-    """One process's part in agreeing at which calls of a WAL epoch all save; see the module."""
+    """One process's shard in agreeing at which calls of a WAL epoch all save; see the module."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class SaveRequests:
         """Counts a call of ``append()``, and sets ``agreed`` for it."""
         self.agreed = None if self._agreement is None else self._agreement.call()
 
-    def begin_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
+    def start_epoch(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together."""
         self._bytes_at_step = 0
         coordinator = self._run.coordinator
@@ -260,7 +260,7 @@ class SaveRequests:
         self._refused = layout, reason
 
     def missed(self, layout: Layout, reason: str) -> None:
-        """Like ``refused``, because this process failed in its part of a save of all."""
+        """Like ``refused``, because this process failed in its shard of a save of all."""
         self.refused(layout, reason)
         if self._agreement is not None:
             self._agreement.saved()

@@ -28,8 +28,8 @@ from deltackpt.layers.footer import EpochRef, LayerManifest, RowGroup
 from deltackpt.layers.write import LayerFile, LayerSegmentSink, LayerSink, row_group_of
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import posix
-from deltackpt.storage.parts import SegmentSink
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.store import store_path
 
 #: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs
@@ -91,7 +91,7 @@ class RecordWriter(abc.ABC):
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
         """Appends a record relative to ``parent``; returns the number of bytes written.
 
-        After any error, call ``begin_part`` next.
+        After any error, call ``start_part`` next.
         """
         file, at = self._open(), self.position
         manifest = LayerManifest(
@@ -101,7 +101,7 @@ class RecordWriter(abc.ABC):
             process_count=self._process_count,
             epoch=self._epoch,
         )
-        layer = file.begin_layer(manifest)
+        layer = file.start_layer(manifest)
         try:
             record = fill(functools.partial(LayerSegmentSink, layer))
             head = dataclasses.replace(record.head, part=at.part, part_start=self._part_start)
@@ -120,7 +120,7 @@ class RecordWriter(abc.ABC):
         self.segment_bytes += nbytes
         return nbytes
 
-    def begin_part(self, after: RecordPosition) -> None:
+    def start_part(self, after: RecordPosition) -> None:
         """Begins a new part, which invalidates everything written after ``after``."""
         self.close()
         self._part_start = after.seq + 1
@@ -165,7 +165,7 @@ class RecordWriter(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Makes everything written durable; after a ``StorageError``, call ``begin_part``."""
+        """Makes everything written durable; after a ``StorageError``, call ``start_part``."""
 
     @abc.abstractmethod
     def roll(self) -> None:

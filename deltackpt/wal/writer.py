@@ -25,7 +25,7 @@ from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.resources.runtime import Runtime
-from deltackpt.storage.parts import SegmentSink
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.record_batch import Batch, DenseRecords, write_record
 from deltackpt.wal.segment_files import FilledRecord, RecordWriter
@@ -323,7 +323,7 @@ class WalWriter:
             if isinstance(error, FencedError):
                 self.fenced = error
         self._drop(lost)
-        self._segments.begin_part(self._durable_at)
+        self._segments.start_part(self._durable_at)
         self._dense.restart()
 
     def _drop(self, ended: Iterable[Batch]) -> None:

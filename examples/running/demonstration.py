@@ -99,7 +99,7 @@ def committed(directory: Path) -> list[int]:
 def save_in_progress(directory: Path) -> Path | None:
     """Returns the partly written step directory, or None."""
     for step_dir in directory.glob(f"*{UNFINISHED}*"):
-        of_base = step_dir.glob("embeddings*/part.*/*/*/c.*")
+        of_base = step_dir.glob("embeddings*/shard.*/*/*/c.*")
         of_delta = step_dir.glob("embeddings*/layer.*")
         if any(path.is_file() for path in (*of_base, *of_delta)):
             return step_dir

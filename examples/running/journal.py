@@ -41,9 +41,9 @@ class Journal:
             share = event.rows / event.total_rows
             error = f", off by {event.relative_error:.2%}" if event.relative_error else ""
             written_secs = event.encode_secs + event.write_secs + event.digest_secs
-            part = f"part {event.process} of {self._processes}: " if self._processes > 1 else ""
+            piece = f"shard {event.process} of {self._processes}: " if self._processes > 1 else ""
             self._console.print(
-                f"  saved step {event.step}: [bold]{event.kind}[/], {part}{event.rows:,} rows "
+                f"  saved step {event.step}: [bold]{event.kind}[/], {piece}{event.rows:,} rows "
                 f"({share:.1%}), {size(event.bytes_written)}{error}, blocked "
                 f"{event.blocked_secs * 1e3:.0f} ms, wrote {written_secs * 1e3:.0f} ms",
                 soft_wrap=True,

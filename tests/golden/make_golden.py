@@ -3,11 +3,11 @@
 
 Run ``python -m golden.make_golden`` in ``tests`` after a change of ``FORMAT_VERSION``, and commit
 the output next to the earlier versions, which later releases must still read. ``v<n>`` holds states
-computed by a formula; ``parts-v<n>`` the same, written by two processes; ``journal-v<n>`` the steps
-of ``v<n>`` in a bucket; ``encodings-v<n>`` the encoded states and the digests of the decoded ones
-(encoders may improve, decoding may not change); ``dense-v<n>`` deltas with dense blocks of every
-codec, and a compacted base. ``log-v<n>`` holds a base and the WALs of two runs, the second of which
-resumes from a point; in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are
+computed by a formula; ``shards-v<n>`` the same, written by two processes; ``journal-v<n>`` the
+steps of ``v<n>`` in a bucket; ``encodings-v<n>`` the encoded states and the digests of the decoded
+ones (encoders may improve, decoding may not change); ``dense-v<n>`` deltas with dense blocks of
+every codec, and a compacted base. ``log-v<n>`` holds a base and the WALs of two runs, the second of
+which resumes from a point; in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are
 compressed. The digests in ``expected.json`` are older than these files: development versions wrote
 other files with the same values.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
@@ -550,9 +550,9 @@ def main() -> None:
     plain = HERE / f"v{FORMAT_VERSION}"
     if not plain.exists():
         write(plain, HANDLERS, state_at)
-    parts = HERE / f"parts-v{FORMAT_VERSION}"
-    if not parts.exists():
-        write_in_two_processes(parts)
+    shards = HERE / f"shards-v{FORMAT_VERSION}"
+    if not shards.exists():
+        write_in_two_processes(shards)
     journal = HERE / f"journal-v{FORMAT_VERSION}"
     if not journal.exists():
         write_journal(journal)

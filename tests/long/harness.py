@@ -349,7 +349,7 @@ def phase(call: str, path: str) -> str:
     if item.startswith("embeddings"):
         if inner.startswith("layer."):
             return "tables: layer"
-        if inner.startswith("part."):
+        if inner.startswith("shard."):
             return "tables: values and slots"
         return "tables: manifest and digests"
     if item.startswith("dense"):

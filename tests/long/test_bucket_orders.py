@@ -132,7 +132,7 @@ class _Trainer:
         with self._in("claim"):
             _tried(ledger.claim)
         parent = next(reversed(_tried(ledger.state).steps.values()), None)
-        _tried(lambda: ledger.begin_run(parent.save_id if parent else None))
+        _tried(lambda: ledger.start_run(parent.save_id if parent else None))
         for attempt in range(1, self.drawn.randrange(2, 6)):
             parent = self._save(
                 ledger, SaveId(run, parent.step + 1 if parent else 0, attempt), parent
@@ -180,7 +180,7 @@ class _Trainer:
         )
         with self._in("put: files"):
             prefix = _tried(lambda: self._upload(ledger, unit))
-        standing = CatalogEntry.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        standing = CatalogEntry.from_info(info, unit, prefix, stored_bytes=2, crc32c=1)
         with self._in("put: entry"):
             stands = _tried(lambda: ledger.commit(standing))
         self.committed.append((prefix, stands))

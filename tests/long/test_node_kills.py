@@ -20,7 +20,7 @@ import pytest
 import servers
 from left_running import promoters
 from many import Job, Server
-from test_bad_bundles import FILES, Bundle, bytes_of, name_of, parts, remade, with_files
+from test_bad_bundles import FILES, Bundle, bytes_of, name_of, pieces, remade, with_files
 
 from deltackpt.errors import OutOfSpace
 from deltackpt.ledger.opening import open_steps
@@ -66,7 +66,7 @@ class Nodes:
             with contextlib.closing(ExtentFile(place, **EXTENTS)) as file:
                 if not (labels := file.refs()):
                     continue
-                body, _ = parts(Bundle(labels[-1].key, bytes_of(file, labels[-1])))
+                body, _ = pieces(Bundle(labels[-1].key, bytes_of(file, labels[-1])))
                 name = draw.choice(sorted(FILES))
                 files, payload = FILES[name]
                 body = with_files(body, files)

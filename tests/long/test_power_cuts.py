@@ -45,8 +45,8 @@ _LONGEST_CUT_SECS = 1.0
 CUTS_OF_TWO = 100
 #: Points at which a process is delayed while the other one does its part.
 LATE = (
-    ("before its part", "waiting for the parts"),
-    ("before its part", "during its part", "before its manifest", "before its word"),
+    ("before its shard", "waiting for the shards"),
+    ("before its shard", "during its shard", "before its manifest", "before its word"),
 )
 #: Maximum time for the rest of the step after the release.
 _LONGEST_COMMIT_SECS = 0.2
@@ -210,8 +210,8 @@ def _told(root: Path, ended: harness.Ended, expected: Expected) -> str:
     """Formats the remaining files and the last calls of the trainer."""
     left = sorted(str(path.relative_to(root)) for path in root.glob("*/*/*") if path.is_dir())
     calls = [f"{number} {' '.join(call)}" for number, call in sorted(ended.calls.items())[-60:]]
-    parts = [harness.steps_in(root), left, vars(expected), *ended.notes[-12:], *calls]
-    return "\n".join(map(str, parts))
+    pieces = [harness.steps_in(root), left, vars(expected), *ended.notes[-12:], *calls]
+    return "\n".join(map(str, pieces))
 
 
 def _check_with_stock_orbax(root: Path, step: int) -> None:

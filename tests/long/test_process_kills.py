@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 KILLS = 80
 PEERS_SECS = 4.0
 #: Points that all processes reach, that process 0 reaches, and that the others reach.
-BOTH = ["before its part", "during its part", "before its manifest"]
+BOTH = ["before its shard", "during its shard", "before its manifest"]
 BOTH += ["before a force", "after a force"]
-PRIMARY = [*BOTH, "waiting for the parts", "before the merge"]
+PRIMARY = [*BOTH, "waiting for the shards", "before the merge"]
 PRIMARY += [point for point in POINTS if point.startswith("commit")]
 #: Points at which process 0 has not collected all reports: it commits nothing after a stop.
-BEFORE = ["before its part", "during its part", "before its manifest", "waiting for the parts"]
+BEFORE = ["before its shard", "during its shard", "before its manifest", "waiting for the shards"]
 OTHERS = [*BOTH, "before its word", "after its word", "waiting for the commit"]
 #: A step changes few blocks of its kernel.
 MODEL = Model(kernel=[64, 256])
@@ -35,12 +35,12 @@ TOPOLOGIES = [
 
 @pytest.mark.drawn("one of four processes", 3)
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("phase", ["before its part", "during its part", "waiting", "commit"])
+@pytest.mark.parametrize("phase", ["before its shard", "during its shard", "waiting", "commit"])
 def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
     """The test suite's matrix with four processes: all three survivors name the victim."""
     point = phase
     if phase == "waiting":
-        point = "waiting for the parts" if victim == 0 else "waiting for the commit"
+        point = "waiting for the shards" if victim == 0 else "waiting for the commit"
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=4, devices=1, apart=True) as job:
         started(job, root, {"mesh": [2, 2]}, processes_secs=PEERS_SECS)
@@ -60,7 +60,7 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
         job.answers()
         waits = job.answers()
         assert job.processes[victim].status == -signal.SIGKILL
-        # Process 0 has the victim's complete part, and commits without the victim.
+        # Process 0 has the victim's complete shard, and commits without the victim.
         committed = victim != 0 and phase in ("waiting", "commit")
         for number, answer in enumerate(waits):
             if number != victim:

@@ -228,10 +228,10 @@ def watch_encoders() -> None:
             number = value.key.rpartition("/")[2].partition(".")[0]
             chunks[value.leaf][int(number) if number.isdecimal() else 0] = decoded.array
         leaves = {
-            leaf: np.concatenate([parts[number] for number in sorted(parts)])
-            if len(parts) > 1
-            else parts[0]
-            for leaf, parts in chunks.items()
+            leaf: np.concatenate([pieces[number] for number in sorted(pieces)])
+            if len(pieces) > 1
+            else pieces[0]
+            for leaf, pieces in chunks.items()
         }
         held = {path: digest(leaves[path].tobytes()) for path in LOSSY}
         history = history_of({"dense": {"history": leaves["dense/history"]}})

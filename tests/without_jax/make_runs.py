@@ -146,8 +146,8 @@ def stock(out: Path) -> None:
     """A step that stock Orbax committed, with our item beside an Orbax PyTree."""
     root, state = out / "steps", model.initial()
     handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
-    part = {key: state[key] for key in ("tables", "slots")}
-    split = deltackpt.handlers.split(part, handlers["embeddings"])
+    piece = {key: state[key] for key in ("tables", "slots")}
+    split = deltackpt.handlers.split(piece, handlers["embeddings"])
     registry = ocp_v1.handlers.local_registry(include_global_registry=True)
     registry.add(deltackpt.handlers.DeltaCheckpointableHandler)
     root.mkdir(parents=True)

@@ -29,7 +29,7 @@ RUNS = (
     "compacted",
     "golden-v1",
     "golden-encodings-v1",
-    "golden-parts-v1",
+    "golden-shards-v1",
     "stock",
 )
 
@@ -149,10 +149,10 @@ def indices(length: int):
 def test_indexing_matches_numpy(data, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     count = data.draw(st.integers(0, len(shape)))
-    parts = [data.draw(indices(length)) for length in shape[:count]]
+    pieces = [data.draw(indices(length)) for length in shape[:count]]
     if data.draw(st.booleans()):
-        parts.insert(data.draw(st.integers(0, count)), data.draw(st.sampled_from([None, ...])))
-    index = parts[0] if len(parts) == 1 and data.draw(st.booleans()) else tuple(parts)
+        pieces.insert(data.draw(st.integers(0, count)), data.draw(st.sampled_from([None, ...])))
+    index = pieces[0] if len(pieces) == 1 and data.draw(st.booleans()) else tuple(pieces)
     try:
         wanted = array[index]
     except IndexError:  # Arrays that cannot be broadcast together.

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored arrays of a shard: Zarr arrays, as in a base, or a layer, as in deltas and the WAL."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format import naming, row_blocks
+from deltackpt.format.manifest import LayerRef, Manifest
+from deltackpt.format.records import MOST
+from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
+from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
+from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.reading import bounds
+from deltackpt.storage import arrays, digests
+from deltackpt.storage.digests import ChunkSums, Digest
+from deltackpt.storage.store import StorePath
+
+
+class ZarrArrays:
+    """One Zarr array in files of its own for each array; every read is verified."""
+
+    def __init__(self, item_dir: StorePath, record: Manifest):
+        self._item_dir, self._record = item_dir, record
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, dict[str, Digest]]:
+        """Directory of each array below the item's to its chunks' paths and digests."""
+        found: dict[str, dict[str, Digest]] = {}
+        known = digests.read_item_digests(self._item_dir, self._record)
+        for name in known.files:
+            array, _, chunk = name.rpartition("/")
+            if chunk.startswith("c."):
+                found.setdefault(array, {})[chunk] = known.digest(name)
+        return found
+
+    @functools.cached_property
+    def _sums(self) -> dict[str, dict[str, ChunkSums]]:
+        return {
+            array: {name: ChunkSums(one.tail, one.blocks) for name, one in chunks.items()}
+            for array, chunks in self._digests.items()
+        }
+
+    def files_of(self, segment: Segment) -> dict[str, int]:
+        """Returns the stored bytes of a segment in each file, by path below the item's folder."""
+        return {
+            f"{self._directory(segment, entry).below(self._item_dir)}/{name}": digest.length
+            for entry in segment.arrays
+            for name, digest in self._chunks(segment, entry).items()
+        }
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of an array in errors."""
+        return self._directory(segment, entry).shown(5)
+
+    def check(self, segment: Segment) -> None:
+        """Raises Damaged if the stored bytes are too short for the arrays of a segment.
+
+        The digests contain the length of each file, and the first chunk of each array its own.
+        """
+        for entry in segment.arrays:
+            directory, chunks = self._directory(segment, entry), self._chunks(segment, entry)
+            nbytes, name = arrays.chunk_bytes(entry), directory.shown(5)
+            bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
+            if chunks:
+                first = directory / arrays.chunk_name(entry, 0)
+                shown = f"{name}/{arrays.chunk_name(entry, 0)}"
+                bounds.check_chunk(entry, nbytes, first.length(shown), shown)
+
+    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
+        """Yields names of chunks of an array, below the array's, that no digest describes."""
+        known = self._chunks(segment, entry)
+        for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
+            name = arrays.chunk_name(entry, number)
+            if name not in known:
+                yield name
+
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges, or more."""
+        entry = next(entry for entry in segment.arrays if entry.name == naming.GAPS)
+        found, position, last = [], 0, -1
+        for start in range(0, entry.shape[0], entry.chunk_rows):
+            gaps = np.empty(min(entry.chunk_rows, entry.shape[0] - start), entry.dtype)
+            self.read_into(segment, entry, start, start + len(gaps), gaps)
+            rows = np.cumsum(gaps, dtype=np.int64)
+            # Summing int64 cannot wrap back to ascending rows.
+            if rows[0] <= last or not np.all(rows[1:] > rows[:-1]):
+                chunk = arrays.chunk_name(entry, start // entry.chunk_rows)
+                name = f"{self.name_of(segment, entry)}/{chunk}"
+                raise Damaged(name, f"ascending rows after {last}", "other gaps")
+            last = int(rows[-1])
+            if rows[0] >= stop:
+                break
+            if last < first:
+                position = start + len(rows)
+            else:
+                found.append(rows)
+        return StoredRows(np.concatenate([np.empty(0, np.int64), *found]), position)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads elements ``[start, stop)`` of an array's first axis; raises Damaged."""
+        directory = self._directory(segment, entry)
+        sums = self._sums.get(directory.below(self._item_dir), {})
+        arrays.read_array(directory, entry, start, stop, out, checksums=sums)
+
+    def _chunks(self, segment: Segment, entry: ArrayEntry) -> dict[str, Digest]:
+        directory = self._directory(segment, entry)
+        return self._digests.get(directory.below(self._item_dir), {})
+
+    def _directory(self, segment: Segment, entry: ArrayEntry) -> StorePath:
+        return naming.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
+
+
+class LayerArrays:
+    """A layer; every read is verified."""
+
+    def __init__(self, opened: Callable[[], LayerReader], *, name: str, file: str):
+        """Reads nothing yet; ``file`` is its path below the item's folder, empty in the WAL."""
+        self._opened, self._name, self._file = opened, name, file
+        #: Row groups that agree with the record.
+        self._checked: dict[str, RowGroup] = {}
+
+    @functools.cached_property
+    def layer(self) -> LayerReader:
+        """The layer; raises Damaged if its footer is missing, altered, or that of another save."""
+        return self._opened()
+
+    def files_of(self, segment: Segment) -> dict[str, int]:
+        """See ``ZarrArrays``."""
+        stored = (self.bytes_of(segment, entry, 0, entry.shape[0]) for entry in segment.arrays)
+        return {self._file: sum(stored)}
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """See ``ZarrArrays``."""
+        return f"{self._name}: row group {segment.name!r}, array {entry.name!r}"
+
+    def check(self, segment: Segment) -> None:
+        """See ``ZarrArrays``; the footer bounds each array by the length of the file."""
+        self._group(segment)
+        for entry in segment.arrays:
+            if entry.name != naming.GAPS:
+                self._array(segment, entry)
+
+    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
+        """Returns how many bytes are read for elements of an array's first axis."""
+        held = self.layer.arrays(self._group(segment)).get(entry.name)
+        return 0 if held is None else self.layer.bytes_of(held, start, stop)
+
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
+        return self.layer.rows(self._group(segment), first, stop)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """See ``ZarrArrays``."""
+        array = self._array(segment, entry)
+        if out.flags.c_contiguous:
+            self.layer.read_into(array, start, stop, out)
+        else:
+            whole = np.empty(out.shape, out.dtype)
+            self.layer.read_into(array, start, stop, whole)
+            out[...] = whole
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, RowGroup]:
+        return {group.name: group for group in self.layer.manifest.row_groups}
+
+    def _group(self, segment: Segment) -> RowGroup:
+        if segment.name in self._checked:
+            return self._checked[segment.name]
+        group = self._groups.get(segment.name)
+        expected = segment.count, segment.ranges if segment.count else ()
+        if group is None or (group.count, group.ranges) != expected:
+            found = "none" if group is None else f"{group.count} rows in {group.ranges}"
+            shown = f"{self._name}: row group {segment.name!r}"
+            raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the record", found)
+        self._checked[segment.name] = group
+        return group
+
+    def _array(self, segment: Segment, entry: ArrayEntry) -> LayerArray:
+        found = self.layer.arrays(self._group(segment)).get(entry.name)
+        expected = entry.shape, entry.dtype, compression_of(entry)
+        if found is None or (found.shape, found.dtype, found.compression) != expected:
+            held = None if found is None else (found.shape, found.dtype, found.compression)
+            raise Damaged(self.name_of(segment, entry), f"{expected}, as in the record", f"{held}")
+        return found
+
+
+ShardArrays: TypeAlias = ZarrArrays | LayerArrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``."""
+
+    arrays: ShardArrays
+    segments: tuple[Segment, ...]
+    groups: Mapping[str, GroupEntry]
+
+    @functools.cached_property
+    def _sound(self) -> set[str]:
+        """Names of the segments that were checked."""
+        return set()
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of a stored array in errors."""
+        return self.arrays.name_of(segment, entry)
+
+    def check(self, segment: Segment) -> None:
+        """See ``layers.merge.Layer``."""
+        if segment.name not in self._sound:
+            self.arrays.check(segment)
+            self._sound.add(segment.name)
+
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """See ``layers.merge.Layer``."""
+        self.check(segment)
+        return self.arrays.row_indices(segment, first, stop)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads rows of one stored array; verifies that every chunk is the one written there."""
+        self.check(segment)
+        self.arrays.read_into(segment, entry, start, stop, out)
+
+
+def is_of_dense_segment(object_name: str) -> bool:
+    """Returns whether a name in an error, without the item's path, is of a dense segment."""
+    inside, _, row_group = object_name.partition(": ")
+    found = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
+    return any(name.startswith(row_blocks.SEGMENTS) for name in found)
+
+
+def arrays_of(item_dir: StorePath, record: Manifest) -> ShardArrays:
+    """Returns the stored arrays of a shard."""
+    if record.layer is None:
+        return ZarrArrays(item_dir, record)
+    file = naming.layer_name(record.process)
+    opened = functools.partial(layer_of, item_dir, record, record.layer)
+    return LayerArrays(opened, name=(item_dir / file).shown(), file=file)
+
+
+def layer_of(item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerReader:
+    """Opens the layer of a delta's shard; raises Damaged if it is not that of the save."""
+    source = StoredBytes(item_dir / naming.layer_name(record.process))
+    layer = LayerReader(source, ref.nbytes, digest=ref.digest)
+    if layer.id != record.save_id:
+        raise Damaged(f"{source.name}: footer", f"the layer of {record.save_id}", f"{layer.id}")
+    return layer
