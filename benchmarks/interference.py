@@ -168,7 +168,7 @@ def _run(
 
 def _uploader_cpu(stage: Path) -> float:
     """CPU seconds of this rank's uploader, once it has ended."""
-    log, deadline = stage / f"process-{jax.process_index()}" / "promoter.log", time.monotonic() + 60
+    log, deadline = stage / f"process-{jax.process_index()}" / "uploader.log", time.monotonic() + 60
     while time.monotonic() < deadline:
         if log.exists() and (found := _CPU.findall(log.read_text())):
             return sum(map(float, found))

@@ -145,7 +145,8 @@ _ALIVE = "deltackpt/alive/"
 _DONE, _FAILED = b"+", b"!"
 
 
-#: Process 0: keys of closed managers, which other processes may still read.
+#: Process 0: keys of closed managers, which other processes may still read. The next call of all
+#: processes deletes them, whichever manager makes it.
 _discarded: list[str] = []
 
 
@@ -425,7 +426,7 @@ class Coordinator:
                 yield values
         except Exception as caught:
             error = caught
-        # A context manager drops this frame from the traceback, where it would be a cycle.
+        # A context manager drops this frame from the traceback, in which it would form a cycle.
         values[:] = self._outcome(what, error, values, fatal)
 
     def from_process_0(self, what: str, find: Callable[[], _Json], *, fatal: bool = False) -> _Json:

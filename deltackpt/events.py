@@ -269,52 +269,89 @@ class EventHandler(Protocol):
         ...
 
 
-class _Deferred(threading.local):
-    """The warnings of this thread's call of a manager, until it ends; None outside of calls."""
+class CallWarnings:
+    """The warnings of a manager's current call; only one thread uses the manager at a time.
 
-    warnings: list[tuple[str, type[Warning]]] | None = None
+    Warnings are issued when the call ends: with ``-W error``, they interrupt no change.
+    """
+
+    def __init__(self) -> None:
+        #: None between calls.
+        self._found: list[tuple[str, type[Warning]]] | None = None
+
+    def add(self, message: str, category: type[Warning]) -> bool:
+        """Defers a warning; returns False if the call has ended."""
+        found = self._found
+        if found is not None:
+            found.append((message, category))
+        return found is not None
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Defers the warnings of a block to the end of the outermost one, on whichever thread.
+
+        The first that is an error is raised; it, or the block's own error, has the others as notes.
+        """
+        outer, is_outermost = _thread.call, self._found is None
+        found: list[tuple[str, type[Warning]]] | None = None
+        raised: BaseException | None = None
+        try:
+            _thread.call = self
+            if is_outermost:
+                self._found = []
+            yield
+        except BaseException as error:
+            raised = error
+        finally:  # An interrupt here would otherwise silence all later warnings.
+            _thread.call = outer
+            if is_outermost:
+                found, self._found = self._found, None
+        raised = _issued(found or (), raised)
+        if raised is not None:
+            raise raised
+
+    def issue(self) -> None:
+        """Issues the warnings so far; the first that is an error is raised, as by ``deferred``."""
+        found, self._found = self._found, []
+        if (error := _issued(found or (), None)) is not None:
+            raise error
 
 
-_deferred = _Deferred()
+class _Thread(threading.local):
+    """The manager's call that runs on a thread: ``warn`` is called where the manager is unknown."""
+
+    call: CallWarnings | None = None
+
+
+_thread = _Thread()
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning that points to the nearest caller outside deltackpt; may be deferred."""
-    if _deferred.warnings is not None:
-        _deferred.warnings.append((message, category))
-        return
+    if _thread.call is None or not _thread.call.add(message, category):
+        _issue(message, category)
+
+
+def _issue(message: str, category: type[Warning]) -> None:
     level, frame = 1, sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 
-@contextlib.contextmanager
-def deferred_warnings() -> Iterator[None]:
-    """Issues the warnings of a block at its end: with ``-W error``, they interrupt no change.
-
-    The first that is an error is raised; it, or the block's own error, has the others as notes.
-    """
-    if _deferred.warnings is not None:
-        yield
-        return
-    found = _deferred.warnings = []
-    raised: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        raised = error
-    _deferred.warnings = None
+def _issued(
+    found: Iterable[tuple[str, type[Warning]]], raised: BaseException | None
+) -> BaseException | None:
+    """Issues warnings; returns what is to be raised."""
     for message, category in found:
         try:
-            warn(message, category)
+            _issue(message, category)
         except Warning as error:
             if raised is None:
                 raised = error
             else:
                 raised.add_note(f"{category.__name__}: {message}")
-    if raised is not None:
-        raise raised
+    return raised
 
 
 def emit(

@@ -15,20 +15,20 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from deltackpt import coordination, events
 from deltackpt.errors import (
     AppendFailed,
     ClosedError,
-    DeltackptError,
     FencedError,
     OptionError,
     SaveFailed,
     StorageError,
     TrackingError,
+    UnsupportedRoot,
     WaitTimeout,
 )
 from deltackpt.format import naming
@@ -38,29 +38,31 @@ from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
-from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
+from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, SaveReport
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.step_reader import Items, RowRanges, Service
 from deltackpt.save import exits, pending_save
-from deltackpt.save.pending_save import Embeddings, SaveReport
+from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
 from deltackpt.session.restoring import Restorer
-from deltackpt.session.run import Run, refuse
+from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
 from deltackpt.state import placement
 from deltackpt.state.tables import Tables
-from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
 from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
@@ -103,7 +105,7 @@ class CheckpointManager:
         self,
         directory: str | os.PathLike[str],
         *,
-        handlers: Mapping[str, Any] | None = None,
+        handlers: Mapping[str, object] | None = None,
         options: ManagerOptions | None = None,
         event_handlers: tuple[events.EventHandler, ...] = (),
     ):
@@ -113,9 +115,9 @@ class CheckpointManager:
           directory: the checkpoint directory: a path (created if it does not exist; ``~`` is the
             home directory) or a URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or
             ``nodes://...``. ``Tiers`` sets how saves get to a URL.
-          handlers: item names to handlers: exactly one ``Tables`` (by default ``{"embeddings":
-            Tables(select="**/embedding")}``; a state may have no such table); the others are Orbax
-            v0 handlers. JSON items need none.
+          handlers: item names to handlers: exactly one ``Tables``; the others are Orbax v0
+            handlers. JSON items need none. By default, the tables are the leaves named
+            ``embedding`` or ``embeddings`` with at least 4,096 rows, if there are any.
           options: how to save and restore; None for the defaults.
           event_handlers: receivers of events, see ``deltackpt.events``.
 
@@ -127,23 +129,14 @@ class CheckpointManager:
         """
         if not isinstance(directory, (str, os.PathLike)):
             raise OptionError(f"directory: expected a path or a URL, found {directory!r}")
-        given, options = options, ManagerOptions() if options is None else options
+        options = ManagerOptions() if options is None else options
         try:
-            if not isinstance(options, ManagerOptions):
-                options = ManagerOptions()
-                raise OptionError(
-                    "options: expected a deltackpt.ManagerOptions, found "
-                    f"{type(given).__name__}; pass e.g. ManagerOptions(max_to_keep=3)"
-                )
-            if bad := [
-                one for one in event_handlers if not callable(getattr(one, "receive", None))
-            ]:
-                raise OptionError(
-                    f"event_handlers: expected objects with receive(event), found {bad[0]!r}"
-                )
+            check_arguments(directory, options, event_handlers)
+            saves_to = None if options.read_only else _saves_to(directory, options)
             item, choice, extra = sorted_handlers(handlers)
-        except OptionError as error:
-            refuse(directory, options, error)
+        except (OptionError, UnsupportedRoot) as error:
+            known = options if isinstance(options, ManagerOptions) else ManagerOptions()
+            refuse(directory, known, error)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._read_only = options.read_only
@@ -158,38 +151,29 @@ class CheckpointManager:
         self._saved_by_append: Saved | None = None
         self._verifier = TrackingVerifier()
 
-        with contextlib.ExitStack() as start, contextlib.ExitStack() as deferred:
-            deferred.enter_context(events.deferred_warnings())
-            self._open(directory, item, choice, options, extra, event_handlers, start, deferred)
+        self._warnings = events.CallWarnings()
+        start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
+        with self._warnings.deferred(), start:
+            self._open(directory, saves_to, item, choice, options, extra, event_handlers)
 
     def _open(
         self,
         directory: str | os.PathLike[str],
+        saves_to: Path | None,
         item: str,
         choice: Tables,
         options: ManagerOptions,
-        extra: dict[str, Any],
+        extra: dict[str, ocp.CheckpointHandler],
         event_handlers: tuple[events.EventHandler, ...],
-        start: contextlib.ExitStack,
-        deferred: contextlib.ExitStack,
     ) -> None:
-        """Opens all resources or none; the caller closes ``start`` and, on errors, ``deferred``."""
+        """Opens all resources or none."""
 
-        def path() -> Path:
-            local = buckets.file_path(directory)
-            return local or startup.saves_to(directory, options, coordination.process_index())
-
-        def warn(errors: list[DeltackptError]) -> None:
-            for error in errors:
+        def end_others(end: Callable[[Path], list[Exception]]) -> None:
+            for error in () if saves_to is None else end(saves_to):
                 events.warn(f"another manager of this process was open on the directory: {error}")
 
         def open_root(writing: bool) -> Steps | ReplicationClient:
             if (local := buckets.file_path(directory)) is not None:
-                if options.tiers is not None:
-                    raise OptionError(
-                        f"ManagerOptions.tiers: expected None for the local directory {local}, "
-                        "found tiers; leave the option out, or use the URL of a bucket"
-                    )
                 return Root.open(local, item=item, read_only=not writing, confirmed=False)
             return startup.open_bucket(
                 directory,
@@ -199,16 +183,17 @@ class CheckpointManager:
                 process=coordination.process_index(),
                 processes=coordination.process_count(),
                 # A staging directory, with its extents and peers, has one manager per process.
-                taking=lambda: warn(exits.close_others(path())),
+                taking=lambda: end_others(exits.close_others),
             )
 
-        def take_over() -> None:
-            if not self._read_only:
-                start.enter_context(exits.starting(path()))
-                warn(exits.take_over(path()))
-
         self._run = Run.start(
-            directory, item, choice, options, event_handlers, open_root, take_over
+            directory,
+            item,
+            choice,
+            options,
+            event_handlers,
+            open_root,
+            take_over=lambda: end_others(exits.take_over),
         )
         try:
             self._root = self._run.root
@@ -228,8 +213,9 @@ class CheckpointManager:
             with coordinator.together(what, fatal=True):
                 if not self._read_only:
                     self._run.ledger.confirm()
-                    warn(exits.close_others(path(), self._run.local.epoch))
-                deferred.close()  # As errors, the warnings end the start of every process.
+                    epoch = self._run.local.epoch
+                    end_others(functools.partial(exits.close_others, epoch=epoch))
+                self._warnings.issue()  # As errors, they end the start of every process.
             if not self._read_only:
                 local = self._run.local
                 self._watch = exits.Watch(self._end, local.path, local.epoch)
@@ -237,6 +223,12 @@ class CheckpointManager:
             self._run.opened.abandon()
             raise
         self._closed = False
+
+    @property
+    def directory(self) -> Path | str:
+        """Returns the checkpoint directory: an absolute path, or the URL."""
+        given = self._root.given
+        return given if "://" in given else Path(given)
 
     @property
     def options(self) -> ManagerOptions:
@@ -287,6 +279,7 @@ class CheckpointManager:
           OptionError: the step is not greater than the newest step in the directory, or is not an
             integer from 0 to 2**63 - 1.
         """
+        _refuse_orbax_args(state, "save(step, state)")
         arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
         started = time.perf_counter()
         with self._use(writing=True):
@@ -400,6 +393,8 @@ class CheckpointManager:
                     "every row; pass touched= or keep the TouchState in the state"
                 )
             marks = Embeddings(split=split, touched=touched).marks
+            if marks:
+                match_marks(marks, split.layout)  # Its error makes no row doubtful.
             try:
                 return self._verifier.verify(split, marks, pending_save.clocks_of(split, marks))
             except TrackingError:
@@ -645,6 +640,7 @@ class CheckpointManager:
             state or needs a newer version.
           FormatTooOld: a development version of deltackpt wrote the WAL.
         """
+        _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
         with self._use():
             self._wait_or_warn()
@@ -674,6 +670,7 @@ class CheckpointManager:
           StepGone: it was removed while it was read; the message names the nearest ones.
           RestoreError: the step or recovery point cannot be restored.
         """
+        _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
         requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
         with self._use():
@@ -695,7 +692,7 @@ class CheckpointManager:
           The rows, on the host.
 
         Raises:
-          OptionError: ``step`` is not a valid step.
+          OptionError: ``step`` is not a valid step, ``tables`` not a mapping, or a range invalid.
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
@@ -783,6 +780,7 @@ class CheckpointManager:
           StepNotFound: the step was not committed.
           OptionError: other steps are deltas on top of the step, or the newest recovery points
             replay onto it; the message names them.
+          FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
         with self._use(writing=True):
@@ -800,7 +798,11 @@ class CheckpointManager:
 
     @property
     def resume_step(self) -> int | None:
-        """Returns the step that the next save must exceed: the newest or the restored step."""
+        """Returns the step that the next save must exceed: the newest or the restored step.
+
+        The restored step remains so after its deletion, because training continues from its state;
+        a single process may save it again.
+        """
         self._check_usable()
         restored, point = self._run.restored, self._run.lineage.forked_from
         step = self.latest_step() if restored is None else restored
@@ -824,7 +826,7 @@ class CheckpointManager:
           ClosedError: this is a forked child of the process that created the manager.
         """
         self._check_process()
-        with placement.neutral(), self._lock:
+        with placement.neutral(), self._lock, self._warnings.deferred():
             if self._closed:
                 failure, self._unreported = self._unreported, None
                 if failure is not None:
@@ -845,13 +847,12 @@ class CheckpointManager:
                 # Once more: only the main thread can restore the previous handler.
                 self._termination.close()
 
-    @events.deferred_warnings()
     def _close_all(self, reason: str | None) -> None:
         self._closed = True
         if reason is not None:
             self._ended, self._unreported = reason, self._saver.unreported
         self._termination.close()
-        with contextlib.ExitStack() as stack:
+        with self._warnings.deferred(), contextlib.ExitStack() as stack:
             stack.callback(self._run.opened.close)
             if self._run.topic is not None:
                 stack.callback(self._run.topic.close)
@@ -864,7 +865,6 @@ class CheckpointManager:
             if self._watch is not None:
                 stack.callback(self._watch.cancel)
 
-    @events.deferred_warnings()
     def _end(self, reason: str, ending: exits.Ending) -> None:
         """Waits for the saves, then closes or leaves as ``ending`` says; see ``exits.Watch``."""
         limit = self.options.timeouts.close_secs
@@ -874,32 +874,36 @@ class CheckpointManager:
                 "(timeouts.close_secs), found it in use by another thread; check the storage"
             )
         try:
-            if self._closed:
-                return
-            if ending == "close":
-                self._close(reason)
-                return
-            if ending == "leave":
-                self._ended, self._leaving = reason, True
-            try:
-                failure = self._saver.unreported = self._saver.wait_finished(limit)
-                try:
-                    if self._recorder is not None:
-                        if ending == "leave" and failure is None:
-                            self._recorder.wait(limit)
-                        else:
-                            self._recorder.wait_durable_or_warn()
-                finally:
-                    if failure is None and ending != "commit":
-                        self._saver.wait_uploaded(limit)
-            finally:
-                if ending == "leave":
-                    # Python ends threads and executors; the next trainer removes the rest.
-                    self._closed = True
-            if failure is not None:
-                raise failure.error(None) from failure.cause
+            with self._warnings.deferred():
+                self._end_now(reason, ending, limit)
         finally:
             self._lock.release()
+
+    def _end_now(self, reason: str, ending: exits.Ending, limit: float) -> None:
+        if self._closed:
+            return
+        if ending == "close":
+            self._close(reason)
+            return
+        if ending == "leave":
+            self._ended, self._leaving = reason, True
+        try:
+            failure = self._saver.unreported = self._saver.wait_finished(limit)
+            try:
+                if self._recorder is not None:
+                    if ending == "leave" and failure is None:
+                        self._recorder.wait(limit)
+                    else:
+                        self._recorder.wait_durable_or_warn()
+            finally:
+                if failure is None and ending != "commit":
+                    self._saver.wait_uploaded(limit)
+        finally:
+            if ending == "leave":
+                # Python ends threads and executors; the next trainer removes the rest.
+                self._closed = True
+        if failure is not None:
+            raise failure.error(None) from failure.cause
 
     def _wait_or_warn(self) -> None:
         """Waits for the save and the WAL; warns of failures, so that a restore can proceed."""
@@ -907,6 +911,10 @@ class CheckpointManager:
         self._saver.wait_finished_or_warn()
         if self._recorder is not None:
             self._recorder.wait_durable_or_warn()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read-only" if self._read_only else "open"
+        return f"<CheckpointManager of {self._root}, {state}>"
 
     def __enter__(self) -> CheckpointManager:
         self._check_usable()
@@ -936,7 +944,7 @@ class CheckpointManager:
     def _use(self, *, writing: bool = False) -> Iterator[None]:
         """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
-        with placement.neutral(), self._lock, events.deferred_warnings():
+        with placement.neutral(), self._lock, self._warnings.deferred():
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
@@ -986,8 +994,23 @@ class CheckpointManager:
             )
 
 
-def _as_step(step: Any) -> int:
+def _refuse_orbax_args(state: PyTree, call: str) -> None:
+    """Raises OptionError for arguments of Orbax's manager, which would look like an empty state."""
+    if type(state).__module__.startswith("orbax."):
+        raise OptionError(
+            f"{call}: expected the training state, found {type(state).__name__}; pass the state "
+            "itself, and arguments of Orbax as items={name: arguments}"
+        )
+
+
+def _as_step(step: SupportsIndex) -> int:
     if type(step) is int:
         return naming.as_step(step)
     with placement.neutral():
         return naming.as_step(step)
+
+
+def _saves_to(directory: str | os.PathLike[str], options: ManagerOptions) -> Path:
+    """Returns the local directory in which this process makes its saves."""
+    local = buckets.file_path(directory)
+    return local or startup.saves_to(directory, options, coordination.process_index())

@@ -488,8 +488,7 @@ class Dense:
         _check_at_least_one(self, "max_reference_bytes")
         _check_kind(self, bool, "skip_unchanged")
         _check_kind(self, (str, Mapping), "codec")
-        given = [self.codec] if isinstance(self.codec, str) else list(self.codec.values())
-        for name in given:
+        for name in _codecs_of(self):
             if name not in block_codecs.names():
                 raise OptionError(
                     f"Dense.codec: expected one of {block_codecs.names()}, found {name!r}; "
@@ -497,6 +496,10 @@ class Dense:
                 )
         if self.max_error is not None and not is_at_least_zero(self.max_error):
             raise _wrong(self, "max_error", "None or a finite number of at least 0")
+
+
+def _codecs_of(dense: Dense) -> list[str]:
+    return [dense.codec] if isinstance(dense.codec, str) else list(dense.codec.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -572,6 +575,13 @@ class ManagerOptions:
                     f"ManagerOptions.{policy}: expected None if {number} is given, found both; "
                     "set one of them"
                 )
+        has_blocks = self.dense.deltas == "blocks" or (self.wal and self.wal.dense == "delta")
+        if not has_blocks and {*_codecs_of(self.dense)} - {"lossless"}:
+            raise OptionError(
+                f"Dense.codec: expected blocks to encode, found codec {self.dense.codec!r} and "
+                "deltas='whole', which stores dense leaves uncompressed; pass deltas='blocks', or "
+                "WalOptions(dense='delta')"
+            )
 
     @property
     def read_only(self) -> bool:

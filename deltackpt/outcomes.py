@@ -14,6 +14,7 @@ from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
 from deltackpt.format.naming import PyTree
 from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.save.pending_save import SaveReport as SaveReport
 from deltackpt.state.touch_state import TouchState
 from deltackpt.units import count, size
 

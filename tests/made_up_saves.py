@@ -48,6 +48,7 @@ def record(save_id: SaveId, *, rows: int = ROWS, process: int = 0, **changes: An
         "tables": held.tables,
         "segments": (segment,),
         "files": {},
+        "shards": (),
     }
     return Manifest(**given | changes)
 

@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ from deltackpt.wal.writer import WalWriter
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
+PACKAGE = os.path.dirname(deltackpt.__file__)
 #: A call of each public name of a manager; a test fails if one is missing.
 CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "all_steps": lambda manager: manager.all_steps(),
@@ -73,6 +76,11 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
 }
 #: Names that a closed manager still answers.
 ALWAYS = {"close", "options"}
+
+
+def opened_to_read(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read")
+    return deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS, options=options)
 
 
 def saved(root: Path) -> deltackpt.CheckpointManager:
@@ -116,6 +124,91 @@ def test_a_manager_fenced_by_another_one_refuses_every_call(tmp_path):
     with opened(tmp_path):
         assert answers_of(manager, errors.FencedError) == []
         manager.close()
+
+
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp_path, call):
+    """As in a container whose limit of threads is reached."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    refused = RuntimeError("can't start new thread")
+    states = dict(enumerate(leaver.states(3)))
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+
+        def give(step: int) -> None:
+            state, marks = states[step]
+            getattr(manager, call)(step, state, touched=marks)
+
+        if call == "append":
+            model.commit(manager, 0, states[0][0], touched=states[0][1])
+        with (
+            mock.patch.object(threading.Thread, "start", side_effect=refused),
+            pytest.raises(errors.StorageError, match="to start .*thread.*, found can't start"),
+        ):
+            give(1)
+        for step in (2, 3):
+            give(step)
+        manager.wait_until_finished()
+        manager.wait_appended(LIMIT_SECS)
+        model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
+        # The call that failed is not executed later.
+        assert manager.all_steps() == ([2, 3] if call == "save" else [0])
+        assert [point.step for point in manager.recovery_points()] == (
+            [] if call == "save" else [3, 2]
+        )
+
+
+def interrupted(call: Callable[[], object], after: int) -> bool:
+    """Calls a function; interrupts it once it has entered so many functions of the package."""
+    left = iter(range(after))
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            if next(left, None) is None:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("call", ["save", "append"])
+def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path, call):
+    """No row is lost, and all memory for copies is available again."""
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    state, marks = STATE, MARKS
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, state, touched=marks)
+        recorder = manager._recorder
+        assert recorder is not None
+        for number in range(1, 1000):
+            state, marks = model.train(state, marks, number)
+
+            def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
+                getattr(manager, call)(step, state, touched=marks)
+
+            if not interrupted(give, after=number * 29):
+                break
+            state, marks = model.train(state, marks, number + 1)
+            give(2 * number + 1, state, marks)
+            manager.wait_until_finished()
+            manager.wait_appended()
+            with opened_to_read(tmp_path) as reader:
+                found = reader.restore_latest(state)
+            assert found is not None and found.step == 2 * number + 1
+            model.assert_same(found.state, state)
+            for memory in (manager._run.runtime.memory, recorder._runtime.memory):
+                assert memory.fits(memory.limit_bytes) and not memory.reserved_bytes, number
+        assert number > 8
 
 
 @pytest.mark.processes
@@ -312,6 +405,64 @@ def test_a_warning_that_is_an_error_does_not_interrupt_close(tmp_path):
             manager.close()
     assert finished
     opened(tmp_path).close()
+
+
+def test_close_raises_a_failed_save_although_a_part_on_another_thread_warns(tmp_path):
+    manager = saved(tmp_path)
+    with paused_saves(tmp_path, errno.EIO) as held:
+        manager.save(2, STATE, touched=MARKS)
+        held.release()
+        warn = mock.Mock(side_effect=lambda: events.warn("the executor is late"))
+        with mock.patch.object(manager._saver, "close", warn), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(errors.SaveFailed, match="step 2") as raised:
+                manager.close()
+    assert "UserWarning: the executor is late" in raised.value.__notes__
+    opened(tmp_path).close()
+
+
+def test_a_manager_used_in_the_call_of_another_issues_its_own_warnings(tmp_path):
+    received = []
+
+    class Copying:
+        """An event handler that uses another manager."""
+
+        def receive(self, event: events.Event) -> None:
+            with pytest.warns(RuntimeWarning, match="no place for a SaveEvent"):
+                model.commit(other, 1, STATE, touched=MARKS)
+            received.append(event)
+
+    with contextlib.ExitStack() as managers:
+        other, one = (
+            managers.enter_context(
+                deltackpt.CheckpointManager(
+                    tmp_path / type(handler).__name__,
+                    handlers=leaver.HANDLERS,
+                    event_handlers=(handler,),
+                )
+            )
+            for handler in (Failing(), Copying())
+        )
+        model.commit(one, 1, STATE, touched=MARKS)
+    assert len(received) == 1
+
+
+def test_a_start_reports_a_warning_that_is_an_error_of_the_manager_before(tmp_path):
+    manager = saved(tmp_path)
+    with mock.patch.object(manager._saver, "close", lambda: events.warn("the executor is late")):
+        with pytest.raises(UserWarning, match="another manager .*: the executor is late"):
+            opened(tmp_path)
+    with pytest.raises(errors.FencedError):
+        manager.save(2, STATE, touched=MARKS)
+    opened(tmp_path).close()
+
+
+def test_invalid_options_are_refused_before_another_manager_is_awaited(tmp_path):
+    options = deltackpt.ManagerOptions(tiers=deltackpt.Tiers())
+    with saved(tmp_path), mock.patch.object(exits, "take_over") as awaited:
+        with pytest.raises(errors.OptionError, match="tiers: expected None for the local"):
+            deltackpt.CheckpointManager(tmp_path, options=options)
+    assert not awaited.called
 
 
 def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):

@@ -161,6 +161,22 @@ def test_a_template_with_other_leaves_names_the_leaves_of_each_side_and_the_reme
         assert bool(read.missing) == ("only the template has" in found or "extra" in first)
 
 
+def test_params_that_do_not_fit_their_optimizer_state_are_named(tmp_path):
+    def state(width: int) -> dict:
+        return {"tables": {"users": jnp.zeros((100, 4))}, "w": jnp.zeros(width)}
+
+    optimizer = optax.adagrad(0.1)
+    tables = {"embeddings": deltackpt.Tables(select="params/tables/*")}
+    with manager(tmp_path, tables) as saver:
+        saver.save(1, {"params": state(8), "opt_state": optimizer.init(state(8))})
+        saver.wait_until_finished()
+        template = {"params": state(9), "opt_state": optimizer.init(state(8))}
+        with pytest.raises(errors.TemplateMismatch) as caught:
+            saver.restore(1, template)
+    assert "initialize the optimizer state from these params" in str(caught.value)
+    assert "slot.opt_state/0/sum_of_squares/tables as in the template" in str(caught.value)
+
+
 def test_a_step_that_does_not_exist_is_named(written):
     root, state = written
     with manager(root, access="read") as reader:
@@ -235,6 +251,42 @@ def test_the_largest_step_is_saved_and_listed(tmp_path):
 def test_the_command_line_refuses_a_step_beyond_64_bits(written):
     found = CliRunner().invoke(cli.cli, ["show", str(written[0]), str(1 << 63)])
     assert found.exit_code == 2 and "is not in the range 0<=x<=9223372036854775807" in found.output
+    found = CliRunner().invoke(cli.cli, ["show", str(written[0]), "latest"])
+    assert found.exit_code == 2 and "'latest' is not a valid step number" in found.output
+
+
+def test_arguments_of_orbax_s_manager_are_refused_with_the_call_to_make(written, tmp_path):
+    root, state = written
+    with (
+        manager(tmp_path) as saver,
+        pytest.raises(errors.OptionError, match=r"save\(step, state\): .* found StandardSaveArgs;"),
+    ):
+        saver.save(1, ocp.args.StandardSave(state))
+    with manager(root, access="read") as reader:
+        for read in (reader.restore_latest, lambda state: reader.restore(1, state)):
+            with pytest.raises(
+                errors.OptionError, match="found StandardRestoreArgs; pass the state"
+            ):
+                read(ocp.args.StandardRestore(state))
+        with pytest.raises(errors.OptionError, match=r"read: .* found \['users'\]; pass e.g."):
+            reader.read(1, ["users"])
+
+
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(errors.StorageError, match="expected a directory, found a file"):
+            manager(path)
+
+
+def test_a_state_without_tables_is_saved_as_bases_that_report_why(tmp_path):
+    with manager(tmp_path, {"embeddings": deltackpt.Tables(select=())}) as saver:
+        saved = [saver.save(step, {"w": jnp.ones(3)}) for step in (1, 2)]
+        shown = repr(saver)
+        assert saver.directory == tmp_path
+    reasons = ["base: no committed save to build on", "base: the state has no tables"]
+    assert [one.reason for one in saved] == reasons
+    assert shown == f"<CheckpointManager of {tmp_path}, open>" and "closed" in repr(saver)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +326,14 @@ def test_a_touch_state_of_other_tables_is_refused_and_nothing_is_lost(copied, ma
         assert saver.save(3, moved, touched=good).kind == "delta"
         saver.wait_until_finished()
         model.assert_same(saver.restore_latest(moved).state, moved)
+
+
+def test_a_codec_of_blocks_is_refused_if_nothing_is_stored_as_blocks():
+    dense = deltackpt.Dense(codec={"w": "ef8"})
+    with pytest.raises(errors.OptionError, match="Dense.codec: .* pass deltas='blocks'"):
+        deltackpt.ManagerOptions(dense=dense)
+    deltackpt.ManagerOptions(dense=dense, wal=deltackpt.WalOptions(dense="delta"))
+    deltackpt.ManagerOptions(dense=deltackpt.Dense(codec={}))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
             manager.best_step()
         with pytest.raises(OptionError, match="'max' or 'min'"):
             manager.best_step("loss", mode="least")
+        with pytest.raises(OptionError, match="metric of step [0-3], found 'low'"):
+            manager.best_step(lambda found: "low")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -150,6 +152,18 @@ def test_item_metadata_can_be_used_as_a_template(tmp_path):
             manager.item_metadata(7)
 
 
+def test_a_policy_that_raises_removes_no_step_and_its_error_is_shown(tmp_path):
+    class Broken:
+        def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+            raise KeyError("nope")
+
+    with manager_of(tmp_path, preservation_policy=Broken()) as manager:
+        with pytest.warns(UserWarning, match=r"may remain: KeyError\('nope'\)"):
+            save_all(manager, range(2))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1]
+
+
 def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):
     with manager_of(tmp_path) as manager:
         state = save_all(manager, range(4))
@@ -171,6 +185,23 @@ def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):
         manager.delete(0)
         assert manager.all_steps() == [3]
         assert manager.restore_latest(state).step == 3
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_training_continues_from_a_restored_step_that_is_deleted(tmp_path, step):
+    with manager_of(tmp_path) as manager:
+        state = save_all(manager)
+    with manager_of(tmp_path) as manager:
+        found = manager.restore_latest(state)
+        assert found is not None and found.step == 3
+        manager.delete(3)
+        assert (manager.resume_step, manager.latest_step()) == (3, 2)
+        with pytest.raises(OptionError, match="a step above"):
+            manager.save(2, found.state, touched=found.touched)
+        assert manager.save(step, found.state, touched=found.touched).kind == "base"
+        manager.wait_until_finished()
+        assert manager.resume_step == step
+        model.assert_same(manager.restore(step, state).state, state)
 
 
 def test_training_continues_after_its_newest_step_is_deleted(tmp_path):

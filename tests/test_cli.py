@@ -47,6 +47,8 @@ def test_every_command_of_the_modules_is_listed():
         inner = {name for one in held if isinstance(one, click.Group) for name in one.commands}
         found |= top - inner
     assert found == {*cli.cli.commands}
+    listed = run("--help").stdout
+    assert "..." not in listed.partition("Commands:")[2]  # No summary is cut off.
 
 
 def test_compact_prints_json_on_request(tmp_path):

@@ -385,6 +385,8 @@ def test_exit_codes_show_whether_to_retry(root, tmp_path):
     ended(root, pid=os.getpid())
     found = run("gc", root)
     assert found.returncode == 75 and found.stderr.endswith("[in-use]\n")
+    assert "note: refused unless --offline is given" in run("gc", root, "--dry-run").stdout
+    assert "refused" not in run("gc", root, "--dry-run", "--offline").stdout
     assert run("gc", root, "--offline").returncode == 0
     assert run("gc", tmp_path / "none").returncode == 1
     assert run("gc", root, "--keep-last", 0).returncode == 2

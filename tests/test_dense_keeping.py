@@ -125,11 +125,14 @@ def test_the_stored_form_of_dense_leaves_is_reported(root):
 
 def test_commands_report_how_dense_leaves_are_stored(root):
     listed = command.run("ls", root)
-    assert listed.returncode == 0 and listed.stdout.count("dense blocks") == 4
+    assert listed.returncode == 0 and listed.stdout.count("raw, dense ef4+ef8+int8") == 4
     shown = command.run("show", root, 3).stdout
     assert "dense leaves in this save" in shown and "ef4" in shown
     reported = json.loads(command.run("show", root, 3, "--json").stdout)
-    assert reported["dense_bytes"] > 0
+    assert reported["dense_bytes"] > 0 and {"ef4", "int8"} <= {*reported["dense_codecs"]}
+    assert {"table": "emb", "field": "values", "codec": "raw"}.items() <= reported["tables"][
+        0
+    ].items()
     [frozen] = [leaf for leaf in reported["dense_saved"] if leaf["name"] == "frozen"]
     assert frozen["codecs"] == [] and frozen["blocks"] == 0
     assert "dense leaves in this save" in inspect.open(root).at(3)._repr_html_()

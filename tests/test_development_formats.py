@@ -25,15 +25,18 @@ TABLES = {"embeddings": deltackpt.Tables(select="t")}
 
 
 def without(field: str, data: bytes) -> bytes:
-    """Returns a record without a field; "files" was added after that development version."""
+    """Returns a record without a field; development versions had no "files" and other "shards"."""
     head = msgpack.unpackb(data)
     body = msgpack.unpackb(head["body"])
-    del body[field]
+    if field == "shards":
+        body["parts"], body["features"] = body.pop(field), [*body["features"], "parts"]
+    else:
+        del body[field]
     head["body"] = msgpack.packb(body)
     return msgpack.packb(head | {"crc32c": google_crc32c.value(head["body"])})
 
 
-@pytest.fixture(params=["format_version", "files"])
+@pytest.fixture(params=["format_version", "files", "shards"])
 def root(tmp_path, request) -> Path:
     """A directory whose newest step is a delta of a development version."""
     table = jnp.zeros((100, 4))

@@ -315,6 +315,14 @@ def test_notebook_pages_escape_names(tmp_path):
     assert "&lt;b&gt;&amp;" in ck.at()._repr_html_()
 
 
+def test_results_are_short_in_an_interpreter(tmp_path):
+    write_chain(tmp_path, 2)
+    ck = inspect.open(tmp_path)
+    diff = ck.diff(0, 1)
+    for shown in (ck, ck.saves[-1], diff, diff[TABLE], ck.history(TABLE, [0])):
+        assert repr(shown).startswith(f"<{type(shown).__name__} ") and len(repr(shown)) < 150
+
+
 def test_errors_for_wrong_names_list_what_exists(tmp_path):
     write_chain(tmp_path, 2)
     ck = inspect.open(tmp_path)
@@ -324,7 +332,7 @@ def test_errors_for_wrong_names_list_what_exists(tmp_path):
         (KeyError, "tables/users", lambda: ck.at()["tables/user"]),
         (errors.TemplateMismatch, "slot.accumulator", lambda: ck.at()[TABLE].field("slot.moment")),
         (errors.TemplateMismatch, "neither step", lambda: ck.diff(0, 1, tables=["nope"])),
-        (errors.TemplateMismatch, "none", lambda: ck.history("nope", 0)),
+        (errors.TemplateMismatch, "expected one of tables/", lambda: ck.history("nope", 0)),
         (errors.TemplateMismatch, "indices of at least 0", lambda: ck.history(TABLE, -1)),
         (errors.StorageError, None, lambda: inspect.open(tmp_path / "nothing")),
         (errors.ForeignDirectory, "found a step; pass", lambda: inspect.open(tmp_path / "1")),
@@ -470,3 +478,12 @@ def test_an_unreadable_step_is_listed_with_the_others(tmp_path):
         saves = inspect.open(tmp_path).saves
     assert [bool(save.problem) for save in saves] == [False, True, True]
     assert "Permission denied" in saves[1].problem
+
+
+def test_closing_checkpoints_closes_the_connections_to_kafka(tmp_path):
+    saved(tmp_path, {"t": np.ones((3, 2), np.float32)})
+    with inspect.open(tmp_path) as ck:
+        topics = ck._root.topics = mock.Mock()
+        assert ck.steps == [0]
+        assert not topics.close.called
+    topics.close.assert_called_once_with()

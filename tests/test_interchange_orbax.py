@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import model
 import numpy as np
 import optax
@@ -500,6 +501,15 @@ def test_keys_that_orbax_would_join_into_one_name_are_refused(tmp_path):
         manager.save(1, state)
     with pytest.raises(errors.OptionError, match="a.b"):
         interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
+
+
+def test_a_table_of_a_dtype_that_orbax_lacks_is_named(tmp_path):
+    state = {"emb": np.ones((4, 2), ml_dtypes.uint4), "w": np.ones(2)}
+    with manager_of(tmp_path / "run", deltackpt.Tables(select="emb")) as manager:
+        manager.save(1, state)
+    with pytest.raises(errors.OptionError, match="(?s)emb has dtype uint4.*choose other leaves"):
+        interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
+    interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain", leaves="w")
 
 
 def test_an_import_beside_a_trainer_that_has_not_saved_yet_is_refused(tmp_path):

@@ -39,7 +39,7 @@ from machine import free_port
 from rich.console import Console
 
 import deltackpt
-from deltackpt import events, touched
+from deltackpt import events, inspect, touched
 from deltackpt.errors import (
     NoIntactStep,
     OptionError,
@@ -487,6 +487,14 @@ def test_the_handler_also_saves_without_a_manager(tmp_path):
 
 
 # When steps are saved.
+
+
+def test_tables_are_found_by_name_if_none_are_given(tmp_path):
+    state = {"embedding": jnp.zeros((5000, 2)), "bias": jnp.zeros(3)}
+    with LoopCheckpoints(tmp_path, every_steps=1) as checkpoints:
+        checkpoints.resume(state)
+        checkpoints.after_step(1, state)
+    assert [*inspect.open(tmp_path).at().tables] == ["embedding"]
 
 
 def test_steps_are_saved_when_due_and_the_last_one_on_request(tmp_path):

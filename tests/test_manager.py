@@ -341,19 +341,25 @@ def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, state, marks
     assert piece.step == 2 and piece.chain == whole.chain
 
 
-@pytest.mark.parametrize(
-    ("tables", "match"),
-    [
-        ({"tables/none": None}, "no such table"),
-        ({"tables/users": (0, 701)}, r"row range within \[0, 700\)"),
-        ({"tables/users": (-1, 3)}, "row range"),
-    ],
-)
-def test_rows_that_do_not_exist_are_named(tmp_path, tables, match, state, marks):
+def test_rows_that_do_not_exist_are_named(tmp_path, state, marks):
     with manager(tmp_path) as saver:
         model.commit(saver, 1, state, touched=marks)
-        with pytest.raises(errors.TemplateMismatch, match=match):
-            saver.read(1, tables)
+        for tables, match in (
+            ({"tables/none": None}, "no such table"),
+            ({"tables/users": (0, 701)}, r"row range within \[0, 700\)"),
+            ({"tables/users": (-1, 3)}, "row range"),
+        ):
+            with pytest.raises(errors.TemplateMismatch, match=match):
+                saver.read(1, tables)
+        for tables, match in (
+            (["tables/users"], "expected a mapping"),
+            ({"tables/users": 3}, "expected a row range"),
+            ({"tables/users": [(0, 3)]}, "expected a row range"),
+            ({"tables/users": (0, 3.5)}, "expected a row range"),
+            ({"tables/users": (0, 3), "users": (5, 8)}, "found two of 'tables/users'"),
+        ):
+            with pytest.raises(errors.OptionError, match=match):
+                saver.read(1, tables)
 
 
 def test_dense_leaves_of_every_kind_are_restored(tmp_path):

@@ -173,9 +173,27 @@ def test_options_of_another_class_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("given", [jnp.ones((4, 2)), [jnp.ones((4, 2))]], ids=["array", "list"])
-def test_an_error_for_init_without_a_mapping_shows_one(given):
-    with pytest.raises(TrackingError, match=r"expected a mapping.*\{'words': array\}"):
-        touched.init(given)
+def test_an_error_for_calls_without_a_mapping_shows_one(given):
+    marks, ids = touched.init({"words": jnp.ones((4, 2))}), {"words": jnp.arange(2)}
+    for call in (
+        lambda: touched.init(given),
+        lambda: touched.mark(marks, given),
+        lambda: touched.mark(marks, ids, mask=given),
+        lambda: touched.grow(marks, given),
+    ):
+        with pytest.raises(TrackingError, match=r"expected a mapping.*\{'words': array\}"):
+            call()
+
+
+def test_a_touch_state_of_other_tables_makes_no_row_doubtful(tmp_path):
+    marks = touched.init({"a/table": jnp.ones((4, 2)), "b/table": jnp.ones((4, 2))})
+    other = touched.init({"a/table": jnp.ones((9, 2)), "b/table": jnp.ones((4, 2))})
+    with manager(tmp_path) as saver:
+        saver.save(1, STATE, touched=marks)
+        saver.wait_until_finished()
+        with pytest.raises(TrackingError, match="expected 4 stamps, found 9"):
+            saver.verify_tracking(STATE, touched=other)
+        assert saver.next_save(STATE, touched=marks).kind == "delta"
 
 
 def test_a_touch_state_of_another_class_is_refused(tmp_path):

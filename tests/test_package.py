@@ -184,7 +184,7 @@ def test_small_modules_are_public_or_have_a_reason():
 #: Where Orbax's own signatures use ``Any``.
 ADAPTERS = REPOSITORY / "deltackpt/handlers"
 #: Lower it when lines go; annotate new code with real types, or ``object`` for opaque values.
-MOST_ANY_LINES = 150
+MOST_ANY_LINES = 130
 
 
 def lines_with_any(nodes: Iterable[ast.AST]) -> set[int]:

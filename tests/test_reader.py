@@ -95,6 +95,7 @@ def put_save(
         tables=(table(),),
         features=() if parent is None else (manifest.LAYERS,),
         files={},
+        shards=(),
         **stored,
     )
     put_head(root, head)

@@ -165,6 +165,8 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
             model.commit(older, step, state, touched=touched)
         with pytest.raises(FencedError):
             older.save(5, state, touched=touched)
+        with pytest.raises(FencedError):
+            older.delete(4)
         older.close()
     assert taken and sorted(taken[0].steps()) == list(range(5))
     assert not list((tmp_path / naming.TRASH).glob("*/*"))

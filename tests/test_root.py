@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -494,6 +495,13 @@ def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path, op
     assert disk.calls[3].name != "fsync" and disk.calls[3].path == str(removed)
 
 
+def test_a_foreign_folder_beside_compacted_bases_is_ignored(tmp_path):
+    with manager_of(tmp_path) as manager:
+        model.commit(manager, 1, model.initial())
+    (tmp_path / naming.COMPACTED / "old" / "embeddings").mkdir(parents=True)
+    assert inspect.open(tmp_path).compacted == {}
+
+
 def test_a_damaged_step_is_listed_as_unknown(tmp_path):
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
@@ -512,9 +520,23 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
         for step in range(1, 13):
             model.commit(manager, step, state, touched=touched)
             # Background removal may take long on a busy machine.
-            while len(list((tmp_path / naming.TRASH).glob("*/*"))) > 2:
+            while len(list((tmp_path / naming.TRASH).glob("*"))) > 2:
                 time.sleep(0.01)
-    assert list((tmp_path / naming.TRASH).glob("*/*")) == []
+    assert list((tmp_path / naming.TRASH).iterdir()) == []
+
+
+def test_a_step_is_deleted_on_a_disk_without_room_for_another_folder(tmp_path):
+    def refuse(call: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            model.commit(manager, step, model.initial(), force_base=True)
+        with Disk(tmp_path) as disk:
+            disk.on("mkdir", refuse)
+            manager.delete(1)
+        assert manager.all_steps() == [2]
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("1")]
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError
 
@@ -159,6 +161,29 @@ def test_an_interrupt_of_a_caller_that_runs_a_call_is_raised_there():
             act(task)
         with pytest.raises(KeyboardInterrupt):
             task.future.result()
+
+
+def test_an_interrupt_is_raised_once_no_other_thread_uses_the_callers_memory():
+    """Otherwise a later save could get a buffer that a thread still writes to."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    here, started, ended = threading.get_ident(), threading.Event(), []
+
+    def call(_: int) -> None:
+        if threading.get_ident() == here:
+            assert started.wait(60.0)
+            return
+        started.set()
+        time.sleep(0.1)  # Until the caller waits.
+        signal.pthread_kill(here, signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(True)
+
+    try:
+        with Runtime(2) as runtime, pytest.raises(KeyboardInterrupt):
+            runtime.map(call, range(2))
+        assert ended
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_no_thread_is_left_after_closing():

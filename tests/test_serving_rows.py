@@ -48,8 +48,10 @@ from deltackpt.errors import (
     StorageError,
     VersionExpired,
 )
+from deltackpt.format.manifest import SaveId
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import row_changes as changes_module
+from deltackpt.serving.row_changes import NO_ROWS
 from deltackpt.serving.rows import Rows
 
 #: Guards against hangs only.
@@ -601,7 +603,7 @@ def test_a_text_that_is_not_a_position_is_refused(text):
 def test_a_consumer_that_is_too_far_behind_gets_whole_tables_marked_as_resets(
     trainer, live, monkeypatch
 ):
-    monkeypatch.setattr(changes_module, "_MOST_INDEX_BYTES", 2000)
+    monkeypatch.setattr(changes_module, "_MOST_INDEX_BYTES", 10_000)
     copy = caught_up(live)
     trainer.log()
     live.advance()
@@ -615,6 +617,19 @@ def test_a_consumer_that_is_too_far_behind_gets_whole_tables_marked_as_resets(
     assert sum(len(batch.rows) for batch in found) == sum(
         map(len, trainer.state["tables"].values())
     )
+
+
+@pytest.mark.parametrize("rows", [None, {}, {f"table{n}": NO_ROWS for n in range(50)}])
+def test_versions_without_changed_rows_take_bounded_memory(monkeypatch, rows):
+    monkeypatch.setattr(changes_module, "_MOST_INDEX_BYTES", 64 << 10)
+    log = changes_module.ChangeLog()
+    for number in range(1000):
+        log.add(rows)
+        log.complete(serving.Position(SaveId("run", number, number)))
+    tables = 0 if rows is None else len(rows)
+    assert 1 <= len(log._entries) <= 200 / (1 + tables / 10)
+    assert log.since(999) == rows and log.since(1000 - len(log._entries)) == rows
+    assert log.since(0) is None
 
 
 def test_batches_are_bounded_and_complete_although_versions_change_in_between(

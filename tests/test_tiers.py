@@ -629,7 +629,8 @@ def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(one, 
     with one.manager(max_to_keep=5, keep_local=1, deltas=policy) as manager:
         for step in range(13):
             one.saves(manager, step)
-        assert manager.all_steps() == one.root()
+        # The uploader retires steps after the upload for which the manager has waited.
+        eventually(lambda: manager.all_steps() == one.root(), "unneeded steps are retired")
         assert one.root()[-5:] == [8, 9, 10, 11, 12]
         assert len(one.root()) <= 7
         eventually(lambda: len(one.local()) <= 4 or bool(staged(manager).collect()), "evicted")
@@ -718,6 +719,22 @@ def test_a_deletion_is_awaited_if_the_upload_of_the_step_may_still_be_committing
         staged(manager).start()
         eventually(lambda: not staged(manager)._is_deleting(), "it was deleted")
         assert 0 not in one.root()
+
+
+def test_the_deletion_of_a_step_that_was_never_uploaded_ends_in_an_outage(breakable, tmp_path):
+    one = next(nodes(breakable.server, tmp_path))
+    with one.manager(timeouts=Timeouts(store_secs=1.0), wait_for="staging") as manager:
+        one.saves(manager, 0)
+        eventually(lambda: one.root() == [0], "the first save came to the root")
+        breakable.end()
+        one.saves(manager, 1)
+        eventually(lambda: staged(manager).read_progress().problem is not None, "it is noticed")
+        manager.delete(1)
+        eventually(lambda: not staged(manager)._is_deleting(), "there is nothing to delete")
+        assert staged(manager).read_progress().problem is not None
+        breakable.start()
+        one.saves(manager, 2)
+        eventually(lambda: one.root() == [0, 2], "the next save came to the root")
 
 
 def test_a_deletion_is_done_although_no_uploader_can_be_started(node, monkeypatch):

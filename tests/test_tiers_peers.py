@@ -346,7 +346,7 @@ def test_the_peer_token_is_readable_only_by_the_trainers_user(node, cluster):
     one = node()
     with one.manager() as manager:
         one.saves(manager, 0)
-        path = one.stage.path / "neighbours.msgpack"
+        path = one.stage.path / "peers.msgpack"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         token = PeerGroup.from_bytes(path.read_bytes()).token
         for other in one.stage.path.rglob("*"):

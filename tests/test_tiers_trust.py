@@ -27,11 +27,12 @@ from deltackpt.maintenance.compact import compact
 from deltackpt.options import DeltaOptions
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import Refused, Unanswered
+from deltackpt.storage.store import Refused, StorePath, Unanswered
+from deltackpt.testing import MemoryStore
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.staging import StagingDir, default_stage
-from deltackpt.tiers.uploader import Uploader
+from deltackpt.tiers.staging import StagingDir, default_stage, step_of
+from deltackpt.tiers.uploader import ShardReport, Shards, Uploader
 
 __all__ = ["alone", "node", "one", "other", "s3"]
 
@@ -137,7 +138,22 @@ def test_a_step_stays_if_its_replacement_is_lost(one):
         eventually(lambda: one.root() == [4] == manager.all_steps(), "retention goes on")
 
 
-def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(one, alone):
+def fill(patch: pytest.MonkeyPatch, one: Node) -> None:
+    """Lets no record be written into a staging directory."""
+    real = DurableDir.write
+
+    def write(self, path, *given, **more) -> None:
+        if path.parent == one.stage.path:
+            raise OutOfSpace(f"{path}: expected room to write, found the file system full")
+        real(self, path, *given, **more)
+
+    patch.setattr(DurableDir, "write", write)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
+    one, alone, monkeypatch, reported
+):
     trash = one.stage.steps / naming.TRASH
 
     def free_bytes(_: Path) -> int:
@@ -154,9 +170,29 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(one, alo
         with mock.patch("deltackpt.storage.posix.free_bytes", free_bytes):
             one.saves(manager, 1, 2, 3, bases=(1, 2, 3))
             assert not is_saved()
-            promote(one)
+            with monkeypatch.context() as patched:
+                if not reported:
+                    fill(patched, one)
+                promote(one)
             eventually(is_saved, "there is room again")
         assert manager.all_steps() == [1, 2, 3, 4]
+        staged(manager).lag()
+        assert {step_of(key) for key in staged(manager)._sizes} <= {*one.local()}
+
+
+def test_reports_of_uploaders_are_told_from_other_objects_and_damaged_ones():
+    at = StorePath(MemoryStore(), "meeting/1.1.0123456789ab")
+    shards, own = Shards(at), ShardReport(process=1, objects=7)
+    shards.publish(own)
+    for name in ("notes.txt", "1.msgpack.old", "x/0.msgpack", "01.msgpack", "-1.msgpack"):
+        at.store.put((at / name).key, b"of somebody else")
+    assert shards.read() == {1: own} == Shards(at).read()
+    at.store.put((at / "0.msgpack").key, b"damaged")
+    for found in (shards.read(), Shards(at).read()):
+        assert found[1] == own and "report of process 0" in str(found[0].problem)
+    # Process 0 replaces its own.
+    Shards(at).publish(ShardReport(process=0))
+    assert shards.read() == {0: ShardReport(process=0), 1: own}
 
 
 def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_listed(one, alone):
@@ -231,19 +267,19 @@ def test_an_uploader_without_delete_permission_ends_and_reports_it(one, alone, m
 
 
 def test_an_uploader_survives_a_full_staging_directory(one, alone, monkeypatch):
-    one.run(1, 2, wait_for="staging")
-    real, refused = DurableDir.write, 0
-
-    def full(self, path, *given, **more) -> None:
-        nonlocal refused
-        if refused < 5 and str(path).startswith(str(one.stage.path)):
-            refused += 1
-            raise OutOfSpace(f"{path}: expected room to write, found the file system full")
-        real(self, path, *given, **more)
-
-    monkeypatch.setattr(DurableDir, "write", full)
+    one.run(1, 2, 3, bases=(2, 3), wait_for="staging")
+    with monkeypatch.context() as patched:
+        fill(patched, one)
+        promote(one)
+    # Only uploaded saves make room.
+    assert one.root() == [1, 2, 3]
+    status = replicator.status_of(one.stage)
+    assert status is not None and status.waiting == 3
+    one.run(4, wait_for="staging", bases=[4])
     promote(one)
-    assert refused == 5 and one.root() == [1, 2]
+    assert one.root() == [1, 2, 3, 4]
+    status = replicator.status_of(one.stage)
+    assert status is not None and (status.waiting, status.problem) == (0, None)
 
 
 def test_an_upload_that_fails_repeatedly_sends_each_file_once(one, alone, monkeypatch):

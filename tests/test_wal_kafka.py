@@ -40,6 +40,7 @@ from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageErro
 from deltackpt.format import wal_format
 from deltackpt.format.wal_format import RecordChunk
 from deltackpt.inspect import open as open_checkpoints
+from deltackpt.interchange import export_orbax, export_parquet, export_safetensors
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
 from deltackpt.maintenance.estimate import restore_plan
@@ -475,12 +476,17 @@ def librdkafka_threads() -> set[str]:
     return {thread for thread, name in names.items() if name.startswith("rdk:")}
 
 
-def test_verify_and_plan_close_their_connections(cluster, run):
+def test_verify_plan_inspect_and_exports_close_their_connections(cluster, run, tmp_path):
     run.started(2)
     gc.collect()
     before, wal = librdkafka_threads(), KafkaWal(config=cluster.config)
     assert {one.point.step for one in verify_root(run.root, wal=wal).points} == {1, 2}
     assert restore_plan(run.root, 2, wal=wal).wal_records == 2
+    with open_checkpoints(run.root, wal=wal) as checkpoints:
+        assert checkpoints.at(2).point is not None
+        assert not librdkafka_threads() <= before
+    for export in (export_safetensors, export_parquet, export_orbax):
+        assert export(run.root, 2, tmp_path / export.__name__, wal=wal).step == 2
     assert librdkafka_threads() <= before
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import many_wal_worker
 import many_worker
 import pytest
-from many import Job, Server
+from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
@@ -39,14 +39,59 @@ def started(job: Job, root: Path, place: dict[str, Any], **options: Any) -> None
     job.all("wait")
 
 
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def two(server, tmp_path) -> Iterator[Job]:
+    """A job of two processes, which opens no manager."""
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        yield job
+
+
+@pytest.fixture
+def job(two, root) -> Job:
+    """A job of two processes that has saved step 0 and appended two durable steps."""
+    started(two, root, TRAINED)
+    logged(two, 2)
+    return two
+
+
+def of_one(job: Job, process: int, do: str, **arguments: Any) -> Answer:
+    """The answer of one process, which must succeed."""
+    job.ask(do, of=[process], **arguments)
+    [answer] = job.answers(of=[process])
+    assert "error" not in answer, answer
+    return answer
+
+
 def logged(job: Job, to: int, **arguments: Any) -> None:
     """Appends every step up to ``to``; returns once all are durable on all processes."""
-    assert job.one("run_on", to=to, **arguments) == nothing_saved()
+    nothing = {"answer": "run_on", "saved": [], "skipped": []}
+    assert job.one("run_on", to=to, **arguments) == nothing
     job.all("wait_appended")
 
 
-def nothing_saved() -> dict[str, Any]:
-    return {"answer": "run_on", "saved": [], "skipped": []}
+def assert_goes_on(
+    job: Job, root: Path, step: int, points: list[Any], model: Model | None = None, **how: Any
+) -> None:
+    """Appends steps up to ``step`` and ends the job; ``...`` stands for older points."""
+    logged(job, step, **how)
+    found = job.one("points")["points"]
+    assert found == points or (points[-1] is ... and found[: len(points) - 1] == points[:-1])
+    job.close()
+    assert_reads_alone(root, step, model)
+
+
+def saved_at_once(job: Job, **arguments: Any) -> tuple[int, str, str]:
+    """Appends until all processes save at the same call; returns the step, kind and reason."""
+    one, other = (found["saved"] for found in job.all("run_until_saved", at_most=FAR, **arguments))
+    assert one == other, (one, other)
+    job.all("wait")
+    [saved] = one
+    return saved
 
 
 def restored(job: Job, do: str, **arguments: Any) -> dict[str, Any]:
@@ -139,29 +184,23 @@ def test_changed_rows_are_found_by_ids_or_by_fingerprints(server, tmp_path, trac
 
 
 @pytest.mark.parametrize("to", [0, 2], ids=["a step", "a point"])
-def test_a_rollback_of_all_leaves_later_points_behind(server, tmp_path, to):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 4)
-        found = restored(job, "restore", step=to, place=TRAINED, like=to)
-        assert (found["step"], found["wrong"]) == (to, None)
-        assert job.one("points")["points"] == [4, 3, 2, 1]
-        logged(job, to + 1)
-        assert job.one("points")["points"] == list(range(to + 1, 0, -1))
-        job.close()
+def test_a_rollback_of_all_leaves_later_points_behind(job, root, to):
+    logged(job, 4)
+    found = restored(job, "restore", step=to, place=TRAINED, like=to)
+    assert (found["step"], found["wrong"]) == (to, None)
+    assert job.one("points")["points"] == [4, 3, 2, 1]
+    logged(job, to + 1)
+    assert job.one("points")["points"] == list(range(to + 1, 0, -1))
+    job.close()
     assert_reads_alone(root, to + 1)
 
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_damaged_record_that_one_process_finds_skips_the_points_for_every_process(
-    server, tmp_path, process
+    server, tmp_path, job, root, process
 ):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 5)
-        job.close()
+    logged(job, 5)
+    job.close()
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root), log={})
         job.all("find_damage", process=process, record=4)
@@ -175,8 +214,7 @@ def test_a_damaged_record_that_one_process_finds_skips_the_points_for_every_proc
 # Slow or lost processes.
 
 
-def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path):
-    root = tmp_path / "root"
+def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path, root):
     with Job(server, tmp_path / "jobs", processes=4, devices=1, apart=True) as job:
         started(job, root, TRAINED)
         logged(job, 3)
@@ -191,74 +229,55 @@ def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path
         job.close()
 
 
-def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED, log={"deadline_secs": 1.0})
-        logged(job, 2)
-        job.processes[1].kill(signal.SIGSTOP)
-        job.ask("run_until_told", at_most=FAR, of=[0])
-        [told] = job.answers(of=[0])
-        assert told["code"] == "wal-behind" and "process 1" in told["message"], told
-        job.ask("wait_appended", of=[0])
-        assert [one["recovery"] for one in job.answers(of=[0])] == [[2, True]]
-        assert_reads_alone(root, 2)
-        job.processes[1].kill(signal.SIGCONT)
-        last = told["step"]
-        job.ask("run_on", to=last, of=[1])
-        job.answers(of=[1])
-        job.all("wait_recovery", step=last)
-        job.close()
+def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(two, root):
+    started(two, root, TRAINED, log={"deadline_secs": 1.0})
+    logged(two, 2)
+    two.processes[1].kill(signal.SIGSTOP)
+    told = of_one(two, 0, "run_until_told", at_most=FAR)
+    assert told["code"] == "wal-behind" and "process 1" in told["message"], told
+    assert of_one(two, 0, "wait_appended")["recovery"] == [2, True]
+    assert_reads_alone(root, 2)
+    two.processes[1].kill(signal.SIGCONT)
+    of_one(two, 1, "run_on", to=told["step"])
+    two.all("wait_recovery", step=told["step"])
+    two.close()
 
 
-def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED, processes_secs=3.0)
-        logged(job, 1)
-        job.processes[0].kill(signal.SIGSTOP)
-        job.ask("run_on", to=9, of=[1])
-        error = job.processes[1].answer()["error"]
-        job.processes[0].kill(signal.SIGCONT)
-        assert (error["type"], error["processes"]) == ("ProcessMissing", [0]), error
-        # Nothing is lost that was durable before, and the next manager starts clean.
-        job.all("open", root=str(root), log={})
-        found = restored(job, "restore_latest", place=TRAINED, like=1)
-        assert (found["point"], found["wrong"]) == (1, None)
-        logged(job, 3)
-        job.close()
-    assert_reads_alone(root, 3)
+def test_a_stopped_process_0_is_named_by_the_call_that_needs_its_answer(two, root):
+    started(two, root, TRAINED, processes_secs=3.0)
+    logged(two, 1)
+    two.processes[0].kill(signal.SIGSTOP)
+    two.ask("run_on", to=9, of=[1])
+    error = two.processes[1].answer()["error"]
+    two.processes[0].kill(signal.SIGCONT)
+    assert (error["type"], error["processes"]) == ("ProcessMissing", [0]), error
+    # Nothing is lost that was durable before, and the next manager starts clean.
+    two.all("open", root=str(root), log={})
+    found = restored(two, "restore_latest", place=TRAINED, like=1)
+    assert (found["point"], found["wrong"]) == (1, None)
+    assert_goes_on(two, root, 3, [3, ...])
 
 
 # Failures of one process.
 
 
-def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 2)
-        job.ask("refuse_writes", times=1, of=[1])
-        job.answers(of=[1])
-        job.all("run_on", to=3)
-        job.ask("wait_failed", of=[1])
-        assert "error" not in job.answers(of=[1])[0]
-        logged(job, 5)
-        assert job.one("points")["points"] == [5, 4, 2, 1]
-        [event] = job.all("told")[1]["events"]
-        assert (event["operation"], event["step"]) == ("append", 3)
-        job.close()
-    for step in (5, 4, 2):
+def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(job, root):
+    of_one(job, 1, "refuse_writes", times=1)
+    job.all("run_on", to=3)
+    of_one(job, 1, "wait_failed")
+    logged(job, 5)
+    [event] = job.all("told")[1]["events"]
+    assert (event["operation"], event["step"]) == ("append", 3)
+    assert_goes_on(job, root, 5, [5, 4, 2, 1])
+    for step in (4, 2):
         assert_reads_alone(root, step)
 
 
-def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server, tmp_path):
-    root = tmp_path / "root"
+def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server, tmp_path, root):
     with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
         started(job, root, TRAINED)
         logged(job, 1)
-        job.ask("refuse_writes", times=FAR, of=[2])
-        job.answers(of=[2])
+        of_one(job, 2, "refuse_writes", times=FAR)
         found = job.one("run_until_saved", at_most=FAR)
         [[step, kind, reason]] = found["saved"]
         assert kind == "delta" and "failed again" in reason
@@ -269,85 +288,50 @@ def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server
     assert_reads_alone(root, step)
 
 
-def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        # On a slow machine, agreement takes more steps: allow a delta of any size.
-        bounds = {"max_delta_ratio": 100, "max_restore_ratio": 100}
-        started(job, root, TRAINED, log={"max_wal_ratio": 0.003}, bounds=bounds)
-        for _ in range(2):
-            found = job.one("run_until_saved", at_most=FAR)
-            [[step, kind, reason]] = found["saved"]
-            assert (kind, "max_wal_ratio" in reason) == ("delta", True), reason
-            job.all("wait")
-        logged(job, step + 1)
-        assert job.one("points")["points"][0] == step + 1
-        job.close()
+def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(two, root):
+    # On a slow machine, agreement takes more steps: allow a delta of any size.
+    bounds = {"max_delta_ratio": 100, "max_restore_ratio": 100}
+    started(two, root, TRAINED, log={"max_wal_ratio": 0.003}, bounds=bounds)
+    for _ in range(2):
+        step, kind, reason = saved_at_once(two)
+        assert (kind, "max_wal_ratio" in reason) == ("delta", True), reason
+    assert_goes_on(two, root, step + 1, [step + 1, ...])
     assert_reads_alone(root, step)
 
 
-def test_append_failed_is_raised_by_one_process_and_the_others_continue(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED, log={"on_failure": "raise"})
-        logged(job, 1)
-        job.ask("refuse_writes", times=1, of=[1])
-        job.answers(of=[1])
-        job.all("run_on", to=2)
-        job.ask("wait_failed", of=[1])
-        job.answers(of=[1])
-        job.all("train", to=3)
-        found = job.each("log")
-        assert found[0]["kind"] == "full"
-        assert found[1]["error"]["type"] == "AppendFailed"
-        logged(job, 4)
-        assert job.one("points")["points"] == [4, 1]
-        job.close()
-    assert_reads_alone(root, 4)
+def test_append_failed_is_raised_by_one_process_and_the_others_continue(two, root):
+    started(two, root, TRAINED, log={"on_failure": "raise"})
+    logged(two, 1)
+    of_one(two, 1, "refuse_writes", times=1)
+    two.all("run_on", to=2)
+    of_one(two, 1, "wait_failed")
+    two.all("train", to=3)
+    found = two.each("log")
+    assert found[0]["kind"] == "full"
+    assert found[1]["error"]["type"] == "AppendFailed"
+    assert_goes_on(two, root, 4, [4, 1])
 
 
-def test_a_process_that_fails_its_part_of_the_first_step_saves_with_the_others(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log={})
-        job.all("start", place=TRAINED)
-        job.ask("fault", at="snapshot", of=[1])
-        job.answers(of=[1])
-        found = job.each("log")
-        assert found[0]["saved"] == "base"
-        assert "error" in found[1]
-        # Records have no base until all agree on a step. That save reports the failure of the one
-        # before.
-        found = job.each("run_until_saved", at_most=FAR)
-        assert found[0]["error"]["type"] == "SaveFailed", found
-        job.each("wait")
-        [step] = job.one("steps")["steps"]
-        logged(job, step + 3)
-        assert job.one("points")["points"] == [step + 3, step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 3)
+@pytest.mark.parametrize(("process", "at"), [(1, "snapshot"), (0, "commit: digests")])
+def test_if_the_first_step_fails_all_save_another(two, root, process, at):
+    two.all("open", root=str(root), log={})
+    two.all("start", place=TRAINED)
+    of_one(two, process, "fault", at=at)
+    found = two.each("log")
+    assert found[0]["saved"] == "base" and ("error" in found[1]) == (process == 1)
+    # Records have no base until all agree on a step. That save reports the failure of the one
+    # before.
+    found = two.each("run_until_saved", at_most=FAR)
+    assert process == 0 or found[0]["error"]["type"] == "SaveFailed", found
+    two.each("wait")
+    [step] = two.one("steps")["steps"]
+    assert step > 0
+    older = [] if process else [...]
+    assert_goes_on(two, root, step + 3, [step + 3, step + 2, step + 1, *older])
 
 
-def test_if_the_step_that_records_continue_from_fails_all_save_another(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log={})
-        job.all("start", place=TRAINED)
-        job.ask("fault", at="commit: digests", of=[0])
-        job.answers(of=[0])
-        assert job.one("log")["saved"] == "base"
-        job.each("run_until_saved", at_most=FAR)
-        job.each("wait")
-        [step] = job.one("steps")["steps"]
-        assert step > 0
-        logged(job, step + 2)
-        assert job.one("points")["points"][:2] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2)
-
-
-def test_rows_missing_from_the_ids_of_one_process_make_all_start_over(server, tmp_path):
-    root, model = tmp_path / "root", Model(reach=0.5)
+def test_rows_missing_from_the_ids_of_one_process_make_all_start_over(server, tmp_path, root):
+    model = Model(reach=0.5)
     # All rows of the table that change are in the shards of process 0.
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
         started(job, root, TRAINED)
@@ -362,149 +346,99 @@ def test_rows_missing_from_the_ids_of_one_process_make_all_start_over(server, tm
         assert steps[0] == steps[1], found
         job.each("wait")
         step = job.one("steps")["steps"][-1]
-        logged(job, step + 2)
-        assert job.one("points")["points"] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2, model)
+        assert_goes_on(job, root, step + 2, [step + 2, step + 1], model)
 
 
 @pytest.mark.parametrize("forget", [[0, 1], [1]], ids=["all", "one"])
-def test_forgotten_marks_end_the_points_and_all_start_over(server, tmp_path, forget):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 2)
-        job.all("train", to=3, forget=forget)
-        job.one("log")
-        job.all("train", to=4)
-        assert job.one("save")["kind"] == "delta"
-        assert all(one["error"]["type"] == "TrackingFailed" for one in job.each("wait"))
-        assert job.one("points")["points"] == []
-        # The processes may notice it at different calls, but save at the same one.
-        found = [one["saved"] for one in job.all("run_until_saved", at_most=FAR)]
-        assert found[0] == found[1] and found[0][0][1] == "base", found
-        job.all("wait")
-        step = found[0][0][0]
-        assert job.one("steps")["steps"] == [0, step]
-        logged(job, step + 2)
-        assert job.one("points")["points"] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2)
+def test_forgotten_marks_end_the_points_and_all_start_over(job, root, forget):
+    job.all("train", to=3, forget=forget)
+    job.one("log")
+    job.all("train", to=4)
+    assert job.one("save")["kind"] == "delta"
+    assert all(one["error"]["type"] == "TrackingFailed" for one in job.each("wait"))
+    assert job.one("points")["points"] == []
+    # The processes may notice it at different calls, but save at the same one.
+    step, kind, _ = saved_at_once(job)
+    assert kind == "base" and job.one("steps")["steps"] == [0, step]
+    assert_goes_on(job, root, step + 2, [step + 2, step + 1])
 
 
-def test_unmarked_rows_that_the_wal_finds_on_one_process_make_all_save_a_base(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 2)
-        job.all("train", to=3, forget=[1])
-        found = [one["saved"] for one in job.all("run_until_saved", at_most=FAR)]
-        assert found[0] == found[1] and found[0][0][1] == "base", found
-        assert "rows differ from those in the WAL" in found[0][0][2]
-        job.all("wait")
-        step = found[0][0][0]
-        logged(job, step + 2)
-        assert job.one("points")["points"] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2)
+def test_unmarked_rows_that_the_wal_finds_on_one_process_make_all_save_a_base(job, root):
+    job.all("train", to=3, forget=[1])
+    step, kind, reason = saved_at_once(job)
+    assert kind == "base" and "rows differ from those in the WAL" in reason
+    assert_goes_on(job, root, step + 2, [step + 2, step + 1])
 
 
 @pytest.mark.parametrize("refused", [[1], [0, 1]], ids=["one", "all"])
 def test_a_process_without_its_part_of_the_base_for_unmarked_rows_appends_nothing(
-    server, tmp_path, refused
+    job, root, refused
 ):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 2)
-        job.all("train", to=3, forget=[0, 1])
-        job.ask("fault", at="snapshot", of=refused)
-        job.answers(of=refused)
-        found = job.each("run_until_saved", at_most=FAR)
-        assert ["error" in one for one in found] == [one in refused for one in (0, 1)], found
-        step = job.all("told")[1]["events"][-1]["step"]
-        found = job.each("run_on", to=step + 1)
-        assert [one["skipped"] for one in found if "skipped" in one][-1] == [step + 1], found
-        for one in job.each("wait_appended"):
-            assert one.get("recovery") in (0, None), one
-        job.each("run_until_saved", at_most=FAR)
-        job.each("wait")
-        step = job.one("steps")["steps"][-1]
-        logged(job, step + 2)
-        assert job.one("points")["points"] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2)
+    job.all("train", to=3, forget=[0, 1])
+    job.ask("fault", at="snapshot", of=refused)
+    job.answers(of=refused)
+    found = job.each("run_until_saved", at_most=FAR)
+    assert ["error" in one for one in found] == [one in refused for one in (0, 1)], found
+    step = job.all("told")[1]["events"][-1]["step"]
+    found = job.each("run_on", to=step + 1)
+    assert [one["skipped"] for one in found if "skipped" in one][-1] == [step + 1], found
+    for one in job.each("wait_appended"):
+        assert one.get("recovery") in (0, None), one
+    job.each("run_until_saved", at_most=FAR)
+    job.each("wait")
+    step = job.one("steps")["steps"][-1]
+    assert_goes_on(job, root, step + 2, [step + 2, step + 1])
 
 
 # Calls at which all processes must meet.
 
 
-def test_wrong_arguments_of_one_process_after_a_restore_block_no_other(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 2)
-        assert restored(job, "restore_latest", place=TRAINED, like=2)["point"] == 2
-        job.all("train", to=3)
-        # The first call of the run, which starts a WAL epoch on all processes.
-        found = job.each("log", ids=True, beyond=1)
-        assert found[0]["kind"] == "full"
-        assert found[1]["error"]["type"] == "OptionError"
-        # By the stamps, which include the rows that the ids should have named.
-        logged(job, 4)
-        assert job.one("points")["points"][0] == 4
-        job.close()
-    assert_reads_alone(root, 4)
+def test_wrong_arguments_of_one_process_after_a_restore_block_no_other(job, root):
+    assert restored(job, "restore_latest", place=TRAINED, like=2)["point"] == 2
+    job.all("train", to=3)
+    # The first call of the run, which starts a WAL epoch on all processes.
+    found = job.each("log", ids=True, beyond=1)
+    assert found[0]["kind"] == "full"
+    assert found[1]["error"]["type"] == "OptionError"
+    # By the stamps, which include the rows that the ids should have named.
+    assert_goes_on(job, root, 4, [4, ...])
 
 
-def test_invalid_ids_of_one_process_without_marks_make_all_save_at_the_same_call(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log={}, tracking="touched")
-        job.all("start", place=TRAINED)
-        job.all("hide_marks")
-        assert job.one("log")["saved"] == "base"
-        job.all("wait")
-        logged(job, 2, ids=True)
-        job.all("train", to=3)
-        found = job.each("log", ids=True, beyond=1)
-        assert found[0]["kind"] == "full"
-        assert found[1]["error"]["type"] == "OptionError"
-        found = job.each("run_on", to=4, ids=True)
-        assert [one["skipped"] for one in found] == [[], [4]], found
-        found = [one["saved"] for one in job.all("run_until_saved", at_most=FAR, ids=True)]
-        assert found[0] == found[1] and "did not name its rows" in found[0][0][2], found
-        job.all("wait")
-        step = found[0][0][0]
-        logged(job, step + 2, ids=True)
-        assert job.one("points")["points"][:2] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2)
+def test_invalid_ids_of_one_process_without_marks_make_all_save_at_the_same_call(two, root):
+    two.all("open", root=str(root), log={}, tracking="touched")
+    two.all("start", place=TRAINED)
+    two.all("hide_marks")
+    assert two.one("log")["saved"] == "base"
+    two.all("wait")
+    logged(two, 2, ids=True)
+    two.all("train", to=3)
+    found = two.each("log", ids=True, beyond=1)
+    assert found[0]["kind"] == "full"
+    assert found[1]["error"]["type"] == "OptionError"
+    found = two.each("run_on", to=4, ids=True)
+    assert [one["skipped"] for one in found] == [[], [4]], found
+    step, _, reason = saved_at_once(two, ids=True)
+    assert "did not name its rows" in reason
+    assert_goes_on(two, root, step + 2, [step + 2, step + 1, ...], ids=True)
     assert_reads_alone(root, 2)
 
 
-def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        log = {"buffer_bytes": 1, "when_full": "coalesce"}
-        started(job, root, TRAINED, log=log)
-        job.ask("arm", at="before the log is forced", action="hold", of=[1])
-        job.answers(of=[1])
-        for step in (1, 2, 3):
-            job.all("run_on", to=step)
-            job.ask("wait_appended", of=[0])
-            job.answers(of=[0])
-        job.release()
-        job.all("wait_appended")
-        logged(job, 4)
-        assert job.one("points")["points"] == [4, 1]
-        job.close()
-    assert_reads_alone(root, 4)
-    assert_reads_alone(root, 1)
+def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(two, root):
+    started(two, root, TRAINED, log={"buffer_bytes": 1, "when_full": "coalesce"})
+    of_one(two, 1, "arm", at="before the log is forced", action="hold")
+    for step in (1, 2, 3):
+        two.all("run_on", to=step)
+        of_one(two, 0, "wait_appended")
+    two.release()
+    two.all("wait_appended")
+    logged(two, 4)
+    assert two.one("points")["points"] == [4, 1]
+    two.close()
+    for step in (4, 1):
+        assert_reads_alone(root, step)
 
 
-def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path):
-    root = tmp_path / "root"
+def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path, root):
     model = Model(grown=[(4, {"rows": 2560})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
         started(job, root, TRAINED)
@@ -517,20 +451,15 @@ def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path
         [[step, kind, reason]] = job.one("run_on", to=4)["saved"]
         assert (step, kind) == (4, "delta") and "tables are not those" in reason
         job.all("wait")
-        logged(job, 6)
-        assert job.one("points")["points"] == [6, 5]
-        job.close()
-    assert_reads_alone(root, 6, model)
+        assert_goes_on(job, root, 6, [6, 5], model)
 
 
-def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, tmp_path):
-    root = tmp_path / "root"
+def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, tmp_path, root):
     model = Model(grown=[(2, {"rows": 2560})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
         started(job, root, TRAINED)
         logged(job, 1)
-        job.ask("fault", at="snapshot", of=[1])
-        job.answers(of=[1])
+        of_one(job, 1, "fault", at="snapshot")
         job.all("train", to=2)
         found = job.each("log")
         assert found[0]["saved"] == "delta" and "error" in found[1]
@@ -540,10 +469,7 @@ def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, 
         job.each("run_until_saved", at_most=FAR)
         job.each("wait")
         step = job.one("steps")["steps"][-1]
-        logged(job, step + 2)
-        assert job.one("points")["points"][:2] == [step + 2, step + 1]
-        job.close()
-    assert_reads_alone(root, step + 2, model)
+        assert_goes_on(job, root, step + 2, [step + 2, step + 1, ...], model)
 
 
 @pytest.mark.parametrize(
@@ -551,34 +477,22 @@ def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, 
     [(None, errno.EIO, "StorageError"), ("logs", errno.ENOENT, "OptionError")],
 )
 def test_a_process_that_cannot_read_the_header_fails_the_call_on_all_and_the_next_works(
-    server, tmp_path, directory, number, error
+    two, root, directory, number, error
 ):
-    root = tmp_path / "root"
-    log = {} if directory is None else {"directory": str(tmp_path / directory)}
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(root), log=log)
-        job.all("start", place=TRAINED)
-        job.ask("refuse_reads", number=number, of=[1])
-        job.answers(of=[1])
-        first, second = (one["error"] for one in job.each("log"))
-        assert (first["type"], second["type"]) == ("ProcessFailed", error)
-        assert directory is None or "a directory that all 2 processes see" in second["text"]
-        job.all("train", to=1)
-        assert job.one("log")["saved"] == "base"
-        job.all("wait")
-        logged(job, 3)
-        assert job.one("points")["points"] == [3, 2]
-        job.close()
-    assert_reads_alone(root, 3)
+    log = {} if directory is None else {"directory": str(root.with_name(directory))}
+    two.all("open", root=str(root), log=log)
+    two.all("start", place=TRAINED)
+    of_one(two, 1, "refuse_reads", number=number)
+    first, second = (one["error"] for one in two.each("log"))
+    assert (first["type"], second["type"]) == ("ProcessFailed", error)
+    assert directory is None or "a directory that all 2 processes see" in second["text"]
+    two.all("train", to=1)
+    assert two.one("log")["saved"] == "base"
+    two.all("wait")
+    assert_goes_on(two, root, 3, [3, 2])
 
 
-def test_processes_that_only_read_a_recovery_point_continue_from_their_own_state(server, tmp_path):
-    root = tmp_path / "root"
-    with Job(server, tmp_path / "jobs", processes=2) as job:
-        started(job, root, TRAINED)
-        logged(job, 3)
-        assert {one["wrong"] for one in job.all("look", step=1)} == {None}
-        logged(job, 5)
-        assert job.one("points")["points"] == [5, 4, 3, 2, 1]
-        job.close()
-    assert_reads_alone(root, 5)
+def test_processes_that_only_read_a_recovery_point_continue_from_their_own_state(job, root):
+    logged(job, 3)
+    assert {one["wrong"] for one in job.all("look", step=1)} == {None}
+    assert_goes_on(job, root, 5, [5, 4, 3, 2, 1])

@@ -27,7 +27,7 @@ def main() -> None:
     # Orbax warns about every directory that is opened only for reading.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        cli()
+        cli(prog_name="deltackpt")
     except (AlreadyCompacting, InUse) as error:
         _fail(error, _TRY_AGAIN)
     except (DeltackptError, OSError) as error:
@@ -49,26 +49,27 @@ def cli() -> None:
     """Inspect and maintain directories of deltackpt checkpoints."""
 
 
-for command in (
-    inspect_commands.ls,
-    inspect_commands.show,
-    inspect_commands.diff,
-    inspect_commands.history,
-    inspect_commands.report,
-    maintenance_commands.verify,
-    maintenance_commands.plan,
-    maintenance_commands.gc,
-    maintenance_commands.copy,
-    maintenance_commands.compact,
-    daemons.upload,
-    daemons.node_store,
-    daemons.follow,
-    maintenance_commands.doctor,
-    exchange.export,
-    exchange.import_,
-    service.group,
-    service.peers,
+for command, summary in (
+    (inspect_commands.ls, "List steps with kinds, chains, rows and bytes."),
+    (inspect_commands.show, "Show the chain, tables and dense leaves of a step."),
+    (inspect_commands.diff, "Show which rows differ between two steps."),
+    (inspect_commands.history, "Show the values of rows at each step."),
+    (inspect_commands.report, "Write an HTML page about a directory."),
+    (maintenance_commands.verify, "Read every byte; report what can be restored."),
+    (maintenance_commands.plan, "Show what a restore reads and how long it takes."),
+    (maintenance_commands.gc, "Remove unneeded files after training has ended."),
+    (maintenance_commands.copy, "Copy steps and everything needed to restore them."),
+    (maintenance_commands.compact, "Merge the chain of a step into a new base."),
+    (daemons.upload, "Upload the saves of a staging directory."),
+    (daemons.node_store, "Serve a directory as one node of a store."),
+    (daemons.follow, "Keep the newest weights in memory, for serving."),
+    (maintenance_commands.doctor, "Check a directory, the machine and the installation."),
+    (exchange.export, "Convert a step to Orbax, safetensors or Parquet."),
+    (exchange.import_, "Import a stock Orbax checkpoint."),
+    (service.group, "Manage the hot standby of a directory."),
+    (service.peers, "Manage peers, which keep saves in memory."),
 ):
+    command.short_help = summary
     cli.add_command(command)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--tables", multiple=True, help="Glob over table names to follow; repeatable.")
 @click.option("--slots", multiple=True, help="Glob over the tables' slots to hold; repeatable.")
 @click.option("--leaves", multiple=True, help="Glob over dense leaves to follow; repeatable.")
-@click.option("--shard", default="0/1", show_default=True, help="Part of the rows, as I/N.")
+@click.option("--shard", default="0/1", show_default=True, help="Shard of the rows, as I/N.")
 @click.option(
     "--share",
     type=terminal.UserPath(dir_okay=False, path_type=Path),

@@ -30,7 +30,8 @@ def _open(
 ) -> Checkpoints:
     from deltackpt import inspect
 
-    return inspect.open(directory, item=item, endpoint=endpoint, wal=wal)
+    opened = inspect.open(directory, item=item, endpoint=endpoint, wal=wal)
+    return click.get_current_context().with_resource(opened)
 
 
 @click.command(
@@ -106,9 +107,8 @@ def _list_wal(wal: Wal, last: int | None, as_json: bool) -> None:
 
     points = wal.recovery_points()[:last]
     if as_json:
-        shown = [point._asdict() for point in points]
         epochs = [_epoch(one) for one in wal.epochs]
-        terminal.print_json({"epochs": epochs, "recovery_points": shown, "problem": wal.problem})
+        terminal.print_json({"epochs": epochs, "recovery_points": points, "problem": wal.problem})
         return
     _print_epochs(wal)
     if points:
@@ -326,7 +326,6 @@ def _epoch(epoch: WalEpoch) -> dict[str, object]:
         "number": epoch.number,
         "valid": plain.pop("live"),
         **plain,
-        "forked_from": None if (forked := epoch.forked_from) is None else forked._asdict(),
         "recovery_points": len(epoch.recovery_points),
         "full_recovery_points": epoch.full_points,
     }
@@ -343,6 +342,7 @@ def _save(save: Save) -> dict[str, object]:
         "total_rows": save.total_rows,
         "array_bytes": save.nbytes,
         "dense_bytes": save.dense_nbytes,
+        "dense_codecs": save.dense_codecs,
         "disk_bytes": save.disk_bytes,
         "committed_at": save.committed_at,
         "reason": save.reason,
@@ -368,8 +368,7 @@ def _shown(step: Step, save: Save | None) -> dict[str, object]:
         about = _save(save)
     else:
         assert step.point is not None
-        point = step.point._asdict()
-        about = {"step": step.step, "kind": "recovery point", "recovery_point": point}
+        about = {"step": step.step, "kind": "recovery point", "recovery_point": step.point}
     return {
         **about,
         "save_id": step.save_id,

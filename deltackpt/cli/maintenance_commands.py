@@ -255,7 +255,7 @@ def gc(
         terminal.print_table(("name", "size", "kind", "reason"), rows)
     for note in found.notes:
         click.echo(f"note: {note}")
-    if dry_run and found.in_use is not None:
+    if dry_run and not offline and found.in_use is not None:
         click.echo(f"note: refused unless --offline is given: found {found.in_use}")
     click.echo(
         f"{'would remove' if dry_run else 'removed'} "
@@ -375,8 +375,7 @@ def plan(
     if as_json:
         plain = terminal.plain(found)
         plain["estimate"]["seconds"] = found.estimate.seconds
-        del plain["point"]
-        plain["recovery_point"] = found.point and found.point._asdict()
+        plain["recovery_point"] = plain.pop("point")
         terminal.print_json(plain)
         return
     _print_chain(found)

@@ -97,8 +97,11 @@ class UserPath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
-#: A step number.
-STEP = click.IntRange(0, naming.LAST_STEP)
+class _Step(click.IntRange):
+    name = "step number"
+
+
+STEP = _Step(0, naming.LAST_STEP)
 #: click does not check readability: the code that reads it reports more precise errors.
 directory = click.argument("directory", type=UserPath(file_okay=False, readable=False))
 #: A directory, or a bucket URL.
@@ -164,7 +167,7 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
 
 
 def print_json(value: object) -> None:
-    """Prints a value as JSON: dataclasses as objects, numpy values as numbers and lists."""
+    """Prints a value as JSON: dataclasses and named tuples as objects, numpy values as numbers."""
     click.echo(json.dumps(plain(value), indent=2))
 
 
@@ -172,6 +175,8 @@ def plain(value: Any) -> Any:
     """Converts a value to JSON types; infinities, NaN and other objects become strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if (as_dict := getattr(value, "_asdict", None)) is not None:
+        value = as_dict()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist") and not isinstance(value, type):

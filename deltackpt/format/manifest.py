@@ -47,6 +47,8 @@ LAYERS = "layers"
 _ALIKE = frozenset(
     {"groups", "tables", "dense", "tracking_paths", "writers", "dense_blocks.values"}
 )
+#: Fields of manifests that development versions did not write, or wrote under other names.
+_SINCE_DEVELOPMENT = frozenset({"files", "shards"})
 _sound_paths = records.IdentityCache()
 _Record = TypeVar("_Record")
 
@@ -202,7 +204,7 @@ class LayerRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """Process 0's index entry for a shard: the CRC32C of its manifest (0 in its own) and its covers.
+    """Process 0's index entry for a shard: its manifest's CRC32C (0 in its own) and its covers.
 
     ``nbytes`` counts its arrays before any compression.
     """
@@ -363,9 +365,9 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
                 _check(record)
                 return record
     fields = records.fields_of(data, name=name, magic=magic)
-    if cls is Manifest and "files" not in fields:
-        # Such versions also named the chunks of bases differently.
-        raise records.too_old(name, "a map of files in the manifest")
+    if cls is Manifest and not _SINCE_DEVELOPMENT <= fields.keys():
+        # Such versions also gave the files of bases other names.
+        raise records.too_old(name, f"{' and '.join(sorted(_SINCE_DEVELOPMENT))} in the manifest")
     try:
         if cls is Manifest:
             refuse_unknown(features_in(fields), KNOWN_FEATURES, name)
@@ -484,7 +486,7 @@ class TableFigures(NamedTuple):
 
 
 class LeafFigures(NamedTuple):
-    """One dense leaf that a delta stores as blocks, or one process's shard of it.
+    """One dense leaf that a delta stores as blocks, or one process's piece of it.
 
     Attributes:
       leaf: its path.

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from deltackpt.coordination import Coordinator
 from deltackpt.format import naming
+from deltackpt.handlers import table_item
 from deltackpt.reading import stored_saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
@@ -89,7 +90,7 @@ class DeltaCheckpointableHandler:
 
         # A task, not a coroutine: Orbax drops it unawaited where another item fails.
         return asyncio.ensure_future(
-            asyncio.to_thread(placing.load_item, item_dir, abstract_checkpointable)
+            asyncio.to_thread(table_item.load_item, item_dir, abstract_checkpointable)
         )
 
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:

@@ -20,6 +20,7 @@ from deltackpt.inspect import descriptions
 from deltackpt.inspect.lazy import LazyArray, RowIndexCache, Saves
 from deltackpt.reading import chains
 from deltackpt.reading.stored_saves import StoredSave
+from deltackpt.units import count
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TableDiff:
     """Rows of one field of a table that differ between two steps.
 
@@ -51,6 +52,10 @@ class TableDiff:
     compared: int
     added: int
     ids: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        changed = f"{len(self.rows):,} of {self.compared:,} compared rows differ"
+        return f"<TableDiff of {self.table}: {changed}>"
 
     @property
     def fraction(self) -> float:
@@ -95,7 +100,7 @@ class TableDiff:
         return pandas().DataFrame(columns, index=index)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Diff:
     """Differences between two steps.
 
@@ -128,6 +133,13 @@ class Diff:
             return pandas().DataFrame({"norm": [], "relative": []})
         frames = {name: found.to_pandas() for name, found in self.tables.items()}
         return pandas().concat(frames, names=["table"])
+
+    def __repr__(self) -> str:
+        changed = sum(len(found.rows) for found in self.tables.values())
+        return (
+            f"<Diff of {self.field}, step {self.a} to {self.b}: {changed:,} rows of "
+            f"{count(len(self.tables), 'table')} differ>"
+        )
 
     def _repr_html_(self) -> str:
         return _page(self)

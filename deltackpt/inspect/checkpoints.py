@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from deltackpt import vocab
+from deltackpt import units, vocab
 from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
+from deltackpt.format.row_blocks import PLAIN
 from deltackpt.inspect import descriptions
 from deltackpt.inspect.descriptions import SAVE_COLUMNS, Save, Wal, save_line, wal_of
 from deltackpt.lazy_import import LazyModule
@@ -76,7 +77,8 @@ _MOST_TRIES = 3
 class Checkpoints:
     """A checkpoint directory, open for reading; a trainer may be writing to it.
 
-    Nothing is locked: reading a step that retention has removed raises ``StepGone``.
+    Nothing is locked: reading a step that retention has removed raises ``StepGone``. If the WAL is
+    in Kafka, use it as a context manager, or call ``close()``.
 
     Attributes:
       store_path: the directory, or the bucket.
@@ -95,6 +97,19 @@ class Checkpoints:
     @functools.cached_property
     def _row_indices(self) -> rows_of_saves.RowIndexCache:
         return rows_of_saves.RowIndexCache()
+
+    def close(self) -> None:
+        """Closes the connections to Kafka, and removes the copies of its WAL records. Idempotent.
+
+        Recovery points that were opened from Kafka cannot be read any more.
+        """
+        self._root.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def path(self) -> Path:
@@ -261,11 +276,20 @@ class Checkpoints:
 
     def _described(self, save: StoredSave, chain_length: int | None, compacted: bool) -> Save:
         head, info = save.head, save.info
-        problem, dense_nbytes = "", None
+        problem, dense_nbytes, dense_codecs = "", None, set[str]()
         try:
             if head.dense_blocks is not None:
                 # Not by ``stored_dense``, whose imports a listing does not need.
-                dense_nbytes = sum(record.nbytes for _, _, record in save.dense_layers())
+                dense = [record for _, _, record in save.dense_layers()]
+                dense_nbytes = sum(record.nbytes for record in dense)
+                dense_codecs = {
+                    encoding.codec
+                    for record in dense
+                    if not record.complete
+                    for segment in record.segments
+                    if segment.group != PLAIN
+                    for encoding in segment.encodings
+                }
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
@@ -290,6 +314,7 @@ class Checkpoints:
             table_rows={table.name: table.rows for table in head.tables},
             nbytes=info.nbytes,
             dense_nbytes=dense_nbytes,
+            dense_codecs=tuple(sorted(dense_codecs)),
             problem=problem,
         )
 
@@ -432,7 +457,8 @@ class Checkpoints:
         return found
 
     def __repr__(self) -> str:
-        return f"<Checkpoints {self.store_path}: {len(self)} steps, newest {self.newest}>"
+        steps = units.count(len(self), "step")
+        return f"<Checkpoints {self.store_path}: {steps}, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
         return _page(self)

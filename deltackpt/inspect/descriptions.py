@@ -71,7 +71,7 @@ def _cell(value: object) -> str:
     return f"<td>{html.escape(str(value))}</td>"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Save:
     """Description of a committed step.
 
@@ -88,6 +88,7 @@ class Save:
       nbytes: bytes of its arrays, before any compression.
       dense_nbytes: bytes of its dense leaves stored as blocks, before any compression; None without
         dense leaves, or if they are in Orbax's item.
+      dense_codecs: codecs of the changed blocks of its dense leaves; empty if it has them whole.
       problem: why the save or its chain cannot be read; empty if no problem was found. Use
         ``deltackpt verify`` to check the data.
     """
@@ -103,7 +104,13 @@ class Save:
     table_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     nbytes: int = 0
     dense_nbytes: int | None = None
+    dense_codecs: tuple[str, ...] = ()
     problem: str = ""
+
+    def __repr__(self) -> str:
+        what = "base" if self.parent is None else f"delta of step {self.parent}"
+        held = f"{what}, {self.rows:,} of {self.total_rows:,} rows, {size(self.nbytes)}"
+        return f"<Save of step {self.step}: {self.problem or held}>"
 
     @property
     def path(self) -> Path:
@@ -148,9 +155,8 @@ SAVE_COLUMNS = (
 def save_line(save: Save) -> tuple[object, ...]:
     """Returns a step as a line for ``SAVE_COLUMNS``."""
     kind = f"{save.kind} (compacted)" if save.compacted else save.kind
-    codecs = {figures.codec for figures in save.tables}
-    if save.dense_nbytes is not None:
-        codecs.add("dense blocks")
+    codecs = "+".join(sorted({figures.codec for figures in save.tables}))
+    dense = f"dense {'+'.join(save.dense_codecs)}" if save.dense_codecs else ""
     return (
         save.step,
         kind or "unreadable",
@@ -159,7 +165,7 @@ def save_line(save: Save) -> tuple[object, ...]:
         save.rows,
         f"{save.rows / save.total_rows:.2%}" if save.total_rows else None,
         size(save.disk_bytes),
-        "+".join(sorted(codecs)) or None,
+        ", ".join(filter(None, (codecs, dense))) or None,
         utc(save.committed_at),
         save.problem or save.reason.removeprefix(f"{save.kind}: "),
     )

@@ -27,12 +27,16 @@ from deltackpt.reading import chains, reader, stored_saves, wal_rows
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
 from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.units import count
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+#: Names listed in an error.
+_SHOWN = 8
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class History:
     """Values of some rows of one field at each step, and at the recovery points between steps.
 
@@ -60,6 +64,10 @@ class History:
     written: np.ndarray
     present: np.ndarray
     ids: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        rows, steps = count(len(self.rows), "row"), count(len(self.steps), "step")
+        return f"<History of {self.table}, {self.field}: {rows} at {steps}>"
 
     def to_pandas(self) -> DataFrame:
         """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.
@@ -112,6 +120,9 @@ def history(
         with contextlib.suppress(*removed):
             known.update(one.name for one in read(step).head.tables)
     table = named(table, known)
+    if known and table not in known:
+        names = ", ".join(sorted(known)[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        raise TemplateMismatch(f"table {table!r}: expected one of {names}; found no such table")
     ordered, within = np.unique(asked, return_inverse=True)
     walk = _Walk(read, saves_of, table, field, ordered)
     states: dict[int, _State] = {}

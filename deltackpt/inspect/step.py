@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -279,9 +280,10 @@ class Step:
         found = self._found(name)
         if found is not None:
             return found
+        near = difflib.get_close_matches(name, [*self.tables, *self.dense], 3, 0.3)
         raise KeyError(
-            f"step {self.step}: expected a table of {sorted(self.tables)} or a dense leaf of "
-            f"{sorted(self.dense)}, found {name!r}"
+            f"step {self.step}: no table or dense leaf {name!r}; the closest: "
+            f"{', '.join(near) or 'none'}; see tables and dense"
         )
 
     def _found(self, name: str) -> LazyArray | DenseLeaf | None:

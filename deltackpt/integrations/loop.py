@@ -31,6 +31,7 @@ from deltackpt.handlers.iterators import (
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
+from deltackpt.state import paths
 from deltackpt.state.tables import Tables
 
 #: The checkpoint item that holds the data iterator's position.
@@ -77,8 +78,8 @@ class LoopCheckpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        tables: Tables,
         every_steps: int,
+        tables: Tables | None = None,
         data: DataIterator | None = None,
         options: ManagerOptions | None = None,
         event_handlers: tuple[EventHandler, ...] = (),
@@ -87,8 +88,9 @@ class LoopCheckpoints:
 
         Args:
           directory: the checkpoint directory, created if it does not exist.
-          tables: which leaves of the state are embedding tables.
           every_steps: ``after_step`` saves at multiples of this number of steps.
+          tables: which leaves of the state are embedding tables; by default those named
+            ``embedding`` or ``embeddings`` with at least 4,096 rows.
           data: the iterator that the loop reads batches from, such as a Grain iterator. Each
             process has its own.
           options: options of the manager. ``DeltaOptions(tracking="touched")`` requires a
@@ -112,6 +114,7 @@ class LoopCheckpoints:
         self._save_pending = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
+        tables = Tables(select=paths.DEFAULT_SELECT) if tables is None else tables
         handlers: dict[str, object] = {naming.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import tree_util
 
@@ -69,31 +70,33 @@ def export_orbax(
     Raises:
       TargetExists: the target exists.
       RestoreError: the step is not readable.
-      OptionError: a glob matches no leaf, or two leaves would get the same name in Orbax.
+      OptionError: a glob matches no leaf, two leaves would get the same name in Orbax, or Orbax
+        cannot store the dtype of a table.
       OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
-    checkpoints = inspect.open(directory, item=item, wal=wal)
-    found = checkpoints.at(step)
-    number = found.step
-    patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
-    # Report errors in the globs before anything is read.
-    wanted = None if patterns == ("**",) else chosen(found, patterns)
-    with published(goal) as temporary:
-        state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
-        state = with_numbers(state, found.dense)
-        if wanted is not None:
-            state = _only(state, wanted)
-        _check_names(state)
-        _warn_of_nnx(state)
-        args = orbax_dense.save_args(state)
-        before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
-        changed = {
-            "/".join(path): "text"
-            for path, leaf in after.items()
-            if isinstance(leaf, str) and not isinstance(before[path], str)
-        }
-        _write(args, temporary, number, goal)
+    with inspect.open(directory, item=item, wal=wal) as checkpoints:
+        found = checkpoints.at(step)
+        number = found.step
+        patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
+        # Report errors in the globs before anything is read.
+        wanted = None if patterns == ("**",) else chosen(found, patterns)
+        with published(goal) as temporary:
+            state = _restored(checkpoints.path, number, checkpoints.item, wal, progress)
+            state = with_numbers(state, found.dense)
+            if wanted is not None:
+                state = _only(state, wanted)
+            _check_names(state)
+            _check_dtypes(state)
+            _warn_of_nnx(state)
+            args = orbax_dense.save_args(state)
+            before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
+            changed = {
+                "/".join(path): "text"
+                for path, leaf in after.items()
+                if isinstance(leaf, str) and not isinstance(before[path], str)
+            }
+            _write(args, temporary, number, goal)
     return exported(goal, number, changed=changed)
 
 
@@ -137,6 +140,20 @@ def _check_names(state: PyTree) -> None:
         raise OptionError(
             "export: expected distinct leaf names, found more than one leaf with each of the "
             f"Orbax names {clashes}; rename the keys that contain a '.'"
+        )
+
+
+def _check_dtypes(state: PyTree) -> None:
+    """Checks that Orbax can store the arrays: tables may have other dtypes, such as uint4."""
+    faults = [
+        f"{'/'.join(path)} {fault}"
+        for path, leaf in ocp.tree.to_flat_dict(state).items()
+        if isinstance(leaf, np.ndarray) and (fault := orbax_dense.fault(leaf)) is not None
+    ]
+    if faults:
+        raise OptionError(
+            f"export: expected leaves that Orbax can store, found\n{paths.listed(faults)}\n"
+            "choose other leaves, or export to safetensors"
         )
 
 

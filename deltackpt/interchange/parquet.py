@@ -92,19 +92,20 @@ def export_parquet(
     """
     _pyarrow()
     goal = local_path(target)
-    found = inspect.open(directory, item=item, wal=wal).at(step)
-    chosen = _chosen(found, tables)
-    spans = {name: _span(found.tables[name], rows) for name in chosen}
-    columns = {name: _columns(found.tables[name], slots) for name in chosen}
-    total = sum(
-        (spans[name].stop - spans[name].start) * _row_bytes(columns[name]) for name in chosen
-    )
-    count = counter(progress, total)
-    with published(goal) as temporary:
-        for name in chosen:
-            path = temporary / f"{urllib.parse.quote(name, safe='')}.parquet"
-            metadata = {"table": name, "step": str(found.step), "save_id": found.save_id}
-            _write(path, columns[name], spans[name], metadata, count)
+    with inspect.open(directory, item=item, wal=wal) as checkpoints:
+        found = checkpoints.at(step)
+        chosen = _chosen(found, tables)
+        spans = {name: _span(found.tables[name], rows) for name in chosen}
+        columns = {name: _columns(found.tables[name], slots) for name in chosen}
+        total = sum(
+            (spans[name].stop - spans[name].start) * _row_bytes(columns[name]) for name in chosen
+        )
+        count = counter(progress, total)
+        with published(goal) as temporary:
+            for name in chosen:
+                path = temporary / f"{urllib.parse.quote(name, safe='')}.parquet"
+                metadata = {"table": name, "step": str(found.step), "save_id": found.save_id}
+                _write(path, columns[name], spans[name], metadata, count)
     changed = {
         f"{name}: {column.name}": column.dtype.name
         for name in chosen

@@ -91,31 +91,32 @@ def export_safetensors(
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     goal = local_path(target)
-    found = inspect.open(directory, item=item, wal=wal).at(step)
-    wanted = chosen(found, leaves)
-    left_out = [name for name in wanted & {*found.dense} if found.dense[name].kind == "string"]
-    tensors = sorted(_tensors(found, wanted), key=lambda tensor: tensor.name)
-    total = sum(tensor.nbytes for tensor in tensors)
-    metadata = {
-        "format": "np",
-        "step": str(found.step),
-        "save_id": found.save_id,
-        "deltackpt": __version__,
-    }
-    shards = _shards(tensors, shard_bytes)
-    count = counter(progress, total)
-    with published(goal, needed_bytes=total) as temporary:
-        weight_map = {}
-        for number, shard in enumerate(shards, start=1):
-            suffix = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
-            name = f"model{suffix}.safetensors"
-            with open(temporary / name, "wb") as file:
-                _write(file, shard, metadata, count)
-            weight_map.update({tensor.name: name for tensor in shard})
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2) + "\n"
-            (temporary / "model.safetensors.index.json").write_text(text)
+    with inspect.open(directory, item=item, wal=wal) as checkpoints:
+        found = checkpoints.at(step)
+        wanted = chosen(found, leaves)
+        left_out = [name for name in wanted & {*found.dense} if found.dense[name].kind == "string"]
+        tensors = sorted(_tensors(found, wanted), key=lambda tensor: tensor.name)
+        total = sum(tensor.nbytes for tensor in tensors)
+        metadata = {
+            "format": "np",
+            "step": str(found.step),
+            "save_id": found.save_id,
+            "deltackpt": __version__,
+        }
+        shards = _shards(tensors, shard_bytes)
+        count = counter(progress, total)
+        with published(goal, needed_bytes=total) as temporary:
+            weight_map = {}
+            for number, shard in enumerate(shards, start=1):
+                suffix = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
+                name = f"model{suffix}.safetensors"
+                with open(temporary / name, "wb") as file:
+                    _write(file, shard, metadata, count)
+                weight_map.update({tensor.name: name for tensor in shard})
+            if len(shards) > 1:
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                text = json.dumps(index, indent=2) + "\n"
+                (temporary / "model.safetensors.index.json").write_text(text)
     changed = {
         tensor.name: tensor.dtype.name for tensor in tensors if tensor.dtype != tensor.array.dtype
     }

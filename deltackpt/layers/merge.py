@@ -152,7 +152,7 @@ def plan(
     return _Planner(layers, targets, indices, runtime).stages()
 
 
-def mark(flags: np.ndarray, rows: Rows) -> None:
+def set_flags(flags: np.ndarray, rows: Rows) -> None:
     """Sets the flags of some rows."""
     if isinstance(rows, np.ndarray):
         flags[rows] = True
@@ -162,7 +162,7 @@ def mark(flags: np.ndarray, rows: Rows) -> None:
 
 
 class Work(Protocol):
-    """A part of a merge that one thread does."""
+    """A piece of a merge that one thread does."""
 
     @property
     def nbytes(self) -> int:
@@ -380,7 +380,7 @@ class SegmentField:
     _windows: dict[tuple[str, int], Task[np.ndarray]] = dataclasses.field(default_factory=dict)
     #: Element counts of the first rows in ragged arrays.
     _counts: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint16))
-    #: Where the elements of every ``_COUNTED_ROWS``-th of them begin, int64.
+    #: First elements of every ``_COUNTED_ROWS``-th of these rows, int64.
     _begins: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _counting: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -599,7 +599,7 @@ class _Planner:
         yield (piece for section in self._newest_first(ranges) for piece in self._pieces(section))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
-        """Returns whether a segment has row indices instead of ranges."""
+        """Returns whether a segment has row indices, and its group overlaps or does not."""
         is_overlapping = one.segment.group in self._overlapping
         return one.segment.ranges is None and is_overlapping == overlapping
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.errors import TemplateMismatch
+from deltackpt.errors import OptionError, TemplateMismatch
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Cover, Layout, Manifest
 from deltackpt.format.row_blocks import Box, CyclicRows, Rows, Segment, Span, width
@@ -67,8 +68,13 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
     """Returns all fields of some tables, each with a half-open range of rows; None is all rows.
 
     A table may be named by the end of its name, if only one ends so. Raises TemplateMismatch if it
-    does not exist or has fewer rows.
+    does not exist or has fewer rows, OptionError if a range is invalid.
     """
+    if not isinstance(rows, Mapping):
+        raise OptionError(
+            f"tables: expected a mapping from tables to row ranges, found {rows!r}; pass e.g. "
+            "{'users': (0, 100), 'items': None}"
+        )
     tables = {table.name: table for table in target.tables}
     groups = target.group_by_name
     found: dict[str, dict[str, list[Box]]] = {}
@@ -79,7 +85,18 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
                 f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
                 "step; name one of them"
             )
-        start, stop = span if span is not None else (0, tables[name].rows)
+        if name in found:
+            raise OptionError(
+                f"tables: expected one row range of each table, found two of {name!r}; read each "
+                "in a call of its own"
+            )
+        try:
+            start, stop = map(operator.index, (0, tables[name].rows) if span is None else span)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"table {name!r}: expected a row range (start, stop) of integers, or None for all "
+                f"rows, found {span!r}; pass e.g. (0, 100)"
+            ) from error
         if not 0 <= start <= stop <= tables[name].rows:
             raise TemplateMismatch(
                 f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "

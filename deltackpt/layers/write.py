@@ -580,7 +580,7 @@ def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
 
 
 class LayerSegmentSink(NamedTuple):
-    """The destination of one segment's arrays in a layer; see ``storage.shard_writer.SegmentSink``."""
+    """The destination of one segment's arrays in a layer; see ``shard_writer.SegmentSink``."""
 
     layer: OpenLayer
     segment: str

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import google_crc32c
 
@@ -33,6 +33,7 @@ SEGMENTS = "segments"
 _KEPT_UNITS = 512
 #: Number of concurrent downloads.
 _FETCHERS = 4
+_T = TypeVar("_T")
 
 
 def object_name(name: str, file: Digest, number: int) -> str:
@@ -240,7 +241,7 @@ class CommittedStore(ReadOnlyStore):
         record = digests.digests_from(data, name=at.shown())
         return {name: record.digest(name) for name in record.files}
 
-    def _read_committed(self, prefix: str, key: str, read: Any) -> Any:
+    def _read_committed(self, prefix: str, key: str, read: Callable[[], _T]) -> _T:
         """Calls ``read``; if the object is missing, names the reason: retired or damaged."""
         try:
             return read()

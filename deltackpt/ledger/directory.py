@@ -332,10 +332,18 @@ class Root(Steps):
                 # A trainer that has lost the lease must not remove its successor's steps.
                 self.check_lease()
                 if self.step_dir(step).is_dir():
-                    target = trash / str(step)
-                    unsynced.publish(self.step_dir(step), target)
+                    try:
+                        unsynced.publish(self.step_dir(step), trash / str(step))
+                    except OutOfSpace:
+                        self._remove_in_place(step)
                     with self._lock:
                         self._known.pop(str(step), None)  # Its number may be used again.
+
+    def _remove_in_place(self, step: int) -> None:
+        """Deletes a step on a file system without room for a folder to which it is renamed."""
+        removed = self.path / f"{step}{naming.TEMPORARY}-removed-{uuid.uuid4().hex}"
+        self._dir.publish(self.step_dir(step), removed)
+        self._dir.remove(removed)  # After a kill, the next start removes the rest.
 
     def new_trash(self) -> Path:
         """Returns a new folder to which removed steps are renamed."""
@@ -352,9 +360,11 @@ class Root(Steps):
                 fsync_path(self.path)
         for entry in removed:
             self._dir.remove(entry)
+        for folder in {entry.parent for entry in removed}:
+            self._dir.remove_empty(folder)
 
     def _trash(self) -> list[Path]:
-        """The steps that were renamed for deletion; their folders stay until the next start."""
+        """The steps that were renamed for deletion."""
         folders = self._dir.entries(self.path / naming.TRASH)
         return [entry for folder in folders for entry in self._dir.entries(folder)]
 

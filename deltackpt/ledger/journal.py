@@ -87,6 +87,11 @@ class Journal(JournalView):
         #: Held while the state is changed; readers are not blocked.
         self._writing = threading.RLock()
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a change without a response may be in force."""
+        return self._stale
+
     # ---- claims
 
     @property
@@ -473,6 +478,7 @@ class Journal(JournalView):
                     if self._put(entry, state.entry):
                         found = self._in_force(entry)
                         self.delete(dropped)
+                        self._failed -= dropped
                         return found
                 state, fresh = self.state(), True
 

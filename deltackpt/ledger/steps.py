@@ -316,7 +316,7 @@ def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan
     number = requested if isinstance(requested, int) else requested.step
     raise StepNotFound(
         f"{root}: expected step {number} or a full recovery point of that number, found neither; "
-        f"{nearest(number, steps, points)}; see steps() and recovery_points()"
+        f"{nearest(number, steps, points)}; see steps and recovery_points()"
     )
 
 

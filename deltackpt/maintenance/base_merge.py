@@ -66,7 +66,7 @@ def merge_shard(
     memory_bytes: int,
     on_bytes: Callable[[int], None] = stored_dense.uncounted,
 ) -> MergedShard:
-    """Writes one shard of the new base, and fsyncs it; ``on_bytes`` counts the bytes of merged rows.
+    """Writes one shard of the new base, and fsyncs it; ``on_bytes`` counts merged bytes.
 
     Several processes may attempt the same shard, each in its own directory. The first rename wins:
     names of OCDBT files are random, so files of two attempts cannot be mixed.
@@ -313,6 +313,7 @@ class _ShardMerge:
             tracking_paths=self._layout.tracking_paths,
             digests=("item", naming.DENSE_ITEM) if self._has_dense else ("item",),
             files={},
+            shards=(),
             dense_bytes=0 if self._number else dense_bytes,
             restores=self._target.head.restores,
         )

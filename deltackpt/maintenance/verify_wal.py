@@ -222,7 +222,7 @@ class _WalAudit:
     def _lost(
         self, index: WalIndex, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
     ) -> tuple[list[RecoveryPoint], list[Loss]]:
-        """Full recovery points that cannot be reached or replaced, and lost parts of the WAL."""
+        """Full recovery points that cannot be reached or replaced, and lost records."""
         newest = max((step for step in steps if index.has_step(steps[step])), default=-1)
         lost = [one for one in unreached if one.full and one.step > newest]
         return lost, losses_of(self._opened, index, newest)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds chains of committed saves: what restoring a step reads.
 
-What trainers, compactors and retention replace at the same time is looked up again. A damaged
-compacted base is skipped if what it replaced still exists.
+If a trainer, a compactor or retention replaces a save during the search, it is looked up again. A
+damaged compacted base is skipped if the saves that it replaces still exist.
 """
 
 from __future__ import annotations

@@ -547,7 +547,7 @@ class DensePlan:
                 found = _StoredBlocks(field, StoredRows(rows, held.first + section.start))
                 self._chains.setdefault((key, number), []).append(found)
         if not field.is_relative:
-            merge.mark(complete, held.rows)
+            merge.set_flags(complete, held.rows)
 
     def _chain(self, key: Key, found: Iterable[_StoredBlocks], data: np.ndarray) -> _Chain:
         """The work of a chain, in memory that contains the value below the saves."""

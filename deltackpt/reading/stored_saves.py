@@ -261,7 +261,7 @@ def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str
     stamps = {
         step: (folder / step / item).stamp()
         for step in folder.folders()
-        if not naming.is_compaction(step)
+        if naming.step_number(step) is not None
     }
     return {step: stamp for step, stamp in stamps.items() if stamp is not None}
 

@@ -79,7 +79,7 @@ class ReplaySegment(NamedTuple):
 class ReplayPlan:
     """The records to replay from a step to a recovery point, by epoch, oldest first.
 
-    ``view`` is the valid part of the point's epoch.
+    ``view`` has the valid records of the point's epoch.
     """
 
     point: RecoveryPoint
@@ -100,7 +100,7 @@ class ReplayPlan:
         return sum(record.nbytes for _, record in self.records)
 
     def after(self, point: RecoveryPoint) -> ReplayPlan | None:
-        """Returns the part after a recovery point; None if the plan does not pass it."""
+        """Returns the rest of the plan after a recovery point; None if it does not pass that."""
         for number, segment in enumerate(self.segments):
             if segment.head.epoch == point.epoch:
                 rest = {
@@ -154,7 +154,7 @@ class _Log(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochView:
-    """The valid part of a WAL epoch: all records of its processes, or those up to ``last``."""
+    """The valid records of a WAL epoch: all those of its processes, or those up to ``last``."""
 
     head: EpochHeader
     last: SaveId | None
@@ -210,7 +210,7 @@ class WalIndex:
 
     ``views`` are the valid epochs, newest first. ``unreadable`` is the loss of the epoch that the
     oldest of them continues from, if its header cannot be read. ``replaced`` are errors of headers
-    of which a copy was read instead: nothing is lost. ``unseen`` is the missing part if the
+    of which a copy was read instead: nothing is lost. ``unseen`` names what is missing if the
     segments of the newest epoch are not visible from here; ``in_topic`` if records are in a Kafka
     topic that cannot be read from here.
     """
@@ -375,7 +375,7 @@ class WalReader:
         return None
 
     def _unseen(self, view: EpochView) -> Damaged | None:
-        """Returns the missing part if an epoch's segments are in a directory not visible here."""
+        """Returns what is missing if an epoch's segments are in a directory not visible here."""
         head = view.head
         has_records = any(log.by_id for log in view.processes.values())
         if has_records or not head.directory or not head.process_count:
@@ -386,7 +386,7 @@ class WalReader:
         return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
 
     def in_topic(self, head: EpochHeader) -> Damaged | None:
-        """Returns the missing part if an epoch's records are in a topic that is not configured."""
+        """Returns what is missing if an epoch's records are in a topic that is not configured."""
         if head.topic is None or self.places.topics is not None:
             return None
         name = head.topic.name

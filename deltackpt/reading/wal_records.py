@@ -330,7 +330,7 @@ class ProcessWal:
         return [*found, *at_end]
 
     def _hole_at_end(self, newest: WalRecord | None, breaks: Sequence[Break]) -> Iterator[Hole]:
-        """Yields missing or altered parts after the newest record."""
+        """Yields missing or altered records after the newest one."""
         number, seq, step = 0, 0, -1
         if newest is not None:
             number, seq, step = newest.save_id.attempt, newest.place.seq, newest.save_id.step

@@ -50,7 +50,7 @@ class SeenRows:
 
     def add(self, group: str, rows: Rows) -> None:
         """Adds some virtual rows of a group."""
-        merge.mark(self._flags[group], rows)
+        merge.set_flags(self._flags[group], rows)
 
     def update(self, other: SeenRows) -> None:
         """Adds the rows of another set for the same tables."""

@@ -18,9 +18,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -135,6 +135,15 @@ class Task(Generic[_T]):
         return self.future.result()
 
 
+def _await(futures: Sequence[Future[Any]]) -> None:
+    """Waits for calls that use the caller's memory, even if the main thread is interrupted once."""
+    try:
+        concurrent.futures.wait(futures)
+    except BaseException:
+        concurrent.futures.wait(futures)
+        raise
+
+
 class Memory:
     """Host memory up to a limit, for requests that know their cost; thread-safe."""
 
@@ -204,9 +213,9 @@ class Memory:
                 self._kept = [kept for kept in self._kept if kept is not raw]
                 self._kept_bytes -= raw.nbytes
             out = raw[:nbytes].view(dtype).reshape(shape)
+            self._evict(raw.nbytes)
             self._lent[id(out)] = (out, raw)
             self._lent_bytes += raw.nbytes
-            self._evict()
         return out
 
     def give_back(self, arrays: Iterable[object]) -> None:
@@ -223,9 +232,10 @@ class Memory:
         """Returns the bytes of all buffers, lent or kept."""
         return self._lent_bytes + self._kept_bytes
 
-    def _evict(self) -> None:
+    def _evict(self, more: int = 0) -> None:
+        """Frees the oldest kept buffers if there are too many, ``more`` bytes included."""
         while self._kept and (
-            self.nbytes > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
+            self.nbytes + more > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
         ):
             self._kept_bytes -= self._kept.pop(0).nbytes
 
@@ -278,8 +288,23 @@ class Runtime:
         return found
 
     def start(self, call: Callable[..., _T], *arguments: object) -> Future[_T]:
-        """Runs a call on a thread, never on the caller's; ``RuntimeError`` after ``close``."""
-        return self._pool.submit(call, *arguments)
+        """Runs a call on a thread, never on the caller's; raises what ``queue`` does."""
+        task = Task(lambda: call(*arguments))
+        try:
+            self.queue(task)
+        except BaseException:
+            task.cancel()
+            raise
+        return task.future
+
+    def queue(self, task: Task[Any]) -> None:
+        """Lets a thread run a task.
+
+        Raises RuntimeError after ``close``, or if no thread can start; then cancel the task, since
+        the executor may have it nevertheless.
+        """
+        queued = self._pool.submit(task.run)
+        queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
 
     def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""
@@ -325,13 +350,18 @@ class Runtime:
                 left.clear()
                 raise
 
-        tasks = [self.submit(work) for _ in range(helpers)]
+        tasks: list[Task[None]] = []
         try:
+            for _ in range(helpers):
+                tasks.append(self.submit(work))
             work()
+        except BaseException:
+            left.clear()
+            raise
         finally:
             # Those that no thread has started are not awaited: no item is left.
             begun = [task for task in tasks if not task.cancel()]
-            concurrent.futures.wait([task.future for task in begun])
+            _await([task.future for task in begun])
         for task in begun:
             task.result()
         return [results[number] for number in range(len(requests))]

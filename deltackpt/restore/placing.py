@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,8 +15,7 @@ from deltackpt.errors import TemplateMismatch
 from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
-from deltackpt.reading.chains import read_chain
-from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables, verify_keys
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.state import paths, placement
 from deltackpt.state.stacks import MemberRows, RestoredMember
@@ -41,27 +39,6 @@ class AbstractEmbeddings:
     tables: Mapping[str, Mapping[str, Leaf]] | None = None
 
 
-@placement.neutral()
-def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
-    """Restores one item of a committed step, for the adapters of Orbax."""
-    saves = read_chain(item_dir.parent, item_dir.name)
-    if abstract is None or abstract.tables is None:
-        return restore_tables(saves)
-    stored = abstract_of(saves[-1]).tables or {}
-    tables = placement.resolved(abstract.tables)
-    for name, fields in tables.items():
-        for field, leaf in fields.items():
-            _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
-            check_width(f"table {name}, {field}", leaf)
-    wanted = wanted_of(tables)
-    merged = restore_tables(saves, wanted=wanted)
-    check_keys(merged)
-    share = coordination.process_index(), coordination.process_count()
-    if share[1] > 1:
-        verify_keys(saves, known=wanted, share=share)
-    return dataclasses.replace(merged, placed=place(merged, tables))
-
-
 def abstract_of(save: StoredSave) -> AbstractEmbeddings:
     """Returns the shapes and dtypes of a step's tables and slots."""
     groups = save.layout.group_by_name
@@ -76,15 +53,6 @@ def abstract_of(save: StoredSave) -> AbstractEmbeddings:
             for table in save.layout.tables
         }
     )
-
-
-def _check_leaf(name: str, field: str, wanted: Leaf, stored: Leaf | None) -> None:
-    found = None if stored is None else (tuple(stored.shape), stored.dtype)
-    if found != (tuple(wanted.shape), wanted.dtype):
-        raise TemplateMismatch(
-            f"table {name}, {field}: expected {wanted.dtype}{wanted.shape} as in the template, "
-            f"found {found or 'no such array'} in the step; use the shapes that metadata() returns"
-        )
 
 
 def check_width(what: str, leaf: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one process's part of a step: its tables, its dense leaves and its additional items.
+"""Reads what one process needs of a step: its tables, its dense leaves and its additional items.
 
 An in-memory source comes before storage. An ``ItemReader`` (``handlers.item_reader`` has Orbax's)
 reads dense leaves and items. The manager coordinates processes between these calls.

@@ -16,6 +16,11 @@ from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.restore.placing import check_width
 from deltackpt.state.stacks import array_of
 
+#: Advice if a part of the optimizer state has the structure of a part of the params alone.
+_INITIALIZE = (
+    "the optimizer state and the params of the template differ in structure or shapes: initialize "
+    "the optimizer state from these params"
+)
 #: Shown for a leaf that one side lacks.
 NOTHING = "no such array"
 
@@ -33,6 +38,7 @@ def check_template(
             check_width(f"step {step}, table {table}, {field}", leaf)
     found, wanted = _described(save.layout), _described(expected)
     faults: dict[str, tuple[str, str]] = {}
+    named: dict[str, str] = {}  # Leaf to the field by which one side has it.
     advice: str | None = None
     # Tables before their slots, which follow from them.
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name[1] != VALUES, name)):
@@ -49,7 +55,13 @@ def check_template(
                 "additional rows are kept"
             )
         advice = why if not faults else advice
-        faults[_leaf_name(name, expected, save.layout)] = _shown(want), _shown(have)
+        leaf = _leaf_name(name, expected, save.layout)
+        if (other := named.setdefault(leaf, name[1])) == name[1]:
+            faults[leaf] = _shown(want), _shown(have)
+            continue
+        asked, held = (other, name[1]) if want is None else (name[1], other)
+        faults[leaf] = f"it named {asked}", f"it named {held}"
+        advice = _INITIALIZE if leaf == next(iter(faults)) else advice
     if faults:
         layouts = expected, save.layout
         asked, held = ({path_name(leaf.path) for leaf in one.dense} for one in layouts)

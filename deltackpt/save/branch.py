@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from deltackpt.format.manifest import BaseRef, Layout, ParentRef, SaveId, SaveIn
 from deltackpt.format.wal_format import Continues
 from deltackpt.policies import SaveHistory
 from deltackpt.state.touch_state import UNKNOWN
+
+if TYPE_CHECKING:
+    from deltackpt.save.tracking_audit import Samples
 
 
 class Reading(NamedTuple):
@@ -96,7 +99,7 @@ class Known:
     number: int = 0
     total_bytes: int = 0
     chain_length: int = 0
-    sample: Any = None
+    sample: Samples | None = None
     #: Table name to the indices of rows that a restore read from the WAL: every delta against this
     #: save contains them, since no stamp marks them.
     replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -495,10 +495,10 @@ class StagedRows:
                         self._on_device[number, name] = source.dispatch(segment.rows, codec)
                         if codec.lossless:
                             self._lossless.append((number, name))
+            self.segments = [segment.detached() for segment in segments]
         except BaseException:
             self.release()
             raise
-        self.segments = [segment.detached() for segment in segments]
 
     def _copy(self, key: tuple[int, str], source: FieldSource, rows: Rows) -> None:
         out = self._buffer_of(key, len(rows), source.trailing, source.dtype)

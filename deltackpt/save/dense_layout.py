@@ -14,7 +14,7 @@ import base64
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,9 +139,9 @@ def plan(tree: PyTree, process: int = 0) -> Plan:
     return found.plan_of(leaves)
 
 
-#: States of so many structures are planned once each.
+#: States of so many structures are planned once each, for all managers and stateless handlers.
 _REMEMBERED = 16
-_outlines: dict[Any, _Outline] = {}
+_outlines: dict[Hashable, _Outline] = {}
 _outlines_lock = threading.Lock()
 
 
@@ -187,7 +187,7 @@ class _Outline:
         return Plan(self.process, self.described, tuple(chunks), files)
 
 
-def _kind(leaf: object) -> Any:
+def _kind(leaf: object) -> Hashable:
     """Returns what the outline depends on of a leaf."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.sharding
@@ -219,7 +219,7 @@ def _outline(tree: PyTree, process: int) -> _Outline:
                 f"be stored as {name!r}, and one would be lost; rename one of them"
             )
         paths[name] = path
-        value: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
+        value: dict[str, object] = {"value_type": _value_type(leaf), "skip_deserialize": False}
         if type(leaf) in _EMPTY:
             value["skip_deserialize"] = True
         elif isinstance(leaf, str):
@@ -321,7 +321,7 @@ def _covered_array(array: jax.Array) -> str | None:
     return None if _dtype(array.dtype) else f"has dtype {array.dtype}"
 
 
-def _dtype(dtype: Any) -> str | None:
+def _dtype(dtype: object) -> str | None:
     """Returns the name of a dtype in ``.zarray``; None if it is not supported."""
     if not isinstance(dtype, np.dtype):
         return None
@@ -378,7 +378,7 @@ def _value_type(leaf: object) -> str:
     return "np.ndarray" if isinstance(leaf, np.ndarray) else "scalar"
 
 
-def _metadata(tree_metadata: dict[str, Any]) -> str:
+def _metadata(tree_metadata: Mapping[str, object]) -> str:
     return json.dumps(
         {
             "tree_metadata": tree_metadata,
@@ -390,7 +390,7 @@ def _metadata(tree_metadata: dict[str, Any]) -> str:
     )
 
 
-def _array_metadatas(extents: list[tuple[str, tuple[int, ...], Any]]) -> str:
+def _array_metadatas(extents: Sequence[tuple[str, tuple[int, ...], object]]) -> str:
     return json.dumps(
         {
             "array_metadatas": [

@@ -274,8 +274,12 @@ class DenseKeeper:
                 coding = self._coding_of(leaf.path, dtypes_of[name].name)
                 codings[name] = path_name(leaf.path), coding
         found = _captured(plan, self.references.runtime, self, codings, given or {})
-        lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
-        self.references.copied(found.nbytes + sum(lossy))
+        try:
+            lossy = (one.data.nbytes for one in found.chunks if one.coding.codec != LOSSLESS)
+            self.references.copied(found.nbytes + sum(lossy))
+        except BaseException:  # An interrupt.
+            found.release()
+            raise
         return found
 
     def keep(self, save_id: SaveId, values: Sequence[DenseValue], decoded: Sequence[Array]) -> None:
@@ -375,7 +379,12 @@ def _captured(
             runs.append(open_runs[dtype])
     least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
     pieces = _copied(runs, views, runtime, least)
-    return DenseLeaves(plan, [values[chunk.key] for chunk in plan.chunks], pieces, runtime, keeper)
+    try:
+        held = [values[chunk.key] for chunk in plan.chunks]
+        return DenseLeaves(plan, held, pieces, runtime, keeper)
+    except BaseException:  # An interrupt.
+        runtime.memory.give_back(itertools.chain(*pieces.values()))
+        raise
 
 
 def _copied(

@@ -45,6 +45,7 @@ _STARTING_SECS = 0.001
 #: Interval at which a wait checks its thread.
 _LOOKING_SECS = 0.2
 
+# Of the process, as are the interpreter's hooks.
 _lock = threading.Lock()
 _watched: list[Watch] = []
 #: Directories of managers whose constructors are running.
@@ -103,7 +104,7 @@ def starting(directory: Path) -> Iterator[None]:
             _starting.remove(directory)
 
 
-def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
+def take_over(directory: str | os.PathLike[str]) -> list[Exception]:
     """Prepares a directory for a new manager: waits for the others of this process; returns errors.
 
     They stay open, since the constructor of the new one may fail. If another start is in progress,
@@ -116,7 +117,7 @@ def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
     return _end_others(directory, "settle" if starts < 2 else "commit")
 
 
-def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[DeltackptError]:
+def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[Exception]:
     """Closes the managers that ``take_over`` waited for, unless their lease is newer."""
     return _end_others(directory, "close", epoch)
 
@@ -130,7 +131,7 @@ def _is_same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool
 
 def _end_others(
     directory: str | os.PathLike[str], ending: Ending, epoch: int = 0
-) -> list[DeltackptError]:
+) -> list[Exception]:
     failures = []
     with _lock:
         others = [
@@ -141,7 +142,7 @@ def _end_others(
     for watch in others:
         try:
             watch.end("another manager of this process was opened on its directory", ending)
-        except DeltackptError as error:
+        except (DeltackptError, Warning) as error:
             failures.append(error)
     return failures
 

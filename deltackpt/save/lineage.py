@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
@@ -38,6 +38,7 @@ from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import posix
 
 if TYPE_CHECKING:
+    from deltackpt.save.tracking_audit import Samples
     from deltackpt.tiers.replicated_steps import ReplicatedSteps
 
 #: How many branches that restores left are kept for ``go_back``.
@@ -63,12 +64,12 @@ class Intent:
     #: TouchState path to the clock after which rows are touched.
     since: Mapping[str, int] = dataclasses.field(default_factory=dict)
     restores: int = 0  # how often training has resumed from a restored step
-    sample: Any = None  # rows sampled at the parent (``tracking_audit.Samples``), or None
+    sample: Samples | None = None  # rows sampled at the parent
     #: TouchState path to its reading at the parent.
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
     clocks_unchanged: bool = False  # no clock has advanced since the parent
-    parents: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()  # see ``Manifest.parents``
     unmarked: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
@@ -123,12 +124,12 @@ class Lineage:
     ) -> Intent:
         """Records a save as in flight; returns the decision: a base, or a delta and its parent."""
         with self._lock:
-            seen = self._poll()
+            committed = self._poll()
             branch = self._branch
             branch.attempts += 1
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
-            parent, reason = self._decide(clocks, layout, force_base, seen)
+            parent, reason = self._decide(clocks, layout, force_base, committed)
             before = branch.begun
             known = branch.start_save(save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
@@ -151,7 +152,7 @@ class Lineage:
             recent=intent.since,
         )
 
-    def record_sample(self, save_id: SaveId, sample: object) -> None:
+    def record_sample(self, save_id: SaveId, sample: Samples) -> None:
         """Keeps the rows sampled at the save in flight, for the audits of later saves."""
         with self._lock:
             known = self._branch.in_flight
@@ -200,8 +201,8 @@ class Lineage:
         A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
-            seen = self._poll()
-            parent, reason = self._decide(clocks, layout, force_base, seen)
+            committed = self._poll()
+            parent, reason = self._decide(clocks, layout, force_base, committed)
             if parent is None:
                 return Decision(kind="base", parent=None, reason=reason)
             which = "base" if parent is self._branch.delta_base else "previous"
@@ -311,7 +312,7 @@ class Lineage:
         clocks: Clocks,
         restores: int = 0,
         run: str | None = None,
-        sample: object = None,
+        sample: Samples | None = None,
         parents: tuple[str, ...] = (),
         replayed: Mapping[str, np.ndarray] | None = None,
         continues: Continues | None = None,
@@ -405,17 +406,21 @@ class Lineage:
         return known
 
     def _decide(
-        self, clocks: Clocks, layout: Layout, force_base: bool, seen: Known | None
+        self, clocks: Clocks, layout: Layout, force_base: bool, committed: Known | None
     ) -> tuple[Known | None, str]:
-        """Returns the parent of a delta, or None for a base, and the reason."""
+        """Returns the parent of a delta, or None for a base, and the reason.
+
+        ``committed`` is the save that ``_poll`` has just found: it need not be looked up again.
+        """
         branch = self._branch
         delta_base, previous = branch.delta_base, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
             (force_base, "base: requested by the caller"),
             (not self._protected, "base: nothing protects a chain from retention"),
-            (not clocks.readings, UNTRACKED),
             (delta_base is None or previous is None, "base: no committed save to build on"),
+            (not clocks.readings and not layout.tables, "base: the state has no tables"),
+            (not clocks.readings, UNTRACKED),
             (exhausted, "base: the clock is exhausted"),
             (self._distrusted is not None, f"base: {self._distrusted}"),
         ):
@@ -432,7 +437,7 @@ class Lineage:
         if decision.kind == "base":
             return None, decision.reason
         parent = delta_base if decision.parent == "base" else previous
-        if parent is not seen and not self._exists(parent):
+        if parent is not committed and not self._exists(parent):
             return None, f"base: the parent at {parent.info.step_dir} was removed"
         return parent, decision.reason
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt import codecs, coordination, events
+from deltackpt import codecs, coordination, events, units
 from deltackpt.codecs import Codec
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import TrackingError
@@ -142,6 +142,17 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
         plans = planned(split.codecs, intent.kind, intent.restores)
+        plan = ShardPlan(
+            intent=intent,
+            layout=split.layout,
+            choices=split.codecs,
+            plans=plans,
+            division=sources.division,
+            shared_stamps=shared_stamps,
+            lineage=embeddings.lineage,
+            digests=embeddings.options.digests,
+            tracking=embeddings.tracking,
+        )
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and runtime.memory.fits(nbytes + embeddings.copied_bytes):
@@ -151,17 +162,6 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     except BaseException:
         lineage.failed(intent.save_id)
         raise
-    plan = ShardPlan(
-        intent=intent,
-        layout=split.layout,
-        choices=split.codecs,
-        plans=plans,
-        division=sources.division,
-        shared_stamps=shared_stamps,
-        lineage=embeddings.lineage,
-        digests=embeddings.options.digests,
-        tracking=embeddings.tracking,
-    )
     return PendingSave(
         plan=plan,
         rows=rows,
@@ -226,22 +226,56 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
     posix.require_room(existing, nbytes, f"step {step} in {root}", advice)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SaveReport:
-    """The result of the background half of a save, with the stages of ``events.SaveEvent``."""
+    """A committed save, as one process saw it; the times are those of ``events.SaveEvent``.
+
+    Attributes:
+      intent: the decision about the save.
+      rows: table rows in this process's shard.
+      total_rows: rows of all tables.
+      bytes_written: bytes of the shard, without ``dense_bytes``.
+      base_bytes: bytes of all rows of tables and slots, before encoding.
+      extract_secs: time to copy the rows to host memory.
+      encode_secs: time to encode them.
+      write_secs: time to write them.
+      digest_secs: time for digests and the manifest.
+      tables: codec, reason, rows, bytes and error of each field of each table in the shard.
+      dense_bytes: bytes of dense leaves in the shard; 0 for a base.
+      dense: the same as ``tables``, for dense leaves that are stored as blocks.
+    """
 
     intent: Intent
-    rows: int  # of this process's shard, like ``bytes_written`` and ``tables``
+    rows: int
     total_rows: int
     bytes_written: int
-    base_bytes: int  # unencoded, of all rows of tables and slots
+    base_bytes: int
     extract_secs: float
     encode_secs: float
     write_secs: float
     digest_secs: float
     tables: tuple[events.TableFigures, ...]
-    dense_bytes: int = 0  # in the shard, but not counted in ``bytes_written``
-    dense: tuple[LeafFigures, ...] = ()  # of blocks only
+    dense_bytes: int = 0
+    dense: tuple[LeafFigures, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self.intent.save_id.step
+
+    @property
+    def kind(self) -> Kind:
+        """Whether the save is a base or a delta."""
+        return self.intent.kind
+
+    @property
+    def reason(self) -> str:
+        """Why it is a base or a delta."""
+        return self.intent.reason
+
+    def __repr__(self) -> str:
+        written = units.size(self.bytes_written + self.dense_bytes)
+        return f"<SaveReport of step {self.step}: {self.reason}; {self.rows:,} rows, {written}>"
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -46,7 +46,7 @@ StampsByTable = Mapping[str, Mapping[str, Any]]
 Leaves = Mapping[str, Mapping[str, Any]]
 
 
-class _Shard(NamedTuple):
+class _ArrayShard(NamedTuple):
     """Consecutive virtual rows: a shard of a table's array."""
 
     table: str
@@ -65,7 +65,7 @@ class FieldPlan:
     trailing: tuple[int, ...]
     dtype: np.dtype
     on_host: bool
-    shards: tuple[_Shard, ...]
+    shards: tuple[_ArrayShard, ...]
     #: Tables of which this process writes only these rows, although its shard has all of them.
     cycles: tuple[CyclicRows, ...]
 
@@ -258,7 +258,7 @@ def _field_plans(
     turns: Mapping[str, int],
 ) -> list[FieldPlan]:
     """Returns what this process writes of one field: a plan for each column range that it has."""
-    by_columns: dict[Span, list[_Shard]] = {}
+    by_columns: dict[Span, list[_ArrayShard]] = {}
     cycles: list[CyclicRows] = []
     for table in members:
         leaf = leaves[table.name][spec.name]
@@ -266,16 +266,16 @@ def _field_plans(
             span = (table.offset, table.offset + table.rows)
             cycle = CyclicRows(span, leaf.stack.shards, leaf.owned_phases())
             if cycle.count:
-                shard = _Shard(table.name, *span, placement.ITSELF, 0)
+                shard = _ArrayShard(table.name, *span, placement.ITSELF, 0)
                 by_columns.setdefault((0, width(spec.trailing)), []).append(shard)
             if 0 < cycle.count < table.rows:
                 cycles.append(cycle)
             continue
         boxes = placement.owned_boxes(leaf, stamps.get(table.name), turn=turns[table.name])
-        for share in boxes:
-            start, stop = table.offset + share.box.rows[0], table.offset + share.box.rows[1]
-            shard = _Shard(table.name, start, stop, share.shard, share.skip)
-            by_columns.setdefault(share.box.columns, []).append(shard)
+        for owned in boxes:
+            start, stop = table.offset + owned.box.rows[0], table.offset + owned.box.rows[1]
+            shard = _ArrayShard(table.name, start, stop, owned.shard, owned.skip)
+            by_columns.setdefault(owned.box.columns, []).append(shard)
     found = []
     for columns, shards in sorted(by_columns.items()):
         first = leaves[shards[0].table][spec.name]

@@ -445,6 +445,7 @@ def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
         tracking_paths=layout.tracking_paths,
         digests=plan.digests,
         files={},
+        shards=(),
         restores=intent.restores,
         compacted=compacted,
         parents=intent.parents if writers.process == 0 else (),

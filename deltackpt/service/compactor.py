@@ -40,7 +40,7 @@ class Compactor:
     """Keeps the chain of the newest step short; a Ray actor, one per service."""
 
     def __init__(self, directory: str, shards: int, options: ServiceOptions):
-        """Starts polling; at most ``shards`` shards are merged at a time."""
+        """Starts polling; merges as many shards of a base at a time as the service has replicas."""
         assert options.compact_after is not None
         os.nice(options.nice)
         self._directory, self._shards, self._options = directory, shards, options
@@ -128,8 +128,8 @@ def _by_tasks(
             done, _ = ray.wait(list(running), num_returns=1, timeout=_SHARD_SECS)
             if not done:
                 raise ServiceUnavailable(
-                    f"compaction of step {plan.step}: expected a shard of it within {_SHARD_SECS:.0f}"
-                    " s, found none; check the nodes' storage"
+                    f"compaction of step {plan.step}: expected a shard of it within "
+                    f"{_SHARD_SECS:.0f} s, found none; check the nodes' storage"
                 )
             for call in done:
                 found[running.pop(call)] = ray.get(call)

@@ -29,8 +29,7 @@ from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.resources import host_memory
 from deltackpt.serving import served_dense
 from deltackpt.serving.served_dense import LeafArray, LoadedLeaves, name_of
-from deltackpt.standby.loaded_state import committed_secs
-from deltackpt.standby.wal import StateHolder
+from deltackpt.standby.loaded_state import StateHolder, committed_secs
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.store import StorePath
 

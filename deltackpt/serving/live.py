@@ -183,8 +183,8 @@ def follow(
         Leaves that are not arrays, and arrays without elements, are ignored.
       tables: globs over the names of tables, or ends of names such as ``users``.
       slots: globs over the names of the tables' optimizer slots to hold; by default none.
-      shard: which part of the rows of each table to hold.
-      shards: number of parts.
+      shard: which shard of the rows of each table to hold.
+      shards: number of shards.
       wal: whether to also follow recovery points above the newest step; a ``KafkaWal`` if their
         records are in Kafka.
       soft: whether rows also follow WAL records without dense leaves; see ``Version.dense``.

@@ -20,8 +20,9 @@ from deltackpt.format import row_blocks
 from deltackpt.serving.rows import Rows, choose
 from deltackpt.serving.version import Position, PublishedState
 
-#: Maximum size of the row indices of older changes.
+#: Maximum size of older changes: their row indices, and so much for each object with some.
 _MOST_INDEX_BYTES = 64 << 20
+_OBJECT_BYTES = 256
 #: Values that are copied while the next version waits; at least one row.
 _PIECE_BYTES = 16 << 20
 #: No row indices.
@@ -40,7 +41,8 @@ class _Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.rows is None else sum(rows.nbytes for rows in self.rows.values())
+        rows = () if self.rows is None else self.rows.values()
+        return 2 * _OBJECT_BYTES + sum(_OBJECT_BYTES + one.nbytes for one in rows)
 
 
 class ChangeLog:

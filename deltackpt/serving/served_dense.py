@@ -22,7 +22,6 @@ from deltackpt.format.manifest import (
     KeyPath,
     Layout,
     SaveId,
-    SaveInfo,
     nested_at,
     path_name,
 )
@@ -30,7 +29,7 @@ from deltackpt.format.naming import PyTree
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.standby.loaded_state import same_point
+from deltackpt.standby.loaded_state import HeldState
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
@@ -130,22 +129,14 @@ def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedLeaves:
+class LoadedLeaves(HeldState):
     """Dense leaves in memory."""
 
-    save: SaveInfo
-    layout: Layout
-    point: RecoveryPoint | None  # None for a step.
     dense: DenseValues  # Values, their Zarr metadata, and Orbax's files; never written.
     numbers: Mapping[str, int]  # Value to a number, equal in two versions only if the value is.
     leaves: Mapping[DenseEntry, LeafArray]
     accepts_deltas: bool  # Whether a delta of the step can be applied.
-    unix_secs: float  # Of the step's commit, or of the recovery point.
     bytes_read: int  # Of stored arrays and values, for this state.
-
-    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
-        """Returns whether the leaves are of exactly this step, or this recovery point above it."""
-        return self.save.save_id == save_id and same_point(self.point, point)
 
 
 class ServedLeaves(Mapping[str, np.ndarray]):

@@ -266,8 +266,8 @@ class Versions(abc.ABC):
         """Opens the newest version.
 
         If tables are followed, the next version waits until this one is closed, for at most
-        ``reader_secs``; so close it before you compute. Without tables, versions wait for nothing. Do
-        not open a version inside of another one.
+        ``reader_secs``; so close it before you compute. Without tables, versions wait for nothing.
+        Do not open a version inside of another one.
 
         Args:
           timeout_secs: maximum time to wait while the rows change, in seconds.

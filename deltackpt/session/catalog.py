@@ -65,7 +65,14 @@ class Catalog:
             metrics = known.metrics
             if metrics is None or (isinstance(metric, str) and metric not in metrics):
                 continue
-            value = float(of(metrics))
+            found = of(metrics)
+            try:
+                value = float(found)
+            except (TypeError, ValueError) as error:
+                raise OptionError(
+                    f"best_step: expected a number as the metric of step {known.step}, found "
+                    f"{found!r}; name a metric that is a number at all steps"
+                ) from error
             one = (value if mode == "max" else -value, known.step)
             if value == value and (best is None or one > best):  # NaN is never the best.
                 best = one
@@ -100,6 +107,8 @@ class Catalog:
     def _delete(self, step: int, protected: frozenset[SaveId]) -> tuple[tuple[str, int, int], bool]:
         """Deletes a step; returns its save id, and whether only it covered trimmed WAL records."""
         root = self._run.root
+        # Retention only leaves the steps of a successor alone.
+        self._run.check_lease(refresh=True)
         self._check(step)
         infos = root.saves()
         info = infos[step]

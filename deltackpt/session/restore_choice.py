@@ -77,7 +77,7 @@ def _plain(plan: ReplayPlan) -> _PlainChoice:
 class FailedChoices:
     """Steps and recovery points that were damaged, or removed while they were read.
 
-    ``lost`` has the missing or altered parts of the WAL: records above the last choice, by their
+    ``lost`` has what is missing or altered in the WAL: records above the last choice, by their
     newest step; epoch headers that were read from a copy instead, by None.
     """
 

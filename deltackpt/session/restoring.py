@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from deltackpt import coordination, events, units
 from deltackpt.errors import (
@@ -46,6 +46,9 @@ from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.ocdbt import ZARRAY
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
 _T = TypeVar("_T")
 
 #: How often to look again if a running trainer removes the chosen step.
@@ -55,7 +58,7 @@ _LISTINGS = 10
 class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, object]):
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
         """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
         self._run = run
         self._extra = extra
@@ -82,12 +85,11 @@ class Restorer:
         wal: bool,
     ) -> Restored | None:
         """Restores the newest intact step or recovery point; see ``restore_latest``."""
-        run, started = self._run, time.perf_counter()
-        tried = FailedChoices()
+        started, tried = time.perf_counter(), FailedChoices()
         choice = self._chooser.newest(tried, wal=wal)
         while choice is not None:
-            began, step = time.perf_counter(), choice.number
-            self._report_lost(tried, step, began)
+            began = time.perf_counter()
+            self._report_lost(tried, choice.number, began)
             try:
                 result = self._from_any_copy(
                     choice.step,
@@ -95,52 +97,76 @@ class Restorer:
                 )
             except Exception as error:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
-                    run.emit_failure("restore", step, error, began)
+                    self._run.emit_failure("restore", choice.number, error, began)
                     raise
-                # List again: if a running trainer removed the step's chain or the point's WAL
-                # records, there is a successor, possibly with the same step.
-                again = self._chooser.newest(tried, wal=wal)
-                gone = again is not None and again != choice and again.number >= step
-                is_removed = self._chooser.is_gone(error)
-                gone = gone or is_removed or self._chooser.is_rolled_back(choice)
-                # No limit if there is another choice: a trainer may remove steps faster.
-                is_replaced = is_removed and again not in (None, choice)
-                if gone and (is_replaced or len(tried.gone) < _LISTINGS):
-                    tried.gone.append((step, error))
-                    choice = again
-                    continue
-                error = self._chooser.wal_damage(choice, error)
-                lost = self._chooser.lost_with(tried, choice, error)
-                error = _with_lost(error, lost)
-                tried.add_lost((one for one in lost if one != choice.step), error)
-                run.emit_failure("skip", step, error, began)
-                tried.skip(choice, error)
-                if not isinstance(error, ForeignDirectory):
-                    what = "step" if choice.point is None else "recovery point"
-                    events.warn(f"{what} {step} is skipped, it is not intact: {error}")
-                choice = self._chooser.newest(tried, wal=wal)
-                continue
-            for foreign, error in tried.skipped:
-                if isinstance(error, ForeignDirectory):
-                    events.warn(f"step {foreign} is skipped: {error}")
-            for lost, error in tried.lost:
-                run.emit_failure("skip", lost, error, started)
-                what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
-                events.warn(f"{what} is not intact: {error}")
-            unusable = {} if run.replication is None else run.replication.replicas.unusable
-            newer = sorted((one for one in unusable.items() if one[0] > result.step), reverse=True)
-            for number, error in newer:
-                run.emit_failure("skip", number, error, began, log_message=True)
-            skipped = (*newer, *tried.skipped, *tried.lost_points, *self._lost(result.step))
-            return dataclasses.replace(result, skipped=skipped)
+                choice = self._next_choice(tried, choice, error, began, wal=wal)
+            else:
+                skipped = self._report_skipped(tried, result.step, began, started)
+                return dataclasses.replace(result, skipped=skipped)
         self._report_lost(tried, -1, started)
-        gone = tried.gone
+        self._raise_if_none_intact(tried, started)
+        return None
+
+    def _next_choice(
+        self,
+        tried: FailedChoices,
+        choice: RestoreChoice,
+        error: RestoreError,
+        began: float,
+        *,
+        wal: bool,
+    ) -> RestoreChoice | None:
+        """Returns what to try after a choice could not be read: it was removed, or is skipped."""
+        step = choice.number
+        # List again: if a running trainer removed the step's chain or the point's WAL records,
+        # there is a successor, possibly with the same step.
+        again = self._chooser.newest(tried, wal=wal)
+        is_gone = again is not None and again != choice and again.number >= step
+        is_removed = self._chooser.is_gone(error)
+        is_gone = is_gone or is_removed or self._chooser.is_rolled_back(choice)
+        # No limit if there is another choice: a trainer may remove steps faster.
+        is_replaced = is_removed and again not in (None, choice)
+        if is_gone and (is_replaced or len(tried.gone) < _LISTINGS):
+            tried.gone.append((step, error))
+            return again
+        error = self._chooser.wal_damage(choice, error)
+        lost = self._chooser.lost_with(tried, choice, error)
+        error = _with_lost(error, lost)
+        tried.add_lost((one for one in lost if one != choice.step), error)
+        self._run.emit_failure("skip", step, error, began)
+        tried.skip(choice, error)
+        if not isinstance(error, ForeignDirectory):
+            what = "step" if choice.point is None else "recovery point"
+            events.warn(f"{what} {step} is skipped, it is not intact: {error}")
+        return self._chooser.newest(tried, wal=wal)
+
+    def _report_skipped(
+        self, tried: FailedChoices, restored: int, began: float, started: float
+    ) -> tuple[tuple[int, RestoreError], ...]:
+        """Reports what is newer than the restored step but not intact; returns it."""
+        run = self._run
+        for foreign, error in tried.skipped:
+            if isinstance(error, ForeignDirectory):
+                events.warn(f"step {foreign} is skipped: {error}")
+        for lost, error in tried.lost:
+            run.emit_failure("skip", lost, error, started)
+            what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
+            events.warn(f"{what} is not intact: {error}")
+        unusable = {} if run.replication is None else run.replication.replicas.unusable
+        newer = sorted((one for one in unusable.items() if one[0] > restored), reverse=True)
+        for number, error in newer:
+            run.emit_failure("skip", number, error, began, log_message=True)
+        return (*newer, *tried.skipped, *tried.lost_points, *self._lost(restored))
+
+    def _raise_if_none_intact(self, tried: FailedChoices, started: float) -> None:
+        """Raises why no step was restored, unless none was ever committed."""
+        run, gone = self._run, tried.gone
         skipped = [*tried.skipped, *tried.lost_points, *self._lost(-1)]
         if gone and not skipped:
             run.emit_failure("restore", gone[0][0], gone[0][1], started)
             raise gone[0][1]
         if not skipped:
-            return None
+            return
         if all(isinstance(error, ForeignDirectory) for _, error in skipped):
             # A backup does not help: the directory or the item is the wrong one.
             raise skipped[0][1]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
-from deltackpt.errors import OptionError, ProcessMissing, StorageError
+from deltackpt.errors import DeltackptError, OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
@@ -32,6 +32,7 @@ from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.restored import RestoredState
 from deltackpt.state.tables import Split, Tables
 from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.storage import buckets
 from deltackpt.storage.kafka import Topic
 from deltackpt.tracking.fingerprints import Fields, RowTracker
 
@@ -287,8 +288,29 @@ def _opening(directory: str | os.PathLike[str]) -> str:
     return f"{os.fspath(directory)}: opening it"
 
 
+def check_arguments(
+    directory: str | os.PathLike[str],
+    options: object,
+    event_handlers: tuple[events.EventHandler, ...],
+) -> None:
+    """Raises OptionError for arguments of a manager that cannot be right."""
+    if not isinstance(options, ManagerOptions):
+        raise OptionError(
+            "options: expected a deltackpt.ManagerOptions, found "
+            f"{type(options).__name__}; pass e.g. ManagerOptions(max_to_keep=3)"
+        )
+    if bad := [one for one in event_handlers if not callable(getattr(one, "receive", None))]:
+        raise OptionError(f"event_handlers: expected objects with receive(event), found {bad[0]!r}")
+    local = buckets.file_path(directory)
+    if local is not None and options.tiers is not None:
+        raise OptionError(
+            f"ManagerOptions.tiers: expected None for the local directory {local}, found tiers; "
+            "leave the option out, or use the URL of a bucket"
+        )
+
+
 def refuse(
-    directory: str | os.PathLike[str], options: ManagerOptions, error: OptionError
+    directory: str | os.PathLike[str], options: ManagerOptions, error: DeltackptError
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
     with contextlib.suppress(ProcessMissing, StorageError):
@@ -473,11 +495,13 @@ class Run:
             newest = max(newest or 0, point.save_id.step)
         if newest is None or step > newest:
             return
-        if self.restored is None and self.coordinator.count == 1:
+        may_be_gone = self.restored is None or (point is None and step == self.restored)
+        if may_be_gone and self.coordinator.count == 1:
             # It may have been removed since. A listing may differ from process to process.
-            newest = self.root.newest_step()
-            if newest is None or step > newest:
+            there = self.root.newest_step()
+            if there is None or step > there:
                 return
+            newest = there if self.restored is None else newest
         found = "the same step, which is already saved" if step == newest else "an older one"
         raise OptionError(
             f"step {step} in {self.root}: expected a step above {newest}, the newest in the "

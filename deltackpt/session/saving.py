@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
+from deltackpt.resources.runtime import Task
 from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction
 from deltackpt.save.dense_save import DenseLeaves
@@ -69,7 +71,7 @@ class Saver:
         self._run = run
         self._extra = extra
         self._owner = owner
-        self._keeps = retention.policy_of(run.options)
+        self._retention = retention.policy_of(run.options)
         #: The save that was not waited for yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
@@ -129,11 +131,11 @@ class Saver:
         return saved
 
     def split(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns ``split_all``, without marks if rows are hashed; ``tracking="auto"`` decides here."""
+        """Splits a state, without marks if rows are hashed; ``tracking="auto"`` decides here."""
         return self._run.tracking.choose(self.split_all(state, touched), touched)
 
     def split_all(self, state: PyTree, touched: TouchState | None) -> Split:
-        """Returns a state's tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
+        """Splits a state into tables, slots, dense leaves and marks; raises UnsupportedLeaf."""
         state_tables.check_touched(touched)
         return state_tables.split(state, self._run.choice, dense_fault=orbax_dense.fault)
 
@@ -150,7 +152,7 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
-        # First: without its WAL, a staging directory cannot be resumed from.
+        # Before any file of the run is staged: a restart reads there what the run resumed from.
         run.start_replication()
         # Before roll_back(): only later steps keep points of an old epoch from being restored.
         if run.wal.begun != run.lineage.run:
@@ -164,17 +166,19 @@ class Saver:
                 marks = Embeddings(split=split, touched=arguments.touched).marks
                 run.wal.check(split, marks)
             pending = self._capture(step, attempt, split, arguments, items)
-        except Exception as error:
+            flight = self._hand_over(step, attempt, items, pending, arguments, started)
+        except BaseException as error:
+            if self.in_flight is not None:
+                raise  # An interrupt: the save is written nevertheless.
             self._drop(items)
             self._leftovers.append(self._temporary(step, attempt))
-            if run.coordinator.count > 1:
+            if run.coordinator.count > 1 and isinstance(error, Exception):
                 # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
                 run.wal.refused(split)
             raise
-        flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.wal.saved()
         run.tracking.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
@@ -225,7 +229,7 @@ class Saver:
         arguments: SaveArguments,
         items: dict[str, Item],
     ) -> PendingSave:
-        """Captures all items of a step, independently of what training does next."""
+        """Captures all items of a step into ``items``, which the caller drops after an error."""
         run = self._run
         pending = items[run.item] = self._capture_tables(step, split, arguments)
         if split.layout.dense:
@@ -266,12 +270,13 @@ class Saver:
                 )
             args = orbax_dense.save_args(split.dense)
             return self._start_item(step, attempt, naming.DENSE_ITEM, orbax_dense.handler(), args)
+        pending.dense = found
         if pending.intent.kind == "delta":
-            pending.dense = found
             return None
         if run.dense is not None:
             pending.base_dense_bytes = found.nbytes
             found.keep(pending.intent.save_id)
+        pending.dense = None
         return found
 
     def _start_item(
@@ -282,13 +287,13 @@ class Saver:
         DurableDir(run.local.path, fsync=False).make(item_dir)
         return HandlerItem.start(handler, item_dir, args, run.runtime)
 
-    def _temporary(self, number: int, attempt: int) -> Path:
+    def _temporary(self, step: int, attempt: int) -> Path:
         run = self._run
-        return commit.temporary_dir(run.local.step_dir(number), f"{run.lineage.run}-{attempt}")
+        return commit.temporary_dir(run.local.step_dir(step), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
-        number: int,
+        step: int,
         attempt: int,
         items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
@@ -297,13 +302,13 @@ class Saver:
     ) -> InFlight:
         """Starts the background half of a save; returns the save in flight."""
         run, begun_ns = self._run, time.time_ns()
-        temporary = self._temporary(number, attempt)
+        temporary = self._temporary(step, attempt)
         planned = StepTransaction(
-            final=run.local.step_dir(number),
+            final=run.local.step_dir(step),
             items=items,
             tables=run.item,
             writers=run.writers(temporary, attempt),
-            own_files=lambda: self._own_files(number, items, arguments, begun_ns),
+            own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
@@ -311,9 +316,20 @@ class Saver:
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
-        future = run.runtime.start(self._write, planned, nbytes, self._owner)
-        self.in_flight = InFlight(number, temporary, pending, future, started)
-        return self.in_flight
+        task = Task(functools.partial(self._write, planned, nbytes, self._owner))
+        flight = self.in_flight = InFlight(step, temporary, pending, task.future, started)
+        try:
+            run.runtime.queue(task)
+        except BaseException as error:
+            if task.cancel():
+                self.in_flight = None
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StorageError(
+                f"step {step}: expected to start a thread that writes it, found {error}; raise "
+                "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
+            ) from error
+        return flight
 
     # In the background.
 
@@ -344,16 +360,18 @@ class Saver:
                 run.replication.committed()
         if run.coordinator.index == 0:
             try:
-                if self._keeps is None:
+                if self._retention is None:
                     run.local.write_kept(None)
                 else:  # After the commit, since the policy counts this step.
-                    retention.enforce(self._keeps, run)
+                    retention.enforce(self._retention, run)
             except Exception as error:
-                warnings.append(f"steps that retention should remove may remain: {error}")
+                # That of a policy may be only a key.
+                text = str(error) if isinstance(error, DeltackptError) else repr(error)
+                warnings.append(f"steps that retention should remove may remain: {text}")
         return Done(room_secs, committed, tuple(warnings))
 
     def _own_files(
-        self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+        self, step: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
@@ -371,7 +389,7 @@ class Saver:
         # Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot
         # open a delta: there the file would only cost an fsync.
         if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
-            step_dir = self._run.local.step_dir(number)
+            step_dir = self._run.local.step_dir(step)
             text = f"Checkpoint commit was successful to {step_dir.name}"
             found[naming.COMMIT_SUCCESS] = text.encode()
         return found

@@ -50,11 +50,12 @@ from deltackpt.standby.loaded_state import (
     LoadedState,
     Region,
     StateFiles,
+    StateHolder,
     committed_secs,
     everything,
 )
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
-from deltackpt.standby.wal import Candidates, FollowedWal, StateHolder
+from deltackpt.standby.wal import Candidates, FollowedWal
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
@@ -437,8 +438,9 @@ class RowReplica(StateHolder[LoadedState]):
     ) -> None:
         """Describes the new contents of the memory; see ``LoadedState``."""
         self._next = LoadedState(
-            chain=chain,
+            save=chain[-1],
             layout=goal.save.layout,
+            chain=chain,
             point=goal.point,
             files=files,
             files_of=goal.files_of,

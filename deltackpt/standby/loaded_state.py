@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -102,30 +102,49 @@ def nbytes(held: tuple[Region, ...]) -> int:
     return held[-1].offset + held[-1].nbytes if held else 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedState:
-    """A state held in memory."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HeldState:
+    """A step in memory, or a recovery point above it."""
+
+    save: SaveInfo  # Of the step.
+    layout: Layout
+    point: RecoveryPoint | None  # None for the step itself.
+    unix_secs: float  # Of the step's commit, or of the recovery point.
+
+    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether it is exactly this step, or exactly this recovery point above it."""
+        return self.save.save_id == save_id and same_point(self.point, point)
+
+
+_Held = TypeVar("_Held", bound=HeldState)
+
+
+class StateHolder(Generic[_Held]):
+    """The part of a ``StateReplica`` that holds one state."""
+
+    #: None before the first load and during a change.
+    loaded: _Held | None = None
+
+    def is_at(self, plan: ReplayPlan | None) -> bool:
+        """See ``StateReplica``."""
+        held = self.loaded
+        if held is None or plan is None:
+            return held is not None and held.point is None
+        return held.is_at(plan.step, plan.point)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedState(HeldState):
+    """Rows in memory, and other files."""
 
     chain: tuple[SaveInfo, ...]  # The saves that it was merged from, base first.
-    layout: Layout
     sequence: int = 0  # The memory's sequence number while it holds this state.
     lag_secs: float = 0.0  # From the newest commit or captured record until it was held.
-    point: RecoveryPoint | None = None  # The newest applied WAL record.
     files: CachedFiles | None = None  # None if the save has no digests, or they do not fit.
     files_of: RecoveryPoint | None = None  # Point with dense leaves; None: the save.
     replayed: SeenRows | None = None  # The rows of all applied records.
     lossless: bool = False  # Whether all saves and records are, so they agree on unchanged rows.
     changed: Mapping[str, np.ndarray] | None = None  # Changed rows; None: any.
-    unix_secs: float = 0.0  # When the save was committed, or the record captured.
-
-    @property
-    def save(self) -> SaveInfo:
-        """The newest of its saves."""
-        return self.chain[-1]
-
-    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
-        """Returns whether the held state is exactly a step, or exactly a recovery point."""
-        return self.save.save_id == save_id and same_point(self.point, point)
 
     def shares_files_with(self, goal: Goal) -> bool:
         """Returns whether its files also belong to another state."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from deltackpt.errors import (
     DamagedWal,
@@ -168,36 +168,6 @@ class StateReplica(Protocol):
         If the step must be loaded first, the call may load only the step; then call it again.
         """
         ...
-
-
-class HeldState(Protocol):
-    """A step in memory, or the recovery point above it."""
-
-    @property
-    def point(self) -> RecoveryPoint | None:
-        """The recovery point; None for a step."""
-        ...
-
-    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
-        """Returns whether it is exactly this step, or exactly this recovery point above it."""
-        ...
-
-
-_Held = TypeVar("_Held", bound=HeldState)
-
-
-class StateHolder(Generic[_Held]):
-    """The part of a ``StateReplica`` that holds one state."""
-
-    #: None before the first load and during a change.
-    loaded: _Held | None = None
-
-    def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``StateReplica``."""
-        held = self.loaded
-        if held is None or plan is None:
-            return held is not None and held.point is None
-        return held.is_at(plan.step, plan.point)
 
 
 class Candidates:

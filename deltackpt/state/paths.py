@@ -201,7 +201,8 @@ def check_tables(option: str, flat: Flat, chosen: Iterable[int]) -> None:
     if faults:
         raise TableSelectionError(
             f"{option}: these leaves cannot be tables:\n{listed(faults)}\n"
-            "a table is a numeric array whose first axis is the rows"
+            "a table is a numeric array whose first axis is the rows; choose patterns, or a list "
+            "of paths, that match no other leaf"
         )
 
 

@@ -160,6 +160,7 @@ class _Plan:
     windows: tuple[tuple[int, int], ...]
 
 
+# By the caller's ``Tables``: managers and Orbax's stateless handlers share them.
 _plans: weakref.WeakKeyDictionary[Tables, dict[Hashable, _Plan]] = weakref.WeakKeyDictionary()
 #: The one that was asked for last, with its key: its shardings are those of the next state, too,
 #: where one jitted step has made both, and are quickly compared with themselves.

@@ -78,6 +78,8 @@ def listing(path: Path) -> list[str]:
 def unreadable(path: os.PathLike[str] | str, error: OSError, action: str = "read") -> StorageError:
     """Returns the error for an existing file that cannot be read."""
     found = os.strerror(error.errno) if error.errno else error
+    if action == "make a directory" and error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return StorageError(f"{path}: expected a directory, found a file; choose another path")
     return StorageError(
         f"{path}: expected to {action}, found {found}; check the file system and its permissions, "
         "then try again"

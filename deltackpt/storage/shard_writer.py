@@ -199,8 +199,8 @@ def described(
 ) -> DescribedShard:
     """Returns the manifest of a shard whose arrays were written, after writing their digests.
 
-    ``layer`` is None if the arrays are files of the batch; ``summary`` is None if one process writes
-    the save. ``other_digests`` are of other files of the item.
+    ``layer`` is None if the arrays are files of the batch; ``summary`` is None if one process
+    writes the save. ``other_digests`` are of other files of the item.
     """
     process = head.process
     if layer is None:

@@ -307,7 +307,7 @@ def _object_key(key: str) -> str:
 def ranked(key: str, nodes: Sequence[str], *, racks: Mapping[str, str] | None = None) -> list[str]:
     """Returns all nodes in order of preference for a key; the same for every caller.
 
-    Of the failure domains in ``racks``, each appears once in the order before any appears twice.
+    Each failure domain in ``racks`` appears once before any appears twice.
     """
     drawn = sorted(nodes, key=lambda node: _drawn(key, node), reverse=True)
     before: dict[str, int] = {}

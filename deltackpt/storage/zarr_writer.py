@@ -41,8 +41,8 @@ class ZarrWriter:
     ):
         """Creates the array in a new directory below that of the batch.
 
-        With ``pinned``, the memory of all rows stays valid until ``finish``, and others might change
-        rows while they are written; this is detected.
+        With ``pinned``, the memory of all rows stays valid until ``finish``, and others might
+        change rows while they are written; this is detected.
         """
         self._directory, self._entry, self._batch, self._pinned = directory, entry, batch, pinned
         #: Rows of complete chunks, and bytes of their files unless TensorStore writes them.

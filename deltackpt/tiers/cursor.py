@@ -86,13 +86,15 @@ class StagedSave(NamedTuple):
 
 
 class Cursor(abc.ABC):
-    """What one tier holds of a staging directory, and what is next; used by one thread."""
+    """Tracks which staged saves one tier holds, and which is next; used by one thread."""
 
     tier: ClassVar[TierName]
 
     def __init__(self, stage: StagingDir, progress: TierProgress | None = None):
         self.stage = stage
         self.progress = progress or TierProgress(holder="")
+        #: Whether the progress could not be written.
+        self._is_unwritten = False
         self.trainer = Trainer()
         self._infos: dict[tuple[int, Stamp], SaveInfo | None] = {}
         #: Identifies the folder of each damaged save, by key.
@@ -182,24 +184,33 @@ class Cursor(abc.ABC):
                 self.report_damaged(save, f"step {save.step}: {error}")
 
     def report(self, **changes: object) -> None:
-        """Reports changes of the progress to the trainer, if any."""
-        progress = dataclasses.replace(self.progress, **changes)
-        if progress != self.progress:
-            self.stage.report(progress, self.tier)
-            self.progress = progress
+        """Reports changes of the progress to the trainer, if any.
+
+        If the staging directory is full, the next call retries: the work continues, because only
+        uploaded saves make room.
+        """
+        progress, was_unwritten = dataclasses.replace(self.progress, **changes), self._is_unwritten
+        if progress == self.progress and not was_unwritten:
+            return
+        self.progress, self._is_unwritten = progress, True
+        try:
+            self._write_progress()
+            self._is_unwritten = False
+        except StorageError as error:
+            if not was_unwritten:
+                _logger.warning("%s", error)
+
+    def _write_progress(self) -> None:
+        self.stage.report(self.progress, self.tier)
 
     def report_failure(self, error: Exception, **changes: object) -> None:
         """Reports what blocks the tier; the first report of a kind sets the time."""
         is_typed = isinstance(error, DeltackptError)
         if self.progress.problem is None:
             _logger.warning("%s", error, exc_info=not is_typed)
-        try:
-            self.report(
-                problem=str(error) if is_typed else f"{type(error).__name__}: {error}",
-                code=error.code if is_typed else DeltackptError.code,
-                problem_unix_secs=self.progress.problem_unix_secs or time.time(),
-                **changes,
-            )
-        except StorageError as refused:
-            # The staging directory may be full; the work continues regardless.
-            _logger.warning("%s", refused)
+        self.report(
+            problem=str(error) if is_typed else f"{type(error).__name__}: {error}",
+            code=error.code if is_typed else DeltackptError.code,
+            problem_unix_secs=self.progress.problem_unix_secs or time.time(),
+            **changes,
+        )

@@ -74,7 +74,7 @@ class PeerGroup:
     @classmethod
     def from_bytes(cls, data: bytes) -> PeerGroup:
         """Parses the result of ``to_bytes``."""
-        return manifest.from_bytes(data, cls, name="neighbours.msgpack", magic=_MAGIC)
+        return manifest.from_bytes(data, cls, name="peers.msgpack", magic=_MAGIC)
 
 
 #: Concurrent connections that transfer fragments.
@@ -87,7 +87,7 @@ _Result = TypeVar("_Result")
 
 
 class Survey(NamedTuple):
-    """What peers hold: ``whole`` bundles have k fragments of each segment, ``complete`` all."""
+    """Bundles on peers: ``whole`` ones have k fragments of each segment, ``complete`` ones all."""
 
     complete: set[BundleRef]
     whole: set[BundleRef]

@@ -138,16 +138,20 @@ class ReplicatedSteps(BucketSteps):
 
     def metadata(self, step: int) -> bytes:
         """See ``Steps``; read once."""
-        info = self.saves().get(step)
-        if info is None:
+        infos = self.known()
+        if (info := infos.get(step)) is None:
             return super().metadata(step)
-        if info.save_id not in self._metadata:
+        known = self._metadata
+        if (found := known.get(info.save_id)) is None:
             try:
                 found = posix.read_bytes(self._local.step_dir(step) / naming.STEP_METADATA)
             except (RestoreError, StorageError):
                 found = super().metadata(step)
+            ids = {one.save_id for one in infos.values()}
+            # Without those of removed saves.
+            self._metadata = {one: data for one, data in [*known.items()] if one in ids}
             self._metadata[info.save_id] = found
-        return self._metadata[info.save_id]
+        return found
 
     def lost_steps(self) -> dict[int, Damaged]:
         """See ``Steps``: except local ones."""

@@ -375,6 +375,8 @@ class ReplicationClient:
             self.local.collect(protected, before=functools.partial(self._tend, protected))
 
     def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        with contextlib.suppress(FencedError, OSError):
+            self._help_on_full_disk()
         self._tidy()
         with contextlib.suppress(FencedError):  # The next commit reports it.
             self._drop_bases(protected)
@@ -384,6 +386,14 @@ class ReplicationClient:
         for folder in sorted(rolled_back, key=lambda one: one.lstat().st_mtime)[:-1]:
             local.remove(folder)
 
+    def _help_on_full_disk(self) -> None:
+        """Restarts the uploader, and reads the journal if it may have no room for its reports."""
+        if behind := self.lag():
+            self.local.check_lease_now()
+            self.start()
+            if posix.free_bytes(self.stage.path) < 2 * max(behind.values()):
+                self.journal.state()
+
     def _tidy(self) -> None:
         """Evicts what the local directory no longer needs, as far as this process knows."""
         self.read_progress()
@@ -392,7 +402,7 @@ class ReplicationClient:
                 self._evict()
 
     def _evict(self) -> None:
-        """Evicts uploaded saves outside the newest chains, and shards that can never be uploaded."""
+        """Evicts uploaded saves outside the newest chains, and shards of saves without others."""
         infos = {step: info for step, info in self.local.saves().items() if info is not None}
         if self.no_shared_fs:
             progress, newest = self.progress(), max(self.local.steps(), default=None)
@@ -466,18 +476,22 @@ class ReplicationClient:
         """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
         progress, found = self.progress(tier), dict[int, int]()
         uploaded = progress if tier == "remote" else self.progress()
+        before, sizes = self._sizes, dict[str, int]()
         for step, info in self.local.saves().items():
             save_id = info and info.save_id
+            key = key_of(step, save_id)
+            if key in before:
+                sizes[key] = before[key]
             if (
                 not progress.lacks(step, save_id, self.journal.known)
                 or (save_id is not None and uploaded.has(save_id))
                 or self._is_unreadable(step, progress)
             ):
                 continue
-            key = key_of(step, save_id)
-            if key not in self._sizes:
-                self._sizes[key] = posix.tree_bytes(self.local.path / str(step))
-            found[step] = self._sizes[key]
+            if key not in sizes:
+                sizes[key] = posix.tree_bytes(self.local.path / str(step))
+            found[step] = sizes[key]
+        self._sizes = sizes  # Without saves that are no longer staged.
         return found
 
     def _is_unreadable(self, step: int, progress: TierProgress) -> bool:
@@ -542,12 +556,8 @@ class ReplicationClient:
             return False
         progress, known = self.read_progress(), self.journal.known
         if progress.entry <= known.entry.number:
-            # As in ``Orders.pending``: its upload may be committing, and is not listed yet.
-            self._deleted &= {
-                one.unit
-                for one in self.orders.removals
-                if one.number > progress.orders or one.unit in known.uploads
-            }
+            removals = self.orders.removals
+            self._deleted &= {one.unit for one in removals if one.is_open(progress, known)}
         return any(
             one.unit in self._deleted
             and (one.after is None or key_of(one.after.step, one.after) not in progress.damaged)

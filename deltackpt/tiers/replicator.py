@@ -38,7 +38,8 @@ _PROGRAM = (
     "raise SystemExit(replicator.main(sys.argv[3:]))"
 )
 _PACKAGES = Path(__file__).parent.parent.parent
-#: Uploaders of closed managers that finish pending uploads: no caller waits for them.
+#: Uploaders of closed managers that finish pending uploads: no caller waits for them, and Python
+#: would warn of each ``Popen`` that is deleted before its process ends.
 _left: list[subprocess.Popen[bytes]] = []
 
 

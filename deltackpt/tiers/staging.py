@@ -6,11 +6,11 @@ A staging directory is local to a node::
     stage.lock              held by the replicator, of which there is one
     orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
     starting.msgpack        the same by a trainer that starts, for the other processes of its job
-    neighbours.msgpack      written by the trainer: peer addresses and their token
+    peers.msgpack           written by the trainer: peer addresses and their token
     progress.msgpack        written by the replicator: what is uploaded, and what blocks it
     pushed.msgpack          the same for peers
     entry.msgpack           and the newest entry of the remote journal
-    promoter.log            the replicator's log
+    uploader.log            the replicator's log
     steps/                  the saves: a checkpoint directory like any other
     aside/                  superseded and damaged saves
 
@@ -52,8 +52,8 @@ MOST_RECENT = 256
 TierName = Literal["remote", "peers"]
 _PROGRESS_NAMES: dict[TierName, str] = {"remote": "progress.msgpack", "peers": "pushed.msgpack"}
 _NAMES = {
-    *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
-    *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
+    *("steps", "stage.lock", "uploader.log", "aside", "fetched"),
+    *("progress.msgpack", "entry.msgpack", "peers.msgpack", "pushed.msgpack"),
     "starting.msgpack",
 }
 _ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
@@ -102,6 +102,13 @@ class Removal:
     def unit(self) -> tuple[ObjectKey, SaveId]:
         """Returns the key of its unit in the remote directory, and the save in it."""
         return ObjectKey(self.step, self.item), self.save_id
+
+    def is_open(self, done: TierProgress, remote: State) -> bool:
+        """Returns whether its unit is uploaded, or an upload that is not listed may be committing.
+
+        ``remote`` must not be older than ``done``.
+        """
+        return self.number > done.orders or self.unit in remote.uploads
 
 
 def rolled_back(saves: Iterable[SaveId], item: str, run: str, number: int = 0) -> list[Removal]:
@@ -163,8 +170,7 @@ class Orders:
         return tuple(
             one
             for one in self.removals
-            if one.number > done.orders
-            or one.unit in remote.uploads
+            if one.is_open(done, remote)
             or (one.after is not None and done.lacks(one.after.step, one.after, remote))
         )
 
@@ -236,11 +242,11 @@ class StagingDir:
         self.path = path
         self.steps = path / "steps"
         self.lock = path / "stage.lock"
-        self.log = path / "promoter.log"
+        self.log = path / "uploader.log"
         self.fetched = path / "fetched"
         self._starting = path / "starting.msgpack"
         self._entry = path / "entry.msgpack"
-        self._peers = path / "neighbours.msgpack"
+        self._peers = path / "peers.msgpack"
 
     def make(self) -> None:
         """Creates it and its folders, private to this user, since they hold the weights."""

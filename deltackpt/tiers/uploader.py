@@ -5,9 +5,9 @@ All remote changes are made here, under the trainer's claim and in this order: t
 training, rollbacks, then the saves, parents first, and retirements. A kill leaves files that no
 entry names; they are swept later.
 
-If each process of a job has a staging directory, each uploader uploads its shard of a save to a path
-that is derived from the claim and the save, and reports that, or that it cannot, with an object in
-the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
+If each process of a job has a staging directory, each uploader uploads its shard of a save to a
+path that is derived from the claim and the save, and reports that, or that it cannot, with an
+object in the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -39,7 +40,7 @@ from deltackpt.reading import inventory, stored_saves
 from deltackpt.resources.runtime import Pace
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import StorePath, Unanswered
+from deltackpt.storage.store import Missing, StorePath, Unanswered
 from deltackpt.tiers.cursor import IDLE_SECS, Cursor, StagedSave
 from deltackpt.tiers.staging import (
     MOST_RECENT,
@@ -55,7 +56,8 @@ _logger = logging.getLogger(__name__)
 
 #: Folder of the reports of several uploaders.
 MEETING = "meeting"
-_REPORT = "deltackpt.stage.shard"
+_REPORT, _SUFFIX = "deltackpt.stage.shard", ".msgpack"
+_REPORT = re.compile(rf"(0|[1-9][0-9]{{0,8}}){re.escape(_SUFFIX)}")
 #: Shortest and longest interval between two polls of the other uploaders' reports.
 _OTHERS_SECS = (0.05, 2.0)
 #: Maximum delay of a shard, for any time between saves.
@@ -85,20 +87,19 @@ class ShardReports:
     def publish(self, report: ShardReport) -> None:
         """Stores a report. Idempotent."""
         if self._at is not None:
-            at = self._at / f"{report.process}.msgpack"
+            at = self._at / f"{report.process}{_SUFFIX}"
             at.store.put(at.key, manifest.to_bytes(report, _REPORT))
         self._known[report.process] = report
 
     def read(self) -> dict[int, ShardReport]:
         """Returns the reports by process; process 0 may replace its own."""
         for name in [] if self._at is None else self._at.keys():
-            process = int(name.partition(".")[0])
-            if self._at is not None and (process not in self._known or process == 0):
-                at = self._at / name
-                data = at.store.get(at.key)
-                self._known[process] = manifest.from_bytes(
-                    data, ShardReport, name=str(at), magic=_REPORT
-                )
+            match = _REPORT.fullmatch(name)
+            if self._at is None or match is None:
+                continue
+            if (process := int(match[1])) not in self._known or process == 0:
+                with contextlib.suppress(Missing):  # Process 0 has removed it since.
+                    self._known[process] = _read_report(self._at / name, process)
         return dict(self._known)
 
     def remove(self) -> None:
@@ -178,6 +179,8 @@ class Uploader(Cursor):
         self._orders_stamp: object = None
         self._adopts = adopts
         self._journal: Journal | None = None
+        #: Nonce of the journal entry that was last passed to the trainer.
+        self._written_entry = ""
         self._pace = Pace()
         #: Saves that are not complete yet, by key.
         self._uploads: dict[str, _Upload] = {}
@@ -244,6 +247,9 @@ class Uploader(Cursor):
         self.forget_replaced(found)
         others = orders.process > 0 and any(one.sent is not None for one in self._uploads.values())
         if others or self.progress.problem is not None:
+            if self._needs_no_request(orders, journal):
+                # The trainer may wait for the deletion of a step that was never uploaded.
+                self._report_state(journal, orders=orders.number)
             # Commits whose responses were lost may have succeeded, here or elsewhere.
             journal.check()
         self._carry_out(orders, journal)
@@ -289,12 +295,12 @@ class Uploader(Cursor):
         if self._journal is not None:
             self._journal = None
             raise _Superseded(f"{self.stage.path}: another trainer has taken over")
+        self.progress = self.stage.progress(orders.holder)  # Before an error is reported there.
         place = buckets.locate(orders.url, endpoint=orders.endpoint)
         journal = Journal(
             place.open(deadline_secs=orders.store_secs),
             while_waiting=lambda: self._check_orders(orders),
         )
-        self.progress = self.stage.progress(orders.holder)
         if journal.resume(orders.holder).lease.pending and orders.process == 0:
             journal.start()  # The trainer has started, but the store did not answer.
         if orders.no_shared_fs and orders.process == 0:
@@ -329,6 +335,13 @@ class Uploader(Cursor):
             for run, only in saves.items():
                 if steps := journal.roll_back(-1, run, only=only):
                     _logger.info("steps %s rolled back", steps)
+
+    def _needs_no_request(self, orders: Orders, journal: Journal) -> bool:
+        """Returns whether ``_carry_out`` would change nothing."""
+        begins = orders.began and not journal.claimed.began
+        return not (orders.process > 0 or journal.in_doubt or begins) and not any(
+            one.run is not None and one.number > self.progress.orders for one in orders.removals
+        )
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
         """Retires what is unneeded, if its replacement, or a later one, is uploaded."""
@@ -381,11 +394,16 @@ class Uploader(Cursor):
         runs = {info.save_id.run for info in self._infos.values() if info is not None}
         entry = journal.known.entry
         held = {run: attempt for run, attempt in entry.promoted.items() if run in runs}
-        if entry.number != self.progress.entry:
-            # Before its number, so that a reader of the number finds the entry.
-            self.stage.report_entry(entry)
         holder = journal.claimed.lease.holder
         self.report(entry=entry.number, committed=held, holder=holder, **changes)
+
+    def _write_progress(self) -> None:
+        entry = Entry() if self._journal is None else self._journal.known.entry
+        if entry.nonce != self._written_entry:
+            # Before its number, so that a reader of the number finds the entry.
+            self.stage.report_entry(entry)
+            self._written_entry = entry.nonce
+        super()._write_progress()
 
     # ---- one save
 
@@ -552,6 +570,15 @@ def delay_secs(made: Sequence[float], now: float, process: int, processes: int) 
     interval, age = made[-1] - made[-2], now - made[-1]
     share = min(MOST_DELAY_SECS, process / processes * interval)
     return max(0.0, share - age) if age >= 0 else 0.0
+
+
+def _read_report(at: StorePath, process: int) -> ShardReport:
+    """Reads a report; an unreadable one is a problem of its save, since nobody replaces it."""
+    data = at.store.get(at.key)
+    try:
+        return manifest.from_bytes(data, ShardReport, name=at.shown(), magic=_REPORT)
+    except RestoreError as error:
+        return ShardReport(process=process, problem=f"the report of process {process}: {error}")
 
 
 def _remove_reports(root: StorePath, epoch: int) -> None:

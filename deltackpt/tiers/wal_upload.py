@@ -45,7 +45,7 @@ PIECE_SECS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class _UploadPiece:
-    """A part of a segment to upload: complete records."""
+    """A range of a segment to upload: complete records."""
 
     process: str
     name: str  # of the segment
@@ -71,7 +71,7 @@ class _UploadPiece:
         return self.end - self.start
 
     def cut(self) -> _UploadPiece:
-        """The leading part that is sent at once: at least one record."""
+        """The leading records that are sent at once: at least one record."""
         count = 1
         while count < len(self.records) and self.records[count].end - self.start <= SEGMENT_BYTES:
             count += 1
@@ -142,7 +142,7 @@ class WalUpload:
     def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
         """Uploads the oldest piece that is due, or of ``every`` piece; returns whether it did."""
         for ref, process, log in self._staged(journal):
-            # What this or an earlier uploader sent may not be noted, or not have been durable yet.
+            # This or an earlier uploader may have sent records without noting that durably.
             self._note(ref, process, log, journal, is_checked=False)
             for piece in self._waiting(ref, process, log, journal):
                 since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())
@@ -290,7 +290,7 @@ class WalUpload:
                 del known[segment]
 
     def _known(self, ref: WalRef, journal: Journal) -> dict[str, list[PieceRange]]:
-        """The uploaded part of a WAL epoch: listed once, since only this process uploads there."""
+        """The uploaded records of a WAL epoch: listed once, as only this process uploads."""
         if ref.prefix not in self._sent:
             found = pieces_at(journal.root / ref.prefix)
             self._sent[ref.prefix] = {segment: [*one.every] for segment, one in found.items()}
@@ -298,7 +298,7 @@ class WalUpload:
 
 
 def _end(sent: Mapping[str, Sequence[PieceRange]], segment: str) -> int:
-    """The end of the uploaded part of a segment."""
+    """The end of what is uploaded of a segment."""
     return max((piece.end for piece in sent.get(segment, ())), default=0)
 
 

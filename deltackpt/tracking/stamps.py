@@ -136,14 +136,18 @@ def init(tables: Mapping[str, object], *, identity: int | None = None) -> TouchS
       >>> state.stamps["users"].tolist()
       [0, 1, 0, 1]
     """
-    if not isinstance(tables, Mapping):
-        raise TrackingError(
-            "init: expected a mapping of table names to arrays, found "
-            f"{type(tables).__name__}; pass e.g. {{'words': array}}, by the paths of the tables"
-        )
+    _check_mapping("init", tables)
     tables = placement.resolved(tables, TrackingError)
     with placement.neutral():
         return _made(tables, identity)
+
+
+def _check_mapping(call: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise TrackingError(
+            f"{call}: expected a mapping of table names to arrays, found {type(given).__name__}; "
+            "pass e.g. {'words': array}, by the paths of the tables"
+        )
 
 
 def _made(tables: Mapping[str, Any], identity: int | None) -> TouchState:
@@ -151,7 +155,10 @@ def _made(tables: Mapping[str, Any], identity: int | None) -> TouchState:
     traced = isinstance(clock, Tracer)
     for name, table in tables.items():
         if fault := paths.table_fault(table):
-            raise TrackingError(f"table {name}: {fault}; expected an array of rows")
+            raise TrackingError(
+                f"init: table {name!r}: expected an array of rows, found that it {fault}; leave it "
+                "out"
+            )
         stamps[name] = filled(table.shape[:1], _stamps_like(table), 0, traced=traced)
     if identity is None:
         identity = UNKNOWN if traced else _agreed_identity(tables.values())
@@ -183,7 +190,8 @@ def mark(
       The state after the mark.
 
     Raises:
-      TrackingError: a name has no stamps, ids are not integers, or a mask has no ids.
+      TrackingError: a name has no stamps, ids are not integers, a mask has no ids, or an argument
+        is not a mapping.
 
     Examples:
       >>> state = init({"users": jnp.zeros((5, 2))})
@@ -195,6 +203,8 @@ def mark(
       >>> state.stamps["users"].tolist()
       [1, 1, 2, 1, 0]
     """
+    _check_mapping("mark", ids)
+    _check_mapping("mark, mask", mask if mask is not None else {})
     clock = next_clock(state)
     stamps = dict(state.stamps)
     masks = dict(mask or {})
@@ -229,6 +239,7 @@ def grow(state: TouchState, tables: Mapping[str, object]) -> TouchState:
       >>> grow(state, {"users": jnp.zeros((5, 2))}).stamps["users"].tolist()
       [0, 1, 0, 0, 0]
     """
+    _check_mapping("grow", tables)
     stamps = dict(state.stamps)
     for name, table in placement.resolved(tables, TrackingError).items():
         key = key_of("grow", name, stamps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the training state that one ``append()`` copies, and its record.
+"""The rows and leaves of the training state that one ``append()`` copies, and its record.
 
 A lossy row is always encoded from its live value, so errors do not add up over records. Dense
 leaves are relative to the decoded previous full record in the same file, so each record corrects
@@ -91,6 +91,7 @@ class Batch:
     blocked_secs: float = 0.0  # How long ``append()`` blocked.
     event: AppendEvent | None = None  # None until it is written.
     begins_file: bool = False  # Whether it is the first of a new segment.
+    queued: bool = False  # Whether the writer has it, and releases its memory.
 
     def release(self) -> None:
         """Releases its memory. Idempotent."""

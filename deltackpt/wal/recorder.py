@@ -124,7 +124,7 @@ class Recorder(WalHooks):
         self._may_have_trimmed = False
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
-        #: The part of the manager's runtime for records.
+        #: The manager's threads, with memory for records.
         self._runtime = run.runtime.with_memory(self._options.buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
@@ -328,10 +328,11 @@ class Recorder(WalHooks):
             batch.blocked_secs = time.perf_counter() - started
             writer.submit(batch, losses)
         except BaseException:
-            if batch is not None:
-                batch.release()
             writer.requeue(pending)
-            memory.release(reserved)
+            if batch is None or not batch.queued:
+                if batch is not None:
+                    batch.release()
+                memory.release(reserved)
             raise
         return True
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides when ``append()`` saves a step although a record could be written.
 
-A record needs no agreement: each process appends to its own part, and readers count a recovery
-point only if all parts hold its number. A step needs one: all processes must save it at the same
-call, whichever of them needs it, and no call may wait for another process.
+A record needs no agreement: each process appends to its own segments, and readers count a
+recovery point only if those of all processes have its number. A step needs one: all processes must
+save it at the same call, whichever of them needs it, and no call may wait for another process.
 
 With several processes, a key in JAX's coordination service therefore decides every fourth call. The
 first process that reaches the decision stores the answer: a save if any stored status requests one.
@@ -67,7 +67,7 @@ class _Status(NamedTuple):
 
 
 class SaveAgreement:
-    """One process's shard in agreeing at which calls of a WAL epoch all save; see the module."""
+    """Agrees with the other processes at which calls of a WAL epoch all save."""
 
     def __init__(
         self,

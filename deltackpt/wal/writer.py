@@ -108,18 +108,26 @@ class WalWriter:
             if losses != self.losses:
                 # It lacks the rows of a record that has since been given up.
                 assert self.failure is not None
+                batch.queued = True
                 self._lose([batch], self.failure.cause)
                 self._drop([batch])
                 return
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="deltackpt-wal", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise StorageError(
+                        f"append: expected to start the thread that writes records, found {error}; "
+                        "raise the limit of threads (ulimit -u, or that of the container). No "
+                        "touched row is lost: the next append() contains them"
+                    ) from error
+                self._thread = thread
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             batch.begins_file, self._roll = self._roll, False
+            batch.queued = True
             self._queue.append(batch)
             self._busy = True
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="deltackpt-wal", daemon=True
-                )
-                self._thread.start()
             self._changed.notify_all()
 
     def drain_pending(self) -> dict[str, np.ndarray]:
@@ -232,7 +240,7 @@ class WalWriter:
                 with self._changed:
                     self._writing = None
             with self._changed:
-                # Not if this thread is about to die: whoever waits must find its error.
+                # Not if this thread is about to die: a waiting thread must find its error.
                 self._busy = bool(self._queue or self._written)
                 self._changed.notify_all()
             del batch

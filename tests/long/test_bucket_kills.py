@@ -274,7 +274,7 @@ def _end(field: Field, node: Path) -> None:
     for one in field.nodes:
         while promoters(one) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not promoters(one), (one / "promoter.log").read_text()[-2000:]
+        assert not promoters(one), (one / "uploader.log").read_text()[-2000:]
     _check(field)
     assert verify_root(field.url, endpoint=field.server.endpoint).intact
     journal = Journal(buckets.locate(field.url, endpoint=field.server.endpoint).open())

@@ -99,7 +99,7 @@ def checkpoint_manager(
     return found
 
 
-#: One factory per distinct settings.
+#: One factory per distinct settings, for all calls of ``checkpoint_manager``.
 _made: list[functools.partial[DeltaCheckpointManager]] = []
 
 
