@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deltackpt import touched
 from deltackpt.errors import OptionError, TrackingError
+from deltackpt.tracking import by_gradient
 
 ROWS = 40
 LABELS = {"tables": {"users": "sparse", "items": "sparse"}, "kernel": "dense"}
@@ -100,9 +101,9 @@ def _later() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: {"count": jnp.zeros((), int)}, update)
 
 
-def _of(tree: Any, piece: str) -> Any:
+def _of(tree: Any, chunk: str) -> Any:
     """Returns which leaves of a tree have a part in their paths."""
-    return jax.tree.map_with_path(lambda path, _: piece in jax.tree_util.keystr(path), tree)
+    return jax.tree.map_with_path(lambda path, _: chunk in jax.tree_util.keystr(path), tree)
 
 
 def _stamps(state: Any) -> Any:
@@ -216,6 +217,31 @@ def test_a_sharded_table(spec, has_nan):
     assert stamps.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(spec[0])), 1)
     expected = (np.asarray(given["tables"]["users"]).view(np.uint32) != 0).any(axis=1)
     np.testing.assert_array_equal(np.asarray(stamps) > 0, expected | has_nan)
+
+
+@pytest.mark.parametrize("spec", [None, PartitionSpec("x"), PartitionSpec(None, "x")], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int32", "bool"])
+@pytest.mark.parametrize("length", [16, 64, 100, 67])
+def test_any_element_of_a_long_row_marks_it(length, dtype, spec):
+    """Rows are compared in pieces: each element, in whatever piece, counts."""
+    rows = 2 * length
+    gradient = np.zeros((rows, 1, length), np.dtype(dtype))
+    gradient[2 * np.arange(length), 0, np.arange(length)] = 1
+    nans = np.zeros(rows, bool)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        gradient[2 * np.arange(0, length, 3), 0, np.arange(0, length, 3)] = np.nan
+        nans[::6] = True
+    placed = jnp.asarray(gradient)
+    if spec is not None and length % 4 == 0:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+        spec = PartitionSpec(*spec) if spec[0] else PartitionSpec(None, None, "x")
+        placed = jax.device_put(gradient, NamedSharding(mesh, spec))
+    for found, expected in zip(by_gradient.touched_rows(placed), (np.arange(rows) % 2 == 0, nans)):
+        np.testing.assert_array_equal(found, expected)
+    other = jax.device_put(jnp.zeros_like(placed), placed.sharding)
+    differing = touched.track(optax.stateless(lambda updates, _: updates), "*")
+    _, state = differing.update({"t": placed}, differing.init({"t": other}), {"t": other})
+    np.testing.assert_array_equal(np.asarray(_stamps(state)["t"]) > 0, np.arange(rows) % 2 == 0)
 
 
 def test_an_unknown_rule_is_refused():

@@ -57,7 +57,7 @@ _logger = logging.getLogger(__name__)
 #: Folder of the reports of several uploaders.
 MEETING = "meeting"
 _REPORT, _SUFFIX = "deltackpt.stage.shard", ".msgpack"
-_REPORT = re.compile(rf"(0|[1-9][0-9]{{0,8}}){re.escape(_SUFFIX)}")
+_REPORT_NAME = re.compile(rf"(0|[1-9][0-9]{{0,8}}){re.escape(_SUFFIX)}")
 #: Shortest and longest interval between two polls of the other uploaders' reports.
 _OTHERS_SECS = (0.05, 2.0)
 #: Maximum delay of a shard, for any time between saves.
@@ -94,7 +94,7 @@ class ShardReports:
     def read(self) -> dict[int, ShardReport]:
         """Returns the reports by process; process 0 may replace its own."""
         for name in [] if self._at is None else self._at.keys():
-            match = _REPORT.fullmatch(name)
+            match = _REPORT_NAME.fullmatch(name)
             if self._at is None or match is None:
                 continue
             if (process := int(match[1])) not in self._known or process == 0:

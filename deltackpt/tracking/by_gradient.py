@@ -20,7 +20,7 @@ from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import KeyPath, path_name
 from deltackpt.format.naming import PyTree
 from deltackpt.state import paths, placement
-from deltackpt.tracking.stamps import bits, folded
+from deltackpt.tracking.stamps import bits, flagged_rows
 
 #: Nothing in them lets a row move without a gradient: none, sums of squares, a factor of the step.
 _KNOWN = (optax.EmptyState, optax.ScaleByRssState, optax.ScaleByScheduleState)
@@ -38,16 +38,18 @@ def touched_rows(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A negative zero counts as touched, since an update of +0.0 changes a value of -0.0.
     """
-    (pieces,) = folded(gradient)
-    patterns, nans = bits(pieces) != 0, _is_nan(pieces)
-    # One pass for both. XLA on CPUs reduces bytes faster than booleans or wider integers, and can
-    # reduce them by `max`, unlike by `or`, over devices that share the rows.
+    found = flagged_rows(_flags, gradient)
+    return found != 0, found > 1
+
+
+def _flags(gradient: jax.Array) -> jax.Array:
+    """Returns for each element 1 if it is not +0.0, and 3 if it is NaN: uint8."""
+    patterns, nans = bits(gradient) != 0, _is_nan(gradient)
     flags = patterns.astype(jnp.uint8)
     if nans is not None:
         nans = nans.reshape(nans.shape + (1,) * (patterns.ndim - nans.ndim))
         flags |= nans.astype(jnp.uint8) << 1
-    found = jax.lax.reduce_max(flags, tuple(range(1, flags.ndim)))
-    return found != 0, found > 1
+    return flags
 
 
 def has_nan(gradients: Iterable[PyTree]) -> jax.Array:

@@ -18,7 +18,7 @@ from deltackpt.state import paths, placement, slots
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import TouchState, is_touch_state, mark_rows
 from deltackpt.tracking import by_gradient
-from deltackpt.tracking.stamps import bits, folded, init, width
+from deltackpt.tracking.stamps import bits, flagged_rows, init, width
 
 Rule = Literal["bits", "gradient"]
 
@@ -175,7 +175,7 @@ def _changed_rows(
         update = update_of.get(flat.paths[i])
         table = jnp.asarray(flat.leaves[i])
         flags[path_name(flat.paths[i])] = (
-            [] if paths.is_empty(update) else [_moved(*folded(table, jnp.asarray(update)))]
+            [] if paths.is_empty(update) else [flagged_rows(_moved, table, jnp.asarray(update))]
         )
     tree = {"params": params, "opt_state": old}
     both = _flatten(tree)
@@ -187,21 +187,26 @@ def _changed_rows(
         if slots.is_always(slot, always):
             continue
         name = path_name(both.paths[slot.table][1:])
-        before, now = folded(jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf]))
-        flags[name].append(bits(before) != bits(now))
-    return {name: _any_in_row(arrays) for name, arrays in flags.items() if arrays}
+        before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])
+        flags[name].append(flagged_rows(_differ, before, now))
+    return {name: _any(arrays) for name, arrays in flags.items() if arrays}
 
 
-def _any_in_row(flags: list[jax.Array]) -> jax.Array:
-    """Returns rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
-    first, *others = (each.any(axis=tuple(range(1, each.ndim))) for each in flags)
+def _any(flags: list[jax.Array]) -> jax.Array:
+    """Returns the rows that any of several (rows,) uint8 arrays flags: (rows,) bool."""
+    first, *others = flags
     for rows in others:
         first = first | _like(rows, first)
-    return first
+    return first != 0
+
+
+def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns which elements differ in bits: uint8."""
+    return (bits(one) != bits(other)).astype(jnp.uint8)
 
 
 def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
-    """Returns which elements of a table ``optax.apply_updates`` changes in bits: (rows, ...)."""
+    """Returns which elements of a table ``optax.apply_updates`` changes in bits: uint8."""
 
     def applied(delta: jax.Array) -> jax.Array:
         return bits((table + delta).astype(table.dtype)) != bits(table)
@@ -214,7 +219,7 @@ def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
         changed |= applied(_away_from_zero(update))
         # Of two different NaNs either may come out.
         changed |= jnp.isnan(update) & (bits(update) != bits(table.astype(update.dtype)))
-    return changed
+    return changed.astype(jnp.uint8)
 
 
 def _away_from_zero(array: jax.Array) -> jax.Array:
