@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from deltackpt import service
-from deltackpt.options import Copies, Erasure
-from deltackpt.restore.sources import RowSource
-from deltackpt.tiers.peers import PeerGroup
+
+if TYPE_CHECKING:  # Each restore imports this module; the client of peers takes 70 ms.
+    from deltackpt.options import Copies, Erasure
+    from deltackpt.restore.sources import RowSource
+    from deltackpt.tiers.peers import PeerGroup
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:

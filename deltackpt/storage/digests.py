@@ -89,11 +89,16 @@ class BlockSums:
 
 
 def crc32c(data: np.ndarray, crc: int = 0) -> int:
-    """Returns the CRC32C of an array's bytes, continuing ``crc``, without a copy (31 GB/s).
+    """Returns the CRC32C of an array's bytes, continuing ``crc``, without a copy.
 
-    It holds the GIL, so long arrays are processed in pieces.
+    The compiled kernel releases the GIL (20 GB/s). google_crc32c holds it (13 GB/s), so long arrays
+    are processed in pieces.
     """
     view = data.reshape(-1).view(np.uint8)
+    if not len(view):
+        return crc
+    if (found := kernels.crc32c_blocks(view, None, len(view), 0, crc)) is not None:
+        return found[0]
     view.flags.writeable = False
     for start in range(0, len(view), _PIECE_BYTES):
         piece = view[start : start + _PIECE_BYTES]
