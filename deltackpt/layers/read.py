@@ -115,6 +115,8 @@ class LayerReader:
         self._source, self.start, self.nbytes = source, start, nbytes
         self._verified: set[Chunk] = set()
         self._name = name or source.name
+        #: A small layer without its header, which is read with its footer.
+        self._small: _Memory | None = None
         trailer, data = self._read_tail(digest)
         self.digest = trailer.digest
         self.manifest: LayerManifest = footer.manifest_of(trailer, data, self._name)
@@ -131,7 +133,7 @@ class LayerReader:
     def at(self, source: ByteSource) -> LayerReader:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
-        found._source, found._verified = source, set()
+        found._source, found._verified, found._small = source, set(), None
         return found
 
     def loaded(self) -> LayerReader:
@@ -207,7 +209,9 @@ class LayerReader:
     def verify_rest(self, row_groups: Collection[str]) -> None:
         """Reads and verifies the chunks of some row groups that were not read yet."""
         for array in self.manifest.arrays:
-            if array.row_group in row_groups:
+            if array.row_group in row_groups and not self._verified.issuperset(
+                self.chunks_of(array)
+            ):
                 for numbers in self._batches(array, 0, array.chunk_count - 1):
                     chunks = [(number, self._chunk(array, number)) for number in numbers]
                     unread = [one for one in chunks if one[1] not in self._verified]
@@ -215,6 +219,7 @@ class LayerReader:
 
     def damage(self) -> Iterator[Damaged]:
         """Reads every byte of the layer, and yields what is altered or missing."""
+        self._small = None
         page = np.empty(PAGE_BYTES, np.uint8)
         try:
             self._read(0, [page], "header")
@@ -254,6 +259,8 @@ class LayerReader:
             before = np.empty(missing, np.uint8)
             self._read(trailer.footer, [before], "footer")
             tail = np.concatenate([before, tail])
+        if len(tail) == nbytes - PAGE_BYTES:
+            self._small = _Memory(self._name, self.start + PAGE_BYTES, tail)
         return trailer, tail[len(tail) - (nbytes - trailer.footer) :].data
 
     def _read_rows(self, group: RowGroup, first: int, stop: int) -> StoredRows:
@@ -346,8 +353,9 @@ class LayerReader:
             self._check(array, one.number, one.chunk, padding, one.data)
 
     def _read(self, offset: int, buffers: Sequence[np.ndarray], shown: str) -> None:
+        source = self._source if self._small is None or offset < PAGE_BYTES else self._small
         try:
-            self._source.read_into(self.start + offset, [buffer.data for buffer in buffers])
+            source.read_into(self.start + offset, [buffer.data for buffer in buffers])
         except Damaged as error:
             raise Damaged(f"{self._name}: {shown}", error.expected, error.found) from error
 
@@ -410,7 +418,9 @@ def _shown(array: LayerArray, chunk: int) -> str:
 
 def _check_target(array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
     expected = (stop - start, *array.shape[1:]), array.dtype, True
-    found = out.shape, out.dtype.name, out.flags.c_contiguous
+    # ``out.dtype.name`` would be slower than most other steps of a read.
+    is_dtype = out.dtype == array.dtype
+    found = out.shape, array.dtype if is_dtype else out.dtype.name, out.flags.c_contiguous
     if not 0 <= start <= stop <= array.shape[0] or found != expected:
         raise OptionError(
             f"array {array.name!r}: expected rows within {array.shape[0]} and a contiguous target "
