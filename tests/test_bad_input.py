@@ -268,7 +268,7 @@ def test_arguments_of_orbax_s_manager_are_refused_with_the_call_to_make(written,
                 errors.OptionError, match="found StandardRestoreArgs; pass the state"
             ):
                 read(ocp.args.StandardRestore(state))
-        with pytest.raises(errors.OptionError, match=r"read: .* found \['users'\]; pass e.g."):
+        with pytest.raises(errors.OptionError, match=r"tables: .* found \['users'\]; pass e.g."):
             reader.read(1, ["users"])
 
 
