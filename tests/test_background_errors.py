@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "with": lambda manager: manager.__enter__(),
 }
 #: Names that a closed manager still answers.
-ALWAYS = {"close", "options"}
+ALWAYS = {"close", "directory", "options"}
 
 
 def opened_to_read(root: Path) -> deltackpt.CheckpointManager:
@@ -157,6 +157,33 @@ def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp
         assert [point.step for point in manager.recovery_points()] == (
             [] if call == "save" else [3, 2]
         )
+
+
+def test_an_interrupted_start_of_the_thread_that_appends_leaves_one_thread(tmp_path):
+    """Two would write to the same segment."""
+    start, name = threading.Thread.start, "deltackpt-wal"
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    states = leaver.states(3)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt
+
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, states[0][0], touched=states[0][1])
+        with (
+            mock.patch.object(threading.Thread, "start", interrupted_start),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            manager.append(1, states[1][0], touched=states[1][1])
+        for step in (2, 3):
+            manager.append(step, states[step][0], touched=states[step][1])
+        manager.wait_appended(LIMIT_SECS)
+        assert [thread.name for thread in threading.enumerate()].count(name) == 1
+        model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
 
 
 def interrupted(call: Callable[[], object], after: int) -> bool:
