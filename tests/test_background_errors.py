@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import signal
@@ -217,16 +218,14 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
         model.commit(manager, 0, state, touched=marks)
         recorder = manager._recorder
         assert recorder is not None
+        give = getattr(manager, call)
         for number in range(1, 1000):
             state, marks = model.train(state, marks, number)
-
-            def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
-                getattr(manager, call)(step, state, touched=marks)
-
-            if not interrupted(give, after=number * 29):
+            first = functools.partial(give, 2 * number, state, touched=marks)
+            if not interrupted(first, after=number * 29):
                 break
             state, marks = model.train(state, marks, number + 1)
-            give(2 * number + 1, state, marks)
+            give(2 * number + 1, state, touched=marks)
             manager.wait_until_finished()
             manager.wait_appended()
             with opened_to_read(tmp_path) as reader:
