@@ -333,6 +333,7 @@ class CheckpointManager:
         Raises:
           SaveFailed, FencedError, OptionError: as for ``save``.
         """
+        _refuse_orbax_args(state, "save_if_due(step, state)")
         step = _as_step(step)
         with self._use():
             preempted = self.reached_preemption(step)
@@ -511,6 +512,7 @@ class CheckpointManager:
           FencedError: another trainer took over the directory.
           SaveFailed: as for ``save``, if the step was saved instead.
         """
+        _refuse_orbax_args(state, "append(step, state)")
         started = time.perf_counter()
         with self._use(writing=True):
             if self.options.wal is None:

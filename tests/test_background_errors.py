@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import signal
@@ -75,7 +76,7 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "with": lambda manager: manager.__enter__(),
 }
 #: Names that a closed manager still answers.
-ALWAYS = {"close", "options"}
+ALWAYS = {"close", "directory", "options"}
 
 
 def opened_to_read(root: Path) -> deltackpt.CheckpointManager:
@@ -159,6 +160,33 @@ def test_without_a_further_thread_a_call_fails_and_the_next_one_has_its_rows(tmp
         )
 
 
+def test_an_interrupted_start_of_the_thread_that_appends_leaves_one_thread(tmp_path):
+    """Two would write to the same segment."""
+    start, name = threading.Thread.start, "deltackpt-wal"
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    states = leaver.states(3)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt
+
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, states[0][0], touched=states[0][1])
+        with (
+            mock.patch.object(threading.Thread, "start", interrupted_start),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            manager.append(1, states[1][0], touched=states[1][1])
+        for step in (2, 3):
+            manager.append(step, states[step][0], touched=states[step][1])
+        manager.wait_appended(LIMIT_SECS)
+        assert [thread.name for thread in threading.enumerate()].count(name) == 1
+        model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
+
+
 def interrupted(call: Callable[[], object], after: int) -> bool:
     """Calls a function; interrupts it once it has entered so many functions of the package."""
     left = iter(range(after))
@@ -190,16 +218,14 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
         model.commit(manager, 0, state, touched=marks)
         recorder = manager._recorder
         assert recorder is not None
+        give = getattr(manager, call)
         for number in range(1, 1000):
             state, marks = model.train(state, marks, number)
-
-            def give(step: int = 2 * number, state: Any = state, marks: Any = marks) -> None:
-                getattr(manager, call)(step, state, touched=marks)
-
-            if not interrupted(give, after=number * 29):
+            first = functools.partial(give, 2 * number, state, touched=marks)
+            if not interrupted(first, after=number * 29):
                 break
             state, marks = model.train(state, marks, number + 1)
-            give(2 * number + 1, state, marks)
+            give(2 * number + 1, state, touched=marks)
             manager.wait_until_finished()
             manager.wait_appended()
             with opened_to_read(tmp_path) as reader:

@@ -257,11 +257,11 @@ def test_the_command_line_refuses_a_step_beyond_64_bits(written):
 
 def test_arguments_of_orbax_s_manager_are_refused_with_the_call_to_make(written, tmp_path):
     root, state = written
-    with (
-        manager(tmp_path) as saver,
-        pytest.raises(errors.OptionError, match=r"save\(step, state\): .* found StandardSaveArgs;"),
-    ):
-        saver.save(1, ocp.args.StandardSave(state))
+    with manager(tmp_path) as saver:
+        for call in (saver.save, saver.save_if_due, saver.append):
+            match = rf"{call.__name__}\(step, state\): .* found StandardSaveArgs;"
+            with pytest.raises(errors.OptionError, match=match):
+                call(1, ocp.args.StandardSave(state))
     with manager(root, access="read") as reader:
         for read in (reader.restore_latest, lambda state: reader.restore(1, state)):
             with pytest.raises(

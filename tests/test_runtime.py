@@ -186,6 +186,21 @@ def test_an_interrupt_is_raised_once_no_other_thread_uses_the_callers_memory():
         signal.signal(signal.SIGINT, former)
 
 
+def test_a_call_that_another_thread_has_taken_does_not_fail_for_lack_of_a_thread(
+    runtime, monkeypatch
+):
+    """The executor has queued a call before it finds that no further thread can start."""
+
+    def submit(call):
+        taker = threading.Thread(target=call)
+        taker.start()
+        taker.join()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(runtime._pool, "submit", submit)
+    assert runtime.start(lambda: "done").result(60.0) == "done"
+
+
 def test_no_thread_is_left_after_closing():
     before = ours()
     with Runtime(4) as runtime:

@@ -300,19 +300,27 @@ class Runtime:
     def queue(self, task: Task[Any]) -> None:
         """Lets a thread run a task.
 
-        Raises RuntimeError after ``close``, or if no thread can start; then cancel the task, since
-        the executor may have it nevertheless.
+        Raises RuntimeError after ``close``, or if no thread can start; the task is cancelled then.
         """
-        queued = self._pool.submit(task.run)
-        queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
+        try:
+            queued = self._pool.submit(task.run)
+        except RuntimeError:
+            # The executor has queued it nevertheless: another thread may have become idle.
+            if task.cancel():
+                raise
+        else:
+            queued.add_done_callback(lambda ended: task.cancel() if ended.cancelled() else None)
 
     def submit(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""
         task = Task(lambda: call(*arguments))
+        self._offer(task)
+        return task
+
+    def _offer(self, task: Task[Any]) -> None:
         if self._size:
             with contextlib.suppress(RuntimeError):  # Closed: the caller of ``result`` runs it.
                 self._pool.submit(task.run)
-        return task
 
     def map(
         self,
@@ -350,10 +358,11 @@ class Runtime:
                 left.clear()
                 raise
 
-        tasks: list[Task[None]] = []
+        # All exist before a thread has one: an interrupt must find it here.
+        tasks = [Task(work) for _ in range(helpers)]
         try:
-            for _ in range(helpers):
-                tasks.append(self.submit(work))
+            for task in tasks:
+                self._offer(task)
             work()
         except BaseException:
             left.clear()

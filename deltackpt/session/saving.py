@@ -320,15 +320,16 @@ class Saver:
         flight = self.in_flight = InFlight(step, temporary, pending, task.future, started)
         try:
             run.runtime.queue(task)
-        except BaseException as error:
-            if task.cancel():
-                self.in_flight = None
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
+            self.in_flight = None
             raise StorageError(
                 f"step {step}: expected to start a thread that writes it, found {error}; raise "
                 "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
             ) from error
+        except BaseException:  # An interrupt.
+            if task.cancel():
+                self.in_flight = None
+            raise
         return flight
 
     # In the background.

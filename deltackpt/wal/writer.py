@@ -212,6 +212,10 @@ class WalWriter:
     # In the thread.
 
     def _work(self) -> None:
+        with self._changed:
+            # An interrupt of its start leaves it unknown: the next ``submit`` starts another.
+            if self._thread is not threading.current_thread():
+                return
         try:
             self._write_all()
         except Exception as error:
