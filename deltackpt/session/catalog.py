@@ -107,8 +107,8 @@ class Catalog:
     def _delete(self, step: int, protected: frozenset[SaveId]) -> tuple[tuple[str, int, int], bool]:
         """Deletes a step; returns its save id, and whether only it covered trimmed WAL records."""
         root = self._run.root
-        # Retention only leaves the steps of a successor alone.
-        self._run.check_lease(refresh=True)
+        # Retention only leaves the steps of a successor alone. No request: an outage may last.
+        self._run.check_lease()
         self._check(step)
         infos = root.saves()
         info = infos[step]
