@@ -174,7 +174,7 @@ def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
 
 def test_a_path_that_is_a_file_is_a_typed_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(errors.StorageError, match="file: expected to make a directory"):
+    with pytest.raises(errors.StorageError, match="file: expected a directory, found a file"):
         Root.open(tmp_path / "file")
 
 
