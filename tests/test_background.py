@@ -259,6 +259,15 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     assert secs(2, process=0) is None
 
 
+def test_an_uploader_without_a_journal_reports_no_entry(tmp_path):
+    stage = StagingDir(tmp_path / "stage")
+    stage.make()
+    work = Uploader(stage)
+    work._written_entry = "of the previous trainer"
+    work.report(problem="no answer")
+    assert stage.entry() is None
+
+
 def two_shards(tmp_path: Path, monkeypatch) -> Any:
     """Two staged saves of a run, each without a parent, and the uploader of process 0 of two."""
     root = store_path(tmp_path / "root")
@@ -285,6 +294,15 @@ def test_a_base_is_not_committed_before_an_earlier_save_of_its_run(tmp_path, mon
     assert advance(found[0]) and advance(found[1])
     work._uploads[found[1].key].reports.publish(ShardReport(process=1))
     assert not advance(found[1])  # There is no journal to commit to.
+
+
+@pytest.mark.parametrize("problem", [None, "unreadable"])
+def test_reports_of_processes_that_are_not_in_the_job_do_not_count(tmp_path, monkeypatch, problem):
+    _, work, found, advance = two_shards(tmp_path, monkeypatch)
+    assert advance(found[0])
+    work._uploads[found[0].key].reports.publish(ShardReport(process=2, problem=problem))
+    assert not advance(found[0])  # There is no journal to commit to.
+    assert not work.progress.damaged
 
 
 def test_a_change_that_is_no_save_does_not_end_the_haste_of_a_waiting_caller():

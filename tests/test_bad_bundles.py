@@ -26,7 +26,7 @@ from test_tiers import Node, same, without_promoter
 from test_tiers_peers import Cluster
 
 import deltackpt
-from deltackpt.errors import RestoreError, StorageError
+from deltackpt.errors import FormatTooOld, RestoreError, StorageError
 from deltackpt.events import FailureEvent
 from deltackpt.format.extents import ExtentHeader
 from deltackpt.nodes.blobs import MemoryBlobs
@@ -224,6 +224,16 @@ def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
     for number, bundle in enumerate(bad):
         with contextlib.suppress(RestoreError, StorageError):
             bundles.unpack(bundle, bundle.ref, tmp_path / str(number), fsync=False)
+
+
+def test_a_bundle_of_a_development_version_is_named_as_one(trained, tmp_path):
+    body, payload = pieces(trained.good[1])
+    key = name_of(body).key
+    older = remade(
+        {{"shard": "part"}.get(field, field): one for field, one in body.items()}, payload, key
+    )
+    with pytest.raises(FormatTooOld, match="development version"):
+        bundles.unpack(older, older.ref, tmp_path / "bundle", fsync=False)
 
 
 # ---- startup

@@ -29,6 +29,7 @@ from deltackpt import errors, inspect, serving
 from deltackpt.format import naming
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
+from deltackpt.maintenance.compact import compact
 from deltackpt.save.pending_save import PendingSave
 from deltackpt.storage import posix
 from deltackpt.testing import Disk
@@ -173,7 +174,7 @@ def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
 
 def test_a_path_that_is_a_file_is_a_typed_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(errors.StorageError, match="file: expected to make a directory"):
+    with pytest.raises(errors.StorageError, match="file: expected a directory, found a file"):
         Root.open(tmp_path / "file")
 
 
@@ -525,10 +526,41 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     assert list((tmp_path / naming.TRASH).iterdir()) == []
 
 
-def test_a_step_is_deleted_on_a_disk_without_room_for_another_folder(tmp_path):
-    def refuse(call: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def refuse(call: object) -> None:
+    """A full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def test_a_compacted_base_is_removed_on_a_disk_without_room_for_another_folder(tmp_path):
+    state, touched = model.start()
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            model.commit(manager, step, state, touched=touched)
+        compact(tmp_path, step=2)
+        model.commit(manager, 3, state, touched=touched, force_base=True)
+        collected = manager._run.root
+        assert isinstance(collected, Root) and inspect.open(tmp_path).compacted
+        with Disk(tmp_path) as disk:
+            disk.on("mkdir", refuse)
+            for step in (2, 1):
+                manager.delete(step)
+                collected._collected.result()
+        assert inspect.open(tmp_path).compacted == {}
+        assert not [name for name in os.listdir(tmp_path) if naming.TEMPORARY in name]
+
+
+def test_a_folder_that_another_trainer_has_emptied_does_not_stop_a_removal(
+    tmp_path, opened, monkeypatch
+):
+    removed = opened.new_trash() / "8"
+    removed.mkdir(parents=True)
+    listed = [opened.new_trash() / "7", removed]
+    monkeypatch.setattr(opened, "_trash", lambda: listed)
+    opened.empty_trash()
+    assert not removed.parent.exists()
+
+
+def test_a_step_is_deleted_on_a_disk_without_room_for_another_folder(tmp_path):
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
             model.commit(manager, step, model.initial(), force_base=True)

@@ -332,18 +332,18 @@ class Root(Steps):
                 # A trainer that has lost the lease must not remove its successor's steps.
                 self.check_lease()
                 if self.step_dir(step).is_dir():
-                    try:
-                        unsynced.publish(self.step_dir(step), trash / str(step))
-                    except OutOfSpace:
-                        self._remove_in_place(step)
+                    self._discard(unsynced, self.step_dir(step), trash / str(step))
                     with self._lock:
                         self._known.pop(str(step), None)  # Its number may be used again.
 
-    def _remove_in_place(self, step: int) -> None:
-        """Deletes a step on a file system without room for a folder to which it is renamed."""
-        removed = self.path / f"{step}{naming.TEMPORARY}-removed-{uuid.uuid4().hex}"
-        self._dir.publish(self.step_dir(step), removed)
-        self._dir.remove(removed)  # After a kill, the next start removes the rest.
+    def _discard(self, directory: DurableDir, committed: Path, target: Path) -> None:
+        """Renames a step or base into the trash; deletes it if the disk has no room for that."""
+        try:
+            directory.publish(committed, target)
+        except OutOfSpace:
+            removed = f"{target.name}{naming.TEMPORARY}-removed-{uuid.uuid4().hex}"
+            self._dir.publish(committed, self.path / removed)
+            self._dir.remove(self.path / removed)  # After a kill, the next start removes the rest.
 
     def new_trash(self) -> Path:
         """Returns a new folder to which removed steps are renamed."""
@@ -355,7 +355,8 @@ class Root(Steps):
         if removed:
             with posix.typed_errors(self.path / naming.TRASH, "force to disk"):
                 for folder in {entry.parent for entry in removed}:
-                    fsync_path(folder)
+                    with contextlib.suppress(FileNotFoundError):  # Another trainer emptied it.
+                        fsync_path(folder)
                 fsync_path(self.path / naming.TRASH)
                 fsync_path(self.path)
         for entry in removed:
@@ -421,7 +422,7 @@ class Root(Steps):
             trash = self.new_trash()
             for name in dropped:
                 base = naming.compacted_dir(self.path / name, self.item)
-                self._dir.publish(base, trash / name)
+                self._discard(self._dir, base, trash / name)
                 self._dir.remove_empty(base.parent)  # Unless another item has a base.
 
     def close(self) -> None:

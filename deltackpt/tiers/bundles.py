@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest
+from deltackpt.format import manifest, records
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory, stored_saves
@@ -262,7 +262,10 @@ def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders)
 
 
 def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
-    """Returns the manifest of a stored bundle, or Damaged, and the offset of its first file."""
+    """Returns the manifest of a stored bundle, and the offset of its first file.
+
+    Raises Damaged, FormatTooNew or FormatTooOld (a development version wrote it).
+    """
     prefix = bytearray(_PREFIX.size)
     if ref.nbytes < len(prefix):
         expected = f"a bundle of at least {len(prefix)} bytes"
@@ -273,6 +276,8 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
         raise Damaged(ref.key, "the beginning of a bundle", f"{bytes(prefix[:8])!r}, {length}")
     record = bytearray(length)
     reader.read_into(len(prefix), memoryview(record))
+    if "shard" not in records.fields_of(bytes(record), name=ref.key, magic=_MAGIC):
+        raise records.too_old(ref.key, "a shard in the record")
     found: BundleManifest = manifest.from_bytes(
         bytes(record), BundleManifest, name=ref.key, magic=_MAGIC
     )

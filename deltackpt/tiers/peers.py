@@ -27,7 +27,7 @@ from deltackpt.storage.node_client import Node
 from deltackpt.tiers import bundles, erasure
 from deltackpt.tiers.bundles import Bundle, BundleRef, Reader, SegmentReader
 
-_MAGIC = "deltackpt.keepers"
+_MAGIC = "deltackpt.peers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -398,8 +398,8 @@ class Uploader(Cursor):
         self.report(entry=entry.number, committed=held, holder=holder, **changes)
 
     def _write_progress(self) -> None:
-        entry = Entry() if self._journal is None else self._journal.known.entry
-        if entry.nonce != self._written_entry:
+        entry = None if self._journal is None else self._journal.known.entry
+        if entry is not None and entry.nonce != self._written_entry:
             # Before its number, so that a reader of the number finds the entry.
             self.stage.report_entry(entry)
             self._written_entry = entry.nonce
@@ -431,7 +431,8 @@ class Uploader(Cursor):
                 report = self._send(upload)
                 upload.reports.publish(report)
             upload.sent, self._patience = report, _OTHERS_SECS[0]
-        reports = upload.reports.read()
+        known = upload.reports.read()
+        reports = {one: known[one] for one in range(orders.processes) if one in known}
         problem = next((one.problem for one in reports.values() if one.problem is not None), None)
         if problem is None and orders.process == 0:
             problem = self._never_coming(upload, reports, found)
