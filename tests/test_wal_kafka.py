@@ -30,7 +30,7 @@ from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
-from left_running import promoters
+from left_running import uploaders
 from many import Job, Server, wait_until
 from servers import Certificate
 
@@ -196,7 +196,7 @@ def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic
 
 
 def end_uploaders(staging_dir: Path) -> None:
-    for process in promoters(staging_dir):
+    for process in uploaders(staging_dir):
         os.kill(process, signal.SIGKILL)
 
 
