@@ -768,7 +768,7 @@ def test_the_command_line_reads_the_records(secure, settings_file, tmp_path):
     output_of("report", run.root, "-o", tmp_path / "report.html")
     for kind in ("safetensors", "parquet", "orbax"):
         assert "step 3" in output(
-            _COMMAND, "export", kind, run.root, exported / kind, "--step", 3,
+            _COMMAND, "export", kind, run.root, exported / kind, 3,
             "--kafka-config", settings_file,
         )  # fmt: skip
     from safetensors.numpy import load_file
