@@ -110,7 +110,7 @@ def _refuse_foreign(opened: Steps) -> None:
     first = None
     for step in sorted(opened.steps(), reverse=True):
         try:
-            stored_saves.read_info(opened.at(step), opened.item)
+            stored_saves.read_save(opened.at(step), opened.item)
         except ForeignDirectory as error:
             first = first or error
         except RestoreError:
