@@ -32,7 +32,7 @@ from deltackpt.testing import MemoryStore
 from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.staging import StagingDir, default_stage, step_of
-from deltackpt.tiers.uploader import ShardReport, Shards, Uploader
+from deltackpt.tiers.uploader import ShardReport, ShardReports, Uploader
 
 __all__ = ["alone", "node", "one", "other", "s3"]
 
@@ -182,16 +182,16 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
 
 def test_reports_of_uploaders_are_told_from_other_objects_and_damaged_ones():
     at = StorePath(MemoryStore(), "shard-reports/1.1.0123456789ab")
-    shards, own = Shards(at), ShardReport(process=1, objects=7)
+    shards, own = ShardReports(at), ShardReport(process=1, objects=7)
     shards.publish(own)
     for name in ("notes.txt", "1.msgpack.old", "x/0.msgpack", "01.msgpack", "-1.msgpack"):
         at.store.put((at / name).key, b"of somebody else")
-    assert shards.read() == {1: own} == Shards(at).read()
+    assert shards.read() == {1: own} == ShardReports(at).read()
     at.store.put((at / "0.msgpack").key, b"damaged")
-    for found in (shards.read(), Shards(at).read()):
+    for found in (shards.read(), ShardReports(at).read()):
         assert found[1] == own and "report of process 0" in str(found[0].problem)
     # Process 0 replaces its own.
-    Shards(at).publish(ShardReport(process=0))
+    ShardReports(at).publish(ShardReport(process=0))
     assert shards.read() == {0: ShardReport(process=0), 1: own}
 
 
