@@ -48,7 +48,7 @@ Objects = Mapping[str, bytes]
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Skips waits for concurrent removals and starts no uploaders; ``promote`` does their work."""
+    """Skips waits for concurrent removals and starts no uploaders; ``upload_all`` replaces them."""
     with (
         mock.patch.object(stored_saves, "_GONE_CHECKS", 1),
         mock.patch.object(replicator.ReplicatorProcess, "start", lambda self: None),
@@ -56,7 +56,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def promote(stage: Path) -> None:
+def upload_all(stage: Path) -> None:
     """Uploads everything in a staging directory to its remote directory."""
     Uploader(StagingDir(stage)).run(Trainer(is_gone=True))
 
@@ -97,7 +97,7 @@ class Where:
         ) as manager:
             yield manager
         if self.stage is not None:
-            promote(self.stage)
+            upload_all(self.stage)
 
 
 def initial() -> dict:

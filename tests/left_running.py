@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 
-def promoters(node: Path) -> list[int]:
+def uploaders(node: Path) -> list[int]:
     """Returns the process ids of the uploaders of a staging directory."""
     found = []
     for entry in Path("/proc").iterdir():

@@ -27,8 +27,8 @@ from deltackpt.tiers import cursor, replicator
 from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
 from deltackpt.tiers.staging import Orders, StagingDir
 from deltackpt.tiers.uploader import (
-    MEETING,
     MOST_DELAY_SECS,
+    REPORTS,
     ShardReport,
     ShardReports,
     Uploader,
@@ -340,4 +340,4 @@ def test_a_shard_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path,
     assert not advance(found[0])
     reports = real(ShardReports(work._uploads[found[0].key].reports._at))
     assert sorted(reports) == [0, 1] and not any(one.problem for one in reports.values())
-    assert (root / MEETING).folders()
+    assert (root / REPORTS).folders()

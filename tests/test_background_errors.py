@@ -537,9 +537,9 @@ def test_an_error_in_one_request_does_not_stop_a_node_server(caplog):
                 return client.recv(1 << 10)
         return b""
 
-    shelf = MemoryBlobs(1 << 20)
-    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("a-token-of-some-length"))
-    with contextlib.closing(shelf), contextlib.closing(server):
+    blobs = MemoryBlobs(1 << 20)
+    server = NodeServer(blobs, bind="127.0.0.1", tokens=Tokens("a-token-of-some-length"))
+    with contextlib.closing(blobs), contextlib.closing(server):
         with mock.patch.object(server, "_request", side_effect=ZeroDivisionError("nobody's")):
             assert ask(server) == b""
         assert ask(server).startswith(b"HTTP/1.1 401")

@@ -22,7 +22,7 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck
 from test_nodes import TOKEN, serving
-from test_tiers import Node, same, without_promoter
+from test_tiers import Node, same, without_uploader
 from test_tiers_peers import Cluster
 
 import deltackpt
@@ -67,7 +67,7 @@ def trained(tmp_path_factory) -> Iterator[Trained]:
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("DELTACKPT_NODES_TOKEN", TOKEN)
-        without_promoter(patch)
+        without_uploader(patch)
         server = stack.enter_context(serving(MemoryBlobs(64 << 20)))
         client = stack.enter_context(contextlib.closing(node_client.Node(server.address, TOKEN)))
         place = tmp_path_factory.mktemp("trained")
@@ -123,7 +123,7 @@ def remade(body: Any, payload: bytes, key: str) -> Bundle:
 def name_of(body: dict[str, Any]) -> BundleName:
     one = body["save_id"]
     return BundleName(
-        one["run"], one["attempt"], one["step"], body["epoch"], body["era"], body["shard"]
+        one["run"], one["attempt"], one["step"], body["epoch"], body["generation"], body["shard"]
     )
 
 
@@ -210,7 +210,7 @@ def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 key = name_of(other).key if BundleName.parse(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
-        for field in ("files", "past", "unknown"):
+        for field in ("files", "ancestors", "unknown"):
             other = with_files(body, {"a": digest(b"1")})
             text, deep = msgpack.packb(field), b"\x91" * depth + b"\xc0"
             packed = msgpack.packb({name: one for name, one in other.items() if name != field})
@@ -249,21 +249,19 @@ def in_extents(place: Path, bundles: list[Bundle], also: Callable[[Any], None]) 
 
 
 @contextlib.contextmanager
-def at_neighbours(
-    place: Path, bundles: list[Bundle], also: Callable[[Any], None]
-) -> Iterator[dict]:
+def at_peers(place: Path, bundles: list[Bundle], also: Callable[[Any], None]) -> Iterator[dict]:
     with contextlib.closing(Cluster(2)) as cluster, pytest.MonkeyPatch.context() as patch:
-        group = cluster.keepers("root", "embeddings", Copies(), "0")
-        patch.setattr(discovery, "peer_group", cluster.keepers)
+        group = cluster.peer_group("root", "embeddings", Copies(), "0")
+        patch.setattr(discovery, "peer_group", cluster.peer_group)
         patch.setattr(discovery, "require_nodes", lambda *_: None)
-        with contextlib.closing(PeerTier(group)) as neighbours:
+        with contextlib.closing(PeerTier(group)) as peers:
             for bundle in bundles:
-                neighbours.put(bundle)
-            also(neighbours)
+                peers.put(bundle)
+            also(peers)
             yield {"peers": Copies()}
 
 
-HOLDERS = {"extents": in_extents, "peers": at_neighbours}
+HOLDERS = {"extents": in_extents, "peers": at_peers}
 
 
 def start(

@@ -352,6 +352,17 @@ def test_an_option_out_of_range_is_named(tmp_path, options):
         manager(tmp_path, **options)
 
 
+def test_the_error_without_tables_names_the_default_ones(tmp_path):
+    with pytest.raises(errors.OptionError, match="without handlers, the tables are"):
+        deltackpt.CheckpointManager(tmp_path, handlers={"notes": ocp.JsonCheckpointHandler()})
+
+
+def test_tables_take_their_pattern_by_position():
+    assert deltackpt.Tables("params/*").select == "params/*"
+    with pytest.raises(TypeError):
+        deltackpt.Tables("params/*", {})  # type: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize(
     "handlers",
     [

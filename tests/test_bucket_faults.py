@@ -231,7 +231,7 @@ class Trainer:
             functools.partial(self.commit, 2),
             functools.partial(self.commit, 3, parent=2),
             lambda: self.ledger.retire(
-                lambda state: [one.prefix for one in state.entry.standings if one.step == 1]
+                lambda state: [one.prefix for one in state.entry.catalog if one.step == 1]
             ),
             lambda: self.ledger.roll_back(2, "other"),
             lambda: self.ledger.confirm(),
@@ -307,8 +307,8 @@ def check(root: StorePath, trainer: Trainer) -> None:
     state = JournalView(root).state()
     assert state.claim == trainer.ledger.claimed and state.claim.began
     assert {*state.catalog} == {ObjectKey(2)} and state.steps[2] == trainer.told[2]
-    assert [one.standing for one in state.entry.rolled_back] == [trainer.told[3]]
-    assert state.entry.promoted == {"r": 3}
+    assert [one.entry for one in state.entry.rolled_back] == [trainer.told[3]]
+    assert state.entry.committed == {"r": 3}
     for one in (trainer.told[2], trainer.told[3]):
         assert _files(root / one.prefix) == {
             name: one.prefix.encode() for name in ("x", "commit.msgpack")

@@ -51,13 +51,19 @@ def made(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -> StagedBundle:
+def packed(
+    folder: Path, save_id: SaveId = SAVE, epoch: int = 4, generation: int = 1
+) -> StagedBundle:
     contents = bundles.manifest_of(
         folder,
         save_id,
         "embeddings",
         lineage=RunLineage(
-            run=save_id.run, epoch=epoch, holder="somebody", era=era, past={"cd34": 2}
+            run=save_id.run,
+            epoch=epoch,
+            holder="somebody",
+            generation=generation,
+            ancestors={"cd34": 2},
         ),
         root="s3://bucket/run",
     )
@@ -187,7 +193,7 @@ def test_contents_record_the_moment_and_the_root(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     found, start = bundles.read_manifest(held, held.ref)
     assert isinstance(found, BundleManifest) and found.lineage.moment == (4, 1)
-    assert found.lineage.past == {"cd34": 2}
+    assert found.lineage.ancestors == {"cd34": 2}
     assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
     assert held.ref.nbytes - start == 1
 

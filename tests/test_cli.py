@@ -53,11 +53,11 @@ def test_every_command_of_the_modules_is_listed():
 
 def test_compact_prints_json_on_request(tmp_path):
     write_chain(tmp_path)
-    found = run("compact", tmp_path, "--step", 2, "--json")
+    found = run("compact", tmp_path, 2, "--json")
     assert found.returncode == 0 and found.stderr == ""
     told = json.loads(found.stdout)
     assert (told["step"], told["deltas"], told["save_id"]["step"]) == (2, 2, 2)
-    assert json.loads(run("compact", tmp_path, "--step", 2, "--json").stdout) is None
+    assert json.loads(run("compact", tmp_path, 2, "--json").stdout) is None
 
 
 def test_errors_are_one_line_with_their_code_and_an_exit_code(tmp_path):
@@ -66,7 +66,7 @@ def test_errors_are_one_line_with_their_code_and_an_exit_code(tmp_path):
         found = run("compact", tmp_path)
     assert (found.returncode, found.stdout) == (75, "")
     assert found.stderr.endswith("[already-compacting]\n") and found.stderr.count("\n") == 1
-    found = run("compact", tmp_path, "--step", 99)
+    found = run("compact", tmp_path, 99)
     assert found.returncode == 1 and found.stderr.endswith("[step-not-found]\n")
     assert found.stderr.count("\n") == 1
     assert run("compact", tmp_path, "--memory", "much").returncode == 2

@@ -101,9 +101,9 @@ def test_a_journal_has_the_layout_of_the_directory(run, bucket, filled):
         names_there = (expected / folder if folder else expected).folders()
         assert at.folders() == [name for name in names_there if not name.startswith(".")]
         assert at.is_dir() == bool(not folder or at.keys())
-    assert (found / "2").stamp() == as_directory(bucket[0]).__truediv__("2").stamp()
-    stamp = (found / "2").stamp()
-    assert stamp is not None and not stamp.same((found / "3").stamp())
+    assert (found / "2").dir_identity() == as_directory(bucket[0]).__truediv__("2").dir_identity()
+    identity = (found / "2").dir_identity()
+    assert identity is not None and not identity.same((found / "3").dir_identity())
 
 
 def test_inspection_shows_the_same_as_the_directory(run, bucket, filled):
@@ -181,12 +181,12 @@ def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_pat
     commit(ledger, run, ObjectKey(0))
     found = as_directory(root)
     names_there = (found / "0").keys()
-    stamp = (found / "0").stamp()
+    identity = (found / "0").dir_identity()
     ledger.retire(lambda state: [state.steps[0].prefix])
-    assert (found / "0").stamp() == stamp  # No call has refreshed it since.
+    assert (found / "0").dir_identity() == identity  # No call has refreshed it since.
     with pytest.raises(Damaged):
         (found / "0" / names_there[0]).read()
-    assert (found / "0").stamp() is None and not (found / "0").is_dir()
+    assert (found / "0").dir_identity() is None and not (found / "0").is_dir()
 
 
 def test_large_files_are_put_in_segments(run, tmp_path):

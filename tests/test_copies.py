@@ -590,5 +590,5 @@ def test_the_command_copies_in_both_directions(run, server, bucket, tmp_path):
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["copied"] == ["compacted/1/embeddings", "2"]
     assert verify_root(tmp_path / "again").intact
-    assert command("copy", run[0], tmp_path / "x", "--all", "--step", 1).returncode == 2
-    assert command("copy", run[0], tmp_path / "x", "--step", 99).returncode == 1
+    assert command("copy", run[0], tmp_path / "x", "--all", 1).returncode == 2
+    assert command("copy", run[0], tmp_path / "x", 99).returncode == 1

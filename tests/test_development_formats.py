@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import deltackpt
 from deltackpt import inspect, serving
 from deltackpt.errors import DeltackptError, FormatTooOld
 from deltackpt.format import naming
+from deltackpt.ledger import entries
 from deltackpt.maintenance import doctor
 from deltackpt.maintenance.verify import verify_root
+from deltackpt.tiers import bundles
 from deltackpt.tiers.copy import copy
+from deltackpt.tiers.staging import Orders, StagingDir, check_stage
 
 TABLES = {"embeddings": deltackpt.Tables(select="t")}
 
@@ -149,3 +153,51 @@ def test_a_lease_of_a_development_version_is_a_finding(root):
     lease.write_bytes(without("format_version", lease.read_bytes()))
     found = {finding.subject: finding for finding in doctor.examine(root, read_only=True)}
     assert found["lease"].severity == "problem"
+
+
+#: Fields that development versions wrote under other names.
+_OLD_FIELDS = {
+    "journal": {"catalog": "standings", "committed": "promoted"},
+    "orders": {"generation": "era", "lineages": "lines"},
+    "bundle": {"generation": "era", "ancestors": "past"},
+}
+
+
+def with_old_fields(kind: str, data: bytes) -> bytes:
+    """Returns a record with the field names of a development version."""
+    head = msgpack.unpackb(data)
+    body = msgpack.unpackb(head["body"])
+    body = {_OLD_FIELDS[kind].get(name, name): value for name, value in body.items()}
+    head["body"] = msgpack.packb(body)
+    return msgpack.packb(head | {"crc32c": google_crc32c.value(head["body"])})
+
+
+def test_a_journal_entry_of_a_development_version_is_refused(tmp_path):
+    golden = Path(__file__).parent / "golden" / "journal-v1" / "journal"
+    entry = (golden / "00000000000000000004.msgpack").read_bytes()
+    with pytest.raises(FormatTooOld, match="development version"):
+        entries.entry_from(with_old_fields("journal", entry), name="entry", number=4)
+
+
+def test_orders_of_a_development_version_are_refused(tmp_path):
+    stage = StagingDir(tmp_path)
+    stage.make()
+    orders = Orders(number=1, lease=1, url="s3://bucket/run", endpoint=None, item="embeddings")
+    stage.order(orders)
+    path = tmp_path / "orders.1.msgpack"
+    path.write_bytes(with_old_fields("orders", path.read_bytes()))
+    with pytest.raises(FormatTooOld, match="development version"):
+        check_stage(stage, orders.url, None)
+
+
+def test_a_bundle_of_a_development_version_is_refused(tmp_path):
+    folder = Path(__file__).parent / "golden" / "pack-v1"
+    [path] = folder.glob("*.*")
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data, 8)
+    record = with_old_fields("bundle", data[16 : 16 + length])
+    data = data[:8] + struct.pack("<Q", len(record)) + record + data[16 + length :]
+    ref = bundles.BundleRef(path.name.rpartition(".")[0], len(data), google_crc32c.value(data))
+    reader = bundles.SegmentReader(ref, len(data), lambda _: memoryview(data))
+    with pytest.raises(FormatTooOld, match="development version"):
+        bundles.read_manifest(reader, ref)

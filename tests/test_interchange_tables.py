@@ -302,7 +302,7 @@ def command(*arguments: object, cwd: Path | None = None):
 
 
 def test_commands_export_and_report_what_they_did(chain, tmp_path):
-    found = in_process("export", "safetensors", chain, tmp_path / "st", "--step", 2)
+    found = in_process("export", "safetensors", chain, tmp_path / "st", 2)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("step 2: 1 file of ") and "left out" not in found.stdout
     arguments = ("--table", "tables/users", "--no-slots", "--rows", "5:9", "--json")

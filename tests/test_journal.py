@@ -69,12 +69,12 @@ def damage(at: StorePath, how: str) -> None:
 
 def retire(ledger: Journal, units: Collection[ObjectKey]) -> None:
     ledger.retire(
-        lambda state: (one.prefix for one in state.entry.standings if one.object_key in units)
+        lambda state: (one.prefix for one in state.entry.catalog if one.object_key in units)
     )
 
 
 def forget_rolled_back(ledger: Journal) -> None:
-    ledger.retire(lambda state: (one.standing.prefix for one in state.entry.rolled_back))
+    ledger.retire(lambda state: (one.entry.prefix for one in state.entry.rolled_back))
 
 
 def commit(ledger: Journal, step: int, **how) -> CatalogEntry:
@@ -155,7 +155,7 @@ def test_a_claim_records_the_step_that_training_resumed_from(root):
     ledger.start_run(first.save_id)
     claim = JournalView(root).state().claim
     assert claim == ledger.claimed
-    assert (claim.began, claim.goes_on) == (True, first.save_id)
+    assert (claim.began, claim.resumed_from) == (True, first.save_id)
     number = ledger.known.entry.number
     ledger.start_run(first.save_id)
     assert ledger.state().entry.number == number
@@ -260,7 +260,7 @@ def test_rolled_back_saves_stay_until_they_are_forgotten(root):
     assert ledger.roll_back(1, "s") == [2, 3] and ledger.roll_back(1, "s") == []
     state = JournalView(root).state()
     assert sorted(state.catalog) == [ObjectKey(0), ObjectKey(1)]
-    assert {(one.run, one.standing.object_key.name) for one in state.entry.rolled_back} == {
+    assert {(one.run, one.entry.object_key.name) for one in state.entry.rolled_back} == {
         ("s", "2"),
         ("s", "3"),
         ("s", "compacted/3/embeddings"),
@@ -370,9 +370,9 @@ def test_an_altered_entry_is_skipped_and_reported_and_a_newer_format_is_refused(
     for change, expected in (
         ({"number": 7}, "that of number 7"),
         ({"claims": ()}, "claims with ascending epochs"),
-        ({"standings": (dataclasses.replace(one, prefix="saves/2.1.aaaaaaaaaaaa"),)}, "prefix of"),
-        ({"standings": (dataclasses.replace(one, prefix="saves/../1.1.aaaaaaaa"),)}, "prefix of"),
-        ({"standings": (dataclasses.replace(one, item="a/b"),)}, "prefix of"),
+        ({"catalog": (dataclasses.replace(one, prefix="saves/2.1.aaaaaaaaaaaa"),)}, "prefix of"),
+        ({"catalog": (dataclasses.replace(one, prefix="saves/../1.1.aaaaaaaa"),)}, "prefix of"),
+        ({"catalog": (dataclasses.replace(one, item="a/b"),)}, "prefix of"),
     ):
         at.store.put(at.key, entries.to_bytes(dataclasses.replace(known, **change)))
         assert expected in told()

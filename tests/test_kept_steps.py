@@ -60,7 +60,7 @@ def test_a_policy_with_a_function_is_reported_too(tmp_path):
 
 def test_a_step_that_a_compacted_base_replaces_is_no_longer_needed(tmp_path):
     save_steps(tmp_path, range(5), max_to_keep=1)
-    assert command.run("compact", tmp_path, "--step", 3).returncode == 0
+    assert command.run("compact", tmp_path, 3).returncode == 0
     assert inspect.open(tmp_path).stays_for == {**dict.fromkeys(range(4), "nothing"), 4: "policy"}
 
 

@@ -206,7 +206,7 @@ def test_no_deletion_follows_a_link_out_of_a_node_store(tmp_path, place):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / place).symlink_to(tmp_path / "outside")
     with contextlib.suppress(DeltackptError):
-        shelf = DirectoryBlobs(tmp_path / "store")
-        with contextlib.closing(shelf), contextlib.suppress(DeltackptError):
-            shelf.delete(f"{place}/object")
+        blobs = DirectoryBlobs(tmp_path / "store")
+        with contextlib.closing(blobs), contextlib.suppress(DeltackptError):
+            blobs.delete(f"{place}/object")
     assert victim.exists()

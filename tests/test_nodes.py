@@ -47,10 +47,10 @@ _PATIENCE_SECS = 60.0
 
 
 @contextlib.contextmanager
-def serving(shelf, **how) -> Iterator[NodeServer]:
-    with contextlib.closing(shelf):
+def serving(blobs, **how) -> Iterator[NodeServer]:
+    with contextlib.closing(blobs):
         how = {"bind": "127.0.0.1", "tokens": Tokens(TOKEN), **how}
-        with contextlib.closing(NodeServer(shelf, **how)) as server:
+        with contextlib.closing(NodeServer(blobs, **how)) as server:
             yield server
 
 
@@ -64,10 +64,10 @@ def client(
 
 @pytest.fixture(scope="class")
 def addresses(request, tmp_path_factory) -> Iterator[list[str]]:
-    """Addresses of three nodes with shelves of the test class's kind."""
+    """Addresses of three nodes with stores of the test class's kind."""
     with contextlib.ExitStack() as stack:
-        shelves = [request.cls.shelf(tmp_path_factory.mktemp("node")) for _ in range(3)]
-        yield [stack.enter_context(serving(shelf)).address for shelf in shelves]
+        stores = [request.cls.blobs(tmp_path_factory.mktemp("node")) for _ in range(3)]
+        yield [stack.enter_context(serving(blobs)).address for blobs in stores]
 
 
 class NodesSuite(StoreSuite):
@@ -80,13 +80,13 @@ class NodesSuite(StoreSuite):
 
 class TestNodesOfMemory(NodesSuite):
     @staticmethod
-    def shelf(folder: Path) -> MemoryBlobs:
+    def blobs(folder: Path) -> MemoryBlobs:
         return MemoryBlobs(64 << 20)
 
 
 class TestNodesOfDirectories(NodesSuite):
     @staticmethod
-    def shelf(folder: Path) -> DirectoryBlobs:
+    def blobs(folder: Path) -> DirectoryBlobs:
         return DirectoryBlobs(folder)
 
 
@@ -94,7 +94,7 @@ class TestNodesOfDirectories(NodesSuite):
 
 
 @pytest.fixture(params=["memory", "directory"])
-def shelf(request, tmp_path):
+def blobs(request, tmp_path):
     found = (
         MemoryBlobs(64 << 20) if request.param == "memory" else DirectoryBlobs(tmp_path / "held")
     )
@@ -103,8 +103,8 @@ def shelf(request, tmp_path):
 
 
 @pytest.fixture
-def server(shelf) -> Iterator[NodeServer]:
-    with serving(shelf) as found:
+def server(blobs) -> Iterator[NodeServer]:
+    with serving(blobs) as found:
         yield found
 
 
@@ -145,11 +145,11 @@ def test_more_keys_than_an_answer_holds_are_listed(node):
 
 
 @pytest.mark.parametrize("change", ["replace", "remove"])
-def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(shelf, change):
-    fill(shelf, "x", drawn(1 << 20))
-    held = shelf.find("x")
-    fill(shelf, "x", drawn(1 << 20, 1)) if change == "replace" else shelf.delete("x")
-    fill(shelf, "y", drawn(1 << 20, 2))  # Reuses freed memory.
+def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(blobs, change):
+    fill(blobs, "x", drawn(1 << 20))
+    held = blobs.find("x")
+    fill(blobs, "x", drawn(1 << 20, 1)) if change == "replace" else blobs.delete("x")
+    fill(blobs, "y", drawn(1 << 20, 2))  # Reuses freed memory.
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender = threading.Thread(target=send_all, args=(held, ours))
@@ -160,8 +160,8 @@ def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(shelf, change)
     held.close()
 
 
-def fill(shelf, key: str, data: bytes) -> None:
-    incoming = shelf.receive(key, len(data))
+def fill(blobs, key: str, data: bytes) -> None:
+    incoming = blobs.receive(key, len(data))
     while window := incoming.window():
         count = min(len(window), len(data))
         window[:count], data = data[:count], data[count:]
@@ -186,15 +186,15 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def test_a_full_node_refuses_before_the_transfer_and_reuses_freed_room():
-    shelf = MemoryBlobs(10 << 20)
-    with serving(shelf) as server, client(server) as node:
+    blobs = MemoryBlobs(10 << 20)
+    with serving(blobs) as server, client(server) as node:
         node.put("a", [bytes(4 << 20)])
         node.put("b", [bytes(4 << 20)])
-        free = shelf.free_bytes
+        free = blobs.free_bytes
         for nbytes in (4 << 20, 1 << 30):
             with pytest.raises(Refused, match=f"{server.address}.*write c.*no room"):
                 node.put("c", [bytes(nbytes)])
-        assert shelf.free_bytes == free and node.keys("") == ["a", "b"]
+        assert blobs.free_bytes == free and node.keys("") == ["a", "b"]
         node.delete(["a", "never there"])
         node.put("c", [bytes(5 << 20)])
         assert node.keys("") == ["b", "c"]
@@ -209,9 +209,9 @@ def test_many_empty_objects_fill_a_node():
 
 
 def test_a_directory_without_room_refuses(tmp_path):
-    with contextlib.closing(DirectoryBlobs(tmp_path)) as shelf:
+    with contextlib.closing(DirectoryBlobs(tmp_path)) as blobs:
         with pytest.raises(OutOfSpace, match="expected room"):
-            shelf.receive("x", 1 << 60)
+            blobs.receive("x", 1 << 60)
 
 
 def test_a_directory_has_one_server(tmp_path):
@@ -224,10 +224,10 @@ def test_a_directory_has_one_server(tmp_path):
 def test_a_node_serves_only_files_of_its_directory(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret")
     held = tmp_path / "held"
-    shelf = DirectoryBlobs(held)
+    blobs = DirectoryBlobs(held)
     (held / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(held / "pipe")
-    with serving(shelf) as server, client(server) as node:
+    with serving(blobs) as server, client(server) as node:
         with pytest.raises(Missing):
             node.get("pipe")
         with pytest.raises(StorageError) as caught:
@@ -260,14 +260,14 @@ def test_a_wildcard_or_foreign_bind_address_is_refused():
         NodeServer(MemoryBlobs(1), bind="192.0.2.1", tokens=Tokens(TOKEN))
 
 
-def test_closing_a_server_ends_requests_in_flight(shelf):
-    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+def test_closing_a_server_ends_requests_in_flight(blobs):
+    server = NodeServer(blobs, bind="127.0.0.1", tokens=Tokens(TOKEN))
     with client(server) as node, half_sent(server.address, "x", 2 << 20):
         node.put("y", [b"abc"])
         server.close()
         with pytest.raises(Unanswered, match=server.address):
             node.get("y")
-    assert shelf.keys("", after="", most=10) == ["y"]
+    assert blobs.keys("", after="", most=10) == ["y"]
 
 
 # ---- faults
@@ -297,9 +297,9 @@ def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
-def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shelf, how):
-    taken = shelf.free_bytes if isinstance(shelf, MemoryBlobs) else None
-    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(blobs, how):
+    taken = blobs.free_bytes if isinstance(blobs, MemoryBlobs) else None
+    server = NodeServer(blobs, bind="127.0.0.1", tokens=Tokens(TOKEN))
     with contextlib.closing(server), client(server) as node:
         node.put("x", [b"before"])
         with half_sent(server.address, "x", 4 << 20) as writer:
@@ -307,12 +307,12 @@ def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shel
             if how == "resets":
                 writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         server.close()  # Waits until requests in flight have ended.
-        assert shelf.keys("", after="", most=10) == ["x"]
-        if isinstance(shelf, MemoryBlobs):
-            shelf.delete("x")
-            assert shelf.free_bytes == taken
+        assert blobs.keys("", after="", most=10) == ["x"]
+        if isinstance(blobs, MemoryBlobs):
+            blobs.delete("x")
+            assert blobs.free_bytes == taken
         else:
-            assert [*(shelf.path / INCOMING).iterdir()] == []
+            assert [*(blobs.path / INCOMING).iterdir()] == []
 
 
 def test_a_node_killed_during_a_put_keeps_the_old_object_and_nothing_of_the_new(tmp_path):
@@ -456,8 +456,8 @@ def test_connections_are_reused(node):
     assert made.call_count == 1
 
 
-def test_a_restarted_node_is_found_again(shelf):
-    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+def test_a_restarted_node_is_found_again(blobs):
+    server = NodeServer(blobs, bind="127.0.0.1", tokens=Tokens(TOKEN))
     port = int(server.address.rpartition(":")[2])
     data = drawn(1 << 20)
     with client(server) as node:
@@ -467,7 +467,7 @@ def test_a_restarted_node_is_found_again(shelf):
             barrier = threading.Barrier(8)
             assert {*pool.map(lambda _: (barrier.wait(), node.get("x"))[1], range(8))} == {data}
         server.close()
-        with serving(shelf, port=port):
+        with serving(blobs, port=port):
             for _ in range(3):
                 assert node.get("x") == data
             node.put("y", [data], absent=True)

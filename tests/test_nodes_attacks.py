@@ -38,7 +38,7 @@ _NBYTES = 8 << 20
 
 
 @pytest.fixture
-def shelf() -> MemoryBlobs:
+def blobs() -> MemoryBlobs:
     return MemoryBlobs(_NBYTES)
 
 
@@ -48,8 +48,8 @@ def tokens() -> Tokens:
 
 
 @pytest.fixture
-def server(shelf, tokens) -> Iterator[NodeServer]:
-    with serving(shelf, tokens=tokens) as found:
+def server(blobs, tokens) -> Iterator[NodeServer]:
+    with serving(blobs, tokens=tokens) as found:
         yield found
 
 
@@ -222,12 +222,12 @@ _NO_REQUESTS = {
 
 
 @pytest.mark.parametrize("sent", _NO_REQUESTS.values(), ids=_NO_REQUESTS)
-def test_an_invalid_request_is_refused_and_closed(server, node, shelf, sent):
-    free = shelf.free_bytes
+def test_an_invalid_request_is_refused_and_closed(server, node, blobs, sent):
+    free = blobs.free_bytes
     found = response(server, sent)
     assert found.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 405 ", b"HTTP/1.1 411 ")), found
     assert found.count(b"HTTP/1.1") == 1 and b"nobody" not in found
-    assert TOKEN.encode() not in found and shelf.free_bytes == free
+    assert TOKEN.encode() not in found and blobs.free_bytes == free
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.2, 0.5, 0.8, 0.99])
@@ -252,12 +252,12 @@ def test_an_oversized_header_is_cut_off(server, node):
 
 @pytest.mark.parametrize("nbytes", [_NBYTES + 1, 1 << 40, 10**18 - 1])
 def test_a_length_above_the_free_space_is_refused_before_any_allocation(
-    server, node, shelf, nbytes
+    server, node, blobs, nbytes
 ):
-    free = shelf.free_bytes
+    free = blobs.free_bytes
     with mock.patch("deltackpt.nodes.blobs._memory") as memory:
         found = response(server, put(f"Content-Length: {nbytes}"), bytes(1000))
-    assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and shelf.free_bytes == free
+    assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and blobs.free_bytes == free
 
 
 def test_random_bytes_never_stop_a_server(server, node):
@@ -315,9 +315,9 @@ def test_a_header_that_takes_too_long_is_cut_off_although_bytes_arrive(server):
                     break
 
 
-def test_connections_with_the_token_are_kept_before_those_without(shelf):
+def test_connections_with_the_token_are_kept_before_those_without(blobs):
     with (
-        serving(shelf, most_connections=4) as server,
+        serving(blobs, most_connections=4) as server,
         contextlib.ExitStack() as stack,
         connected(server) as kept,
     ):
@@ -328,12 +328,12 @@ def test_connections_with_the_token_are_kept_before_those_without(shelf):
                 stack.enter_context(connected(server))
 
 
-def test_a_body_that_stalls_is_dropped_and_its_space_is_freed(server, shelf):
-    free = shelf.free_bytes
+def test_a_body_that_stalls_is_dropped_and_its_space_is_freed(server, blobs):
+    free = blobs.free_bytes
     with mock.patch.object(servers, "_PIECE_SECS", 1.0), connected(server) as connection:
         connection.sendall(put(f"Content-Length: {1 << 20}") + bytes(1000))
         assert read_all(connection) == b""
-        assert shelf.free_bytes == free and shelf.keys("", after="", most=9) == []
+        assert blobs.free_bytes == free and blobs.keys("", after="", most=9) == []
 
 
 _LONG = 24 << 20

@@ -47,7 +47,7 @@ def remove(cluster, found: PeerGroup, count: int) -> list[str]:
     # A Ray worker briefly outlives its node's daemon.
     for one in found.nodes:
         if one.node in gone:
-            wait_until(lambda one=one: is_gone(one.address), "the keeper has ended")
+            wait_until(lambda one=one: is_gone(one.address), "the peer agent has ended")
     return gone
 
 
@@ -98,7 +98,7 @@ def test_a_dead_peer_agent_restarts_empty_and_gets_the_same_token(three):
         again = peer_agents.states("/root", ITEM)[holding.node]
         return again is not None and again.pid != holding.pid and again
 
-    back = wait_until(restarted, "Ray starts the keeper again")
+    back = wait_until(restarted, "Ray starts the peer agent again")
     assert back.fragments == 0 and not back.claimed
     with pytest.raises(StorageError, match="save-1"), held.open(pack.ref):
         pass
@@ -172,7 +172,7 @@ def test_the_command_line_shows_and_stops_peer_agents(three, capsys, monkeypatch
     assert "address" in CliRunner().invoke(cli, ["peers", "status", "/root"]).output
     ended = CliRunner().invoke(cli, ["peers", "stop", "/root"])
     assert "3 actors ended" in ended.output
-    wait_until(lambda: peer_agents.states("/root", ITEM) == {}, "no keeper is left")
+    wait_until(lambda: peer_agents.states("/root", ITEM) == {}, "no peer agent is left")
 
 
 @pytest.mark.parametrize("lost", [2, 3])

@@ -14,7 +14,7 @@ import time
 import types
 
 import pytest
-from test_tiers import alone, eventually, same, staged, without_promoter  # noqa: F401
+from test_tiers import alone, eventually, same, staged, without_uploader  # noqa: F401
 from test_tiers_extents import damage_staged
 from test_tiers_peers import cluster, node, push, root_out_of_reach, s3  # noqa: F401
 
@@ -71,10 +71,10 @@ def test_a_save_after_a_rollback_is_pushed_correctly_even_if_late(node, cluster,
         one.saves(manager, 0, 1, 2, 3)
         pusher = push(one)
 
-        def refresh(neighbours, orders, refresh=pusher._refresh_survey):
+        def refresh(tier, orders, refresh=pusher._refresh_survey):
             one.restore(manager, 1)
             one.saves(manager, 2)
-            refresh(neighbours, orders)
+            refresh(tier, orders)
 
         pusher._surveyed_at = float("-inf")
         pusher._refresh_survey = refresh
@@ -138,7 +138,7 @@ def test_a_push_before_training_resumes_loses_nothing(node, cluster, monkeypatch
     cluster(2)
     one, other = node(), node()
     one.peers_run(0, 1)  # Acknowledged.
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     one.run(2, wait_for="staging")  # The trainer is killed before the push.
     with one.manager(wait_for="staging"):  # A restart that has not saved yet.
         push(one)
@@ -152,8 +152,8 @@ def test_a_peer_agent_that_restarts_before_training_resumes(node, cluster, monke
     one.peers_run(*range(8))  # Acknowledged.
     filled = cluster.filled()
     assert len(filled) > 1
-    cluster.restart_keeper(filled[0])
-    without_promoter(monkeypatch)
+    cluster.restart_peer(filled[0])
+    without_uploader(monkeypatch)
     with one.manager(wait_for="staging"):  # A restart that has not saved yet.
         push(one)
     one.lose()
@@ -161,17 +161,17 @@ def test_a_peer_agent_that_restarts_before_training_resumes(node, cluster, monke
 
 
 def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
-    """Bundles are pushed again under a later epoch, whose goes_on is itself."""
+    """Bundles are pushed again under a later epoch, whose resumed_from is itself."""
     cluster = cluster(4)
     one, other = node(), node()
     for step in range(7):
         one.peers_run(step)
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.saves(manager, 7)
         push(one)
-        cluster.restart_keeper(cluster.filled()[0])
+        cluster.restart_peer(cluster.filled()[0])
         one.saves(manager, 8)
         push(one)
         assert sum(cluster.holding().values()) == 9
@@ -197,7 +197,7 @@ def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
     cluster(2)
     one = node()
     one.peers_run(0, 1)
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     with one.manager(wait_for="staging") as manager:
         manager.delete(1)  # Then all processes of the node are killed.
         assert manager.all_steps() == [0]
@@ -208,8 +208,8 @@ def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
 def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
-    cluster.restart_keeper("node1", nbytes=30 << 10)  # Room for two bases of 12 kB.
-    without_promoter(monkeypatch)
+    cluster.restart_peer("node1", nbytes=30 << 10)  # Room for two bases of 12 kB.
+    without_uploader(monkeypatch)
     with one.manager(wait_for="staging") as manager:
         one.saves(manager, 0, 1, bases=[0, 1])
         pusher = push(one)
@@ -227,17 +227,19 @@ def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, mo
 
 
 def test_a_restarted_peer_agent_admits_the_newest_trainer(monkeypatch):
-    keepers = pytest.importorskip("deltackpt.service.peer_agents", reason="needs deltackpt[ray]")
+    peer_agents = pytest.importorskip(
+        "deltackpt.service.peer_agents", reason="needs deltackpt[ray]"
+    )
 
     class Server:
         address = "127.0.0.1:1"
 
-    keeper = object.__new__(keepers.PeerAgent)
-    keeper._tokens, keeper._holder, keeper._server = Tokens(), None, Server()
+    agent = object.__new__(peer_agents.PeerAgent)
+    agent._tokens, agent._holder, agent._server = Tokens(), None, Server()
     # It was restarted. The previous trainer (epoch 1), which others refuse, asks first:
-    keeper.admit("holder-of-epoch-1", "token1" * 9, False)
+    agent.admit("holder-of-epoch-1", "token1" * 9, False)
     # The newest trainer (epoch 2) asks again.
-    assert keeper.admit("holder-of-epoch-2", "token2" * 9, False)
+    assert agent.admit("holder-of-epoch-2", "token2" * 9, False)
 
 
 def test_one_damaged_save_does_not_keep_others_from_the_peers(node, cluster, alone):
@@ -276,10 +278,10 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     one, other = node(), node()
     one.peers_run(0, 1, 2)
     one.lose()
-    cluster.shelves["quiet"] = cluster.shelves["node0"]
+    cluster.stores["quiet"] = cluster.stores["node0"]
     cluster.tokens["quiet"] = cluster.tokens["node0"]
     cluster.deadline_secs = 1.0
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     asked: list[str] = []
 
     def found(self, *given, real=PeerTier._found):
@@ -302,7 +304,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_reported(node, cluster, mon
     [name] = cluster.filled()
     real = cluster.servers[name]
     unanswered(cluster, name, "127.0.0.1:9")  # Temporarily.
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     with pytest.warns(UserWarning, match=rf"expected an answer.*found none from {name} \(127"):
         manager = other.manager(wait_for="staging")
     with manager:
@@ -376,7 +378,7 @@ def test_peers_that_were_absent_do_not_bring_back_abandoned_steps(node, cluster,
     cluster(2)
     one = node()
     one.peers_run(0, 1, 2, 3, bases=[3])
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     one.run(2, start=1, peers=None, wait_for="staging")
     one.resumed(2, peers=None, wait_for="staging")  # A restart without a save.
     one.resumed(2, wait_for="staging")

@@ -24,7 +24,7 @@ TOKEN = "a-token-of-some-length"
 SEGMENT = erasure.SEGMENT_BYTES
 
 
-def keepers(nodes: dict[str, str], k: int, m: int, **options) -> PeerGroup:
+def peer_group(nodes: dict[str, str], k: int, m: int, **options) -> PeerGroup:
     found = tuple(PeerNode(node=name, address=address) for name, address in nodes.items())
     own = PeerNode(node="own", address="127.0.0.1:1")
     return PeerGroup(root="root", own="own", token=TOKEN, nodes=(own, *found), k=k, m=m, **options)
@@ -75,7 +75,7 @@ class Killing(MemoryPack):
 
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (2, 1)])
 def test_a_node_killed_during_a_push_is_replaced_and_the_bundle_is_complete(k, m):
-    with processes(k + m + 1) as nodes, opened(keepers(addresses(nodes), k, m)) as held:
+    with processes(k + m + 1) as nodes, opened(peer_group(addresses(nodes), k, m)) as held:
         victim = nodes[held._in_order(MemoryPack("save", 1).ref)[0]]
         pack = Killing("save", 2 * SEGMENT + 12345, victim.process)
         held.put(pack)
@@ -87,7 +87,7 @@ def test_a_node_killed_during_a_push_is_replaced_and_the_bundle_is_complete(k, m
 
 
 def test_a_push_fails_by_name_if_a_killed_node_has_no_replacement():
-    with processes(2) as nodes, opened(keepers(addresses(nodes), 1, 1)) as held:
+    with processes(2) as nodes, opened(peer_group(addresses(nodes), 1, 1)) as held:
         victim = next(name for name in nodes)
         pack = Killing("save", 2 * SEGMENT, nodes[victim].process)
         with pytest.raises(StorageError, match=f"save: expected 2 other nodes.*{victim}: "):
@@ -98,7 +98,7 @@ def test_a_full_node_is_replaced_and_keeps_what_it_has():
     with (
         node_process(TOKEN, "--memory", "20MB") as small,
         processes(2) as nodes,
-        opened(keepers({"small": small.address, **addresses(nodes)}, 1, 1)) as held,
+        opened(peer_group({"small": small.address, **addresses(nodes)}, 1, 1)) as held,
     ):
         packs = [MemoryPack(f"save-{i}", 3 << 20) for i in range(12)]
         for pack in packs:
@@ -116,7 +116,7 @@ def lie(node: Node, key: str) -> None:
 
 
 def test_corrupt_fragments_are_skipped_and_named_if_too_many():
-    with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
+    with processes(3) as nodes, opened(peer_group(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", (1 << 20) + 7)
         held.put(pack)
         clients = {name: Node(one.address, TOKEN) for name, one in nodes.items()}
@@ -134,7 +134,7 @@ def test_corrupt_fragments_are_skipped_and_named_if_too_many():
 
 
 def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
-    with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
+    with processes(3) as nodes, opened(peer_group(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", 3 * SEGMENT)
         held.put(pack)
         out = bytearray(pack.ref.nbytes)
@@ -150,7 +150,7 @@ def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
 def test_a_silent_node_is_waited_for_until_the_deadline_only():
     with socket.create_server(("127.0.0.1", 0)) as silent, processes(2) as nodes:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
+        found = peer_group({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
         with opened(found) as held:
             pack = MemoryPack("save", 1000)
             held.put(pack)
@@ -158,7 +158,7 @@ def test_a_silent_node_is_waited_for_until_the_deadline_only():
 
 
 def test_the_token_is_not_shown_and_round_trips_through_its_record():
-    found = keepers({"n0": "127.0.0.1:2"}, 2, 1)
+    found = peer_group({"n0": "127.0.0.1:2"}, 2, 1)
     assert TOKEN not in repr(found)
     assert PeerGroup.from_bytes(found.to_bytes()) == found
     damaged = bytearray(found.to_bytes())
@@ -169,8 +169,8 @@ def test_the_token_is_not_shown_and_round_trips_through_its_record():
 
 def test_too_few_nodes_are_refused_with_the_number_needed():
     with pytest.raises(OptionError, match=r"Erasure\(k=2, m=1\): expected 3 nodes.* found 2"):
-        keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 2, 1).require_nodes()
-    keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 1, 1).require_nodes()
+        peer_group({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 2, 1).require_nodes()
+    peer_group({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 1, 1).require_nodes()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Cluster:
             self.down.add(node)
             self.objects[node].clear()
 
-    def keepers(self, k: int, m: int) -> PeerGroup:
+    def peer_group(self, k: int, m: int) -> PeerGroup:
         nodes = tuple(PeerNode(node=n, address=n, rack=self.racks[n]) for n in self.objects)
         return PeerGroup(root="root", own="n0", token="t", nodes=nodes, k=k, m=m)
 
@@ -117,7 +117,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(cluster: Cluster, k: int, m: int, monkeypatch: pytest.MonkeyPatch) -> PeerTier:
     monkeypatch.setattr(peers, "Node", cluster.connect)
-    return PeerTier(cluster.keepers(k, m))
+    return PeerTier(cluster.peer_group(k, m))
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from deltackpt.tiers.staging import RunLineage
 
 
 def claim(
-    epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | None = None
+    epoch: int, holder: str, *, began: bool = False, resumed_from: SaveId | None = None
 ) -> LeaseClaim:
     lease = Lease(epoch=epoch, holder=holder, host="host", pid=1, since_secs=0.0)
-    return LeaseClaim(lease=lease, began=began, goes_on=goes_on)
+    return LeaseClaim(lease=lease, began=began, resumed_from=resumed_from)
 
 
 @dataclasses.dataclass
@@ -40,38 +40,40 @@ class History:
     begun: RunLineage | None = None
     known: dict[str, RunLineage] = dataclasses.field(default_factory=dict)
     runs: int = 0
-    era: int = 0
-    goes_on: SaveId | None = None
+    generation: int = 0
+    resumed_from: SaveId | None = None
     attempt: int = 0
 
     @property
     def moment(self) -> tuple[int, int]:
-        return len(self.claims), self.era
+        return len(self.claims), self.generation
 
     def take_over(self) -> None:
         """Another trainer takes the root and restores the newest or an older step."""
         self.claims.append(claim(len(self.claims) + 1, f"holder{len(self.claims)}"))
-        self.era = 0
+        self.generation = 0
         self._go_on(self.drawn.randint(self.at_root, len(self.line)))
 
     def go_back(self) -> None:
         """The same trainer restores an older step."""
         kept = self.drawn.randint(self.at_root, len(self.line))
         if kept < len(self.line):
-            self.era += 1
+            self.generation += 1
         self._go_on(kept)
 
     def _go_on(self, kept: int) -> None:
         self.line = self.line[:kept]
-        self.goes_on = self.line[-1] if self.line else None
+        self.resumed_from = self.line[-1] if self.line else None
         self.runs += 1
-        before = None if self.goes_on is None else self.known[self.goes_on.run]
+        before = None if self.resumed_from is None else self.known[self.resumed_from.run]
         self.begun = RunLineage(
             run=f"run{self.runs}",
             epoch=len(self.claims),
             holder=self.claims[-1].lease.holder,
-            era=self.era,
-            past={} if before is None or self.goes_on is None else before.followed(self.goes_on),
+            generation=self.generation,
+            ancestors={}
+            if before is None or self.resumed_from is None
+            else before.followed(self.resumed_from),
         )
         self.known[self.begun.run] = self.begun
 
@@ -80,7 +82,9 @@ class History:
             self.take_over()
         newest = self.claims[-1]
         if not newest.began:
-            self.claims[-1] = dataclasses.replace(newest, began=True, goes_on=self.goes_on)
+            self.claims[-1] = dataclasses.replace(
+                newest, began=True, resumed_from=self.resumed_from
+            )
             self.lines.setdefault((len(self.claims), 0), [*self.line])
         self.attempt += 1
         step = (self.line[-1].step if self.line else 0) + self.drawn.randint(1, 3)
@@ -92,8 +96,8 @@ class History:
             BundleManifest(
                 save_id=save_id,
                 epoch=self.moment[0],
-                era=self.era,
-                past=self.begun.past,
+                generation=self.generation,
+                ancestors=self.begun.ancestors,
                 root="s3://bucket/run",
                 holder=self.claims[-1].lease.holder,
                 shard=0,
@@ -102,7 +106,7 @@ class History:
             )
         )
 
-    def promote(self) -> None:
+    def upload(self) -> None:
         self.at_root = self.drawn.randint(self.at_root, len(self.line))
 
     def state(self) -> State:
@@ -119,7 +123,7 @@ def _as_entry(found: Any) -> Entry:
 
 
 STEPS = st.lists(
-    st.sampled_from(["save", "save", "save", "take_over", "go_back", "promote"]), max_size=25
+    st.sampled_from(["save", "save", "save", "take_over", "go_back", "upload"]), max_size=25
 )
 
 
@@ -189,23 +193,25 @@ def test_bundles_of_another_root_under_the_url_do_not_count():
 
 def test_an_existing_staging_directory_shows_that_training_rolled_back():
     pack = one_pack()
-    later = RunLineage(run="later", epoch=1, holder=pack.holder, era=1, past={})
+    later = RunLineage(run="later", epoch=1, holder=pack.holder, generation=1, ancestors={})
     state = state_of(claim(1, pack.holder, began=True))
     why = why_stale(pack, state, [pack.lineage, later])
     assert why is not None and "generation 1" in why
-    after = dataclasses.replace(later, past={pack.save_id.run: pack.save_id.attempt})
+    after = dataclasses.replace(later, ancestors={pack.save_id.run: pack.save_id.attempt})
     assert why_stale(pack, state, [pack.lineage, after]) is None
 
 
 def test_the_lineage_of_a_fenced_run_is_ignored():
     pack = one_pack()
-    fenced = RunLineage(run="fenced", epoch=1, holder=pack.holder, era=1, past={})
-    state = state_of(claim(1, pack.holder), claim(2, "next", began=True, goes_on=pack.save_id))
+    fenced = RunLineage(run="fenced", epoch=1, holder=pack.holder, generation=1, ancestors={})
+    state = state_of(claim(1, pack.holder), claim(2, "next", began=True, resumed_from=pack.save_id))
     assert why_stale(pack, state, [pack.lineage, fenced]) is None
 
 
 def test_rolled_back_steps_at_the_root_are_named():
-    pack = one_pack(save_id=SaveId("new", 2, 1), epoch=1, era=1, past={"old": 2}, holder="somebody")
+    pack = one_pack(
+        save_id=SaveId("new", 2, 1), epoch=1, generation=1, ancestors={"old": 2}, holder="somebody"
+    )
     old = [
         CatalogEntry(
             step=step,
@@ -220,13 +226,13 @@ def test_rolled_back_steps_at_the_root_are_named():
         )
         for step in range(4)
     ]
-    state = State(Entry(claims=(claim(1, "somebody"),), standings=tuple(old)))
+    state = State(Entry(claims=(claim(1, "somebody"),), catalog=tuple(old)))
     assert {one.step for one in startup.unfinished_rollback([pack], state, [pack.lineage])} == {
         2,
         3,
     }
-    onwards = dataclasses.replace(pack, past={"old": 4})
+    onwards = dataclasses.replace(pack, ancestors={"old": 4})
     assert startup.unfinished_rollback([onwards], state, [onwards.lineage]) == ()
-    after = RunLineage(run="old", epoch=1, holder="somebody", era=2, past={"new": 1})
+    after = RunLineage(run="old", epoch=1, holder="somebody", generation=2, ancestors={"new": 1})
     assert startup.unfinished_rollback([pack], state, [pack.lineage, after]) == ()
     assert startup.unfinished_rollback([], state, []) == ()

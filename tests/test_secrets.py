@@ -113,9 +113,9 @@ def test_no_header_field_injects_another_one():
 
 
 def test_no_error_of_a_refusal_or_an_outage_contains_the_token(caplog):
-    shelf = MemoryBlobs(1 << 20)
-    with contextlib.closing(shelf):
-        server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("x" * 20))
+    blobs = MemoryBlobs(1 << 20)
+    with contextlib.closing(blobs):
+        server = NodeServer(blobs, bind="127.0.0.1", tokens=Tokens("x" * 20))
         with contextlib.closing(Node(server.address, SECRET, deadline_secs=5.0)) as node:
             for ask in (
                 lambda: node.get("x"),

@@ -268,7 +268,7 @@ def test_plain_http_clients_read_striped_objects_through_any_node():
             assert found.partition(b"\r\n\r\n")[2] == data
 
 
-class _SilentShelf(MemoryBlobs):
+class _SilentBlobs(MemoryBlobs):
     """Loses its connection after the first conditional write."""
 
     has_lost = False
@@ -282,8 +282,8 @@ class _SilentShelf(MemoryBlobs):
 
 def test_a_conditional_write_whose_answer_was_lost_stays_whole():
     with contextlib.ExitStack() as stack:
-        shelves = [_SilentShelf(64 * MIB) for _ in range(2)]
-        nodes = [stack.enter_context(serving(shelf)).address for shelf in shelves]
+        stores = [_SilentBlobs(64 * MIB) for _ in range(2)]
+        nodes = [stack.enter_context(serving(blobs)).address for blobs in stores]
         store = stack.enter_context(contextlib.closing(NodesStore(nodes, "run", TOKEN)))
         with pytest.raises(Exists):  # The retry finds the first write, as in any store.
             store.put("x", BIG, absent=True)
@@ -312,7 +312,7 @@ def test_an_object_that_is_replaced_during_a_read_is_read_again(store):
     assert buffer == BIG[::-1][MIB : 4 * MIB]
 
 
-class _CountingShelf(MemoryBlobs):
+class _CountingBlobs(MemoryBlobs):
     """Counts the bytes of requested ranges, by key."""
 
     def __init__(self, nbytes: int):
@@ -336,8 +336,8 @@ def test_a_restore_downloads_each_large_file_once(tmp_path, monkeypatch):
     monkeypatch.setenv("DELTACKPT_NODES_TOKEN", TOKEN)
     dense = np.random.default_rng(0).normal(size=(1000, 1000)).astype(np.float32)
     with contextlib.ExitStack() as stack:
-        shelves = [_CountingShelf(64 * MIB) for _ in range(3)]
-        nodes = [stack.enter_context(serving(shelf)).address for shelf in shelves]
+        stores = [_CountingBlobs(64 * MIB) for _ in range(3)]
+        nodes = [stack.enter_context(serving(blobs)).address for blobs in stores]
         first, second = (
             TrainingNode(f"nodes://{','.join(nodes)}/run", None, tmp_path / name) for name in "ab"
         )
@@ -347,10 +347,10 @@ def test_a_restore_downloads_each_large_file_once(tmp_path, monkeypatch):
         with first.manager() as manager:
             first.save(manager, 0)
             manager.wait_until_finished()
-        for shelf in shelves:
-            shelf.sent.clear()
+        for blobs in stores:
+            blobs.sent.clear()
         with second.manager() as manager:
             second.restore(manager)
         assert np.array_equal(second.held()["bias"], first.held()["bias"])
-        sent = sum(shelf.sent.total() for shelf in shelves)
+        sent = sum(blobs.sent.total() for blobs in stores)
         assert dense.nbytes <= sent < 1.2 * dense.nbytes

@@ -120,7 +120,7 @@ class Node:
     def staged_run(self, *steps: int, **options: Any) -> None:
         """A run whose saves are staged and not uploaded."""
         with pytest.MonkeyPatch.context() as patch:
-            without_promoter(patch)
+            without_uploader(patch)
             self.run(*steps, wait_for="staging", **options)
 
     def resumed(
@@ -472,7 +472,7 @@ def test_closing_ends_the_wait_for_space(breakable, tmp_path):
 # ---- nodes that fail, restart and take over
 
 
-def without_promoter(
+def without_uploader(
     monkeypatch: pytest.MonkeyPatch, manager: deltackpt.CheckpointManager | None = None
 ) -> None:
     """Prevents uploaders from starting and kills that of a manager."""
@@ -486,7 +486,7 @@ def without_promoter(
 @pytest.fixture
 def alone(monkeypatch) -> None:
     """Starts no uploader."""
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
 
 
 def staged(manager: deltackpt.CheckpointManager) -> ReplicationClient:
@@ -506,7 +506,7 @@ def test_the_next_start_uploads_what_a_killed_node_left(one):
 def test_staged_saves_stay_if_the_next_trainer_starts_afresh(one, monkeypatch):
     one.staged_run(0, 1)
     with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
-        without_promoter(patch, manager)
+        without_uploader(patch, manager)
         one.saves(manager, 2, bases=[2])
     one.resumed(2, [0, 1, 2])
     one.resumed(2, [0, 1, 2])
@@ -602,7 +602,7 @@ def test_rolled_back_steps_are_not_at_the_root(node):
 
 def test_rolling_back_steps_that_are_not_uploaded_yet(monkeypatch, one, other):
     with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
-        without_promoter(patch)
+        without_uploader(patch)
         for step in range(4):
             one.save(manager, step)
         one.restore(manager, 1)
@@ -642,7 +642,7 @@ def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(one, 
 def test_no_step_is_retired_before_its_replacement_is_uploaded(one, monkeypatch):
     one.run(0, max_to_keep=1)
     with monkeypatch.context() as patch, one.manager(max_to_keep=1, wait_for="staging") as manager:
-        without_promoter(patch)
+        without_uploader(patch)
         one.restore(manager)
         for step in range(1, 4):
             one.saves(manager, step, bases=[step])
@@ -695,7 +695,7 @@ def test_a_deletion_is_forgotten_with_the_staging_directory_and_can_be_repeated(
     one, other = node(), node()
     one.run(0, 1, 2, bases=[0, 1, 2])
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         with one.manager(wait_for="staging") as manager:
             one.restore(manager)
             manager.delete(1)
@@ -712,7 +712,7 @@ def test_a_deletion_is_awaited_if_the_upload_of_the_step_may_still_be_committing
     one = node()
     with one.manager(wait_for="staging") as manager:
         with monkeypatch.context() as patch:
-            without_promoter(patch, manager)
+            without_uploader(patch, manager)
             one.saves(manager, 0, 1, bases=[0, 1])
             manager.delete(0)
             assert staged(manager)._is_deleting()
@@ -757,7 +757,7 @@ def test_a_wait_for_a_deletion_times_out_and_the_next_run_deletes(node, monkeypa
     one = node()
     one.run(0, 1, bases=[0, 1])
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         manager = one.manager(timeouts=Timeouts(close_secs=1.0))
         one.restore(manager)
         manager.delete(0)
@@ -793,7 +793,7 @@ def test_a_save_that_is_damaged_before_it_is_uploaded(monkeypatch, one, other):
     with one.manager() as manager:
         one.saves(manager, 0)
         with monkeypatch.context() as patch:
-            without_promoter(patch, manager)
+            without_uploader(patch, manager)
             one.save(manager, 1)
             eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
             damage_largest_file(one.stage.steps / "1")

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from damages import flip
-from test_tiers import Node, alone, eventually, one, s3, same, staged, without_promoter
+from test_tiers import Node, alone, eventually, one, s3, same, staged, without_uploader
 
 import deltackpt
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
@@ -89,7 +89,7 @@ def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
 
 def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(one, monkeypatch):
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         with one.manager() as manager:
             for step in range(4):
                 one.save(manager, step, metrics={"loss": float(step)})
@@ -122,7 +122,7 @@ def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monk
     one, two = node(), node()
     one.run(0, wait_for="remote")
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         one.run(1)
     two.run(2, wait_for="remote")
     one.cut_power()
@@ -170,7 +170,7 @@ def test_full_extents_wait_for_uploads_until_the_manager_is_closed(one, alone):
 def test_extents_that_are_too_small_are_refused_at_the_first_base(one, monkeypatch):
     one.state["tables"]["words"] = jnp.zeros((60_000, 4), jnp.float32)
     one.touched = deltackpt.touched.init(one.state["tables"])
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     manager = one.manager(extents=one.of_size(16))
     manager.save(0, one.state, touched=one.touched)
     with pytest.raises(SaveFailed, match="two bases of .* and four deltas"):
@@ -325,7 +325,7 @@ def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
 ):
     one.run(0, 1, 2, 3, bases=[3] if last_is_base else [], wait_for="remote")
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         one.run(2, start=1)
         one.after_power_cut(2)
     one.run(3, wait_for="remote")
@@ -377,7 +377,7 @@ def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(one, alone
 @pytest.mark.parametrize("appends", [False, True])
 def test_a_rollback_whose_warning_is_an_error_is_complete(node, monkeypatch, appends):
     one = node()
-    without_promoter(monkeypatch)
+    without_uploader(monkeypatch)
     with one.manager(wal=deltackpt.WalOptions() if appends else None) as manager:
         one.saves(manager, 0, 1, 2, 3)
         one.restore(manager, 1)
@@ -395,7 +395,7 @@ def test_a_rollback_whose_warning_is_an_error_is_complete(node, monkeypatch, app
 def test_saves_that_are_never_uploaded_do_not_fill_the_extents(one, monkeypatch):
     small = one.of_size(12)
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         one.run(*range(12), extents=small)
     damage_staged(one, 0)
     with one.manager(extents=small, timeouts=Timeouts(save_secs=60.0, close_secs=60.0)) as manager:
@@ -433,7 +433,7 @@ def test_repeated_rollbacks_and_power_cuts(one, alone):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_saves_repaired_from_the_extents_are_uploaded(one, monkeypatch):
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         one.run(0, 1, 2)
     damage_staged(one, 0)
     with one.manager() as manager:
@@ -449,7 +449,7 @@ def test_saves_repaired_from_the_extents_are_uploaded(one, monkeypatch):
 def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(one, monkeypatch):
     one.run(0, 1, 2, 3, bases=[2, 3], wait_for="remote")
     with monkeypatch.context() as patch:
-        without_promoter(patch)
+        without_uploader(patch)
         one.run(2, 3, 4, start=1)
     one.after_power_cut(4)
     one.run(5, wait_for="remote")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from damages import flip
-from test_tiers import Node, eventually, s3, same, staged, without_promoter
+from test_tiers import Node, eventually, s3, same, staged, without_uploader
 
 import deltackpt
 from deltackpt.errors import OptionError, ServiceUnavailable, WaitTimeout
@@ -41,7 +41,7 @@ class Cluster:
     """Nodes with one peer agent each, discovered like those of Ray."""
 
     def __init__(self, count: int):
-        self.shelves: dict[str, MemoryBlobs] = {}
+        self.stores: dict[str, MemoryBlobs] = {}
         self.tokens: dict[str, Tokens] = {}
         self.servers: dict[str, NodeServer] = {}
         for number in range(count):
@@ -51,14 +51,14 @@ class Cluster:
         self.gone: set[str] = set()
 
     def _serve(self, name: str) -> NodeServer:
-        return NodeServer(self.shelves[name], bind="127.0.0.1", tokens=self.tokens[name])
+        return NodeServer(self.stores[name], bind="127.0.0.1", tokens=self.tokens[name])
 
     def add(self, name: str, nbytes: int = 1 << 30) -> None:
         """Adds an empty node."""
-        self.shelves[name], self.tokens[name] = MemoryBlobs(nbytes), Tokens()
+        self.stores[name], self.tokens[name] = MemoryBlobs(nbytes), Tokens()
         self.servers[name] = self._serve(name)
 
-    def keepers(
+    def peer_group(
         self,
         root: Any,
         item: str,
@@ -72,13 +72,13 @@ class Cluster:
         for tokens in self.tokens.values():
             tokens.admit(token) if self.holder == holder else tokens.rotate(token)
         self.holder = holder
-        return self._keepers(how, token)
+        return self._peer_group(how, token)
 
     def require_nodes(self, root: Any, item: str, how: Copies | Erasure) -> None:
         """See ``service.discovery.require_nodes``."""
-        self._keepers(how, "").require_nodes()
+        self._peer_group(how, "").require_nodes()
 
-    def _keepers(self, how: Copies | Erasure, token: str) -> PeerGroup:
+    def _peer_group(self, how: Copies | Erasure, token: str) -> PeerGroup:
         k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
         nodes = tuple(
             PeerNode(node=name, address=server.address)
@@ -92,28 +92,28 @@ class Cluster:
         """Removes a node and its memory for good."""
         self.gone.add(name)
         self.servers[name].close()
-        self.shelves[name].close()
+        self.stores[name].close()
 
-    def restart_keeper(self, name: str, nbytes: int = 1 << 30) -> None:
+    def restart_peer(self, name: str, nbytes: int = 1 << 30) -> None:
         """Restarts a peer agent: empty, at another address, without admitted tokens."""
         self.servers[name].close()
-        self.shelves[name].close()
+        self.stores[name].close()
         self.add(name, nbytes)
 
     def holding(self) -> dict[str, int]:
         """Number of fragments on each living node."""
-        living = self.shelves.keys() - self.gone
-        return {name: len(self.shelves[name].keys("", after="", most=1 << 20)) for name in living}
+        living = self.stores.keys() - self.gone
+        return {name: len(self.stores[name].keys("", after="", most=1 << 20)) for name in living}
 
     def filled(self) -> list[str]:
         return [name for name, count in self.holding().items() if count]
 
     def close(self) -> None:
-        for name in self.shelves.keys() - self.gone:
+        for name in self.stores.keys() - self.gone:
             self.lose(name)
 
 
-class NeighbourNode(Node):
+class NodeWithPeers(Node):
     """A machine whose saves are safe once its peers have them."""
 
     how: Copies | Erasure = Copies()
@@ -147,7 +147,7 @@ def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
 
         def make(count: int) -> Cluster:
             found = stack.enter_context(contextlib.closing(Cluster(count)))
-            monkeypatch.setattr(discovery, "peer_group", found.keepers)
+            monkeypatch.setattr(discovery, "peer_group", found.peer_group)
             monkeypatch.setattr(discovery, "require_nodes", found.require_nodes)
             return found
 
@@ -155,10 +155,10 @@ def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
 
 
 @pytest.fixture
-def node(s3, tmp_path) -> Callable[[], NeighbourNode]:
+def node(s3, tmp_path) -> Callable[[], NodeWithPeers]:
     """Makes nodes that train on one remote directory."""
-    url = s3.bucket(f"neighbours{next(_numbers)}") + "/some/run"
-    made = (NeighbourNode(url, s3.endpoint, tmp_path / f"node{number}") for number in range(9))
+    url = s3.bucket(f"peers{next(_numbers)}") + "/some/run"
+    made = (NodeWithPeers(url, s3.endpoint, tmp_path / f"node{number}") for number in range(9))
     return lambda: next(made)
 
 
@@ -217,7 +217,7 @@ def test_no_save_is_lost_with_a_node(node, cluster, how, count, lost):
     if not isinstance(how, Copies) or how.copies > 1:
         for name in lost:
             cluster.lose(name)
-        cluster.restart_keeper("node0")
+        cluster.restart_peer("node0")
         cluster.add("spare")
     with other.manager(wait_for="remote") as manager:
         found = other.restore(manager)
@@ -250,7 +250,7 @@ def test_a_trainer_that_moves_to_its_peer_finds_the_saves_there(node, cluster):
     one, other = node(), node()
     one.peers_run(0)
     one.lose()
-    cluster.restart_keeper("node0")
+    cluster.restart_peer("node0")
     cluster.own = "node1"
     with root_out_of_reach(other), other.manager() as manager:
         assert other.restore(manager).source == ("peers",)
@@ -290,7 +290,7 @@ def test_a_restarted_peer_agent_is_refilled(node, cluster):
     one = node()
     with root_out_of_reach(one), one.manager() as manager:
         one.saves(manager, 0)
-        cluster.restart_keeper("node1")
+        cluster.restart_peer("node1")
         one.saves(manager, 1)
         eventually(lambda: cluster.holding()["node1"] == 2, "both saves are there again")
         assert sum(event.operation == "push" for event in one.events.of(FailureEvent)) <= 1
@@ -300,7 +300,7 @@ def test_if_no_peer_answers_the_wait_raises_and_loses_nothing(node, cluster, mon
     cluster = cluster(2)
     one = node()
     manager = one.manager(timeouts=Timeouts(close_secs=3.0))
-    without_promoter(monkeypatch, manager)
+    without_uploader(monkeypatch, manager)
     with root_out_of_reach(one):
         cluster.lose("node1")
         one.save(manager, 0)
@@ -333,7 +333,7 @@ def test_a_trainer_with_too_few_nodes_locks_out_nobody(node, cluster):
         # A save that is uploaded first may not be sent to the peer.
         for step in range(1, 5):
             one.saves(manager, step)
-        eventually(lambda: cluster.holding()["node1"] > 1, "its neighbour takes what is saved")
+        eventually(lambda: cluster.holding()["node1"] > 1, "its peer takes what is saved")
 
 
 def test_peers_need_ray(node):

@@ -15,7 +15,7 @@ from pathlib import Path
 import many_wal_worker
 import pytest
 import servers
-from left_running import promoters
+from left_running import uploaders
 from many import Job, Server, wait_until
 from many_worker import Model
 
@@ -204,15 +204,15 @@ class Nodes:
         for process in job.processes:
             process.kill()
         for number in processes:
-            self.kill_promoter(number)
+            self.kill_uploader(number)
 
-    def kill_promoter(self, number: int) -> None:
-        for pid in promoters(self.stage(number)):
+    def kill_uploader(self, number: int) -> None:
+        for pid in uploaders(self.stage(number)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def stop_promoter(self, number: int, how: int = signal.SIGSTOP) -> None:
-        for pid in promoters(self.stage(number)):
+    def stop_uploader(self, number: int, how: int = signal.SIGSTOP) -> None:
+        for pid in uploaders(self.stage(number)):
             os.kill(pid, how)
 
 
@@ -229,7 +229,7 @@ def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
     job.one("save")
     job.all("wait")
     wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
-    nodes.stop_promoter(1)
+    nodes.stop_uploader(1)
     for step in (1, 2):
         assert saved(job, step) == "delta"
     assert nodes.at_root() == [0]
@@ -252,7 +252,7 @@ def test_the_next_job_uploads_steps_that_are_still_staged(nodes):
 def test_a_restore_waits_for_the_upload_of_a_staged_step(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
-        later = threading.Timer(0.5, nodes.stop_promoter, (1, signal.SIGCONT))
+        later = threading.Timer(0.5, nodes.stop_uploader, (1, signal.SIGCONT))
         later.start()
         assert_restores(job, 2, call="restore")
         later.join()
@@ -309,13 +309,13 @@ def test_a_damaged_staged_shard_is_reported_to_all_and_the_next_save_is_a_base(n
         saves_that_wait(nodes, job)
         layer = nodes.stage(1) / "steps" / "1" / "embeddings" / "layer.1"
         layer.write_bytes(bytes(len(layer.read_bytes())))
-        nodes.stop_promoter(1, signal.SIGCONT)
+        nodes.stop_uploader(1, signal.SIGCONT)
         wait_until(
             lambda: all(
                 b"the shard of process 1" in (nodes.stage(n) / "progress.msgpack").read_bytes()
                 for n in range(2)
             ),
-            "both promoters tell",
+            "both uploaders report",
         )
         assert nodes.at_root() == [0]
         assert saved(job, 3) == "base"
@@ -331,7 +331,7 @@ def test_a_killed_uploader_is_restarted_and_no_save_is_partial(nodes):
         job.all("start", place=PLACE)
         for step in range(6):
             saved(job, step)
-            nodes.kill_promoter(step % 2)
+            nodes.kill_uploader(step % 2)
         nodes.open(job)  # Closes the previous managers.
         assert_restores(job, 5)
         job.close()
@@ -352,10 +352,10 @@ def test_a_bucket_outage_delays_uploads_on_every_node(nodes):
             nodes.bucket.process.send_signal(signal.SIGCONT)
         job.close()
     wait_until(lambda: nodes.at_root() == [*range(4)], "all steps come to the root")
-    wait_until(lambda: not any(promoters(nodes.stage(n)) for n in range(2)), "promoters end")
+    wait_until(lambda: not any(uploaders(nodes.stage(n)) for n in range(2)), "uploaders end")
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
     view = JournalView(buckets.locate(nodes.url, endpoint=nodes.bucket.endpoint).open())
-    assert not (view.root / "meeting").keys()
+    assert not (view.root / "shard-reports").keys()
 
 
 def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes):
@@ -370,17 +370,17 @@ def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes
         job.all("start", place=PLACE)
         saved(job, 0)
         wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
-        for pid in promoters(stage):
+        for pid in uploaders(stage):
             os.kill(pid, signal.SIGSTOP)
         assert saved(job, 1) == "delta"
         layer = stage / "steps" / "1" / "embeddings" / "layer.1"
         layer.write_bytes(bytes(len(layer.read_bytes())))
-        for pid in promoters(stage):
+        for pid in uploaders(stage):
             os.kill(pid, signal.SIGCONT)
         found = StagingDir(stage)
         orders = found.orders()
         assert orders is not None
-        wait_until(lambda: found.progress(orders.holder).damaged, "the promoter tells")
+        wait_until(lambda: found.progress(orders.holder).damaged, "the uploader reports")
         assert saved(job, 2) == "base"
         assert saved(job, 3) == "delta"
         job.close()

@@ -16,7 +16,7 @@ import ray_nodes
 import servers
 from ray_nodes import IGNORED, wait_until
 from test_tiers import same
-from test_tiers_peers import NeighbourNode, root_out_of_reach
+from test_tiers_peers import NodeWithPeers, root_out_of_reach
 
 from deltackpt.service import peer_agents
 from deltackpt.tiers import Copies, Erasure
@@ -38,8 +38,8 @@ def test_the_whole_step_is_restored_from_the_remaining_nodes(tmp_path, how, coun
         s3 = stack.enter_context(servers.s3(tmp_path))
         stack.enter_context(servers.environment_of(s3))
         url = s3.bucket("of-a-cluster") + "/run"
-        one = NeighbourNode(url, s3.endpoint, tmp_path / "one")
-        other = NeighbourNode(url, s3.endpoint, tmp_path / "other")
+        one = NodeWithPeers(url, s3.endpoint, tmp_path / "one")
+        other = NodeWithPeers(url, s3.endpoint, tmp_path / "other")
         cluster = stack.enter_context(ray_nodes.nodes(count))
         one.how = how
         with root_out_of_reach(one), one.manager() as manager:
@@ -67,7 +67,7 @@ def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path):
         stack.enter_context(servers.environment_of(s3))
         stack.enter_context(ray_nodes.nodes(2))
         url = s3.bucket("of-a-cluster") + "/run"
-        one = NeighbourNode(url, s3.endpoint, tmp_path / "one")
+        one = NodeWithPeers(url, s3.endpoint, tmp_path / "one")
         one.how = Copies(1, memory_bytes=MEMORY)
         with root_out_of_reach(one), one.manager() as manager:
             one.save(manager, 0)
@@ -85,4 +85,4 @@ def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path):
                 found = peer_agents.states(url, ITEM)[holding.node]
                 return found is not None and found.fragments == 2
 
-            wait_until(filled, "the keeper has both saves again")
+            wait_until(filled, "the peer agent has both saves again")

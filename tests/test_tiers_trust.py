@@ -46,7 +46,7 @@ def saves_each(one: Node, manager: deltackpt.CheckpointManager, *steps: int, **m
         one.saves(manager, step, **more)
 
 
-def promote(one: Node) -> None:
+def upload_all(one: Node) -> None:
     """Runs an uploader without a trainer until all is uploaded; fails if it does not end."""
     work = Uploader(one.stage)
     found: list[BaseException] = []
@@ -173,7 +173,7 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
             with monkeypatch.context() as patched:
                 if not reported:
                     fill(patched, one)
-                promote(one)
+                upload_all(one)
             eventually(is_saved, "there is room again")
         assert manager.all_steps() == [1, 2, 3, 4]
         staged(manager).lag()
@@ -181,7 +181,7 @@ def test_uploaded_saves_make_room_after_a_save_that_found_the_disk_full(
 
 
 def test_reports_of_uploaders_are_told_from_other_objects_and_damaged_ones():
-    at = StorePath(MemoryStore(), "meeting/1.1.0123456789ab")
+    at = StorePath(MemoryStore(), "shard-reports/1.1.0123456789ab")
     shards, own = ShardReports(at), ShardReport(process=1, objects=7)
     shards.publish(own)
     for name in ("notes.txt", "1.msgpack.old", "x/0.msgpack", "01.msgpack", "-1.msgpack"):
@@ -203,7 +203,7 @@ def test_a_removed_shard_that_waits_for_its_upload_is_ordered_once_and_not_liste
         orders = one.stage.orders()
         assert orders is not None and [removal.step for removal in orders.removals] == [1, 2, 3, 4]
         assert one.local() == [1, 2, 3, 4, 5]
-        promote(one)
+        upload_all(one)
         assert one.root() == [5]
         staged(manager).read_progress()
         assert manager.all_steps() == [5]
@@ -259,7 +259,7 @@ def test_an_uploader_without_delete_permission_ends_and_reports_it(one, alone, m
     with monkeypatch.context() as patched:
         patched.setattr(KvStore, "delete", refuse)
         patched.setattr(KvStore, "keys", count)
-        promote(one)
+        upload_all(one)
     assert one.root() == [1]
     assert sum(folder.endswith("saves") for folder in listed) == 1
     status = replicator.status_of(one.stage)
@@ -270,13 +270,13 @@ def test_an_uploader_survives_a_full_staging_directory(one, alone, monkeypatch):
     one.run(1, 2, 3, bases=(2, 3), wait_for="staging")
     with monkeypatch.context() as patched:
         fill(patched, one)
-        promote(one)
+        upload_all(one)
     # Only uploaded saves make room.
     assert one.root() == [1, 2, 3]
     status = replicator.status_of(one.stage)
     assert status is not None and status.waiting == 3
     one.run(4, wait_for="staging", bases=[4])
-    promote(one)
+    upload_all(one)
     assert one.root() == [1, 2, 3, 4]
     status = replicator.status_of(one.stage)
     assert status is not None and (status.waiting, status.problem) == (0, None)
@@ -296,7 +296,7 @@ def test_an_upload_that_fails_repeatedly_sends_each_file_once(one, alone, monkey
 
     monkeypatch.setattr(KvStore, "put", breaking)
     monkeypatch.setattr(cursor, "BACK_OFF_SECS", (0.01, 0.02))
-    promote(one)
+    upload_all(one)
     assert broken == 3 and one.root() == [1]
     files_sent = [key for key in sent if key.startswith("saves/")]
     assert len(files_sent) == len({*files_sent})
@@ -321,7 +321,7 @@ def test_uploaded_files_of_a_rolled_back_save_are_swept(one, alone, monkeypatch)
         with pytest.warns(UserWarning, match="resuming from step 1"):
             one.restore(manager, 1)
             one.saves(manager, 3, bases=[3])
-    promote(one)
+    upload_all(one)
     work.run(Trainer(is_gone=True))
     assert one.root() == [1, 3]
     assert not any(key.startswith("saves/2.") for key in open_at(one).keys())

@@ -33,7 +33,7 @@ from test_tiers import (
     same,
     server,
 )
-from test_tiers_trust import promote
+from test_tiers_trust import upload_all
 
 import deltackpt
 from deltackpt import RecoveryPoint, WalOptions, inspect
@@ -169,11 +169,11 @@ def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(
 
 def test_staging_has_more_of_a_wal_epoch_than_the_remote_directory(alone, one):
     one.wal_run(0, 1, saved=[0])
-    promote(one)
+    upload_all(one)
     one.wal_run(2, 3)
     assert one.newest() == 1
     one.resumed(3, wait_for="staging")
-    promote(one)
+    upload_all(one)
     assert one.newest() == 3
 
 
@@ -202,7 +202,7 @@ def test_an_uploader_killed_during_an_upload_is_followed_by_another(alone, monke
     with one.manager(wait_for="staging") as manager:
         # An uploader that finds no save ends, and is not started again for this one.
         one.saves(manager, 0)
-        promote(one)
+        upload_all(one)
         one.log(manager, 1, 2, 3)
     put, killed, lock, left = KvStore.put, 0, threading.Lock(), 0
 
@@ -247,14 +247,14 @@ def test_an_outage_only_delays_the_wal(breakable, tmp_path):
 
 def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(alone, one, other):
     one.wal_run(0, 1, 2, saved=[0])
-    promote(one)
+    upload_all(one)
     one.wal_run(3)  # In a WAL epoch that is never uploaded.
     with other.manager(wait_for="staging") as manager:
         assert other.restore(manager).step == 2
         other.begin(7)
         other.restore(manager, 1)
         other.log(manager, 2, 3, 4)
-    promote(other)
+    upload_all(other)
     with pytest.warns(UserWarning, match=r"the WAL of epochs \[1\], which .* does not hold"):
         manager = one.manager(wait_for="staging")
     with manager:
@@ -266,10 +266,10 @@ def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(alo
 
 def test_a_lease_claim_with_records_alone_counts_as_trained(alone, one, other):
     one.wal_run(0, saved=[0])
-    promote(one)
+    upload_all(one)
     one.wal_run(1, saved=[1])
     other.wal_run(1, 2)
-    promote(other)
+    upload_all(other)
     assert other.newest() == 2
     with pytest.warns(UserWarning, match=r"steps \[1\], which are not at"):
         with pytest.warns(UserWarning, match=r"the WAL of epochs \[1\]"):
@@ -313,7 +313,7 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(monkeypatch, recor
 
 def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(alone, one):
     one.wal_run(0, 1, 2, 3, saved=[0])
-    promote(one)
+    upload_all(one)
     one.wal_run(2, saved=[2], start=1, wal=None)
     work = Uploader(one.stage)
     while 2 not in one.root():
@@ -328,22 +328,22 @@ def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(alone, one):
 
 def test_the_remote_steps_decide_which_records_are_removed(alone, one):
     one.wal_run(0, 1, 2, saved=[0])
-    promote(one)
+    upload_all(one)
     with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.log(manager, 3)
-        promote(one)
+        upload_all(one)
         for step in (4, 6, 8):
             one.save(manager, step)
             one.log(manager, step + 1)
     # Staging is ahead: the remote directory has only the first step and the records above it.
     assert one.root() == [0]
     assert [point.step for point in one.points()] == [3, 2, 1]
-    promote(one)
+    upload_all(one)
     assert one.root() == [0, 4, 6, 8]
     assert one.newest() == 9
     one.wal_run(10, 12, saved=[10, 12])
-    promote(one)
+    upload_all(one)
     [ref] = one.journal().known.entry.logs
     assert ref.epoch == 2
     place = one.place() / naming.LOG
@@ -353,7 +353,7 @@ def test_the_remote_steps_decide_which_records_are_removed(alone, one):
 
 def test_the_wal_is_replayed_past_a_damaged_remote_step(alone, one, other):
     one.wal_run(0, 1, 2, 3, 4, saved=[0, 3], bases=[3])
-    promote(one)
+    upload_all(one)
     victim = one.place() / one.journal().known.steps[3].prefix
     [key] = [key for key in victim.keys() if key.endswith("manifest.0.msgpack")]
     victim.store.put((victim / key).key, b"altered")
@@ -370,7 +370,7 @@ def test_altered_staged_records_are_not_uploaded(alone, one):
     [segment] = (one.logged / "0" / "0").glob("*.seg")
     first, second, _ = records_in(segment.parent)
     flip(segment, second.chunks_of(second.rows[0].name, "values")[0][0])
-    promote(one)
+    upload_all(one)
     [ref] = one.journal().known.entry.logs
     [pieces] = pieces_at(one.place() / ref.prefix).values()
     assert pieces.length == bounds_of(segment.read_bytes())[first.number][1]
@@ -380,7 +380,7 @@ def test_altered_staged_records_are_not_uploaded(alone, one):
 @pytest.mark.parametrize("altered", [1, 2])
 def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(alone, altered, one, other):
     one.wal_run(0, 1, saved=[0])
-    promote(one)
+    upload_all(one)
     [ref] = one.journal().known.entry.logs
     for name in ("head.msgpack", "head.copy.msgpack")[:altered]:
         at = one.place() / ref.prefix / name
@@ -404,7 +404,7 @@ def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(alone, missing, 
         one.save(manager, 0)
         for step in (1, 2, 3):
             one.log(manager, step)
-            promote(one)
+            upload_all(one)
     [ref] = one.journal().known.entry.logs
     at = one.place() / ref.prefix
     keys = [key for key in at.keys() if key.endswith(f".{missing}")]
@@ -438,12 +438,12 @@ def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)
-        promote(one)
+        upload_all(one)
         one.log(manager, 3)
         piece = dies_before_it_notes(one)
         data = DAMAGES[how](piece.read(str(piece)))
         if data is None:
-            promote(one)  # The next uploader, which has nothing to upload.
+            upload_all(one)  # The next uploader, which has nothing to upload.
             piece.store.delete([piece.key])
         else:
             piece.store.put(piece.key, data)

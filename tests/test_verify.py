@@ -21,6 +21,8 @@ from unittest import mock
 import command
 import google_crc32c
 import model
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from golden import make_golden
 from test_compact import manager, run_compaction, write_chain
@@ -480,6 +482,13 @@ def test_a_foreign_directory_is_refused(tmp_path):
         verify_root(tmp_path)
 
 
+def test_a_directory_of_stock_orbax_is_refused(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(1, args=ocp.args.StandardSave({"t": np.ones((4, 2))}))
+    with pytest.raises(ForeignDirectory, match="deltackpt import"):
+        verify_root(tmp_path)
+
+
 def test_an_unreadable_file_is_damage_by_name(root):
     victim = root / "1" / "embeddings" / "layer.0"
     real = integrity.digest_file
@@ -534,6 +543,6 @@ def test_the_command_names_damage_and_exits_1(tmp_path, root):
     described = json.loads(command.run("verify", root, "--json").stdout)
     assert described["intact"] is False and len(described["problems"]) == 1
     assert [step["restorable"] for step in described["steps"]] == [True, False, False]
-    assert command.run("verify", root, "--step", 0).returncode == 0
+    assert command.run("verify", root, 0).returncode == 0
     assert command.run("verify", tmp_path / "none").returncode == 1
     assert command.run("verify").returncode == 2

@@ -242,7 +242,7 @@ def test_commands_accept_every_restorable_point(written, tmp_path):
         assert plan["wal_bytes"] > 0 and plan["dense_bytes"] > 0 and plan["step"] == step
         assert run("diff", root, 0, step).returncode == 0
         target = tmp_path / str(step)
-        done = run("export", "safetensors", root, target, "--step", step)
+        done = run("export", "safetensors", root, target, step)
         assert done.returncode == 0, done.stderr
         kernel = load_file(target / "model.safetensors")["dense/kernel"]
         assert kernel.tobytes() == np.asarray(written.states[step]["dense"]["kernel"]).tobytes()
@@ -255,7 +255,7 @@ def test_commands_accept_every_restorable_point(written, tmp_path):
         ("show", "ROOT", 99),
         ("plan", "ROOT", 99),
         ("diff", "ROOT", 0, 99),
-        ("export", "safetensors", "ROOT", "TARGET", "--step", 99),
+        ("export", "safetensors", "ROOT", "TARGET", 99),
         ("history", "ROOT", "tables/none", 1),
         ("diff", "ROOT", 0, 3, "--table", "none"),
     ],

@@ -30,7 +30,7 @@ from brokers import PASSWORD, USER, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
-from left_running import promoters
+from left_running import uploaders
 from many import Job, Server, wait_until
 from servers import Certificate
 
@@ -196,7 +196,7 @@ def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic
 
 
 def end_uploaders(staging_dir: Path) -> None:
-    for process in promoters(staging_dir):
+    for process in uploaders(staging_dir):
         os.kill(process, signal.SIGKILL)
 
 
@@ -768,7 +768,7 @@ def test_the_command_line_reads_the_records(secure, settings_file, tmp_path):
     output_of("report", run.root, "-o", tmp_path / "report.html")
     for kind in ("safetensors", "parquet", "orbax"):
         assert "step 3" in output(
-            _COMMAND, "export", kind, run.root, exported / kind, "--step", 3,
+            _COMMAND, "export", kind, run.root, exported / kind, 3,
             "--kafka-config", settings_file,
         )  # fmt: skip
     from safetensors.numpy import load_file

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from deltackpt.format.naming import PyTree
     from deltackpt.interchange import Exported
 
-_step = click.option(
-    "--step",
-    type=terminal.STEP,
-    help="The step, or the training step of a full recovery point; the newest step by default.",
-)
+#: A step, or the training step of a full recovery point; the newest step by default.
+_step = click.argument("step", type=terminal.STEP, required=False)
 _leaves = click.option(
     "--leaf",
     "leaves",
@@ -51,7 +48,7 @@ def export() -> None:
     name="orbax",
     epilog="\b\nExamples:\n"
     "  deltackpt export orbax /data/run-17 /data/run-17-orbax\n"
-    "  deltackpt export orbax /data/run-17 /data/served --step 12000 --leaf 'params/**'",
+    "  deltackpt export orbax /data/run-17 /data/served 12000 --leaf 'params/**'",
 )
 @terminal.directory
 @_target
@@ -79,7 +76,7 @@ def export_orbax(
     name="safetensors",
     epilog="\b\nExamples:\n"
     "  deltackpt export safetensors /data/run-17 /data/published\n"
-    "  deltackpt export safetensors /data/run-17 /data/published --step 12000 --shard 1GiB\n"
+    "  deltackpt export safetensors /data/run-17 /data/published 12000 --shard 1GiB\n"
     "  deltackpt export safetensors /data/run-17 /data/weights --leaf 'params/**'",
 )
 @terminal.directory

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 @click.command(
     epilog="\b\nExamples:\n"
     "  deltackpt compact /data/run-17\n"
-    "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
+    "  deltackpt compact /data/run-17 12000 --memory 4GiB --workers 8"
 )
 @terminal.root
-@click.option("--step", type=terminal.STEP, help="Step to compact; the newest by default.")
+@click.argument("step", type=terminal.STEP, required=False)
 @terminal.item
 @terminal.endpoint
 @click.option(
@@ -50,6 +50,8 @@ def compact(
     directory: str, item: str | None, endpoint: str | None, as_json: bool, **options: Any
 ) -> None:
     """Merge the chain of a step of DIRECTORY into a new base, while trainers and readers run.
+
+    STEP is the newest step by default.
 
     Restores then read that base instead of the chain, and retention may remove what it replaces.
     The steps do not change. It is safe to kill and restart.
@@ -78,17 +80,11 @@ def compact(
 @click.command(
     epilog="\b\nExamples:\n"
     "  deltackpt verify /data/run-17\n"
-    "  deltackpt verify /data/run-17 --step 12000 --step 12500\n"
+    "  deltackpt verify /data/run-17 12000 12500\n"
     "  deltackpt verify /data/run-17 --json | jq .intact"
 )
 @terminal.root
-@click.option(
-    "--step",
-    "steps",
-    type=terminal.STEP,
-    multiple=True,
-    help="A step to verify, with what it needs; repeatable. Everything by default.",
-)
+@click.argument("steps", metavar="[STEP]...", type=terminal.STEP, nargs=-1)
 @terminal.item
 @terminal.endpoint
 @terminal.kafka_config
@@ -104,8 +100,9 @@ def verify(
     """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
     Every file is checked against the digests, chunks against their own checksums, manifests against
-    each other, row indices against their tables, and chains down to their bases. Trainers may be
-    running. The exit code is 1 if anything is damaged.
+    each other, row indices against their tables, and chains down to their bases. With STEP,
+    only these steps and what they need are read. Trainers may be running. The exit code is 1 if
+    anything is damaged.
     """
     from deltackpt.maintenance import verify as verification
 
@@ -268,18 +265,12 @@ def gc(
     epilog="\b\nExamples:\n"
     "  deltackpt copy /data/run-17 /backup/run-17\n"
     "  deltackpt copy /data/run-17 gs://bucket/run-17 --all\n"
-    "  deltackpt copy s3://bucket/run-17 /data/again --step 12000\n"
+    "  deltackpt copy s3://bucket/run-17 /data/again 12000\n"
     "  deltackpt copy /data/run-17 s3://bucket/run-17 --endpoint http://minio:9000"
 )
 @click.argument("source")
 @click.argument("target")
-@click.option(
-    "--step",
-    "steps",
-    type=terminal.STEP,
-    multiple=True,
-    help="A step to copy; repeatable. The newest by default.",
-)
+@click.argument("steps", metavar="[STEP]...", type=terminal.STEP, nargs=-1)
 @click.option("--all", "all_steps", is_flag=True, help="Copy every step.")
 @terminal.item
 @click.option(
@@ -302,15 +293,15 @@ def copy(
 ) -> None:
     """Copy steps and everything needed to restore them from SOURCE to TARGET.
 
-    Each is a directory, a URL (file://, s3://, gs://, az:// or nodes://), or a TensorStore kvstore
-    spec as JSON. Credentials are looked up in the same way as by the provider's own tools. The WAL
-    is not copied.
+    Without STEP, the newest step is copied. SOURCE and TARGET are each a directory, a URL (file://,
+    s3://, gs://, az:// or nodes://), or a TensorStore kvstore spec as JSON. Credentials are looked
+    up in the same way as by the provider's own tools. The WAL is not copied.
 
     Every byte is checked when it is read and after it was written. A step appears at the target
     only when it is complete. Restart an interrupted copy; it resumes where it stopped.
     """
     if steps and all_steps:
-        raise click.UsageError("--step and --all are mutually exclusive")
+        raise click.UsageError("STEP and --all are mutually exclusive")
     from deltackpt.ledger.upload import WORKERS
     from deltackpt.tiers import copy as copying
 

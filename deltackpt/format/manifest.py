@@ -352,10 +352,25 @@ def to_bytes(record: object, magic: str = MAGIC) -> bytes:
 @overload
 def from_bytes(data: bytes, *, name: str, magic: str = MAGIC) -> Manifest: ...
 @overload
-def from_bytes(data: bytes, cls: type[_Record], *, name: str, magic: str = MAGIC) -> _Record: ...
-def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAGIC) -> object:
+def from_bytes(
+    data: bytes,
+    cls: type[_Record],
+    *,
+    name: str,
+    magic: str = MAGIC,
+    since_development: frozenset[str] = ...,
+) -> _Record: ...
+def from_bytes(
+    data: bytes,
+    cls: type = Manifest,
+    *,
+    name: str,
+    magic: str = MAGIC,
+    since_development: frozenset[str] = frozenset(),
+) -> object:
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
+    Records without a field in ``since_development`` were written by a development version.
     Raises Damaged, FormatTooNew or FormatTooOld (a development version wrote it).
     """
     if cls is Manifest:
@@ -365,9 +380,11 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
                 _check(record)
                 return record
     fields = records.fields_of(data, name=name, magic=magic)
-    if cls is Manifest and not _SINCE_DEVELOPMENT <= fields.keys():
+    if cls is Manifest:
         # Such versions also gave the files of bases other names.
-        raise records.too_old(name, f"{' and '.join(sorted(_SINCE_DEVELOPMENT))} in the manifest")
+        since_development = _SINCE_DEVELOPMENT
+    if not since_development <= fields.keys():
+        raise records.too_old(name, f"{' and '.join(sorted(since_development))} in the record")
     try:
         if cls is Manifest:
             refuse_unknown(features_in(fields), KNOWN_FEATURES, name)

@@ -100,7 +100,7 @@ _SHARD = re.compile(r"(shard|layer)\.\d+")
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
-_STRETCH = re.compile(r"(0|[1-9]\d{0,17})\.msgpack")
+_EPOCH_HEADER = re.compile(r"(0|[1-9]\d{0,17})\.msgpack")
 _SEGMENT = re.compile(r"(\d{5})-(\d{20})\.seg")
 _PIECE = re.compile(r"(\d{20})-(\d{20})\.(0|[1-9]\d{0,18})")
 _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
@@ -233,7 +233,7 @@ def epoch_name(epoch: int) -> str:
 
 def epoch_number(name: str) -> int | None:
     """Returns the number in a WAL epoch header's name; None for other names."""
-    match = _STRETCH.fullmatch(name)
+    match = _EPOCH_HEADER.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -130,9 +130,12 @@ def sorted_handlers(
     given = dict(handlers or {naming.EMBEDDINGS_ITEM: Tables(select=paths.DEFAULT_SELECT)})
     ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
     if len(ours) != 1:
+        default = (
+            f"; without handlers, the tables are large leaves that match {paths.DEFAULT_SELECT}"
+        )
         raise OptionError(
             "handlers: expected exactly one item with a deltackpt.Tables, found "
-            f"{sorted(map(str, ours)) or 'none'}; pass e.g. {_EXAMPLE}"
+            f"{sorted(map(str, ours)) or 'none'}; pass e.g. {_EXAMPLE}{'' if ours else default}"
         )
     for name in given:
         if not naming.is_item_name(name):

@@ -27,7 +27,7 @@ from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, read_wal_state
 from deltackpt.storage import posix
-from deltackpt.storage.store import Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, StorePath
 
 if TYPE_CHECKING:
     from deltackpt.inspect import changes, history
@@ -54,17 +54,17 @@ def _stays_for(root: Steps) -> dict[int, StaysFor]:
     if note is None:
         return {}
     infos = dict(sorted(root.saves().items()))
-    judged = [step for step in infos if step <= note.newest]
+    decided = [step for step in infos if step <= note.newest]
     wanted = set(note.steps)
-    found: dict[int, StaysFor] = {step: "policy" for step in judged if step in wanted}
+    found: dict[int, StaysFor] = {step: "policy" for step in decided if step in wanted}
     known = {step: info for step, info in infos.items() if info is not None}
     if len(known) < len(infos):
         return found
-    # Newer steps are not judged yet, and the next save continues from the newest.
+    # Newer steps are not decided yet, and the next save continues from the newest.
     stand = [known[step].save_id for step in known if step in wanted or step > note.newest]
     stand += [known[step].save_id for step in [*known][-1:]]
     live = chain.live_set(stand, known.values(), (), root.compacted())
-    for step in judged:
+    for step in decided:
         if step not in wanted:
             found[step] = "chain" if known[step].save_id in live else "nothing"
     return dict(sorted(found.items()))
@@ -90,8 +90,8 @@ class Checkpoints:
         self.store_path = root.store_path
         self.item = root.item
         self._root = root
-        #: The stamp is part of the key: a step may replace one that was rolled back.
-        self._stored: dict[tuple[int, Stamp], StoredSave] = {}
+        #: The identity is part of the key: a step may replace one that was rolled back.
+        self._stored: dict[tuple[int, DirIdentity], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
 
     @functools.cached_property
@@ -147,7 +147,7 @@ class Checkpoints:
 
         number, plan = self._found(step)
         self._root.await_readable(number)
-        place = self._at(number).stamp()
+        place = self._at(number).dir_identity()
         return Step(self._saves(number, plan), place)
 
     def __getitem__(self, step: int | RecoveryPoint) -> Step:
@@ -214,7 +214,7 @@ class Checkpoints:
         Returns:
           The saves, ascending by step.
         """
-        standing = {step: self._at(step).stamp() for step in self.steps}
+        standing = {step: self._at(step).dir_identity() for step in self.steps}
         self._stored = {key: save for key, save in self._stored.items() if key[0] in standing}
         self._figures = {
             save: self._figures[save] for save in self._stored.values() if save in self._figures
@@ -236,7 +236,7 @@ class Checkpoints:
         return tuple(
             save
             for save in saves
-            if not save.problem or standing.get(save.step) == self._at(save.step).stamp()
+            if not save.problem or standing.get(save.step) == self._at(save.step).dir_identity()
         )
 
     def save_of(self, step: int) -> Save:
@@ -363,7 +363,7 @@ class Checkpoints:
             raise OptionError("history: expected either rows or ids, found both or neither")
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
-            places = {step: self._at(step).stamp() for step in self.steps}
+            places = {step: self._at(step).dir_identity() for step in self.steps}
             read = functools.partial(
                 history.history,
                 self._read,
@@ -382,7 +382,7 @@ class Checkpoints:
                 held_rows = own.rows_of(asked)
                 keys = read(table, held_rows, own.key_field)
                 found = history.by_id(read(table, held_rows, field), asked, keys)
-            now = {step: self._at(step).stamp() for step in places}
+            now = {step: self._at(step).dir_identity() for step in places}
             # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):
                 return found
@@ -447,13 +447,13 @@ class Checkpoints:
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
-        stamp = path.stamp()
-        if stamp is not None and (step, stamp) in self._stored:
-            return self._stored[step, stamp]
+        identity = path.dir_identity()
+        if identity is not None and (step, identity) in self._stored:
+            return self._stored[step, identity]
         with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
             found = stored_saves.read_save(path, self.item)
-        if stamp is not None:
-            self._stored[step, stamp] = found
+        if identity is not None:
+            self._stored[step, identity] = found
         return found
 
     def __repr__(self) -> str:

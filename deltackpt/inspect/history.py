@@ -170,7 +170,7 @@ def _at_points(
     log: WalIndex, walk: _Walk, read: Callable[[int], StoredSave]
 ) -> Iterator[tuple[RecoveryPoint, _State]]:
     """The states at the recovery points of a WAL; for a repeated step, the newest."""
-    told: set[int] = set()
+    reported: set[int] = set()
     plans, _ = coverings(log, walk.known_steps)
     for plan, points in plans:
         try:
@@ -178,8 +178,8 @@ def _at_points(
         except (StepNotFound, StepGone):
             continue  # The step was removed since.
         for point, state in walk.along(save, plan, points):
-            if point.step not in told:
-                told.add(point.step)
+            if point.step not in reported:
+                reported.add(point.step)
                 yield point, state
 
 

@@ -384,9 +384,9 @@ def _rows_asked_for(
     return rows, within.reshape(asked.shape) if asked.ndim else int(within.reshape(-1)[0])
 
 
-def _batches(rows: np.ndarray, near: int, most: int) -> Iterator[list[Span]]:
-    """Windows over ascending rows that join near ones, in batches of about ``most`` rows."""
-    gaps = np.flatnonzero(np.diff(rows) > near) + 1
+def _batches(rows: np.ndarray, gap: int, most: int) -> Iterator[list[Span]]:
+    """Windows over ascending rows at most ``gap`` apart, in batches of about ``most`` rows."""
+    gaps = np.flatnonzero(np.diff(rows) > gap) + 1
     windows: list[Span] = []
     held = 0
     for piece in np.split(rows, gaps):

@@ -34,7 +34,7 @@ from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
 from deltackpt.reading import stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.storage.store import Stamp
+from deltackpt.storage.store import DirIdentity
 from deltackpt.units import count, size
 
 #: Rows of a table that a notebook shows.
@@ -121,10 +121,10 @@ class Step:
     its key in ``step.tables`` or ``step.dense``, or the end of exactly one such key.
     """
 
-    def __init__(self, saves: Saves, stamp: Stamp | None):
-        """Internal: call ``Checkpoints.at``; the stamp precedes the reading of the manifests."""
+    def __init__(self, saves: Saves, identity: DirIdentity | None):
+        """Internal: call ``Checkpoints.at``; the identity precedes the reading of the manifests."""
         self._saves = saves
-        self._stamp = stamp
+        self._identity = identity
         self._store_path = saves.target.step_dir
 
     @property
@@ -263,9 +263,9 @@ class Step:
 
     def _exists(self) -> bool:
         """Whether the step's directory is still the one that was opened."""
-        stamp = self._store_path.stamp()
-        if stamp is None or stamp == self._stamp:
-            return stamp is not None
+        identity = self._store_path.dir_identity()
+        if identity is None or identity == self._identity:
+            return identity is not None
         # Replaced, or a file was added to it.
         own = self._own.info.save_id
         try:
@@ -273,17 +273,17 @@ class Step:
         except RestoreError:
             return False
         if same:
-            self._stamp = stamp
+            self._identity = identity
         return same
 
     def __getitem__(self, name: str) -> LazyArray | DenseLeaf:
         found = self._found(name)
         if found is not None:
             return found
-        near = difflib.get_close_matches(name, [*self.tables, *self.dense], 3, 0.3)
+        similar = difflib.get_close_matches(name, [*self.tables, *self.dense], 3, 0.3)
         raise KeyError(
             f"step {self.step}: no table or dense leaf {name!r}; the closest: "
-            f"{', '.join(near) or 'none'}; see tables and dense"
+            f"{', '.join(similar) or 'none'}; see tables and dense"
         )
 
     def _found(self, name: str) -> LazyArray | DenseLeaf | None:

@@ -23,7 +23,14 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, posix
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte, split
+from deltackpt.storage.store import (
+    DirIdentity,
+    Missing,
+    ReadOnlyStore,
+    StorePath,
+    first_byte,
+    split,
+)
 
 #: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
 #: size of a single upload, and no process should hold a whole object.
@@ -124,12 +131,12 @@ class CommittedStore(ReadOnlyStore):
             elif own.startswith(inside):
                 yield own
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """See ``Store``; a prefix belongs to one upload."""
         unit, below = _unit_of(folder) or (None, "")
         if unit is None:
             inside = tuple(self.folders(folder))
-            return Stamp((self.url, folder), inside) if inside or not folder else None
+            return DirIdentity((self.url, folder), inside) if inside or not folder else None
         prefix = self._prefix_of(unit)
         if prefix is None:
             return None
@@ -140,7 +147,7 @@ class CommittedStore(ReadOnlyStore):
                 return None
             if not any(name.startswith(f"{below}/") for name in known):
                 return None
-        return Stamp((prefix, below), prefix)
+        return DirIdentity((prefix, below), prefix)
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``; files stored in segments are not available through TensorStore."""

@@ -22,6 +22,8 @@ from deltackpt.format.records import refuse_unknown
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
+#: Fields of entries that development versions did not write.
+_SINCE_DEVELOPMENT = frozenset(("catalog", "committed"))
 #: Number of claims, and of runs, that an entry keeps.
 MOST_CLAIMS = 100
 MOST_RUNS = 4096
@@ -148,7 +150,7 @@ class LeaseClaim:
 
     lease: Lease
     began: bool = False  # whether training began under it; otherwise it supersedes no save
-    goes_on: SaveId | None = None  # None if it started from scratch
+    resumed_from: SaveId | None = None  # None if it started from scratch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ class RolledBack:
     """A rolled-back step or base, and the run that resumed before it."""
 
     run: str
-    standing: CatalogEntry
+    entry: CatalogEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,9 @@ class Entry:
     previous: str = ""  # nonce of the previous entry
     claims: tuple[LeaseClaim, ...] = ()  # ascending by epoch; the last one may write
     withdrawn: int = 0  # the newest epoch whose claim was withdrawn; 0 if none was
-    standings: tuple[CatalogEntry, ...] = ()  # ascending; a step precedes its bases
+    catalog: tuple[CatalogEntry, ...] = ()  # ascending; a step precedes its bases
     #: The greatest attempt ever committed, by run; newest runs last.
-    promoted: dict[str, int] = dataclasses.field(default_factory=dict)
+    committed: dict[str, int] = dataclasses.field(default_factory=dict)
     rolled_back: tuple[RolledBack, ...] = ()  # units that still exist
     logs: tuple[WalRef, ...] = ()  # ascending; the newest determines which records count
     features: tuple[str, ...] = ()  # that a reader must support; none so far
@@ -195,7 +197,7 @@ class State:
     @functools.cached_property
     def catalog(self) -> Mapping[ObjectKey, CatalogEntry]:
         """The committed units."""
-        return {one.object_key: one for one in self.entry.standings}
+        return {one.object_key: one for one in self.entry.catalog}
 
     @functools.cached_property
     def uploads(self) -> frozenset[tuple[ObjectKey, SaveId]]:
@@ -245,21 +247,21 @@ class State:
     @functools.cached_property
     def prefixes(self) -> frozenset[str]:
         """Every prefix whose files must remain."""
-        every = [*self.catalog.values(), *(one.standing for one in self.entry.rolled_back)]
+        every = [*self.catalog.values(), *(one.entry for one in self.entry.rolled_back)]
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
-    def with_committed(self, standing: CatalogEntry) -> Entry:
+    def with_committed(self, added: CatalogEntry) -> Entry:
         """Returns the entry after the commit of a unit, which replaces an earlier upload."""
-        every = {**self.catalog, standing.object_key: standing}
-        promoted = dict(self.entry.promoted)
-        if standing.item is None:
-            run, attempt = standing.save_id.run, standing.save_id.attempt
-            promoted[run] = max(attempt, promoted.pop(run, -1))
+        every = {**self.catalog, added.object_key: added}
+        committed = dict(self.entry.committed)
+        if added.item is None:
+            run, attempt = added.save_id.run, added.save_id.attempt
+            committed[run] = max(attempt, committed.pop(run, -1))
         return dataclasses.replace(
             self.entry,
-            standings=tuple(every[unit] for unit in sorted(every, key=_order)),
-            promoted=dict([*promoted.items()][-MOST_RUNS:]),
+            catalog=tuple(every[unit] for unit in sorted(every, key=_order)),
+            committed=dict([*committed.items()][-MOST_RUNS:]),
         )
 
     def without(self, prefixes: Collection[str]) -> Entry:
@@ -267,16 +269,14 @@ class State:
         entry = self.entry
         return dataclasses.replace(
             entry,
-            standings=tuple(one for one in entry.standings if one.prefix not in prefixes),
-            rolled_back=tuple(
-                one for one in entry.rolled_back if one.standing.prefix not in prefixes
-            ),
+            catalog=tuple(one for one in entry.catalog if one.prefix not in prefixes),
+            rolled_back=tuple(one for one in entry.rolled_back if one.entry.prefix not in prefixes),
             logs=tuple(one for one in entry.logs if one.prefix not in prefixes),
         )
 
     def was_committed(self, save_id: SaveId) -> bool:
         """Returns whether a save was ever committed here, even if it has been removed since."""
-        return self.entry.promoted.get(save_id.run, -1) >= save_id.attempt
+        return self.entry.committed.get(save_id.run, -1) >= save_id.attempt
 
     def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save, or its compacted base, is committed."""
@@ -294,15 +294,17 @@ def to_bytes(entry: Entry) -> bytes:
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     """Parses an entry, or raises Damaged or FormatMismatch; ``name`` is for errors."""
-    found: Entry = manifest.from_bytes(data, Entry, name=name, magic=ENTRY_MAGIC)
+    found: Entry = manifest.from_bytes(
+        data, Entry, name=name, magic=ENTRY_MAGIC, since_development=_SINCE_DEVELOPMENT
+    )
     refuse_unknown(found.features, frozenset(), name)
     if number is not None and found.number != number:
         raise Damaged(name, f"the entry with number {number}", f"that of number {found.number}")
     epochs = [claim.lease.epoch for claim in found.claims]
     if not epochs or epochs != sorted(set(epochs)) or not found.nonce:
         raise Damaged(name, "a nonce and claims with ascending epochs", f"epochs {epochs[-5:]}")
-    check(name, found.standings)
-    check(name, (one.standing for one in found.rolled_back))
+    check(name, found.catalog)
+    check(name, (one.entry for one in found.rolled_back))
     _check_logs(name, found.logs)
     return found
 
@@ -315,9 +317,9 @@ def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
     return str(fields.get("nonce", "")), str(fields.get("previous", ""))
 
 
-def check(name: str, standings: Iterable[CatalogEntry]) -> None:
+def check(name: str, catalog: Iterable[CatalogEntry]) -> None:
     """Raises Damaged if a record refers to another unit's locations."""
-    for one in standings:
+    for one in catalog:
         match = _PREFIX.fullmatch(one.prefix)
         folder, step, item = (match[1], int(match[2]), match[5]) if match else (None, None, None)
         expected = SAVES if one.item is None else BASES

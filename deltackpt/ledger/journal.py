@@ -240,7 +240,7 @@ class Journal(JournalView):
 
         def change(state: State) -> Entry | None:
             claim = state.entry.claims[-1]
-            began = dataclasses.replace(_started(claim), began=True, goes_on=resumed_from)
+            began = dataclasses.replace(_started(claim), began=True, resumed_from=resumed_from)
             if began == claim:
                 return None
             return dataclasses.replace(state.entry, claims=(*state.entry.claims[:-1], began))
@@ -255,7 +255,7 @@ class Journal(JournalView):
         return entries.prefix_of(unit, epoch, token or uuid.uuid4().hex[:12])
 
     def commit(
-        self, standing: CatalogEntry, *, alone: bool = False, replace: bool = False
+        self, added: CatalogEntry, *, alone: bool = False, replace: bool = False
     ) -> CatalogEntry:
         """Makes a step or a base visible after its files were uploaded; returns its record.
 
@@ -265,41 +265,41 @@ class Journal(JournalView):
         removed) or TargetDiffers (another save has the name); after a StorageError, the next call
         determines the outcome.
         """
-        unit, save_id = standing.object_key, standing.save_id
+        unit, save_id = added.object_key, added.save_id
 
         def change(state: State) -> Entry | None:
             there = state.catalog.get(unit)
             if there is None:
                 if unit.item is None and state.was_committed(save_id) and not replace:
                     return None  # It was committed, and has been retired since.
-                self._require_parent(state, standing, alone=alone)
+                self._require_parent(state, added, alone=alone)
             elif there.save_id != save_id:
                 raise TargetDiffers(
                     f"{self.root}: expected no {unit.name}, or save id {save_id}, found save id "
                     f"{there.save_id}, which was not touched; roll back to an earlier step first"
                 )
-            elif not replace or there.prefix == standing.prefix:
+            elif not replace or there.prefix == added.prefix:
                 return None
-            return state.with_committed(standing)
+            return state.with_committed(added)
 
-        state = self._change_own(change, standing.prefix)
-        return state.catalog.get(unit, standing)
+        state = self._change_own(change, added.prefix)
+        return state.catalog.get(unit, added)
 
-    def _require_parent(self, state: State, standing: CatalogEntry, *, alone: bool) -> None:
-        parent = standing.parent
-        if standing.item is not None:
-            of = state.steps.get(standing.step)
-            if not alone and (of is None or of.save_id != standing.save_id):
+    def _require_parent(self, state: State, added: CatalogEntry, *, alone: bool) -> None:
+        parent = added.parent
+        if added.item is not None:
+            of = state.steps.get(added.step)
+            if not alone and (of is None or of.save_id != added.save_id):
                 raise BrokenChain(
-                    f"{self.root}: base of step {standing.step}: expected save id "
-                    f"{standing.save_id} to be committed, found {of.save_id if of else 'none'}; "
+                    f"{self.root}: base of step {added.step}: expected save id "
+                    f"{added.save_id} to be committed, found {of.save_id if of else 'none'}; "
                     "compact again"
                 )
         elif parent is not None and not (
-            state.exists(parent.save_id) or state.exists(standing.save_id)
+            state.exists(parent.save_id) or state.exists(added.save_id)
         ):
             raise BrokenChain(
-                f"{self.root}: step {standing.step}: expected its parent {parent.step_dir} (save "
+                f"{self.root}: step {added.step}: expected its parent {parent.step_dir} (save "
                 f"id {parent.save_id}) to be committed, found that it was removed; the next save "
                 "is a base"
             )
@@ -325,13 +325,13 @@ class Journal(JournalView):
         def change(state: State) -> Entry | None:
             found = [
                 one
-                for one in state.entry.standings
+                for one in state.entry.catalog
                 if one.step > after and (only is None or one.save_id in only)
             ]
             if not found:
                 return None
             later[:] = found
-            aside = (RolledBack(run=run, standing=one) for one in found)
+            aside = (RolledBack(run=run, entry=one) for one in found)
             rolled_back = (*state.entry.rolled_back, *aside)[-entries.MOST_ROLLED_BACK :]
             kept = state.without({one.prefix for one in found})
             return dataclasses.replace(kept, rolled_back=rolled_back)

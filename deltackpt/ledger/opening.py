@@ -48,7 +48,7 @@ class BucketSteps(Steps):
 
     def rolled_back(self) -> Iterator[SaveId]:
         """See ``Steps``."""
-        return (one.standing.save_id for one in self.journal.known.entry.rolled_back)
+        return (one.entry.save_id for one in self.journal.known.entry.rolled_back)
 
     def known_newest_step(self) -> int | None:
         """See ``Steps``."""

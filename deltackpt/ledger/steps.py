@@ -43,7 +43,7 @@ from deltackpt.reading.wal_index import (
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
 from deltackpt.storage import digests
 from deltackpt.storage.digests import check_step_files
-from deltackpt.storage.store import FileStore, Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, FileStore, StorePath
 
 if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
@@ -111,7 +111,7 @@ class Steps:
         self.item = item
         self.given = os.fspath(given) if given is not None else str(store_path)
         self._known: dict[str, SaveInfo] = {}
-        self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
+        self._bases: dict[tuple[str, DirIdentity], SaveInfo] = {}
         #: Accessed by the training thread and by the collector.
         self._lock = threading.Lock()
 
@@ -304,7 +304,7 @@ def _replaces(base: SaveInfo, save: SaveInfo | None) -> bool:
 
 def locate(root: Steps, requested: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
     """Finds a committed step, or the step and WAL records for a recovery point; StepNotFound."""
-    if isinstance(requested, int) and root.at(requested).stamp() is not None:
+    if isinstance(requested, int) and root.at(requested).dir_identity() is not None:
         return requested, None
     index, steps = WalReader(root.wal_location).read(), root.restorable()
     plan = plan_to(index, steps, requested)
@@ -336,8 +336,8 @@ def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) 
     found += [(point.step, str(point)) for point in points if point.full]
     below = max((one for one in found if one[0] <= number), default=None)
     above = min((one for one in found if one[0] > number), default=None)
-    told = " and ".join(one[1] for one in (below, above) if one is not None)
-    return f"the nearest that can be restored: {told}" if told else "none can be restored"
+    reported = " and ".join(one[1] for one in (below, above) if one is not None)
+    return f"the nearest that can be restored: {reported}" if reported else "none can be restored"
 
 
 def losses_of(root: Steps, index: WalIndex, newest: int, *, above: int = -1) -> list[Loss]:

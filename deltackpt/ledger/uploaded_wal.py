@@ -17,7 +17,14 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PieceRange
 from deltackpt.ledger.entries import State, WalRef
 from deltackpt.reading.wal_locations import NAME, NBYTES, Record
-from deltackpt.storage.store import Missing, ReadOnlyStore, Stamp, StorePath, first_byte, split
+from deltackpt.storage.store import (
+    DirIdentity,
+    Missing,
+    ReadOnlyStore,
+    StorePath,
+    first_byte,
+    split,
+)
 
 if TYPE_CHECKING:
     from deltackpt.reading.wal_topics import WalTopics
@@ -119,10 +126,10 @@ class UploadedWal(ReadOnlyStore):
         self._known = others | fresh
         return sorted(key for key in fresh if key > after)
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """See ``Store``; a prefix belongs to one WAL epoch."""
         found = self.keys(folder)
-        return Stamp((self.url, folder), tuple(found)) if found else None
+        return DirIdentity((self.url, folder), tuple(found)) if found else None
 
     def _pieces(self, key: str) -> Pieces:
         found = self._known.get(key)

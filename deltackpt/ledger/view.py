@@ -166,9 +166,9 @@ class JournalView:
 
     def _record_problem(self, problem: Damaged, action: str) -> Damaged:
         """Records a problem, and how it is handled."""
-        told = Damaged(problem.object_name, problem.expected, problem.found, action)
-        self._problems[told.object_name] = told
-        return told
+        reported = Damaged(problem.object_name, problem.expected, problem.found, action)
+        self._problems[reported.object_name] = reported
+        return reported
 
     def _follows(self, entry: Entry) -> bool:
         """Whether the previous entry, which may itself be lost, exists."""

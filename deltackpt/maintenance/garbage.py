@@ -19,7 +19,7 @@ from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.storage import digests
-from deltackpt.storage.store import Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, StorePath
 
 
 def remove_wal_epoch(at: WalFolder, number: int) -> None:
@@ -80,8 +80,8 @@ class Retention:
 
 #: Keeps every step.
 KEEP_ALL = Retention()
-#: Folder of a save, its stamp, and whether inside deltackpt's item, to the damage there.
-Checked = dict[tuple[str, Stamp, bool], Damaged | None]
+#: Folder of a save, its identity, and whether inside deltackpt's item, to the damage there.
+Checked = dict[tuple[str, DirIdentity, bool], Damaged | None]
 
 
 class GarbageFinder:
@@ -215,10 +215,10 @@ class GarbageFinder:
     def _damage(self, folder: StorePath, *, inside: bool = True) -> Damaged | None:
         """The first damage in deltackpt's item of a step, or in the rest of the step."""
         shown = folder.below(self._at)
-        stamp = (folder / self._item).stamp()
-        if stamp is None:
+        identity = (folder / self._item).dir_identity()
+        if identity is None:
             return Damaged(shown, "a save", "none: it was removed")
-        key = (shown, stamp, inside)
+        key = (shown, identity, inside)
         if key not in self._checked:
             found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
             below = f"{self._item}/"

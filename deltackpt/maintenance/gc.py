@@ -121,12 +121,12 @@ def _find_garbage(
         found += opened.rolled_back()
     gone = {entry.name for entry in unneeded if entry.kind == "step"}
     kept = sorted(step for step in opened.steps.steps() if str(step) not in gone)
-    epochs, told = opened.wal_epochs(kept)
+    epochs, wal_notes = opened.wal_epochs(kept)
     return Collectable(
         directory=str(opened.steps),
         removable=(*found, *epochs),
         kept=tuple(kept),
-        notes=(*notes, *told),
+        notes=(*notes, *wal_notes),
         in_use=reason,
     )
 
@@ -221,10 +221,10 @@ class _Bucket:
     def rolled_back(self) -> list[Removable]:
         return [
             Removable(
-                one.standing.prefix,
+                one.entry.prefix,
                 "rolled-back run",
                 f"run {one.run[:8]} resumed from an earlier step",
-                one.standing.stored_bytes,
+                one.entry.stored_bytes,
             )
             for one in self._journal.known.entry.rolled_back
         ]
@@ -241,7 +241,7 @@ class _Bucket:
         self._journal.claim(after_epoch=self._epoch)
         found = find()
         gone, state = {one.name for one in found.removable}, self._journal.known
-        units = {one.prefix for one in state.entry.standings if one.object_key.name in gone}
+        units = {one.prefix for one in state.entry.catalog if one.object_key.name in gone}
         self._journal.retire(lambda _: units | (state.prefixes & gone))
         self._journal.sweep()
         self._journal.copy_newest()

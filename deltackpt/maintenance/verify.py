@@ -105,12 +105,30 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
+def _refuse_foreign(opened: Steps) -> None:
+    """Raises ForeignDirectory if deltackpt wrote none of the steps."""
+    first = None
+    for step in sorted(opened.steps(), reverse=True):
+        try:
+            stored_saves.read_save(opened.at(step), opened.item)
+        except ForeignDirectory as error:
+            first = first or error
+        except RestoreError:
+            return
+        else:
+            return
+    if first is not None:
+        raise first
+
+
 def _verified(
     opened: Steps, steps: Collection[int] | None, progress: Progress | None
 ) -> RootReport:
     started = time.perf_counter()
-    if not opened.steps() and not stored_saves.compacted_bases(opened.store_path, opened.item):
-        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+    if not stored_saves.compacted_bases(opened.store_path, opened.item):
+        if not opened.steps():
+            raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+        _refuse_foreign(opened)
     missing = set(steps or ()) - set(opened.steps())
     if missing:
         raise StepNotFound(
@@ -184,9 +202,9 @@ class _Audit:
 
     def _changes(self) -> bool:
         """Whether the directory changes within a moment, so that missing saves may be replaced."""
-        known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
+        known = {(save.name, save.dir_identity.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
-            now = {(save.name, save.stamp.identity) for save in committed_saves(self._root)}
+            now = {(save.name, save.dir_identity.identity) for save in committed_saves(self._root)}
             if self._steps is None and now != known or not known <= now:
                 return True
             time.sleep(_INTERVAL_SECS)
@@ -200,7 +218,7 @@ class _Audit:
         """Verifies new saves and forgets removed ones; returns whether there were new ones."""
         standing = {save.name: save for save in committed_saves(self._root)}
         for name, (save, _, _) in list(self._found.items()):
-            if name not in standing or not standing[name].stamp.same(save.stamp):
+            if name not in standing or not standing[name].dir_identity.same(save.dir_identity):
                 del self._found[name]
         fresh = [save for save in standing.values() if save.name not in self._found]
         if self._steps is not None:

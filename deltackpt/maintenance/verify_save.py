@@ -17,7 +17,7 @@ from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.shard_arrays import is_of_dense_segment, layer_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.storage import digests
-from deltackpt.storage.store import Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, StorePath
 
 #: What a problem prevents from being restored: the save and every chain through it, only the step,
 #: recovery points, or nothing, because no restore reads the object.
@@ -65,7 +65,7 @@ class CommittedSave:
     item: str
     step_dir: StorePath  #: Or ``compacted/<step>``, which may contain bases of several items.
     folder: StorePath  #: Of its files: the step, or the item of a compacted base.
-    stamp: Stamp
+    dir_identity: DirIdentity
 
     @property
     def step(self) -> int:
@@ -80,7 +80,7 @@ class CommittedSave:
     @property
     def exists(self) -> bool:
         """Returns whether the save still exists."""
-        return self.stamp.same(self.folder.stamp())
+        return self.dir_identity.same(self.folder.dir_identity())
 
     def nbytes(self) -> int:
         """Returns the bytes of all its files; some may be removed concurrently."""
@@ -99,12 +99,12 @@ def committed_saves(root: Steps) -> Iterator[CommittedSave]:
     at, item = root.store_path, root.item
     for step in sorted(root.steps()):
         folder = at / str(step)
-        stamp = folder.stamp()
-        if stamp is not None:
-            yield CommittedSave(str(step), item, folder, folder, stamp)
-    for name, stamp in sorted(stored_saves.compacted_bases(at, item).items()):
+        identity = folder.dir_identity()
+        if identity is not None:
+            yield CommittedSave(str(step), item, folder, folder, identity)
+    for name, identity in sorted(stored_saves.compacted_bases(at, item).items()):
         folder = naming.compacted_dir(at / name, item)
-        yield CommittedSave(f"{naming.COMPACTED}/{name}", item, folder.parent, folder, stamp)
+        yield CommittedSave(f"{naming.COMPACTED}/{name}", item, folder.parent, folder, identity)
 
 
 def verify_save(

@@ -64,17 +64,17 @@ class SaveHistory:
       delta_bytes: bytes of each delta committed since, oldest first.
       chain_length: deltas that restoring the newest save reads.
       chain_bytes: bytes that restoring the newest save reads, its base included.
-      anchor_chain_length: deltas that a restore of the save below ``delta_bytes`` reads: 0 for a
-        base, more for a restored delta.
-      anchor_chain_bytes: bytes that a restore of that save reads.
+      delta_base_chain_length: deltas that a restore of the save below ``delta_bytes`` reads: 0
+        for a base, more for a restored delta.
+      delta_base_chain_bytes: bytes that a restore of that save reads.
     """
 
     base_bytes: int
     delta_bytes: tuple[int, ...]
     chain_length: int
     chain_bytes: int
-    anchor_chain_length: int = 0
-    anchor_chain_bytes: int = 0
+    delta_base_chain_length: int = 0
+    delta_base_chain_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class OneShot(_Bounded):
     def decide(self, history: SaveHistory) -> Decision:
         """See ``BaseOrDelta``."""
         return self._bound(
-            history, history.anchor_chain_length, _anchor_bytes(history)
+            history, history.delta_base_chain_length, _delta_base_bytes(history)
         ) or _since_base("all rows touched since the base", history)
 
 
@@ -195,7 +195,7 @@ class Intermittent(_Bounded):
 
     def decide(self, history: SaveHistory) -> Decision:
         """See ``BaseOrDelta``."""
-        bound = self._bound(history, history.anchor_chain_length, _anchor_bytes(history))
+        bound = self._bound(history, history.delta_base_chain_length, _delta_base_bytes(history))
         if bound is not None:
             return bound
         sizes = [nbytes / max(1, history.base_bytes) for nbytes in history.delta_bytes]
@@ -253,8 +253,8 @@ class LeftToCompaction:
         )
 
 
-def _anchor_bytes(history: SaveHistory) -> int:
-    return history.anchor_chain_bytes or history.base_bytes
+def _delta_base_bytes(history: SaveHistory) -> int:
+    return history.delta_base_chain_bytes or history.base_bytes
 
 
 def _base(reason: str) -> Decision:

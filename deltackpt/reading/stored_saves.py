@@ -27,7 +27,7 @@ from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId, SaveInfo
 from deltackpt.format.row_blocks import DenseBlocks, FieldSpec
 from deltackpt.reading import bounds
 from deltackpt.reading.shard_arrays import LayerArrays, Shard, arrays_of
-from deltackpt.storage.store import Stamp, StorePath, store_path
+from deltackpt.storage.store import DirIdentity, StorePath, store_path
 
 _GONE_CHECKS = 5
 _GONE_INTERVAL_SECS = 0.1
@@ -49,8 +49,8 @@ def detect_removal(
     it existed then. ``during`` (a participle) and ``instead`` complete the message.
     """
     at = store_path(step_dir)
-    stamp = at.stamp()
-    exists = exists or (lambda: stamp is None or stamp.same(at.stamp()))
+    identity = at.dir_identity()
+    exists = exists or (lambda: identity is None or identity.same(at.dir_identity()))
     try:
         yield
     except Exception as error:
@@ -255,15 +255,15 @@ def read_base(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> StoredSave
     return _read_save(step_dir, item, naming.compacted_dir(step_dir, item))
 
 
-def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str, Stamp]:
-    """Returns names of the steps that have a compacted base, each with the stamp of its folder."""
+def compacted_bases(root: Where, item: str = naming.EMBEDDINGS_ITEM) -> dict[str, DirIdentity]:
+    """Returns names of the steps with a compacted base, each with the identity of its folder."""
     folder = store_path(root) / naming.COMPACTED
-    stamps = {
-        step: (folder / step / item).stamp()
+    identities = {
+        step: (folder / step / item).dir_identity()
         for step in folder.folders()
         if naming.step_number(step) is not None
     }
-    return {step: stamp for step, stamp in stamps.items() if stamp is not None}
+    return {step: identity for step, identity in identities.items() if identity is not None}
 
 
 def read_info(step_dir: Where, item: str = naming.EMBEDDINGS_ITEM) -> SaveInfo:

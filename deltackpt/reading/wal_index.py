@@ -330,8 +330,8 @@ class WalReader:
             except Damaged:
                 raise error from None
             action = "its copy was read, and nothing is lost"
-            told = Damaged(error.object_name, error.expected, error.found, action)
-            self._replaced[epoch] = told
+            reported = Damaged(error.object_name, error.expected, error.found, action)
+            self._replaced[epoch] = reported
             return found
 
     def _head_of(self, epoch: int, record: Record) -> EpochHeader:

@@ -37,7 +37,7 @@ from deltackpt.reading.shard_arrays import LayerArrays
 from deltackpt.reading.wal_locations import DurableRecord, newest_durable
 from deltackpt.resources import host_memory
 from deltackpt.storage import arrays
-from deltackpt.storage.store import FileStore, Missing, Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, FileStore, Missing, StorePath
 
 #: Read at once during a scan: headers and footers are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
@@ -268,7 +268,7 @@ class ProcessWal:
         self.store_path = store_path
         self._run, self._epoch, self._process = run, epoch, process
         self._scans: dict[SegmentId, _Scan] = {}
-        self._stamp: Stamp | None = None
+        self._identity: DirIdentity | None = None
         #: The newest durable record according to its writer: number of the call, and step.
         self._durable = DurableRecord(0, 0)
 
@@ -377,12 +377,12 @@ class ProcessWal:
         Raises FormatTooNew, and StorageError if the directory cannot be read.
         """
         if isinstance(self.store_path.store, FileStore):
-            stamp = self.store_path.stamp()
-            if self._stamp is not None and not self._stamp.same(stamp):
+            identity = self.store_path.dir_identity()
+            if self._identity is not None and not self._identity.same(identity):
                 # A copy with other bytes may have replaced the directory. In other stores, asking
                 # would cost another listing.
                 self._scans.clear()
-            self._stamp = stamp
+            self._identity = identity
         # Before the segments: what is durable by now is in them.
         self._durable = newest_durable(self.store_path)
         places = sorted(

@@ -216,10 +216,10 @@ def available_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
             lines = Path(folder, "memory.stat").read_text().splitlines()
-            told = dict(line.split() for line in lines)
+            reported = dict(line.split() for line in lines)
             # The usage includes the page cache, which is evicted when memory is needed.
             cached = sum(
-                int(told.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
+                int(reported.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
             )
             found = min(found, max(0, left + cached))
     return found

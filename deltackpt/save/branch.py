@@ -147,8 +147,8 @@ class Branch:
             delta_bytes=tuple(self.delta_bytes),
             chain_length=self.previous.chain_length,
             chain_bytes=self.previous.total_bytes,
-            anchor_chain_length=self.delta_base.chain_length,
-            anchor_chain_bytes=self.delta_base.total_bytes,
+            delta_base_chain_length=self.delta_base.chain_length,
+            delta_base_chain_bytes=self.delta_base.total_bytes,
         )
 
     def knows(self, clocks: Clocks) -> bool:
@@ -203,7 +203,7 @@ class Branch:
         self.base_bytes = base_bytes
         self.since = [restored]
 
-    def promote(self, head: Written, *, compacted: bool) -> None:
+    def advance(self, head: Written, *, compacted: bool) -> None:
         """Records the save in flight as committed; if ``compacted``, a base may replace a save."""
         known, self.in_flight = self.in_flight, None
         assert known is not None

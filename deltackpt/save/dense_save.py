@@ -545,9 +545,9 @@ def write_changes(
         if len(rows) == rows[-1] + 1 - rows[0]:
             rows = range(int(rows[0]), int(rows[-1]) + 1)
         by_suffix = {name: [piece.arrays[name] for piece in held] for name in held[0].arrays}
-        told = "; ".join(dict.fromkeys(reason[:_MOST_REASONS]))
-        told += "; and others" if len(reason) > _MOST_REASONS else ""
-        segments.append(_write_blocks(sink_of, group, codec, rows, by_suffix, told))
+        text = "; ".join(dict.fromkeys(reason[:_MOST_REASONS]))
+        text += "; and others" if len(reason) > _MOST_REASONS else ""
+        segments.append(_write_blocks(sink_of, group, codec, rows, by_suffix, text))
     record = DenseBlocks(values=described, segments=tuple(segments))
     on_disk = _stored_bytes(record)
     shares = {

@@ -395,12 +395,12 @@ class Lineage:
             return self._branch.protected
 
     def _poll(self) -> Known | None:
-        """Promotes and returns the save in flight if it was committed. Under the lock."""
+        """Advances the branch to the save in flight if it was committed. Under the lock."""
         known = self._branch.in_flight
         head = None if known is None else _committed_manifest(known, self._item)
         if known is None or head is None:
             return None
-        self._branch.promote(head, compacted=self._compacted)
+        self._branch.advance(head, compacted=self._compacted)
         if known.info.kind == "base" and known.number > self._distrusted_at:
             self._distrusted = self._lost = None
         return known

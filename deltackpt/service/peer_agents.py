@@ -29,7 +29,7 @@ from deltackpt.tiers.peers import PeerGroup, PeerNode
 
 _T = TypeVar("_T")
 
-_MAGIC = "deltackpt.keeper"
+_MAGIC = "deltackpt.peer_agent"
 _START_SECS = 30.0
 _ANSWER_SECS = 5.0
 _NICE = 5
@@ -194,7 +194,7 @@ def stop(root: str | os.PathLike[str], item: str) -> int:
 
 def agent_name(key: str, node: str) -> str:
     """Returns the name of the actor that serves a directory on a node."""
-    return f"{key}-keeper-{node}"
+    return f"{key}-peer-{node}"
 
 
 def _found(key: str) -> dict[str, Any]:

@@ -240,12 +240,12 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         item_dir = save.step_dir / naming.DENSE_ITEM
         if not item_dir.is_dir():
             return None
-        stamp = save.step_dir.stamp()
+        identity = save.step_dir.dir_identity()
         item = DenseItem(
             item_dir,
             (leaf,),
             digests=save.head.files if "step" in save.head.digests else None,
-            exists=lambda: stamp is None or stamp.same(save.step_dir.stamp()),
+            exists=lambda: identity is None or identity.same(save.step_dir.dir_identity()),
         )
         stored = item.get(path_name(leaf.path))
         if stored is None or stored.kind not in _ARRAYS or 0 in stored.shape:

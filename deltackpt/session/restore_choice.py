@@ -106,9 +106,9 @@ class FailedChoices:
     def pop_lost(self, above: int) -> list[tuple[int, RestoreError]]:
         """Returns the lost steps above a number, newest first, each once; they are skipped."""
         found = sorted((step for step in self._lost_with if step > above), reverse=True)
-        told = [(step, self._lost_with.pop(step)) for step in found]
-        self.skipped += told
-        return told
+        reported = [(step, self._lost_with.pop(step)) for step in found]
+        self.skipped += reported
+        return reported
 
     def skip(self, choice: RestoreChoice, error: RestoreError) -> None:
         """Records an error of a choice, in its WAL records or in its step."""
@@ -151,7 +151,7 @@ class RestoreChooser:
             return found
 
         chosen, lost = self._run.coordinator.from_process_0("choosing a step", find)
-        tried.lost = [(step, DamagedWal(*told)) for step, *told in lost]
+        tried.lost = [(step, DamagedWal(*reported)) for step, *reported in lost]
         return RestoreChoice.from_plain(chosen)
 
     def _choose(
@@ -282,8 +282,8 @@ class RestoreChooser:
         steps, found = self._run.root.restorable(), list[RecoveryPoint]()
         with contextlib.suppress(RestoreError, StorageError):  # The steps are known anyway.
             found = self.points()
-        near = ledger_steps.nearest(number, steps, found)
-        return f"{near}; all_steps() and recovery_points() list what exists"
+        nearest = ledger_steps.nearest(number, steps, found)
+        return f"{nearest}; all_steps() and recovery_points() list what exists"
 
     def _shown(self, requested: int | RecoveryPoint) -> str:
         return f"{self._run.root.at(requested) if isinstance(requested, int) else requested}"

@@ -197,8 +197,8 @@ class Restorer:
         def look() -> list[tuple[int | None, tuple[str, ...]]]:
             lost = run.root.lost_steps()
             steps = sorted((step for step in lost if step > above), reverse=True)
-            told = {id(lost[step]) for step in steps}
-            others = [problem for problem in run.root.problems() if id(problem) not in told]
+            reported = {id(lost[step]) for step in steps}
+            others = [problem for problem in run.root.problems() if id(problem) not in reported]
             return [
                 *((step, lost[step].__reduce__()[1]) for step in steps),
                 *((None, problem.__reduce__()[1]) for problem in others),

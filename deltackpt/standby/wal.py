@@ -33,7 +33,7 @@ from deltackpt.reading.wal_index import (
     WalReader,
     newest_plan,
 )
-from deltackpt.storage.store import Stamp, StorePath
+from deltackpt.storage.store import DirIdentity, StorePath
 
 #: A damaged step or record is not read again for this long: it may still be being copied.
 _REFUSED_SECS = 30.0
@@ -125,7 +125,7 @@ class _SaveIds(Mapping[int, SaveId | None]):
     def __init__(self, root: Steps, item: str):
         self._root, self._item = root, item
         self._steps: Collection[int] = ()
-        self._known: dict[int, tuple[Stamp, SaveId]] = {}
+        self._known: dict[int, tuple[DirIdentity, SaveId]] = {}
 
     def of(self, steps: Collection[int]) -> _SaveIds:
         self._steps = steps
@@ -140,19 +140,19 @@ class _SaveIds(Mapping[int, SaveId | None]):
 
     def __getitem__(self, step: int) -> SaveId | None:
         at = self._root.at(step)
-        stamp = at.stamp()
+        identity = at.dir_identity()
         known = self._known.get(step)
-        if stamp is not None and (known is None or known[0] != stamp):
+        if identity is not None and (known is None or known[0] != identity):
             known = None
             with contextlib.suppress(RestoreError, StorageError):
-                known = stamp, stored_saves.read_info(at, self._item).save_id
+                known = identity, stored_saves.read_info(at, self._item).save_id
             if known is not None:
                 self._known[step] = known
-        return None if stamp is None or known is None else known[1]
+        return None if identity is None or known is None else known[1]
 
 
 #: Distinguishes a step's directory from a later one with the same name.
-_Stamp = tuple[str, Stamp]
+_StepIdentity = tuple[str, DirIdentity]
 
 
 class StateReplica(Protocol):
@@ -175,9 +175,9 @@ class Candidates:
 
     def __init__(self, root: Steps, wal: FollowedWal | None):
         self._root, self._wal = root, wal
-        self._seen: _Stamp | None = None
+        self._seen: _StepIdentity | None = None
         #: Errors of steps, and when to read them again, on the monotonic clock.
-        self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
+        self._refused: dict[_StepIdentity, tuple[float, RestoreError]] = {}
         #: The error of a newer state than the held one, or None.
         self.problem: DeltackptError | None = None
 
@@ -189,25 +189,27 @@ class Candidates:
         failure: RestoreError | None = None
         steps = {*self._root.steps()}
         self._refused = {
-            stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
+            identity: found
+            for identity, found in self._refused.items()
+            if int(identity[0]) in steps
         }
         is_changed = False
         while steps:
             plan = None if wal is None else wal.plan(steps)
             step = max(steps) if plan is None else plan.step.step
             step_dir = self._root.at(step)
-            found = step_dir.stamp()
+            found = step_dir.dir_identity()
             if found is None:
                 steps.remove(step)
                 continue
-            stamp = str(step), found
-            until, problem = self._refused.get(stamp, (0.0, None))
+            identity = str(step), found
+            until, problem = self._refused.get(identity, (0.0, None))
             if problem is not None and time.monotonic() < until:
                 failure = failure or problem
                 steps.remove(step)
                 continue
             try:
-                if stamp != self._seen or not replica.is_at(plan):
+                if identity != self._seen or not replica.is_at(plan):
                     with stored_saves.detect_removal(step_dir):
                         is_changed = replica.load_state(step_dir, plan) or is_changed
             except StepGone as error:
@@ -219,11 +221,11 @@ class Candidates:
                 wal.refuse(plan, error)
                 continue
             except RestoreError as error:
-                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
+                self._refused[identity] = time.monotonic() + _REFUSED_SECS, without_frames(error)
                 failure = failure or error
                 steps.remove(step)
                 continue
-            self._seen = stamp
+            self._seen = identity
             if replica.is_at(plan):  # Otherwise the step had to be loaded first.
                 above = step if plan is None else plan.point.step
                 self.problem = failure or (None if wal is None else wal.problem(above))

@@ -38,7 +38,7 @@ from deltackpt.state.stacks import StackedTable
 from deltackpt.state.touch_state import Marks, TouchSite, TouchState
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
     """Selects the tables of a state. Create one and reuse it: it caches the layouts that it finds.
 
@@ -82,6 +82,7 @@ class Tables:
     """
 
     select: Select
+    _: dataclasses.KW_ONLY
     slots: Mapping[str, Mapping[str, Select]] | None = None
     key: str | Mapping[str, Select] | None = None
     always: Sequence[str] = ()

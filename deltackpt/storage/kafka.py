@@ -390,8 +390,8 @@ class _KafkaClient:
         asked = admin.ConfigResource(admin.ResourceType.TOPIC, self.topic)
         with self.errors("read the options"):
             try:
-                told = self.client.describe_configs([asked], request_timeout=REQUEST_SECS)
-                found = told[asked].result(REQUEST_SECS)
+                reported = self.client.describe_configs([asked], request_timeout=REQUEST_SECS)
+                found = reported[asked].result(REQUEST_SECS)
             except self._kafka.KafkaException as error:
                 if error.args[0].code() == self._kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     raise StorageError(
@@ -489,8 +489,8 @@ class _KafkaClient:
         """See ``Topic.truncate``."""
         asked = [self._kafka.TopicPartition(self.topic, *one) for one in sorted(offsets.items())]
         with self.errors("delete records"):
-            told = self.client.delete_records(asked, request_timeout=REQUEST_SECS)
-            for done in told.values():
+            reported = self.client.delete_records(asked, request_timeout=REQUEST_SECS)
+            for done in reported.values():
                 done.result(REQUEST_SECS)
 
     @contextlib.contextmanager
@@ -502,11 +502,13 @@ class _KafkaClient:
             raise self._error(action, error) from None
 
     def _error(self, action: str, error: Any) -> DeltackptError:
-        told = self.redacted(error.args[0].str())
+        reported = self.redacted(error.args[0].str())
         if error.args[0].code() == self._kafka.KafkaError._INVALID_ARG:
-            return OptionError(f"KafkaWal.config: expected settings of librdkafka, found: {told}")
+            return OptionError(
+                f"KafkaWal.config: expected settings of librdkafka, found: {reported}"
+            )
         return StorageError(
-            f"{self._name}: expected to {action}, found: {told}; check the brokers and the "
+            f"{self._name}: expected to {action}, found: {reported}; check the brokers and the "
             "permissions of this user"
         )
 

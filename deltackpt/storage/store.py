@@ -65,18 +65,18 @@ class Refused(StorageError):
     """The store rejected the request: credentials, policies, or a missing bucket."""
 
 
-class Stamp(NamedTuple):
+class DirIdentity(NamedTuple):
     """Identity of a folder, to distinguish it from a replacement."""
 
     identity: Hashable  # Stays while contents change; may be reused after the folder is removed.
     version: Hashable  # Changes with the folder's own entries.
 
     @classmethod
-    def from_stat(cls, found: os.stat_result) -> Stamp:
+    def from_stat(cls, found: os.stat_result) -> DirIdentity:
         """Returns the identity of a local directory."""
         return cls((found.st_dev, found.st_ino), found.st_ctime_ns)
 
-    def same(self, other: Stamp | None) -> bool:
+    def same(self, other: DirIdentity | None) -> bool:
         """Returns whether another one belongs to the same folder."""
         return other is not None and self.identity == other.identity
 
@@ -84,7 +84,7 @@ class Stamp(NamedTuple):
 class Store(Protocol):
     """Objects by key; thread-safe. A method that needs an object raises ``Missing`` without it.
 
-    A store that only has objects may inherit ``folders``, ``stamp`` and ``kvstore``.
+    A store that only has objects may inherit ``folders``, ``dir_identity`` and ``kvstore``.
     An object that exists but cannot be read or written raises a ``StorageError`` with its cause.
     """
 
@@ -139,7 +139,7 @@ class Store(Protocol):
         """Deletes objects; missing ones are ignored."""
         ...
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """Returns the identity of a folder; None if it does not exist.
 
         The default derives it from the objects, so it is equal for equal bytes.
@@ -148,7 +148,7 @@ class Store(Protocol):
         if not found:
             return None
         with contextlib.suppress(Missing):
-            return Stamp((folder, self.version(found[0])), tuple(found))
+            return DirIdentity((folder, self.version(found[0])), tuple(found))
         return None
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
@@ -246,13 +246,13 @@ class StorePath(NamedTuple):
             raise
         return True
 
-    def stamp(self) -> Stamp | None:
+    def dir_identity(self) -> DirIdentity | None:
         """Returns the identity of the folder; None if it does not exist."""
-        return self.store.stamp(self.key)
+        return self.store.dir_identity(self.key)
 
     def is_dir(self) -> bool:
         """Returns whether a folder exists at this location."""
-        return self.stamp() is not None
+        return self.dir_identity() is not None
 
     def exists(self) -> bool:
         """Returns whether an object or a folder exists at this location."""
@@ -454,13 +454,13 @@ class FileStore:
             with contextlib.suppress(Missing), self._refusals(key, "removed"):
                 DurableDir(self.path).remove_file(self.path / key)
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """See ``Store``."""
         try:
             found = os.stat(self._name(folder))
         except OSError:  # Reading it reports the error.
             return None
-        return Stamp.from_stat(found) if stat.S_ISDIR(found.st_mode) else None
+        return DirIdentity.from_stat(found) if stat.S_ISDIR(found.st_mode) else None
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""

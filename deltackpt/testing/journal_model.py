@@ -349,7 +349,7 @@ class JournalModel:
             self.retried(lambda: ledger.start_run(resumed_from))
             if parent is not None:
                 after = parent.save_id.step
-                later = {one.prefix for one in ledger.known.entry.standings if one.step > after}
+                later = {one.prefix for one in ledger.known.entry.catalog if one.step > after}
                 self.retried(lambda: ledger.roll_back(after, run))
                 self.observed.rolled_back |= later
             for _ in range(self.drawn.randrange(8)):
@@ -444,7 +444,7 @@ class JournalModel:
                 continue
             if self._lost:
                 return  # Delayed writes may still be executed, without what they refer to.
-            again = rolled_back.intersection(one.prefix for one in state.entry.standings)
+            again = rolled_back.intersection(one.prefix for one in state.entry.catalog)
             assert not again, f"{again} were rolled back before"
             for one in state.catalog.values():
                 if one.parent is not None:
@@ -495,7 +495,7 @@ class JournalModel:
         assert {*self.observed.claimed} <= {*epochs}
         ever = {}
         for entry in history:
-            inline = (*entry.standings, *(one.standing for one in entry.rolled_back))
+            inline = (*entry.catalog, *(one.entry for one in entry.rolled_back))
             ever.update((one.prefix, one) for one in inline)
         for prefix, stands in self.observed.committed:
             assert stands.prefix in ever, f"{prefix} was reported as committed but is in no entry"

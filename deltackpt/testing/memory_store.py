@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from deltackpt.storage.store import Exists, Missing, Stamp, fill, first_byte
+from deltackpt.storage.store import DirIdentity, Exists, Missing, fill, first_byte
 
 
 class MemoryStore:
@@ -78,10 +78,10 @@ class MemoryStore:
                 self._held.pop(key, None)
             self._made = {one: at for one, at in self._made.items() if self.keys(one)}
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """Returns the identity of a folder; None if it does not exist."""
         made = self._made.get(folder)
-        return None if made is None else Stamp(made, tuple(self.keys(folder)))
+        return None if made is None else DirIdentity(made, tuple(self.keys(folder)))
 
     def kvstore(self, folder: str) -> None:
         """Returns None: TensorStore cannot read it."""

@@ -61,7 +61,7 @@ class StoreSuite:
                 with pytest.raises(Missing, match=key):
                     ask(key)
         assert store.keys("4") == store.folders("4") == store.folders("3/x") == []
-        assert store.stamp("4") is None and store.stamp("3/x") is None
+        assert store.dir_identity("4") is None and store.dir_identity("3/x") is None
         store.delete(["4", "3/y"])
         assert store.keys("") == ["3/x"]
 
@@ -157,18 +157,22 @@ class StoreSuite:
         assert store.folders("9/a") == ["b"] and store.folders("9/a/b") == []
 
     def test_a_folder_that_was_replaced_has_another_stamp(self, store):
-        """The stamp of a folder differs from that of its replacement."""
+        """The identity of a folder differs from that of its replacement."""
         store.put("3/x", b"a")
-        first = store.stamp("3")
-        assert first is not None and first.same(store.stamp("3")) and first == store.stamp("3")
+        first = store.dir_identity("3")
+        assert (
+            first is not None
+            and first.same(store.dir_identity("3"))
+            and first == store.dir_identity("3")
+        )
         store.put("4/x", b"a")
-        assert first == store.stamp("3") and not first.same(store.stamp("4"))
+        assert first == store.dir_identity("3") and not first.same(store.dir_identity("4"))
         store.put("3/y", b"a")
-        assert first.same(store.stamp("3")) and first != store.stamp("3")
+        assert first.same(store.dir_identity("3")) and first != store.dir_identity("3")
         store.delete(store.keys("3"))
-        assert store.stamp("3") is None and "3" not in store.folders("")
+        assert store.dir_identity("3") is None and "3" not in store.folders("")
         store.put("3/x", b"b")  # With the same bytes it could be equal.
-        assert store.stamp("3") != first
+        assert store.dir_identity("3") != first
 
     def test_a_store_path_is_a_path_in_the_store(self, store):
         """A ``StorePath`` is a path in the store."""
@@ -241,8 +245,8 @@ class StoreSuite:
                 for folder in ("", "a", "a/b"):
                     assert store.keys(folder, after=after) == oracle.keys(folder, after=after)
                     assert store.folders(folder) == oracle.folders(folder)
-                    known = oracle.stamp(folder) is not None
-                    assert not folder or (store.stamp(folder) is not None) == known
+                    known = oracle.dir_identity(folder) is not None
+                    assert not folder or (store.dir_identity(folder) is not None) == known
                 assert {key: store.get(key) for key in store.keys("")} == {
                     key: oracle.get(key) for key in oracle.keys("")
                 }

@@ -36,6 +36,8 @@ from deltackpt.storage.store import FileStore, Missing, fill, split, store_path
 from deltackpt.tiers.staging import Orders, RunLineage, StagingDir
 
 _MAGIC = "deltackpt.pack"
+#: Fields of manifests that development versions did not write.
+_SINCE_DEVELOPMENT = frozenset(("generation", "ancestors"))
 _PREFIX = struct.Struct("<8sQ")
 _PREFIX_MAGIC = b"dckpack1"
 _KEY = re.compile(r"([0-9a-z]{1,64})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,9})")
@@ -57,7 +59,7 @@ class BundleName(NamedTuple):
     attempt: int
     step: int
     epoch: int  # of the claim under which the save's run began
-    era: int  # number of rollbacks under that claim before the run began
+    generation: int  # number of rollbacks under that claim before the run began
     shard: int  # the process, if several have a staging directory each; otherwise 0
 
     @property
@@ -147,8 +149,8 @@ class BundleManifest:
 
     save_id: SaveId
     epoch: int
-    era: int
-    past: dict[str, int]
+    generation: int
+    ancestors: dict[str, int]
     root: str  # URL of the checkpoint directory
     holder: str  # distinguishes successive directories at one URL
     shard: int
@@ -160,7 +162,7 @@ class BundleManifest:
     def name(self) -> BundleName:
         """The bundle's name."""
         run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
-        return BundleName(run, attempt, step, self.epoch, self.era, self.shard)
+        return BundleName(run, attempt, step, self.epoch, self.generation, self.shard)
 
     @property
     def lineage(self) -> RunLineage:
@@ -169,8 +171,8 @@ class BundleManifest:
             run=self.save_id.run,
             epoch=self.epoch,
             holder=self.holder,
-            era=self.era,
-            past=self.past,
+            generation=self.generation,
+            ancestors=self.ancestors,
         )
 
 
@@ -233,8 +235,8 @@ def manifest_of(
     return BundleManifest(
         save_id=save_id,
         epoch=lineage.epoch,
-        era=lineage.era,
-        past=lineage.past,
+        generation=lineage.generation,
+        ancestors=lineage.ancestors,
         root=root,
         holder=lineage.holder,
         shard=shard,
@@ -279,7 +281,11 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
     if "shard" not in records.fields_of(bytes(record), name=ref.key, magic=_MAGIC):
         raise records.too_old(ref.key, "a shard in the record")
     found: BundleManifest = manifest.from_bytes(
-        bytes(record), BundleManifest, name=ref.key, magic=_MAGIC
+        bytes(record),
+        BundleManifest,
+        name=ref.key,
+        magic=_MAGIC,
+        since_development=_SINCE_DEVELOPMENT,
     )
     start = len(prefix) + length
     digests.check_digests(found.files, ref.key)
@@ -323,7 +329,9 @@ def save_of(ref: BundleRef) -> SaveId | None:
 def newest_first(refs: Collection[BundleRef]) -> list[tuple[BundleName, BundleRef]]:
     """Returns bundles with their names, newest first; foreign keys are ignored."""
     named = [(name, ref) for ref in refs if (name := BundleName.parse(ref.key)) is not None]
-    return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
+    return sorted(
+        named, key=lambda one: (one[0].epoch, one[0].generation, one[0].attempt), reverse=True
+    )
 
 
 def require_range(ref: BundleRef, start: int, nbytes: int) -> None:

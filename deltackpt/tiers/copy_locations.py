@@ -285,8 +285,8 @@ class Bucket:
 
     def info(self, key: ObjectKey) -> SaveInfo | None:
         """See ``Directory``."""
-        standing = self._journal.state().catalog.get(key)
-        return None if standing is None else standing.info
+        entry = self._journal.state().catalog.get(key)
+        return None if entry is None else entry.info
 
     def unit(self, key: ObjectKey, info: SaveInfo) -> Unit:
         """See ``Directory``."""

@@ -20,7 +20,7 @@ from deltackpt.errors import DeltackptError, RestoreError, StorageError
 from deltackpt.format import naming
 from deltackpt.format.manifest import SaveInfo
 from deltackpt.reading import stored_saves
-from deltackpt.storage.store import Stamp, StorePath, store_path
+from deltackpt.storage.store import DirIdentity, StorePath, store_path
 from deltackpt.tiers.staging import StagingDir, TierName, TierProgress, key_of
 
 _logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Cursor(abc.ABC):
         #: Whether the progress could not be written.
         self._is_unwritten = False
         self.trainer = Trainer()
-        self._infos: dict[tuple[int, Stamp], SaveInfo | None] = {}
+        self._infos: dict[tuple[int, DirIdentity], SaveInfo | None] = {}
         #: Identifies the folder of each damaged save, by key.
         self._damaged_at: dict[str, Hashable] = {}
 
@@ -140,23 +140,23 @@ class Cursor(abc.ABC):
 
     def scan(self, item: str) -> list[StagedSave]:
         """Returns the staged saves, oldest first; each manifest is read once."""
-        at, found = store_path(self.stage.steps), dict[tuple[int, Stamp], SaveInfo | None]()
+        at, found = store_path(self.stage.steps), dict[tuple[int, DirIdentity], SaveInfo | None]()
         for name in at.folders():
             step = naming.step_number(name)
-            stamp = None if step is None else (at / name).stamp()
-            if step is None or stamp is None:
+            identity = None if step is None else (at / name).dir_identity()
+            if step is None or identity is None:
                 continue
-            info = self._infos.get((step, stamp))
+            info = self._infos.get((step, identity))
             try:
                 info = info or stored_saves.read_info(at / name, item)
             except RestoreError:
                 if not (at / name).is_dir():
                     continue  # It was removed concurrently.
-            found[step, stamp] = info
+            found[step, identity] = info
         self._infos = found
         staged = (
-            StagedSave(step, info, at / str(step), stamp.identity)
-            for (step, stamp), info in found.items()
+            StagedSave(step, info, at / str(step), identity.identity)
+            for (step, identity), info in found.items()
         )
         return sorted(staged, key=lambda one: one.step)
 

@@ -302,7 +302,7 @@ def _unpacked(
 ) -> bool:
     """Unpacks a bundle; returns whether that worked and it contains the item's save."""
     # Ignored as a leftover after a kill.
-    unpacked = f"{final.name}{naming.TEMPORARY}-recalled-{secrets.token_hex(8)}"
+    unpacked = f"{final.name}{naming.TEMPORARY}-recovered-{secrets.token_hex(8)}"
     temporary = final.with_name(unpacked)
     folder = DurableDir(final.parent, fsync=fsync)
     with _passing_over(offer, problems):

@@ -27,7 +27,7 @@ class Pusher(Cursor):
     def __init__(self, stage: StagingDir):
         super().__init__(stage)
         self._peers: PeerTier | None = None
-        self._stamp: object = None
+        self._version: object = None
         self._surveyed_at = 0.0
         #: What peers hold: complete bundles, and partial ones.
         self._held: dict[SaveId, BundleRef] = {}
@@ -118,8 +118,8 @@ class Pusher(Cursor):
 
     def _opened(self, orders: Orders) -> PeerTier | None:
         """The peers that the trainer has found; reconnects if they changed."""
-        stamp, is_new = self.stage.peers_stamp(), False
-        if stamp != self._stamp or self._peers is None:
+        version, is_new = self.stage.peers_version(), False
+        if version != self._version or self._peers is None:
             data = self.stage.peers()
             if data is None:
                 return None
@@ -129,7 +129,7 @@ class Pusher(Cursor):
             self._peers, is_new = PeerTier(PeerGroup.from_bytes(data)), True
         if is_new or time.monotonic() - self._surveyed_at > _ASK_SECS:
             self._refresh_survey(self._peers, orders)
-            self._stamp = stamp
+            self._version = version
         return self._peers
 
     def _refresh_survey(self, peers: PeerTier, orders: Orders) -> None:

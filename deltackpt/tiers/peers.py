@@ -416,13 +416,13 @@ class PeerTier:
     def _too_few(
         self, ref: BundleRef, every: Mapping[erasure.FragmentCoding, erasure.Where]
     ) -> StorageError:
-        told = []
+        problems = []
         for coding, where in every.items():
             for segment in range(erasure.segments(ref.nbytes)):
                 held = erasure.placed_of(where.get(segment, {}))
                 if len(held) < coding.k:
                     gone = [n for n in range(coding.k + coding.m) if n not in held]
-                    told.append(
+                    problems.append(
                         f"segment {segment} lacks fragments {_listed(gone)} and needs {coding.k} "
                         f"of {coding.k + coding.m}"
                     )
@@ -432,9 +432,9 @@ class PeerTier:
         silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
         return StorageError(
             f"{ref.key}: expected a complete bundle on {len(self._nodes)} nodes, found "
-            f"{'; '.join(told) or 'no fragment'} (nodes that do not answer: {silent or 'none'}); "
-            "reconnect those nodes if their memory is intact, or resume from the checkpoint "
-            "directory"
+            f"{'; '.join(problems) or 'no fragment'} (nodes that do not answer: "
+            f"{silent or 'none'}); reconnect those nodes if their memory is intact, or resume from "
+            "the checkpoint directory"
         )
 
     def _unreadable(

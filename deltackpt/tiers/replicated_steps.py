@@ -28,10 +28,10 @@ from deltackpt.reading.wal_locations import WalFolder, WalLocation, WalLocations
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import (
+    DirIdentity,
     FileStore,
     Missing,
     ReadOnlyStore,
-    Stamp,
     Store,
     StorePath,
     store_path,
@@ -251,7 +251,9 @@ class _NearestStore(ReadOnlyStore):
         """Returns the store that holds a key or a folder; the local one if both do."""
         step = key.partition("/")[0]
         is_step = naming.step_number(step) is not None
-        return self._local if is_step and self._local.stamp(step) is not None else self._remote
+        return (
+            self._local if is_step and self._local.dir_identity(step) is not None else self._remote
+        )
 
     def get(self, key: str) -> bytes:
         """See ``Store``."""
@@ -279,9 +281,9 @@ class _NearestStore(ReadOnlyStore):
         """See ``Store``; without a folder, only remote ones."""
         return self._call(folder, lambda store: store.folders(folder))
 
-    def stamp(self, folder: str) -> Stamp | None:
+    def dir_identity(self, folder: str) -> DirIdentity | None:
         """See ``Store``."""
-        return self._call(folder, lambda store: store.stamp(folder))
+        return self._call(folder, lambda store: store.dir_identity(folder))
 
     def kvstore(self, folder: str) -> dict[str, object] | None:
         """See ``Store``."""

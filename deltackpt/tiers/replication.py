@@ -259,24 +259,24 @@ class ReplicationClient:
             if not self._is_written:
                 self._order()
             if not self.orders.began:
-                self._order(began=True, goes_on=resumed_from)
+                self._order(began=True, resumed_from=resumed_from)
             if self.orders.lineage(run) is None:
-                self._order(lines=self._lineages(resumed_from, run))
+                self._order(lineages=self._lineages(resumed_from, run))
                 self.start()
 
     def _lineages(self, resumed_from: SaveId | None, run: str) -> tuple[RunLineage, ...]:
         """Returns the lineages of the local runs and of a new run."""
-        past: dict[str, int] = {}
+        ancestors: dict[str, int] = {}
         if resumed_from is not None:
             before = self.orders.lineage(resumed_from.run)
-            past = (
+            ancestors = (
                 {resumed_from.run: resumed_from.attempt}
                 if before is None
                 else before.followed(resumed_from)
             )
         here = {info.save_id.run for info in self.local.saves().values() if info is not None}
-        kept = [one for one in self.orders.lines if one.run in here]
-        return (*kept, self.orders.new_lineage(run, past))
+        kept = [one for one in self.orders.lineages if one.run in here]
+        return (*kept, self.orders.new_lineage(run, ancestors))
 
     def roll_back(self, step: int, run: str) -> list[int]:
         """See ``Root``; the leading process orders the rollback of the remote directory."""

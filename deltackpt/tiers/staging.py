@@ -3,12 +3,12 @@
 
 A staging directory is local to a node::
 
-    stage.lock              held by the replicator, of which there is one
+    replicator.lock         held by the replicator, of which there is one
     orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
     starting.msgpack        the same by a trainer that starts, for the other processes of its job
     peers.msgpack           written by the trainer: peer addresses and their token
     progress.msgpack        written by the replicator: what is uploaded, and what blocks it
-    pushed.msgpack          the same for peers
+    peers.progress.msgpack  the same for peers
     entry.msgpack           and the newest entry of the remote journal
     uploader.log            the replicator's log
     steps/                  the saves: a checkpoint directory like any other
@@ -44,16 +44,21 @@ from deltackpt.storage.posix import DurableDir
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
+#: Fields of orders that development versions did not write.
+_SINCE_DEVELOPMENT = frozenset(("generation", "lineages"))
 #: Number of earlier runs that a lineage records.
 _MOST_RUNS = 256
 #: Number of uploads that the progress records.
 MOST_RECENT = 256
 #: The tiers that a replicator fills.
 TierName = Literal["remote", "peers"]
-_PROGRESS_NAMES: dict[TierName, str] = {"remote": "progress.msgpack", "peers": "pushed.msgpack"}
+_PROGRESS_NAMES: dict[TierName, str] = {
+    "remote": "progress.msgpack",
+    "peers": "peers.progress.msgpack",
+}
 _NAMES = {
-    *("steps", "stage.lock", "uploader.log", "aside", "fetched"),
-    *("progress.msgpack", "entry.msgpack", "peers.msgpack", "pushed.msgpack"),
+    *("steps", "replicator.lock", "uploader.log", "aside", "fetched"),
+    *("progress.msgpack", "entry.msgpack", "peers.msgpack", "peers.progress.msgpack"),
     "starting.msgpack",
 }
 _ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
@@ -66,21 +71,21 @@ class RunLineage:
     run: str
     epoch: int  # of the claim under which the run began
     holder: str  # of that claim
-    era: int  # number of rollbacks under that claim before the run began
-    past: dict[str, int]  # greatest attempt of each of the newest runs that it descends from
+    generation: int  # number of rollbacks under that claim before the run began
+    ancestors: dict[str, int]  # greatest attempt of each of the newest runs that it descends from
 
     @property
     def moment(self) -> tuple[int, int]:
         """When it began: greater epochs, then generations, are later."""
-        return self.epoch, self.era
+        return self.epoch, self.generation
 
     def has(self, save_id: SaveId) -> bool:
         """Returns whether the run's saves descend from a save of an earlier run."""
-        return save_id.attempt <= self.past.get(save_id.run, -1)
+        return save_id.attempt <= self.ancestors.get(save_id.run, -1)
 
     def followed(self, save_id: SaveId) -> dict[str, int]:
         """Returns the ancestors of a run that resumes from a save of this one."""
-        return dict([*self.past.items(), (save_id.run, save_id.attempt)][-_MOST_RUNS:])
+        return dict([*self.ancestors.items(), (save_id.run, save_id.attempt)][-_MOST_RUNS:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,9 @@ class Orders:
     holder: str = ""  # of the claim for all changes; empty before there is one
     epoch: int = 0  # of that claim
     began: bool = False  # whether training has begun under that claim
-    goes_on: SaveId | None = None  # the save from which it resumed
-    era: int = 0  # number of rollbacks since then under the claim
-    lines: tuple[RunLineage, ...] = ()  # of the runs with staged saves
+    resumed_from: SaveId | None = None  # the save from which it resumed
+    generation: int = 0  # number of rollbacks since then under the claim
+    lineages: tuple[RunLineage, ...] = ()  # of the runs with staged saves
     removals: tuple[Removal, ...] = ()  # rollbacks in this order, before any upload
     bytes_per_sec: float | None = None
     store_secs: float = 60.0  # timeout of a request
@@ -148,17 +153,26 @@ class Orders:
 
     def next_generation(self, run: str) -> dict[str, Any]:
         """Returns the fields that a rollback by a run changes; its WAL may have begun before."""
-        era = self.era + 1
-        own = (dataclasses.replace(one, era=era) if one.run == run else one for one in self.lines)
-        return {"era": era, "lines": (*own,)}
+        generation = self.generation + 1
+        own = (
+            dataclasses.replace(one, generation=generation) if one.run == run else one
+            for one in self.lineages
+        )
+        return {"generation": generation, "lineages": (*own,)}
 
     def lineage(self, run: str) -> RunLineage | None:
         """Returns a run's lineage; None if unknown."""
-        return next((one for one in self.lines if one.run == run), None)
+        return next((one for one in self.lineages if one.run == run), None)
 
-    def new_lineage(self, run: str, past: dict[str, int]) -> RunLineage:
+    def new_lineage(self, run: str, ancestors: dict[str, int]) -> RunLineage:
         """Returns the lineage of a run that begins under these orders."""
-        return RunLineage(run=run, epoch=self.epoch, holder=self.holder, era=self.era, past=past)
+        return RunLineage(
+            run=run,
+            epoch=self.epoch,
+            holder=self.holder,
+            generation=self.generation,
+            ancestors=ancestors,
+        )
 
     def without(self, lost: Collection[SaveId]) -> Orders:
         """Returns the orders without the removals that wait for one of some lost saves."""
@@ -241,7 +255,7 @@ class StagingDir:
     def __init__(self, path: Path):
         self.path = path
         self.steps = path / "steps"
-        self.lock = path / "stage.lock"
+        self.lock = path / "replicator.lock"
         self.log = path / "uploader.log"
         self.fetched = path / "fetched"
         self._starting = path / "starting.msgpack"
@@ -299,11 +313,11 @@ class StagingDir:
         """Writes the orders of a trainer that starts, which are not in force yet."""
         self._write(self._starting, manifest.to_bytes(orders, _ORDERS))
 
-    def orders_stamp(self) -> object:
+    def orders_version(self) -> object:
         """Returns a value that changes with the orders; cheap."""
         with contextlib.suppress(StorageError):
             if leases := self._leases():
-                return leases[-1], _stamp(self._orders(leases[-1]))
+                return leases[-1], _version(self._orders(leases[-1]))
         return None
 
     def progress(self, holder: str, tier: TierName = "remote") -> TierProgress:
@@ -327,9 +341,9 @@ class StagingDir:
         else:
             self._write(self._peers, data)
 
-    def peers_stamp(self) -> object:
+    def peers_version(self) -> object:
         """Returns a value that changes with the recorded peers; cheap."""
-        return _stamp(self._peers)
+        return _version(self._peers)
 
     def entry(self) -> bytes | None:
         """Returns the newest remote journal entry that the replicator has seen, or None."""
@@ -362,10 +376,12 @@ def _read_orders(path: Path) -> Orders | None:
         if not os.path.lexists(path):
             return None
         raise
-    return manifest.from_bytes(data, Orders, name=str(path), magic=_ORDERS)
+    return manifest.from_bytes(
+        data, Orders, name=str(path), magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
+    )
 
 
-def _stamp(path: Path) -> object:
+def _version(path: Path) -> object:
     try:
         found = os.stat(path)
     except OSError:

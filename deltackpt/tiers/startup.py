@@ -223,15 +223,15 @@ def _finder(url: str, item: str, tiers: Tiers, claim: LeaseClaim) -> FindPeers |
 
 
 def classify(
-    state: State, lines: Sequence[RunLineage]
+    state: State, lineages: Sequence[RunLineage]
 ) -> Callable[[SaveId, RunLineage], str | None]:
     """Returns a function that explains why a save that was never uploaded is stale; pure.
 
     A save is stale if it belongs to a former directory at the URL. It is also stale if a later run,
-    or a later trainer of the directory, does not descend from it. ``lines`` include the saves' own
-    lineages.
+    or a later trainer of the directory, does not descend from it. ``lineages`` include those of
+    the saves.
     """
-    by_run = {lineage.run: lineage for lineage in lines}
+    by_run = {lineage.run: lineage for lineage in lineages}
     began = [claim for claim in state.entry.claims if claim.began]
     claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
     #: Lineages with later descendants of any of their saves: earlier ones are irrelevant.
@@ -244,7 +244,7 @@ def classify(
         if resumed_from.run == run:
             return attempt <= resumed_from.attempt
         lineage = by_run.get(resumed_from.run)
-        return lineage is not None and attempt <= lineage.past.get(run, -1)
+        return lineage is not None and attempt <= lineage.ancestors.get(run, -1)
 
     def reason_stale(lineage: RunLineage, attempt: int) -> str | None:
         if not claimed or lineage.epoch < min(claimed):
@@ -252,28 +252,29 @@ def classify(
         if claimed.get(lineage.epoch) != lineage.holder:
             return "another checkpoint directory is at the URL now"
         for one in living:
-            if one.moment > lineage.moment and attempt > one.past.get(lineage.run, -1):
-                return f"training continued without it (epoch {one.epoch}, generation {one.era})"
+            if one.moment > lineage.moment and attempt > one.ancestors.get(lineage.run, -1):
+                moment = f"epoch {one.epoch}, generation {one.generation}"
+                return f"training continued without it ({moment})"
         for claim in began:
             epoch = claim.lease.epoch
-            if epoch > lineage.epoch and not descends(claim.goes_on, lineage.run, attempt):
+            if epoch > lineage.epoch and not descends(claim.resumed_from, lineage.run, attempt):
                 return f"training continued without it (epoch {epoch})"
         return None
 
-    for lineage in sorted(lines, key=lambda lineage: lineage.moment, reverse=True):
+    for lineage in sorted(lineages, key=lambda lineage: lineage.moment, reverse=True):
         if reason_stale(lineage, 0) is None:
             living.append(lineage)
     return lambda save_id, lineage: reason_stale(lineage, save_id.attempt)
 
 
 def unfinished_rollback(
-    back: Sequence[BundleManifest], state: State, lines: Sequence[RunLineage]
+    back: Sequence[BundleManifest], state: State, lineages: Sequence[RunLineage]
 ) -> tuple[SaveId, ...]:
     """Returns remote saves that a rollback should have removed but never did. Pure."""
     if not back:
         return ()
     newest = max(back, key=lambda one: (one.lineage.moment, one.save_id.step))
-    by_run = {lineage.run: lineage for lineage in lines}
+    by_run = {lineage.run: lineage for lineage in lineages}
 
     def is_in_lineage(save_id: SaveId) -> bool:
         if save_id.run == newest.save_id.run:
@@ -316,12 +317,12 @@ class _Startup:
         offers = self.replicas.offers()
         url, shards = self.orders.url, self.orders.processes
         found = self.replicas.manifests(offers, url, shards, problems)
-        known = () if old is None else old.lines
-        lines = (*(one.lineage for one in found), *known)
-        why_stale = classify(self.state, lines)
+        known = () if old is None else old.lineages
+        lineages = (*(one.lineage for one in found), *known)
+        why_stale = classify(self.state, lineages)
         # Earlier trainers of this directory have moved superseded saves aside already.
         is_behind = old is not None and any(
-            one.lineage.moment > (old.epoch, old.era) for one in found
+            one.lineage.moment > (old.epoch, old.generation) for one in found
         )
         self._leave_behind(known if is_behind else (), why_stale, elsewhere)
         if self.writing and self.orders.no_shared_fs:
@@ -336,7 +337,7 @@ class _Startup:
 
         back = self.replicas.recover(self.stage, offers, found, self.state, why_not, problems)
         old = None if old is None else old.without(self._lost(removals))
-        return self._first_orders(old, back, unfinished_rollback(back, self.state, lines))
+        return self._first_orders(old, back, unfinished_rollback(back, self.state, lineages))
 
     def _lost(self, removals: Sequence[Removal]) -> set[SaveId]:
         """Returns lost saves that removals wait for; these removals must not happen."""
@@ -348,10 +349,10 @@ class _Startup:
         self, old: Orders | None, back: Sequence[BundleManifest], left: tuple[SaveId, ...]
     ) -> Orders:
         """Returns the first orders under a claim, including unfinished earlier ones."""
-        lines = {one.lineage.run: one.lineage for one in back}
+        lineages = {one.lineage.run: one.lineage for one in back}
         orders = self.orders
         if old is not None:
-            lines |= {one.run: one for one in old.lines}
+            lineages |= {one.run: one for one in old.lineages}
             orders = dataclasses.replace(
                 orders,
                 number=old.number + 1,
@@ -364,7 +365,7 @@ class _Startup:
             # Ordered before the recovered save was made, by orders that are lost.
             run = back[-1].lineage.run
             removals = (*removals, *rolled_back(left, orders.item, run, orders.number))
-        return dataclasses.replace(orders, lines=tuple(lines.values()), removals=removals)
+        return dataclasses.replace(orders, lineages=tuple(lineages.values()), removals=removals)
 
     def _elsewhere(self, old: Orders) -> str | None:
         """Returns why saves that were not uploaded are superseded, or None."""

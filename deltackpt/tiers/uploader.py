@@ -7,7 +7,8 @@ entry names; they are swept later.
 
 If each process of a job has a staging directory, each uploader uploads its shard of a save to a
 path that is derived from the claim and the save, and reports that, or that it cannot, with an
-object in the remote ``meeting/``. Process 0's uploader commits the save once all shards are there.
+object in the remote ``shard-reports/``. Process 0's uploader commits the save once all shards are
+there.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from deltackpt.tiers.wal_upload import WalUpload
 _logger = logging.getLogger(__name__)
 
 #: Folder of the reports of several uploaders.
-MEETING = "meeting"
+REPORTS = "shard-reports"
 _REPORT, _SUFFIX = "deltackpt.stage.shard", ".msgpack"
 _REPORT_NAME = re.compile(rf"(0|[1-9][0-9]{{0,8}}){re.escape(_SUFFIX)}")
 #: Shortest and longest interval between two polls of the other uploaders' reports.
@@ -130,7 +131,7 @@ class _Upload:
         if orders.no_shared_fs:
             known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
             prefix = journal.prefix(unit, hashlib.sha256(known.encode()).hexdigest()[:12])
-            reports = ShardReports(journal.root / MEETING / prefix.removeprefix(f"{SAVES}/"))
+            reports = ShardReports(journal.root / REPORTS / prefix.removeprefix(f"{SAVES}/"))
         else:
             prefix, reports = journal.prefix(unit), ShardReports(None)
         return cls(
@@ -176,7 +177,7 @@ class Uploader(Cursor):
         """Reads nothing yet; with ``adopts``, it continues for other trainers."""
         super().__init__(stage, progress)
         self._orders = orders
-        self._orders_stamp: object = None
+        self._orders_version: object = None
         self._adopts = adopts
         self._journal: Journal | None = None
         #: Nonce of the journal entry that was last passed to the trainer.
@@ -282,12 +283,12 @@ class Uploader(Cursor):
 
     def _load(self) -> Orders | None:
         if self._is_changed():
-            stamp = self.stage.orders_stamp()
-            self._orders, self._orders_stamp = self.stage.orders(), stamp
+            version = self.stage.orders_version()
+            self._orders, self._orders_version = self.stage.orders(), version
         return self._orders
 
     def _is_changed(self) -> bool:
-        return self._orders is None or self.stage.orders_stamp() != self._orders_stamp
+        return self._orders is None or self.stage.orders_version() != self._orders_version
 
     def _resumed(self, orders: Orders) -> Journal:
         if self._journal is not None and self.progress.holder == orders.holder:
@@ -312,7 +313,7 @@ class Uploader(Cursor):
 
     def _check_orders(self, orders: Orders) -> None:
         """Checks for a takeover during an upload; called by several threads."""
-        if self.stage.orders_stamp() == self._orders_stamp:
+        if self.stage.orders_version() == self._orders_version:
             return
         with contextlib.suppress(RestoreError):
             newest = self.stage.orders()
@@ -327,7 +328,7 @@ class Uploader(Cursor):
             return
         if orders.process == 0:
             if orders.began and not journal.claimed.began:
-                journal.start_run(orders.goes_on)
+                journal.start_run(orders.resumed_from)
             saves: dict[str, set[SaveId]] = {}
             for one in orders.removals:
                 if one.number > done and one.run is not None:
@@ -393,7 +394,7 @@ class Uploader(Cursor):
         """Reports the remote contents according to the journal, and other changes."""
         runs = {info.save_id.run for info in self._infos.values() if info is not None}
         entry = journal.known.entry
-        held = {run: attempt for run, attempt in entry.promoted.items() if run in runs}
+        held = {run: attempt for run, attempt in entry.committed.items() if run in runs}
         holder = journal.claimed.lease.holder
         self.report(entry=entry.number, committed=held, holder=holder, **changes)
 
@@ -447,11 +448,11 @@ class Uploader(Cursor):
             return False
         try:
             files = upload.files or inventory.every_digest(save.at, orders.item)
-            standing = describe(upload.unit(files), journal.root, upload.prefix)
+            committed = describe(upload.unit(files), journal.root, upload.prefix)
             upload.require_parent()
             if not upload.is_staged():
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            journal.commit(standing)
+            journal.commit(committed)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))
@@ -460,7 +461,7 @@ class Uploader(Cursor):
         del self._uploads[save.key]
         # With the digests and the journal entry.
         objects = sum(one.objects for one in reports.values()) + 2
-        self._report_uploaded(upload, standing.stored_bytes, objects)
+        self._report_uploaded(upload, committed.stored_bytes, objects)
         return True
 
     def _send(self, upload: _Upload) -> ShardReport:
@@ -583,7 +584,7 @@ def _read_report(at: StorePath, process: int) -> ShardReport:
 
 
 def _remove_reports(root: StorePath, epoch: int) -> None:
-    at = root / MEETING
+    at = root / REPORTS
     for name in at.folders():
         of = prefix_epoch(f"{SAVES}/{name}")
         if of is not None and of < epoch:

@@ -101,8 +101,8 @@ class Audit:
 
     def poll(self) -> str | None:
         """Checks the rows that were requested from an accelerator; see ``compare``."""
-        judge, self._check = self._check, None
-        return None if judge is None else judge()
+        check, self._check = self._check, None
+        return None if check is None else check()
 
 
 def _checked(

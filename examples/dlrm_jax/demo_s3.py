@@ -117,8 +117,8 @@ def lose_node(
         sys.exit("the trainer finished before its node could be lost in an upload")
     orders = stage.orders()
     assert orders is not None
-    promoter = stage.progress(orders.holder).pid
-    for pid in (process.pid, promoter):
+    uploader = stage.progress(orders.holder).pid
+    for pid in (process.pid, uploader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -127,7 +127,7 @@ def lose_node(
     lost = sorted(set(made) - {*view.state().steps})
     shutil.rmtree(stage.path)
     console.print(
-        f"[bold red]SIGKILL[/] to trainer {process.pid} and uploader {promoter} during the upload "
+        f"[bold red]SIGKILL[/] to trainer {process.pid} and uploader {uploader} during the upload "
         f"of step {step}.\nThe staging directory is gone, and with it steps {lost}: the trainer "
         "had not waited for their upload."
     )

@@ -319,8 +319,8 @@ def write_pack(directory: Path) -> None:
             run="0123456789abcdef0123456789abcdef",
             epoch=3,
             holder="00112233445566778899aabbccddeeff",
-            era=1,
-            past={"fedcba9876543210fedcba9876543210": 9},
+            generation=1,
+            ancestors={"fedcba9876543210fedcba9876543210": 9},
         ),
         root="s3://bucket/run",
     )

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import pytest
 import servers
-from left_running import promoters
+from left_running import uploaders
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -101,14 +101,14 @@ class Field:
         if self.empties() == self.emptied:
             return
         for node in self.nodes:
-            self.kill_promoters(node)
+            self.kill_uploaders(node)
         bucket_trainee.empty(self.url, self.server.endpoint)
         self.emptied += 1
         self.hits["emptied root"] += 1
 
-    def kill_promoters(self, node: Path) -> int:
+    def kill_uploaders(self, node: Path) -> int:
         """Kills the uploaders of a node."""
-        found = promoters(node)
+        found = uploaders(node)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -151,7 +151,7 @@ def field(request, tmp_path, campaign) -> Iterator[Field]:
         found = Field(server, url, tmp_path, campaign.random("buckets", request.param))
         yield found
         for node in found.nodes:
-            found.kill_promoters(node)
+            found.kill_uploaders(node)
 
 
 def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figures):
@@ -188,10 +188,10 @@ def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figur
                 # So that even on a slow machine the kill falls into its saves.
                 _await_saves(field, trainer, draw.randrange(1, 12))
             time.sleep(draw.random() * 0.7)
-            what = draw.choice(["trainer", "promoter", "both", "both"])
-            if what in ("promoter", "both") and field.kill_promoters(node):
-                field.hits["promoter"] += 1
-            if what == "promoter":
+            what = draw.choice(["trainer", "uploader", "both", "both"])
+            if what in ("uploader", "both") and field.kill_uploaders(node):
+                field.hits["uploader"] += 1
+            if what == "uploader":
                 time.sleep(draw.random())
             for one in (trainer, beside[1] if beside else None):
                 if one is not None and one.is_alive():
@@ -204,7 +204,7 @@ def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figur
                         field.told()[-3:],
                     )
             if what == "both":
-                field.kill_promoters(node)
+                field.kill_uploaders(node)
             field.put_stages_back()
             field.end_emptying()
             if beside is not None:
@@ -272,9 +272,9 @@ def _end(field: Field, node: Path) -> None:
     assert last.exitcode == 0, field.told()[-3:]
     deadline = time.monotonic() + _PATIENCE_SECS
     for one in field.nodes:
-        while promoters(one) and time.monotonic() < deadline:
+        while uploaders(one) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not promoters(one), (one / "uploader.log").read_text()[-2000:]
+        assert not uploaders(one), (one / "uploader.log").read_text()[-2000:]
     _check(field)
     assert verify_root(field.url, endpoint=field.server.endpoint).intact
     journal = Journal(buckets.locate(field.url, endpoint=field.server.endpoint).open())

@@ -227,7 +227,7 @@ def _check(
     history = chain(root, damaged)
     epochs = [one.lease.epoch for one in history[-1].claims]
     assert epochs == [*range(1, len(epochs) + 1)]
-    ever = {one.prefix for entry in history for one in entry.standings}
+    ever = {one.prefix for entry in history for one in entry.catalog}
     for trainer in trainers:
         for prefix, stands in trainer.committed:
             assert stands.prefix in ever, f"{prefix} was told to be committed, and never was"

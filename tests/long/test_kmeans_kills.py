@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from left_running import promoters
+from left_running import uploaders
 
 from deltackpt.testing import node_process
 
@@ -77,9 +77,9 @@ class Place:
                     found.append(json.loads(line))
         return found
 
-    def kill_promoters(self) -> None:
+    def kill_uploaders(self) -> None:
         """Kills the uploaders of its staging directory by their ids."""
-        for pid in promoters(self.stage):
+        for pid in uploaders(self.stage):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -118,7 +118,7 @@ def test_killed_at_any_moment_it_resumes_from_what_was_acknowledged(
                     token,
                     promotes=stage == "kept",
                 )
-                stack.callback(place.kill_promoters)
+                stack.callback(place.kill_uploaders)
             before = len(place.told())
             process = place.start(draw.randrange(1 << 30))
             if draw.random() < 0.9:
@@ -129,7 +129,7 @@ def test_killed_at_any_moment_it_resumes_from_what_was_acknowledged(
             process.join()
             assert process.exitcode in (-signal.SIGKILL, 0), place.told()[-3:]
             if stage == "removed":
-                place.kill_promoters()
+                place.kill_uploaders()
                 shutil.rmtree(place.stage, ignore_errors=True)
             phases[place.told()[-1]["what"] if len(place.told()) > before else "starting"] += 1
             if kill % LIVES == LIVES - 1 or kill == kills - 1:

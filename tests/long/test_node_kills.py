@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import servers
-from left_running import promoters
+from left_running import uploaders
 from many import Job, Server
 from test_bad_bundles import FILES, Bundle, bytes_of, name_of, pieces, remade, with_files
 
@@ -93,11 +93,11 @@ class Nodes:
         for answer in job.answers():
             assert "error" not in answer and "ended" not in answer, answer
 
-    def promoters(self, number: int) -> list[int]:
-        return promoters(self.node(number) / f"process-{number}")
+    def uploaders(self, number: int) -> list[int]:
+        return uploaders(self.node(number) / f"process-{number}")
 
-    def kill_promoters(self, number: int) -> int:
-        found = self.promoters(number)
+    def kill_uploaders(self, number: int) -> int:
+        found = self.uploaders(number)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -130,16 +130,16 @@ def test_kills_on_nodes_lose_no_step_that_all_processes_waited_for(
                     acked,
                 )
                 step = newest
-            what = draw.choice(["process", "process", "promoter", "job", "everything"])
+            what = draw.choice(["process", "process", "uploader", "job", "everything"])
             at = time.monotonic() + draw.random() * 2.5
             while time.monotonic() < at:
                 step += 1
                 job.ask("train", to=step)
                 job.ask("save")
                 job.ask("wait")
-                if what == "promoter" and draw.random() < 0.5:
-                    hits["promoter"] += nodes.kill_promoters(draw.randrange(count))
-                if what != "promoter" and time.monotonic() + 0.3 * draw.random() > at:
+                if what == "uploader" and draw.random() < 0.5:
+                    hits["uploader"] += nodes.kill_uploaders(draw.randrange(count))
+                if what != "uploader" and time.monotonic() + 0.3 * draw.random() > at:
                     break  # In the middle of a save.
                 answers = [job.answers() for _ in range(3)]
                 assert not any("error" in one or "ended" in one for each in answers for one in each)
@@ -149,16 +149,16 @@ def test_kills_on_nodes_lose_no_step_that_all_processes_waited_for(
                 job.processes[draw.randrange(count)].kill()
                 hits["process"] += 1
                 time.sleep(draw.random() * 0.2)
-            elif what != "promoter":
+            elif what != "uploader":
                 for process in job.processes:
                     process.kill()
                 hits["job"] += 1
             if what == "everything":
                 for number in range(count):
-                    hits["promoter"] += nodes.kill_promoters(number)
+                    hits["uploader"] += nodes.kill_uploaders(number)
         if draw.random() < 0.15:
             lost = draw.randrange(count)
-            nodes.kill_promoters(lost)
+            nodes.kill_uploaders(lost)
             shutil.rmtree(nodes.node(lost))
             hits["node"] += 1
     with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
