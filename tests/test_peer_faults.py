@@ -284,9 +284,9 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     without_uploader(monkeypatch)
     asked: list[str] = []
 
-    def found(self, *given, real=PeerTier._found):
+    def found(self, *given, real=PeerTier._found, **how):
         asked.append("asked")
-        return real(self, *given)
+        return real(self, *given, **how)
 
     monkeypatch.setattr(PeerTier, "_found", found)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:

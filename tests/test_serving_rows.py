@@ -8,15 +8,18 @@ and copies that apply their changes.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Iterable, Iterator
@@ -51,6 +54,7 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import SaveId
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import row_changes as changes_module
+from deltackpt.serving import status as status_module
 from deltackpt.serving.row_changes import NO_ROWS
 from deltackpt.serving.rows import Rows
 
@@ -732,6 +736,61 @@ def test_the_status_is_served_as_a_page_as_json_and_as_metrics(trainer):
         del copy
     with pytest.raises(urllib.error.URLError):
         page(url)
+
+
+def test_clients_that_are_silent_or_leave_cost_no_thread_and_no_output(monkeypatch, capfd, caplog):
+    monkeypatch.setattr(status_module, "_CLIENT_SECS", 0.2)
+    broken = False
+
+    def status() -> Any:
+        if broken:
+            raise ValueError("a fault of the follower")
+        return empty
+
+    before = threading.active_count()
+    empty = status_module.FollowerStatus(
+        directory="d" * (16 << 20),  # More than a socket buffers.
+        position=None,
+        step=None,
+        newest_step=None,
+        age_secs=None,
+        versions=0,
+        problem=None,
+        unix_secs=0.0,
+        tables={},
+        dense_leaves=0,
+        dense_bytes=0,
+        consumers={},
+    )
+    server = status_module.StatusServer(status, "127.0.0.1", 0)
+    at = urllib.parse.urlsplit(server.url)
+    with contextlib.closing(server), contextlib.ExitStack() as stack:
+        for sent in (b"", b"GET /status", b"GET /status.json HTTP/1.0\r\n\r\n"):
+            client = socket.create_connection((at.hostname, at.port))
+            stack.enter_context(client).sendall(sent)
+        left = socket.create_connection((at.hostname, at.port))
+        left.sendall(b"GET /status.json HTTP/1.0\r\n\r\n")
+        left.close()
+        time.sleep(0.1)  # So that the clients are accepted.
+        wait_until(lambda: threading.active_count() == before + 1)
+        assert not caplog.records
+        broken = True
+        with pytest.raises(http.client.RemoteDisconnected):
+            page(server.url + "status.json")
+        wait_until(lambda: caplog.records)
+        assert "a fault of the follower" in caplog.text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_status_is_served_at_an_ipv6_address():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6")
+    server = status_module.StatusServer(lambda: None, "::1", 0)
+    with contextlib.closing(server):
+        assert server.url.startswith("http://[::1]:")
+        assert "<!doctype html>" in page(server.url)
 
 
 def page(url: str) -> str:

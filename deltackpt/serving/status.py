@@ -6,6 +6,9 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import logging
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -13,7 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+_logger = logging.getLogger(__name__)
+
 _STOP_SECS = 5.0
+#: A client that neither sends nor receives for this long is disconnected.
+_CLIENT_SECS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +73,26 @@ class FollowerStatus:
     consumers: Mapping[str, int]
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs why a client got no complete answer; the inherited method prints it."""
+        error = sys.exception()
+        if not isinstance(error, OSError):  # Otherwise, the client has disconnected.
+            _logger.error("a status request failed", exc_info=error)
+
+
 class StatusServer:
     """Answers HTTP requests for a status until it is closed; ``url`` is that of the page."""
 
     def __init__(self, status: Callable[[], FollowerStatus], host: str, port: int):
         class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = _CLIENT_SECS
+
             def do_GET(self) -> None:
                 code, kind, body = _answer(self.path.partition("?")[0], status)
                 self.send_response(code)
@@ -83,7 +105,7 @@ class StatusServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Requests are not logged."""
 
-        self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        self._server = _Server(host, port, Handler)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/"
         self._thread = threading.Thread(

@@ -111,12 +111,14 @@ class PeerTier:
         }
         #: When nodes last failed, and how; affects only the order in which they are tried.
         self._failed: dict[str, tuple[float, str]] = {}
-        #: Pending deletions, by node.
-        self._left: dict[str, set[BundleRef]] = {}
+        #: Nodes that let a request time out, and whether a probe is in flight. Until one answers,
+        #: a push treats them as lost: waiting for each would delay it by the deadline.
+        self._silent: dict[str, bool] = {}
         #: The last result of ``refs``, and its time.
         self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-peers")
+        self._prober = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-probe")
 
     def refs(self) -> list[BundleRef]:
         """See ``Tier``: those of which responding nodes hold enough fragments of each segment."""
@@ -130,8 +132,8 @@ class PeerTier:
             return "; ".join(f"{node} ({why})" for node, (_, why) in sorted(self._failed.items()))
 
     def survey(self) -> Survey:
-        """Queries every node once for what it holds."""
-        found, mine = self._found(), (self._code.k, self._code.m)
+        """Queries every node once for what it holds, except silent ones."""
+        found, mine = self._found(waits=False), (self._code.k, self._code.m)
         complete = {
             one.ref
             for one, where in found.items()
@@ -177,7 +179,7 @@ class PeerTier:
     def put(self, bundle: Bundle) -> None:
         """See ``Tier``: returns once k + m other nodes have acknowledged each segment."""
         ref, mine = bundle.ref, erasure.FragmentCoding(bundle.ref, self._code.k, self._code.m)
-        where = self._found(ref, self._others).get(mine, {})
+        where = self._found(ref, self._others, waits=False).get(mine, {})
         refused: dict[str, str] = {}
         buffer = memoryview(bytearray(erasure.padded_bytes(mine.k, erasure.segment_bytes(ref, 0))))
         pending, total = [*range(erasure.segments(ref.nbytes))], 0
@@ -196,7 +198,7 @@ class PeerTier:
             if len(refused) == before:
                 return
             # Fragments sent to a node that died mid-push are lost; query placement again.
-            where = self._found(ref, self._others).get(mine, {})
+            where = self._found(ref, self._others, waits=False).get(mine, {})
             pending = [
                 segment
                 for segment in range(erasure.segments(ref.nbytes))
@@ -204,11 +206,10 @@ class PeerTier:
             ]
 
     def delete(self, refs: Collection[BundleRef]) -> None:
-        """See ``Tier``; the next call retries nodes that do not answer."""
-        wanted = set(refs)
+        """See ``Tier``; a later survey shows what is left on nodes that do not answer."""
+        gone = set(refs)
 
         def delete(node: str) -> None:
-            gone = wanted | self._left.get(node, set())
             keys = [
                 key
                 for key in self._nodes[node].keys(self._group.root)
@@ -216,15 +217,11 @@ class PeerTier:
             ]
             self._nodes[node].delete(keys)
 
-        done = self._asked(delete, self._nodes)
-        for node in self._nodes:
-            if node in done:
-                self._left.pop(node, None)
-            else:
-                self._left.setdefault(node, set()).update(wanted)
+        self._asked(delete, self._nodes, waits=False)
 
     def close(self) -> None:
         """See ``Tier``."""
+        self._prober.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
         for node in self._nodes.values():
             node.close()
@@ -232,12 +229,16 @@ class PeerTier:
     # Placement.
 
     def _found(
-        self, ref: BundleRef | None = None, nodes: Iterable[str] | None = None
+        self,
+        ref: BundleRef | None = None,
+        nodes: Iterable[str] | None = None,
+        *,
+        waits: bool = True,
     ) -> dict[erasure.FragmentCoding, erasure.Where]:
         """What responding nodes hold, of one bundle or all; queries all nodes by default."""
         folder = self._group.root if ref is None else f"{self._group.root}/{ref.key}"
         asked = [*(self._nodes if nodes is None else nodes)]
-        listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
+        listed = self._asked(lambda node: self._nodes[node].keys(folder), asked, waits=waits)
         found: dict[erasure.FragmentCoding, erasure.Where] = {}
         for node in asked:
             for key in listed.get(node, ()):
@@ -247,9 +248,11 @@ class PeerTier:
                     where.setdefault(one.segment, {}).setdefault(one, []).append(node)
         return found
 
-    def _asked(self, ask: Callable[[str], _Result], nodes: Iterable[str]) -> dict[str, _Result]:
-        """Answers of nodes, queried in parallel; failed nodes are omitted."""
-        asked = {node: self._submit(ask, node) for node in nodes}
+    def _asked(
+        self, ask: Callable[[str], _Result], nodes: Iterable[str], *, waits: bool
+    ) -> dict[str, _Result]:
+        """Answers of nodes, queried in parallel; failed ones are omitted, silent ones optional."""
+        asked = {node: self._submit(ask, node) for node in nodes if waits or self._answers(node)}
         found = {}
         for node, future in asked.items():
             try:
@@ -257,9 +260,34 @@ class PeerTier:
             except StorageError as error:
                 self._note_failed(node, error)
             else:
-                with self._lock:
-                    self._failed.pop(node, None)
+                self._note_answered(node)
         return found
+
+    def _answers(self, node: str) -> bool:
+        """Whether a node is not silent; probes a silent one in the background."""
+        with self._lock:
+            is_probed = self._silent.get(node)
+        if is_probed is False:
+            self._start_probe(node)
+        return is_probed is None
+
+    def _start_probe(self, node: str) -> None:
+        with self._lock:
+            self._silent[node] = True
+        with contextlib.suppress(RuntimeError):  # It was closed.
+            self._prober.submit(self._probe, node)
+
+    def _probe(self, node: str) -> None:
+        try:
+            self._nodes[node].keys(self._group.root)
+        except StorageError as error:
+            with self._lock:
+                if _is_timeout(error):
+                    self._silent[node] = False
+                else:
+                    self._silent.pop(node, None)
+        else:
+            self._note_answered(node)
 
     def _submit(self, work: Callable[..., _Result], *given: object) -> Future[_Result]:
         try:
@@ -270,6 +298,13 @@ class PeerTier:
     def _note_failed(self, node: str, error: Exception) -> None:
         with self._lock:
             self._failed[node] = (time.monotonic(), str(error))
+        if _is_timeout(error):
+            self._start_probe(node)
+
+    def _note_answered(self, node: str) -> None:
+        with self._lock:
+            self._failed.pop(node, None)
+            self._silent.pop(node, None)
 
     def _in_order(self, ref: BundleRef) -> list[str]:
         """All other nodes: preferred ones for the bundle first, recently failed ones last."""
@@ -278,7 +313,10 @@ class PeerTier:
         never = (float("-inf"), "")
         with self._lock:
             late = {
-                node for node in found if now - self._failed.get(node, never)[0] < _PASSED_OVER_SECS
+                node
+                for node in found
+                if node in self._silent
+                or now - self._failed.get(node, never)[0] < _PASSED_OVER_SECS
             }
         return [node for node in found if node not in late] + [n for n in found if n in late]
 
@@ -451,6 +489,10 @@ def _result(future: Future[_Result]) -> _Result:
         return future.result()
     except concurrent.futures.CancelledError as error:  # Closed while it was queued.
         raise _closed() from error
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error.__cause__, TimeoutError)
 
 
 def _closed() -> ClosedError:
