@@ -163,7 +163,7 @@ def test_a_silent_node_delays_one_push_and_is_used_again_once_it_answers():
         nodes = stack.enter_context(processes(3))
         silent = nodes["n0"].process
         stack.callback(silent.send_signal, signal.SIGCONT)
-        held = stack.enter_context(opened(keepers(addresses(nodes), 1, 1, deadline_secs=2.0)))
+        held = stack.enter_context(opened(peer_group(addresses(nodes), 1, 1, deadline_secs=2.0)))
         first = MemoryPack("first", 1000)
         held.put(first)
         silent.send_signal(signal.SIGSTOP)
