@@ -29,6 +29,7 @@ from deltackpt import touched
 from deltackpt.errors import DeltackptError, FencedError, SaveFailed
 from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
+from deltackpt.storage.store import Unanswered
 
 ROWS, WIDTH = 300, 4
 #: Until a trainer that waits only for staging notices that the root was emptied.
@@ -144,6 +145,9 @@ def train(
             except RootEmptied:
                 tell("emptied")
                 os._exit(5)
+            except Unanswered:  # The server is too busy; what was acknowledged is remote.
+                tell("no answer")
+                os._exit(6)
             except DeltackptError as error:
                 if not is_fenced(error):
                     raise
