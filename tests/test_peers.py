@@ -186,6 +186,26 @@ def test_a_silent_node_delays_one_push_and_is_used_again_once_it_answers():
         assert not held.refs()
 
 
+def test_a_silent_node_has_one_probe_at_a_time_and_another_if_none_could_start(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with opened(peer_group({"silent": address}, 1, 0, deadline_secs=0.3)) as held:
+            begun: list[object] = []
+
+            def submit(*work: object):
+                begun.append(work)
+                if len(begun) == 1:
+                    raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr(held._prober, "submit", submit)
+            held.refs()
+            assert len(begun) == 1
+            for _ in range(3):
+                held.survey()
+                held.refs()
+                assert len(begun) == 2
+
+
 def test_the_token_is_not_shown_and_round_trips_through_its_record():
     found = peer_group({"n0": "127.0.0.1:2"}, 2, 1)
     assert TOKEN not in repr(found)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from deltackpt.format.naming import PyTree
     from deltackpt.interchange import Exported
 
-#: A step, or the training step of a full recovery point; the newest step by default.
 _step = click.argument("step", type=terminal.STEP, required=False)
 _leaves = click.option(
     "--leaf",
@@ -62,6 +61,8 @@ def export_orbax(
 ) -> None:
     """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
 
+    STEP is a step, or the training step of a full recovery point; the newest step by default.
+
     Stock Orbax restores it with either of its APIs, without deltackpt. The export needs memory for
     three copies of the state.
     """
@@ -97,7 +98,10 @@ def export_orbax(
 def export_safetensors(
     directory: str, target: str, step: int | None, as_json: bool, **options: Any
 ) -> None:
-    """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions."""
+    """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions.
+
+    STEP is a step, or the training step of a full recovery point; the newest step by default.
+    """
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:
@@ -130,7 +134,10 @@ def export_safetensors(
 def export_parquet(
     directory: str, target: str, step: int | None, as_json: bool, **options: Any
 ) -> None:
-    """Write each table of a step of DIRECTORY as a Parquet file in TARGET."""
+    """Write each table of a step of DIRECTORY as a Parquet file in TARGET.
+
+    STEP is a step, or the training step of a full recovery point; the newest step by default.
+    """
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:

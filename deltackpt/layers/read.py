@@ -353,7 +353,8 @@ class LayerReader:
             self._check(array, one.number, one.chunk, padding, one.data)
 
     def _read(self, offset: int, buffers: Sequence[np.ndarray], shown: str) -> None:
-        source = self._source if self._small is None or offset < PAGE_BYTES else self._small
+        small = self._small if offset >= PAGE_BYTES else None  # ``damage`` may drop it meanwhile.
+        source = small or self._source
         try:
             source.read_into(self.start + offset, [buffer.data for buffer in buffers])
         except Damaged as error:

@@ -113,8 +113,8 @@ def _refuse_foreign(opened: Steps) -> None:
             stored_saves.read_save(opened.at(step), opened.item)
         except ForeignDirectory as error:
             first = first or error
-        except RestoreError:
-            return
+        except (RestoreError, StorageError):
+            return  # The audit reports it.
         else:
             return
     if first is not None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest, records
+from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory, stored_saves
@@ -37,7 +37,7 @@ from deltackpt.tiers.staging import Orders, RunLineage, StagingDir
 
 _MAGIC = "deltackpt.pack"
 #: Fields of manifests that development versions did not write.
-_SINCE_DEVELOPMENT = frozenset(("generation", "ancestors"))
+_SINCE_DEVELOPMENT = frozenset(("generation", "ancestors", "shard"))
 _PREFIX = struct.Struct("<8sQ")
 _PREFIX_MAGIC = b"dckpack1"
 _KEY = re.compile(r"([0-9a-z]{1,64})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,18})\.(\d{1,9})")
@@ -278,8 +278,6 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
         raise Damaged(ref.key, "the beginning of a bundle", f"{bytes(prefix[:8])!r}, {length}")
     record = bytearray(length)
     reader.read_into(len(prefix), memoryview(record))
-    if "shard" not in records.fields_of(bytes(record), name=ref.key, magic=_MAGIC):
-        raise records.too_old(ref.key, "a shard in the record")
     found: BundleManifest = manifest.from_bytes(
         bytes(record),
         BundleManifest,

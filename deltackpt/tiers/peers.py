@@ -266,16 +266,21 @@ class PeerTier:
     def _answers(self, node: str) -> bool:
         """Whether a node is not silent; probes a silent one in the background."""
         with self._lock:
-            is_probed = self._silent.get(node)
-        if is_probed is False:
+            is_silent = node in self._silent
+        if is_silent:
             self._start_probe(node)
-        return is_probed is None
+        return not is_silent
 
     def _start_probe(self, node: str) -> None:
         with self._lock:
+            if self._silent.get(node):
+                return
             self._silent[node] = True
-        with contextlib.suppress(RuntimeError):  # It was closed.
+        try:
             self._prober.submit(self._probe, node)
+        except RuntimeError:  # It was closed, or no thread can start.
+            with self._lock:
+                self._silent[node] = False
 
     def _probe(self, node: str) -> None:
         try:

@@ -53,7 +53,7 @@ class Journal:
         elif isinstance(event, events.AppendEvent):
             self.write("durable", **dataclasses.asdict(event))
         elif isinstance(event, events.UploadEvent):
-            self.write("promotion", **dataclasses.asdict(event))
+            self.write("upload", **dataclasses.asdict(event))
             self._console.print(
                 f"  uploaded step {event.step}: {size(event.bytes_sent)} in {event.objects} "
                 f"objects, {event.lag_secs:.2f} s after its save; {event.waiting} steps wait",
