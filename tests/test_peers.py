@@ -174,7 +174,7 @@ def test_a_silent_node_delays_one_push_and_is_used_again_once_it_answers():
             held.put(pack)
             assert pack.ref in held.survey().complete
             held.delete([first.ref])
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 30.0  # 60 s if each request waited for it
         silent.send_signal(signal.SIGCONT)
         ends = time.monotonic() + 60
         while "n0" in held.silent() and time.monotonic() < ends:
