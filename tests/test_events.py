@@ -158,7 +158,7 @@ def test_handlers_cannot_modify_events():
 
 
 def test_a_deltackpt_error_is_reported_by_its_code_others_by_class():
-    of = events.FailureEvent.of
+    of = events.FailureEvent.from_error
     told = of(errors.OutOfSpace("full"), "save", 7, process=1, seconds=2.0)
     assert (told.code, told.message) == ("out-of-space", "full")
     assert of(KeyError("k"), "restore", None, process=1, seconds=2.0).code == "KeyError"

@@ -440,20 +440,6 @@ def test_one_row_with_its_slot_needs_four_ranges(big):
     assert sum(nbytes for _, nbytes in source.ranges) < 310_000
 
 
-def test_a_small_layer_needs_one_range(tmp_path):
-    values = np.ones((3, 64), np.float32)
-    groups = [Rows("users", "users", np.array([1, 5, 9]), [Array("values", values)])]
-    layer = layer_of(tmp_path / "layer", groups)
-    assert read_all(layer.reader) == contents_of(groups)
-    assert len(layer.source.ranges) == 1
-    # Verification reads what is stored now.
-    altered = bytearray(layer.source.data)
-    altered[layer.reader.nbytes // 2] ^= 1
-    layer.source.data = altered
-    with pytest.raises(Damaged):
-        layer.reader.verify()
-
-
 def test_layers_are_read_by_ranges_of_an_object_store(big):
     data, store = big[0].source.data, KvStore({"driver": "memory"}, "memory:")
     store.put("3/layer.0", data)
@@ -468,14 +454,14 @@ def test_layers_are_read_by_ranges_of_an_object_store(big):
 
 
 def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
-    group = Rows("t", "t", np.arange(0, 400_000, 2), [])
+    group = Rows("t", "t", np.arange(0, 40_000, 2), [])
     layer = layer_of(tmp_path / "layer", [group], chunk_bytes=4096)
     ranges = layer.source.ranges
     ranges.clear()
     assert len(layer.reader.rows(layer.group, 20_001, 20_002).rows) == 0
     assert [nbytes for _, nbytes in ranges] == [4096]
     ranges.clear()
-    assert len(layer.reader.rows(layer.group, 500_000, 600_000).rows) == 0 and ranges == []
+    assert len(layer.reader.rows(layer.group, 50_000, 60_000).rows) == 0 and ranges == []
 
 
 def test_a_whole_array_is_one_range_and_no_other_byte_is_read(big):

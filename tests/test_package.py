@@ -130,6 +130,8 @@ SMALL_MODULES = {
     # Orbax records these paths in checkpoints.
     "handlers/v0.py",
     "handlers/v1.py",
+    # What both of them share.
+    "handlers/table_item.py",
     # The only list of Orbax's private names.
     "handlers/orbax_private.py",
     # Imported by name, so that what is below imports no Ray.

@@ -115,8 +115,6 @@ class LayerReader:
         self._source, self.start, self.nbytes = source, start, nbytes
         self._verified: set[Chunk] = set()
         self._name = name or source.name
-        #: A small layer without its header, which is read with its footer.
-        self._small: _Memory | None = None
         trailer, data = self._read_tail(digest)
         self.digest = trailer.digest
         self.manifest: LayerManifest = footer.manifest_of(trailer, data, self._name)
@@ -133,7 +131,7 @@ class LayerReader:
     def at(self, source: ByteSource) -> LayerReader:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
-        found._source, found._verified, found._small = source, set(), None
+        found._source, found._verified = source, set()
         return found
 
     def loaded(self) -> LayerReader:
@@ -219,7 +217,6 @@ class LayerReader:
 
     def damage(self) -> Iterator[Damaged]:
         """Reads every byte of the layer, and yields what is altered or missing."""
-        self._small = None
         page = np.empty(PAGE_BYTES, np.uint8)
         try:
             self._read(0, [page], "header")
@@ -259,8 +256,6 @@ class LayerReader:
             before = np.empty(missing, np.uint8)
             self._read(trailer.footer, [before], "footer")
             tail = np.concatenate([before, tail])
-        if len(tail) == nbytes - PAGE_BYTES:
-            self._small = _Memory(self._name, self.start + PAGE_BYTES, tail)
         return trailer, tail[len(tail) - (nbytes - trailer.footer) :].data
 
     def _read_rows(self, group: RowGroup, first: int, stop: int) -> StoredRows:
@@ -353,10 +348,8 @@ class LayerReader:
             self._check(array, one.number, one.chunk, padding, one.data)
 
     def _read(self, offset: int, buffers: Sequence[np.ndarray], shown: str) -> None:
-        small = self._small if offset >= PAGE_BYTES else None  # ``damage`` may drop it meanwhile.
-        source = small or self._source
         try:
-            source.read_into(self.start + offset, [buffer.data for buffer in buffers])
+            self._source.read_into(self.start + offset, [buffer.data for buffer in buffers])
         except Damaged as error:
             raise Damaged(f"{self._name}: {shown}", error.expected, error.found) from error
 
