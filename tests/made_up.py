@@ -36,6 +36,7 @@ class MadeUpSave:
     compacted: bool = False
     problem: str = ""
     dense_nbytes: int | None = None
+    dense_codecs: tuple[str, ...] = ()
 
     @property
     def total_rows(self):

@@ -222,10 +222,12 @@ class Training:
 
     def open(self) -> None:
         """Starts a manager with other options."""
+        deltas = self.drawn("blocks", "blocks", "whole")
+        # A codec that nothing would use is refused.
+        encoded = {"codec": CODECS, "max_error": MAX_ERROR}
         dense = deltackpt.Dense(
-            deltas=self.drawn("blocks", "blocks", "whole"),
-            codec=CODECS,
-            max_error=MAX_ERROR,
+            deltas=deltas,
+            **(encoded if deltas == "blocks" or self.logged == "delta" else {}),
             max_reference_bytes=self.drawn(16 << 30, 16 << 30, 30_000, 1),
             skip_unchanged=self.drawn(True, True, False),
         )
