@@ -207,9 +207,7 @@ class LayerReader:
     def verify_rest(self, row_groups: Collection[str]) -> None:
         """Reads and verifies the chunks of some row groups that were not read yet."""
         for array in self.manifest.arrays:
-            if array.row_group in row_groups and not self._verified.issuperset(
-                self.chunks_of(array)
-            ):
+            if array.row_group in row_groups:
                 for numbers in self._batches(array, 0, array.chunk_count - 1):
                     chunks = [(number, self._chunk(array, number)) for number in numbers]
                     unread = [one for one in chunks if one[1] not in self._verified]
@@ -412,9 +410,7 @@ def _shown(array: LayerArray, chunk: int) -> str:
 
 def _check_target(array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
     expected = (stop - start, *array.shape[1:]), array.dtype, True
-    # ``out.dtype.name`` would be slower than most other steps of a read.
-    is_dtype = out.dtype == array.dtype
-    found = out.shape, array.dtype if is_dtype else out.dtype.name, out.flags.c_contiguous
+    found = out.shape, out.dtype.name, out.flags.c_contiguous
     if not 0 <= start <= stop <= array.shape[0] or found != expected:
         raise OptionError(
             f"array {array.name!r}: expected rows within {array.shape[0]} and a contiguous target "
