@@ -229,6 +229,24 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
         assert max(written.values(), default=0) <= 1
 
 
+def test_layers_with_other_rows_may_share_a_segment(monkeypatch):
+    monkeypatch.setattr(merge, "MANY_ROWS", 1)  # Threads read row indices before they are needed.
+    rows_of = [np.arange(number, 39, 3) for number in range(3)]
+    layers = [
+        layer_of(number, "s0", rows, (0, WIDTH), ["slot.n"], True)
+        for number, rows in enumerate(rows_of)
+    ]
+    assert layers[0].segments == layers[1].segments == layers[2].segments
+    shared = [layer._replace(segments=layers[0].segments) for layer in layers]
+    buffer = np.zeros(ROWS, np.float32)
+    targets = Targets([Target("g", "slot.n", (0, ROWS), None, buffer)])
+    with Runtime(2) as runtime:
+        planned = merge.plan([[one] for one in shared], targets, runtime=runtime)
+        merge.run([[*stage] for stage in planned], runtime)
+    for number, rows in enumerate(rows_of):
+        assert np.array_equal(buffer[rows], cells_of(number, "slot.n")[rows, 0])
+
+
 class CalledLayer(MemoryLayer):
     """Calls a function before it reads a segment."""
 

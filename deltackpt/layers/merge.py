@@ -539,6 +539,10 @@ class _Found(NamedTuple):
     segment: Segment
 
     @property
+    def key(self) -> tuple[int, int]:
+        return id(self.layer), id(self.segment)
+
+    @property
     def kind(self) -> _Kind:
         return self.segment.group, self.segment.columns, self.segment.fields
 
@@ -584,8 +588,9 @@ class _Planner:
             # Ranges of the first save are merged before everything else.
             if number or one.segment.ranges is None
         )
+        #: By layer and segment: equal segments of several layers may be one object.
         self._coming = {
-            id(one.segment): runtime.submit(self._read, one)
+            one.key: runtime.submit(self._read, one)
             for one in reversed(every)
             if runtime is not None and one.segment.ranges is None and one.segment.count >= MANY_ROWS
         }
@@ -682,7 +687,7 @@ class _Planner:
         return newer[one.kind]
 
     def _rows(self, one: _Found) -> StoredRows | None:
-        coming = self._coming.pop(id(one.segment), None)
+        coming = self._coming.pop(one.key, None)
         return self._read(one) if coming is None else coming.result()
 
     def _read(self, one: _Found) -> StoredRows | None:

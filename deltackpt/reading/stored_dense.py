@@ -379,7 +379,8 @@ class DensePlan:
         self._plain: dict[Key, tuple[DenseShard, int]] = {}
         groups = {value.group for value in self.missing.values() if not value.plain}
         with Runtime(_READERS) as runtime:
-            coming: dict[int, Task[Rows]] = {}
+            #: By shard and segment: equal segments of several shards may be one object.
+            coming: dict[tuple[int, int], Task[Rows]] = {}
             later = iter(saves)
             for number, save in enumerate(saves):
                 if not self.missing:
@@ -389,7 +390,8 @@ class DensePlan:
                 for shard in itertools.chain.from_iterable(nearby):
                     for segment in shard.record.segments:
                         if segment.group in groups and segment.count >= merge.MANY_ROWS:
-                            coming[id(segment)] = runtime.submit(shard.rows, segment)
+                            key = id(shard), id(segment)
+                            coming[key] = runtime.submit(shard.rows, segment)
                 self._add(save, coming)
 
     @functools.cached_property
@@ -501,8 +503,8 @@ class DensePlan:
                 base.fill(into, on_filled)
             merge.run([work.values()], runtime)
 
-    def _add(self, save: Sequence[DenseShard], coming: dict[int, Task[Rows]]) -> None:
-        """Adds the shards of the next older save; ``coming`` are row indices by segment."""
+    def _add(self, save: Sequence[DenseShard], coming: dict[tuple[int, int], Task[Rows]]) -> None:
+        """Adds the shards of the next older save; ``coming`` has row indices."""
         added: set[Key] = set()
         for shard in save:
             groups: dict[str, list[BlockedValue]] = {}
@@ -524,7 +526,7 @@ class DensePlan:
                 found: list[tuple[SegmentField, Rows]] = []
                 for one in shard.record.segments:
                     if one.group == group:
-                        rows = coming.pop(id(one), None)
+                        rows = coming.pop((id(shard), id(one)), None)
                         field = shard.field_of(one)
                         found.append((field, rows.result() if rows else shard.rows(one)))
                 _check_disjoint(found)
