@@ -576,7 +576,7 @@ class ManagerOptions:
                     "set one of them"
                 )
         has_blocks = self.dense.deltas == "blocks" or (self.wal and self.wal.dense == "delta")
-        if not has_blocks and {*_codecs_of(self.dense)} - {"lossless"}:
+        if not has_blocks and {*_codecs_of(self.dense)} - {block_codecs.LOSSLESS}:
             raise OptionError(
                 f"Dense.codec: expected blocks to encode, found codec {self.dense.codec!r} and "
                 "deltas='whole', which stores dense leaves uncompressed; pass deltas='blocks', or "

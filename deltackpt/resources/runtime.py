@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, StorageError
 from deltackpt.resources.host_memory import UNIT_BYTES, aligned_buffer
 
 
@@ -133,6 +133,14 @@ class Task(Generic[_T]):
         """Returns the result of the call, or raises its error."""
         self.run()
         return self.future.result()
+
+
+def no_thread(expected: str, found: RuntimeError, loss: str) -> StorageError:
+    """Returns the error of a call that could not start a thread."""
+    return StorageError(
+        f"{expected}, found {found}; raise the limit of threads (ulimit -u, or that of the "
+        f"container). {loss}"
+    )
 
 
 def _await(futures: Sequence[Future[Any]]) -> None:

@@ -34,7 +34,7 @@ from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
-from deltackpt.resources.runtime import Task
+from deltackpt.resources.runtime import Task, no_thread
 from deltackpt.save import commit, dense_layout, pending_save
 from deltackpt.save.commit import Item, StepTransaction
 from deltackpt.save.dense_save import DenseLeaves
@@ -322,10 +322,8 @@ class Saver:
             run.runtime.queue(task)
         except RuntimeError as error:
             self.in_flight = None
-            raise StorageError(
-                f"step {step}: expected to start a thread that writes it, found {error}; raise "
-                "the limit of threads (ulimit -u, or that of the container). No touched row is lost"
-            ) from error
+            expected = f"step {step}: expected to start a thread that writes it"
+            raise no_thread(expected, error, "No touched row is lost") from error
         except BaseException:  # An interrupt.
             if task.cancel():
                 self.in_flight = None

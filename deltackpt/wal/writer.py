@@ -24,7 +24,7 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Runtime, no_thread
 from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.record_batch import Batch, DenseRecords, write_record
@@ -117,10 +117,10 @@ class WalWriter:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    raise StorageError(
-                        f"append: expected to start the thread that writes records, found {error}; "
-                        "raise the limit of threads (ulimit -u, or that of the container). No "
-                        "touched row is lost: the next append() contains them"
+                    raise no_thread(
+                        "append: expected to start the thread that writes records",
+                        error,
+                        "No touched row is lost: the next append() contains them",
                     ) from error
                 self._thread = thread
             # Batches from before ``roll`` may still be queued: they belong to the old file.
