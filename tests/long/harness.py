@@ -310,11 +310,18 @@ def draw_around(
     return {"doings": [*doings, *gone], "surroundings": surroundings.draw(random_, log=log)}
 
 
-def draw_dense(random_: random.Random) -> dict[str, Any]:
-    """Draws options of ``Dense``; a life resumes from saves with other options."""
+def draw_dense(random_: random.Random, *, wal_blocks: bool = False) -> dict[str, Any]:
+    """Draws options of ``Dense``; a life resumes from saves with other options.
+
+    Args:
+      random_: the source.
+      wal_blocks: whether WAL records hold blocks, which a codec may then encode.
+    """
+    deltas = random_.choice(("whole", "blocks", "blocks", "blocks"))
+    codec = random_.choice(("lossless", trainee.LOSSY, trainee.LOSSY))
     return {
-        "deltas": random_.choice(("whole", "blocks", "blocks", "blocks")),
-        "codec": random_.choice(("lossless", trainee.LOSSY, trainee.LOSSY)),
+        "deltas": deltas,
+        "codec": codec if deltas == "blocks" or wal_blocks else "lossless",
         "max_error": trainee.MAX_ERROR,
         # Usually room for all leaves, sometimes only for some.
         "max_reference_bytes": random_.choice((1 << 30, 1 << 30, 30_000)),

@@ -167,15 +167,16 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
             drawn.append([doing, random_.randrange(8)])
         else:
             drawn.append([doing, random_.choice((1, 1, 2, 5))])
+    wal_dense = random_.choice(("whole", "delta", "delta"))
     return {
         **harness.draw_around(random_, drawn, log=True),
         "branch": 1000 * life,
         "max_to_keep": random_.choice((1, 2, 2, 4)),
         "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
-        "dense": harness.draw_dense(random_),
+        "dense": harness.draw_dense(random_, wal_blocks=wal_dense == "delta"),
         "ids": random_.random() < 0.5,
         "log_options": {
-            "dense": random_.choice(("whole", "delta", "delta")),
+            "dense": wal_dense,
             "dense_every": random_.choice((1, 1, 3)),
             # 1e-3 makes append() save some of the steps.
             "max_wal_ratio": random_.choice((1.0, 1.0, 1e-3)),
