@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from memory_pack import MemoryPack
@@ -192,10 +193,11 @@ def test_a_silent_node_has_one_probe_at_a_time_and_another_if_none_could_start(m
         with opened(peer_group({"silent": address}, 1, 0, deadline_secs=0.3)) as held:
             begun: list[object] = []
 
-            def submit(*work: object):
+            def submit(*work: object) -> Future[list[str]]:
                 begun.append(work)
                 if len(begun) == 1:
                     raise RuntimeError("can't start new thread")
+                return Future()
 
             monkeypatch.setattr(held._prober, "submit", submit)
             held.refs()

@@ -27,8 +27,8 @@ class Pusher(Cursor):
     def __init__(self, stage: StagingDir):
         super().__init__(stage)
         self._peers: PeerTier | None = None
-        self._version: object = None
-        self._surveyed_at = 0.0
+        self._group: bytes | None = None
+        self._surveyed_at = float("-inf")
         #: What peers hold: complete bundles, and partial ones.
         self._held: dict[SaveId, BundleRef] = {}
         self._shards: set[BundleRef] = set()
@@ -118,18 +118,17 @@ class Pusher(Cursor):
 
     def _opened(self, orders: Orders) -> PeerTier | None:
         """The peers that the trainer has found; reconnects if they changed."""
-        version, is_new = self.stage.peers_version(), False
-        if version != self._version or self._peers is None:
-            data = self.stage.peers()
-            if data is None:
-                return None
+        group = self.stage.peers()
+        if group is None:
+            return None
+        if self._peers is None or group != self._group:
             if self._peers is not None:
                 self._peers.close()
                 self._peers = None
-            self._peers, is_new = PeerTier(PeerGroup.from_bytes(data)), True
-        if is_new or time.monotonic() - self._surveyed_at > _ASK_SECS:
+            self._peers, self._group = PeerTier(PeerGroup.from_bytes(group)), group
+            self._surveyed_at = float("-inf")
+        if time.monotonic() - self._surveyed_at > _ASK_SECS:
             self._refresh_survey(self._peers, orders)
-            self._version = version
         return self._peers
 
     def _refresh_survey(self, peers: PeerTier, orders: Orders) -> None:

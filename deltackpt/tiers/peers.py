@@ -111,9 +111,9 @@ class PeerTier:
         }
         #: When nodes last failed, and how; affects only the order in which they are tried.
         self._failed: dict[str, tuple[float, str]] = {}
-        #: Nodes that let a request time out, and whether a probe is in flight. Until one answers,
-        #: a push treats them as lost: waiting for each would delay it by the deadline.
-        self._silent: dict[str, bool] = {}
+        #: Nodes that let a request time out, and the last probe of each. Until one answers, a push
+        #: treats them as lost: waiting for each would delay it by the deadline.
+        self._silent: dict[str, Future[list[str]]] = {}
         #: The last result of ``refs``, and its time.
         self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
         self._lock = threading.Lock()
@@ -266,33 +266,18 @@ class PeerTier:
     def _answers(self, node: str) -> bool:
         """Whether a node is not silent; probes a silent one in the background."""
         with self._lock:
-            is_silent = node in self._silent
-        if is_silent:
-            self._start_probe(node)
-        return not is_silent
+            probe = self._silent.get(node)
+            if probe is not None and probe.done():
+                del self._silent[node]
+                if probe.cancelled() or _is_timeout(probe.exception()):
+                    self._start_probe(node)
+            return node not in self._silent
 
     def _start_probe(self, node: str) -> None:
-        with self._lock:
-            if self._silent.get(node):
-                return
-            self._silent[node] = True
-        try:
-            self._prober.submit(self._probe, node)
-        except RuntimeError:  # It was closed, or no thread can start.
-            with self._lock:
-                self._silent[node] = False
-
-    def _probe(self, node: str) -> None:
-        try:
-            self._nodes[node].keys(self._group.root)
-        except StorageError as error:
-            with self._lock:
-                if _is_timeout(error):
-                    self._silent[node] = False
-                else:
-                    self._silent.pop(node, None)
-        else:
-            self._note_answered(node)
+        # If it was closed, or no thread can start, the next request waits for the node again.
+        with contextlib.suppress(RuntimeError):
+            probe = self._prober.submit(self._nodes[node].keys, self._group.root)
+            self._silent[node] = probe
 
     def _submit(self, work: Callable[..., _Result], *given: object) -> Future[_Result]:
         try:
@@ -303,8 +288,8 @@ class PeerTier:
     def _note_failed(self, node: str, error: Exception) -> None:
         with self._lock:
             self._failed[node] = (time.monotonic(), str(error))
-        if _is_timeout(error):
-            self._start_probe(node)
+            if _is_timeout(error) and node not in self._silent:
+                self._start_probe(node)
 
     def _note_answered(self, node: str) -> None:
         with self._lock:
@@ -341,12 +326,6 @@ class PeerTier:
         if not missing:
             return
         every = erasure.fragments(self._code, padded)
-        names = {
-            number: erasure.Fragment(
-                ref, self._code.k, self._code.m, segment, number, _crc(every[number])
-            )
-            for number in missing
-        }
         # The first node in order gets the first fragment, so a changed order moves few of them.
         while missing:
             free = [
@@ -357,12 +336,7 @@ class PeerTier:
             if len(free) < len(missing):
                 raise self._no_room(ref, placed, refused)
             sent = {
-                number: (
-                    node,
-                    self._submit(
-                        self._nodes[node].put, names[number].key(self._group.root), every[number]
-                    ),
-                )
+                number: (node, self._submit(self._send, ref, segment, number, every[number], node))
                 for number, node in zip(missing, free)
             }
             for number, (node, future) in sent.items():
@@ -374,6 +348,13 @@ class PeerTier:
                 else:
                     placed[number] = node
             missing = [number for number in missing if number not in placed]
+
+    def _send(
+        self, ref: BundleRef, segment: int, number: int, pieces: list[memoryview], node: str
+    ) -> None:
+        code = self._code
+        one = erasure.Fragment(ref, code.k, code.m, segment, number, _crc(pieces))
+        self._nodes[node].put(one.key(self._group.root), pieces)
 
     def _no_room(
         self, ref: BundleRef, placed: Mapping[int, str], refused: Mapping[str, str]
@@ -399,7 +380,9 @@ class PeerTier:
         code = self._code
         if (coding.k, coding.m) != (code.k, code.m):
             code = erasure.code_of(coding.k, coding.m)
-        sources = self._sources(coding, there)
+        sources: dict[int, list[tuple[erasure.Fragment, str]]] = {}
+        for one, nodes in there.items():
+            sources.setdefault(one.number, []).extend((one, node) for node in nodes)
         problems: list[str] = []
         further: dict[int, memoryview] = {}
         pieces = [
@@ -439,22 +422,6 @@ class PeerTier:
         found = _crc(buffers)
         if found != one.crc32c:
             raise Damaged(key, f"bytes with crc32c {one.crc32c:08x}", f"{found:08x}")
-
-    def _sources(
-        self, coding: erasure.FragmentCoding, there: Mapping[erasure.Fragment, list[str]]
-    ) -> dict[int, list[tuple[erasure.Fragment, str]]]:
-        """The nodes that hold each fragment, by number; nodes of the same rack first."""
-        own = next((o.rack for o in self._group.nodes if o.node == self._group.own), "")
-        found: dict[int, list[tuple[erasure.Fragment, str]]] = {}
-        for one, nodes in there.items():
-            found.setdefault(one.number, []).extend((one, node) for node in nodes)
-        for entries in found.values():
-            entries.sort(key=lambda entry: not own or self._racks.get(entry[1]) != own)
-        if coding.k == 1:
-            numbers = sorted(found, key=lambda n: not own or self._racks.get(found[n][0][1]) != own)
-            # Copies are identical: the nearest gets the lowest number.
-            return {i: found[number] for i, number in enumerate(numbers)}
-        return found
 
     def _too_few(
         self, ref: BundleRef, every: Mapping[erasure.FragmentCoding, erasure.Where]
@@ -496,8 +463,8 @@ def _result(future: Future[_Result]) -> _Result:
         raise _closed() from error
 
 
-def _is_timeout(error: Exception) -> bool:
-    return isinstance(error.__cause__, TimeoutError)
+def _is_timeout(error: BaseException | None) -> bool:
+    return error is not None and isinstance(error.__cause__, TimeoutError)
 
 
 def _closed() -> ClosedError:

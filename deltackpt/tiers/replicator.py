@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def _pushing(stage: StagingDir, trainer: Trainer) -> Iterator[None]:
     """Replicates saves to peers in a second thread, if the trainer has found any."""
-    if stage.peers_version() is None:
+    if stage.peers() is None:
         yield
         return
     pusher = Pusher(stage)

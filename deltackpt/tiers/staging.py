@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
+from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
@@ -313,13 +313,6 @@ class StagingDir:
         """Writes the orders of a trainer that starts, which are not in force yet."""
         self._write(self._starting, manifest.to_bytes(orders, _ORDERS))
 
-    def orders_version(self) -> object:
-        """Returns a value that changes with the orders; cheap."""
-        with contextlib.suppress(StorageError):
-            if leases := self._leases():
-                return leases[-1], _version(self._orders(leases[-1]))
-        return None
-
     def progress(self, holder: str, tier: TierName = "remote") -> TierProgress:
         """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
         path = self._progress(tier)
@@ -340,10 +333,6 @@ class StagingDir:
             self._peers.unlink(missing_ok=True)
         else:
             self._write(self._peers, data)
-
-    def peers_version(self) -> object:
-        """Returns a value that changes with the recorded peers; cheap."""
-        return _version(self._peers)
 
     def entry(self) -> bytes | None:
         """Returns the newest remote journal entry that the replicator has seen, or None."""
@@ -379,14 +368,6 @@ def _read_orders(path: Path) -> Orders | None:
     return manifest.from_bytes(
         data, Orders, name=str(path), magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
     )
-
-
-def _version(path: Path) -> object:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def default_stage(url: str, endpoint: str | None) -> Path:

@@ -177,7 +177,6 @@ class Uploader(Cursor):
         """Reads nothing yet; with ``adopts``, it continues for other trainers."""
         super().__init__(stage, progress)
         self._orders = orders
-        self._orders_version: object = None
         self._adopts = adopts
         self._journal: Journal | None = None
         #: Nonce of the journal entry that was last passed to the trainer.
@@ -241,7 +240,7 @@ class Uploader(Cursor):
         """Carries out pending orders, and uploads one save; returns whether it did."""
         # The order matters: saves that are staged by now were made after these orders.
         found = self._staged()
-        orders = self._load()
+        orders = self._orders = self.stage.orders()
         if orders is None or not orders.holder:
             return False
         journal = self._resumed(orders)
@@ -281,14 +280,10 @@ class Uploader(Cursor):
         item = naming.EMBEDDINGS_ITEM if self._orders is None else self._orders.item
         return self.scan(item)
 
-    def _load(self) -> Orders | None:
-        if self._is_changed():
-            version = self.stage.orders_version()
-            self._orders, self._orders_version = self.stage.orders(), version
-        return self._orders
-
     def _is_changed(self) -> bool:
-        return self._orders is None or self.stage.orders_version() != self._orders_version
+        with contextlib.suppress(RestoreError, StorageError):
+            return self.stage.orders() != self._orders
+        return True  # The next step reports that they cannot be read.
 
     def _resumed(self, orders: Orders) -> Journal:
         if self._journal is not None and self.progress.holder == orders.holder:
@@ -313,9 +308,7 @@ class Uploader(Cursor):
 
     def _check_orders(self, orders: Orders) -> None:
         """Checks for a takeover during an upload; called by several threads."""
-        if self.stage.orders_version() == self._orders_version:
-            return
-        with contextlib.suppress(RestoreError):
+        with contextlib.suppress(RestoreError, StorageError):
             newest = self.stage.orders()
             if newest is not None and newest.holder != orders.holder:
                 raise _Superseded(f"{self.stage.path}: another trainer has taken over")
