@@ -19,6 +19,7 @@ import pytest
 import deltackpt
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.entries import Entry, State
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.runtime import Pace, Runtime
 from deltackpt.storage.batch import FileBatch
@@ -251,7 +252,8 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
 
     def secs(step: int, process: int = 1, is_hurried: bool = False) -> float | None:
         work.trainer.is_waiting = is_hurried
-        return work._until_turn(found[step - 1], found, orders_of(process))
+        work._orders = orders_of(process)
+        return work._until_turn(found[step - 1], found)
 
     assert secs(2, is_hurried=True) is None
     assert secs(1) is None
@@ -272,7 +274,9 @@ def two_shards(tmp_path: Path, monkeypatch) -> Any:
     """Two staged saves of a run, each without a parent, and the uploader of process 0 of two."""
     root = store_path(tmp_path / "root")
     journal: Any = types.SimpleNamespace(
-        root=root, prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}"
+        root=root,
+        prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}",
+        known=State(Entry()),
     )
     infos: dict[int, Any] = {
         step: types.SimpleNamespace(save_id=SaveId("run", step, step), parent=None)
@@ -280,11 +284,12 @@ def two_shards(tmp_path: Path, monkeypatch) -> Any:
     }
     at = store_path(tmp_path / "stage")
     found = [StagedSave(step, info, at, step) for step, info in infos.items()]
-    work = Uploader(StagingDir(tmp_path / "stage"))
+    work = Uploader(StagingDir(tmp_path / "stage"), orders_of(0))
+    work._journal = journal
     monkeypatch.setattr(work, "_send", lambda *_: ShardReport(process=0))
 
     def advance(save: StagedSave) -> bool:
-        return work._advance(save, infos[save.step], found, orders_of(0), journal)
+        return work._advance(save, infos[save.step], found)
 
     return root, work, found, advance
 

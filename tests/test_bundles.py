@@ -22,7 +22,7 @@ from deltackpt.storage import digests
 from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers import bundles
 from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, StagedBundle
-from deltackpt.tiers.staging import RunLineage
+from deltackpt.tiers.staging import Orders, RunLineage
 
 SAVE = SaveId("ab12", 7, 3)
 
@@ -54,20 +54,22 @@ def made(folder: Path, files: dict[str, bytes]) -> Path:
 def packed(
     folder: Path, save_id: SaveId = SAVE, epoch: int = 4, generation: int = 1
 ) -> StagedBundle:
-    contents = bundles.manifest_of(
-        folder,
-        save_id,
-        "embeddings",
-        lineage=RunLineage(
-            run=save_id.run,
-            epoch=epoch,
-            holder="somebody",
-            generation=generation,
-            ancestors={"cd34": 2},
-        ),
-        root="s3://bucket/run",
+    lineage = RunLineage(
+        run=save_id.run,
+        epoch=epoch,
+        holder="somebody",
+        generation=generation,
+        ancestors={"cd34": 2},
     )
-    return StagedBundle(folder, contents)
+    orders = Orders(
+        number=1,
+        lease=1,
+        url="s3://bucket/run",
+        endpoint=None,
+        item="embeddings",
+        lineages=(lineage,),
+    )
+    return StagedBundle(folder, bundles.manifest_of(folder, save_id, orders))
 
 
 class Held:

@@ -103,13 +103,13 @@ def remove_everything(root: Path) -> None:
     with whatever_comes():
         for number in opened.wal_location.numbers():
             garbage.remove_wal_epoch(opened.wal_location, number)
-    place, no_info = Directory(root, ITEM), cast(SaveInfo, None)
+    place, no_info = Directory(root, ITEM, 1), cast(SaveInfo, None)
     for key in (ObjectKey(90, None), ObjectKey(3, ITEM)):
         unit = Unit(key, no_info, store_path(root), {})
         with whatever_comes():
             place.publish(unit)
         with whatever_comes():
-            place.add(unit, reading=damaged(), workers=1, on_bytes=lambda *_: None)
+            place.add(unit, damaged(), lambda *_: None)
     with whatever_comes(), compact.exclusive(root):
         pass
     with whatever_comes():

@@ -32,7 +32,7 @@ from deltackpt import inspect
 from deltackpt.errors import InUse, OptionError, OutOfSpace, StorageError
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.directory_blobs import INCOMING, DirectoryBlobs
-from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.storage import buckets
 from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
@@ -542,8 +542,8 @@ def test_tensorstore_reads_all_nodes_through_any_of_them():
     addresses = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
-            others = stack.enter_context(contextlib.closing(ClusterObjects(addresses, TOKEN)))
-            stack.enter_context(serving(MemoryBlobs(1 << 22), port=port, cluster=others))
+            others = stack.enter_context(contextlib.closing(NodesStore(addresses, "", TOKEN)))
+            stack.enter_context(serving(MemoryBlobs(1 << 22), port=port, others=others))
         store = NodesStore(addresses, "run", TOKEN)
         memory = ts.KvStore.open({"driver": "memory"}).result()
         values = np.random.default_rng(0).normal(size=(100, 10))
@@ -581,8 +581,8 @@ def test_a_truncated_object_of_another_node_is_not_served_as_complete():
         broken = stack.enter_context(
             answering(b'HTTP/1.1 200 OK\r\nContent-Length: 300000\r\nETag: "1"\r\n\r\n')
         )
-        others = stack.enter_context(contextlib.closing(ClusterObjects([own, broken], TOKEN)))
-        stack.enter_context(serving(MemoryBlobs(1 << 20), port=port, cluster=others))
+        others = stack.enter_context(contextlib.closing(NodesStore([own, broken], "", TOKEN)))
+        stack.enter_context(serving(MemoryBlobs(1 << 20), port=port, others=others))
         asked = stack.enter_context(connected(own))
         key = next(f"{i}" for i in range(100) if ranked(f"{i}", [own, broken])[0] == broken)
         asked.sendall(request(f"GET /{key} HTTP/1.1"))

@@ -22,7 +22,7 @@ from deltackpt.interchange.target import local_path
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.opening import open_steps
 from deltackpt.nodes.blobs import MemoryBlobs
-from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Tiers
 from deltackpt.storage import buckets, node_client, redaction, wire
 from deltackpt.storage.node_client import Node
@@ -93,7 +93,6 @@ def test_an_invalid_token_is_refused_when_it_is_given(token, caplog, monkeypatch
     for make in (
         lambda: Node("127.0.0.1:1", token),
         lambda: NodesStore(["127.0.0.1:1"], "run", token),
-        lambda: ClusterObjects(["127.0.0.1:1"], token),
         lambda: Tokens(token),
     ):
         with nothing_told(caplog, SECRET), pytest.raises(OptionError, match="token"):

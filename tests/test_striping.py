@@ -22,7 +22,7 @@ from test_tiers import Node as TrainingNode
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.nodes.blobs import MemoryBlobs
-from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
+from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import Exists, Missing, Unanswered
 from deltackpt.storage.striping import HEAD_BYTES, NodesStore
@@ -249,8 +249,8 @@ def test_plain_http_clients_read_striped_objects_through_any_node():
     nodes = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
-            others = stack.enter_context(contextlib.closing(ClusterObjects(nodes, TOKEN)))
-            stack.enter_context(serving(MemoryBlobs(64 * MIB), port=port, cluster=others))
+            others = stack.enter_context(contextlib.closing(NodesStore(nodes, "", TOKEN)))
+            stack.enter_context(serving(MemoryBlobs(64 * MIB), port=port, others=others))
         store = stack.enter_context(contextlib.closing(NodesStore(nodes, "", TOKEN)))
         store.put("x", BIG)
         store.put("y", bytes(HEAD_BYTES))
@@ -273,8 +273,8 @@ class _SilentBlobs(MemoryBlobs):
 
     has_lost = False
 
-    def commit(self, key, block, nbytes, *, absent):
-        super().commit(key, block, nbytes, absent=absent)
+    def commit(self, key, block, *, absent):
+        super().commit(key, block, absent=absent)
         if absent and not self.has_lost:
             self.has_lost = True
             raise ConnectionError("lost")

@@ -441,13 +441,7 @@ def test_the_staging_limit_counts_the_shards_of_all_processes(node):
     with node().manager(max_staging_bytes=1000) as manager:
         tiers = staged(manager)
         shared = ReplicationClient(
-            tiers.stage,
-            tiers.local,
-            tiers.journal,
-            manager._run.options,
-            tiers.orders,
-            tiers.replicas,
-            processes=3,
+            tiers.replicas, tiers.journal, manager._run.options, tiers.orders, processes=3
         )
         assert tiers.make_room(500) is None
         assert "1,500 bytes exceeds" in str(shared.make_room(500))

@@ -135,6 +135,8 @@ def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> 
 
 _TOKEN = "DELTACKPT_NODES_TOKEN"
 _MOST_TOKEN_BYTES = 4096
+#: Timeout of requests to the other nodes of a store.
+_PEERS_SECS = 15.0
 
 
 @click.command(
@@ -179,8 +181,9 @@ def node_store(
     """
     from deltackpt.nodes.blobs import MemoryBlobs
     from deltackpt.nodes.directory_blobs import DirectoryBlobs
-    from deltackpt.nodes.server import ClusterObjects, NodeServer, Tokens
+    from deltackpt.nodes.server import NodeServer, Tokens
     from deltackpt.storage.node_client import addresses_of
+    from deltackpt.storage.striping import NodesStore
 
     if (directory is None) == (memory is None):
         raise click.UsageError("expected DIRECTORY or --memory, found both or neither; pass one")
@@ -189,9 +192,8 @@ def node_store(
         wait = stack.enter_context(terminal.termination())
         others = None
         if peers is not None:
-            others = stack.enter_context(
-                contextlib.closing(ClusterObjects(addresses_of(peers), token))
-            )
+            others = NodesStore(addresses_of(peers), "", token, deadline_secs=_PEERS_SECS)
+            stack.enter_context(contextlib.closing(others))
         if directory is not None:
             blobs, held = DirectoryBlobs(directory.absolute()), str(directory)
         else:
@@ -204,7 +206,7 @@ def node_store(
             port=port,
             tokens=Tokens(token),
             bytes_per_sec=bytes_per_sec,
-            cluster=others,
+            others=others,
         )
         stack.enter_context(contextlib.closing(server))
         if as_json:

@@ -10,6 +10,7 @@ import mmap
 import secrets
 import socket
 import threading
+import weakref
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +21,10 @@ from deltackpt.storage.store import Exists, Missing
 
 #: Objects from this size on have a mapping of their own.
 _MAPPED_BYTES = 1 << 16
-#: Overhead per object, so that many empty ones also fill the store.
-_OVERHEAD_BYTES = 1024
 #: Memory that was filled before is filled again by what leaves a quarter of it at most.
 _LEAST_USED = 0.75
+#: Overhead per object, so that many empty ones also fill the store.
+_OVERHEAD_BYTES = 1024
 
 
 class Incoming(Protocol):
@@ -88,8 +89,9 @@ class BlobStore(Protocol):
 class MemoryBlobs:
     """Objects in this process's memory, which no other user can read.
 
-    Memory of removed objects is reused for new ones of about the same size, because it fills
-    several times faster than fresh memory. It is released when other objects need it.
+    Memory of removed objects is reused for new ones of about the same size after their last reader
+    has ended: receiving 16 MiB takes 0.6 to 0.8 of the time, and 0.6 of the CPU time. It is
+    released when other objects need it.
     """
 
     def __init__(self, nbytes: int):
@@ -97,31 +99,64 @@ class MemoryBlobs:
         self._most = nbytes
         self._allocated = 0
         self._blocks: dict[str, _Block] = {}
-        self._spare: list[_Block] = []
+        self._spare: list[mmap.mmap | bytearray] = []
         #: No version of an earlier process is one of this.
         self._versions = secrets.token_hex(8)
         self._number = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A block that is dropped under it releases its room.
 
     @property
     def free_bytes(self) -> int:
         """Free bytes for objects."""
         with self._lock:
-            return self._most - self._allocated + sum(each.cost for each in self._spare)
+            return self._most - self._allocated + sum(_cost(len(one)) for one in self._spare)
 
     def receive(self, key: str, nbytes: int) -> Incoming:
         """See ``BlobStore``."""
-        block = self._spare_block(nbytes) or self._fresh_block(nbytes)
-        return _InMemory(self, key, nbytes, block)
+        memory = self._spare_memory(nbytes) or self._fresh_memory(nbytes)
+        block = _Block(memory, nbytes)
+        weakref.finalize(block, self._release, memory)
+        return _InMemory(self, key, block)
+
+    def _spare_memory(self, nbytes: int) -> mmap.mmap | bytearray | None:
+        with self._lock:
+            for i, spare in enumerate(self._spare):
+                if _LEAST_USED * len(spare) <= nbytes <= len(spare):
+                    return self._spare.pop(i)
+        return None
+
+    def _fresh_memory(self, nbytes: int) -> mmap.mmap | bytearray:
+        cost = _cost(nbytes)
+        with self._lock:
+            while self._spare and self._allocated + cost > self._most:
+                self._allocated -= _cost(len(self._spare.pop(0)))
+            if self._allocated + cost > self._most:
+                raise OutOfSpace(
+                    f"memory: expected room for {nbytes:,} bytes, found "
+                    f"{max(0, self._most - self._allocated):,} of {self._most:,} left; raise the "
+                    "limit, or remove objects"
+                )
+            self._allocated += cost
+        try:
+            return _memory(nbytes)  # It takes its time.
+        except OutOfSpace:
+            with self._lock:
+                self._allocated -= cost
+            raise
+
+    def _release(self, memory: mmap.mmap | bytearray) -> None:
+        with self._lock:
+            if len(memory) >= _MAPPED_BYTES:
+                self._spare.append(memory)
+            else:
+                self._allocated -= _cost(len(memory))
 
     def find(self, key: str) -> OpenObject:
         """See ``BlobStore``."""
-        with self._lock:
-            block = self._blocks.get(key)
-            if block is None:
-                raise Missing(key)
-            block.readers += 1
-            return _FromMemory(self, block)
+        block = self._blocks.get(key)
+        if block is None:
+            raise Missing(key)
+        return _FromMemory(block)
 
     def keys(self, folder: str, *, after: str, most: int) -> list[str]:
         """See ``BlobStore``."""
@@ -133,7 +168,7 @@ class MemoryBlobs:
     def delete(self, key: str) -> None:
         """See ``BlobStore``."""
         with self._lock:
-            self._drop(self._blocks.pop(key, None))
+            self._blocks.pop(key, None)
 
     def close(self) -> None:
         """See ``BlobStore``."""
@@ -141,74 +176,23 @@ class MemoryBlobs:
             self._blocks.clear()
             self._spare.clear()
 
-    def _spare_block(self, nbytes: int) -> _Block | None:
-        with self._lock:
-            for i, spare in enumerate(self._spare):
-                if _LEAST_USED * len(spare.memory) <= nbytes <= len(spare.memory):
-                    return self._spare.pop(i)
-        return None
-
-    def _fresh_block(self, nbytes: int) -> _Block:
-        cost = _cost(nbytes)
-        with self._lock:
-            while self._spare and self._allocated + cost > self._most:
-                self._allocated -= self._spare.pop(0).cost
-            if self._allocated + cost > self._most:
-                raise OutOfSpace(
-                    f"memory: expected room for {nbytes:,} bytes, found "
-                    f"{max(0, self._most - self._allocated):,} of {self._most:,} left; raise the "
-                    "limit, or remove objects"
-                )
-            self._allocated += cost
-        try:
-            return _Block(_memory(nbytes), cost)  # It takes its time.
-        except OutOfSpace:
-            with self._lock:
-                self._allocated -= cost
-            raise
-
-    def commit(self, key: str, block: _Block, nbytes: int, *, absent: bool) -> None:
+    def commit(self, key: str, block: _Block, *, absent: bool) -> None:
         """Stores a block under a key; see ``Incoming``."""
         with self._lock:
             if absent and key in self._blocks:
                 raise Exists(key)
             self._number += 1
-            block.nbytes, block.version = nbytes, f"{self._versions}-{self._number}"
-            replaced = self._blocks.get(key)
+            block.version = f"{self._versions}-{self._number}"
             self._blocks[key] = block
-            self._drop(replaced)
-
-    def give_back(self, block: _Block, *, reader: bool = False) -> None:
-        """Returns a block that is no longer written or read."""
-        with self._lock:
-            block.readers -= reader
-            if not reader or (block.dropped and not block.readers):
-                self._free(block)
-
-    def _drop(self, block: _Block | None) -> None:
-        if block is not None:
-            block.dropped = True
-            if not block.readers:
-                self._free(block)
-
-    def _free(self, block: _Block) -> None:
-        block.dropped = False
-        if len(block.memory) >= _MAPPED_BYTES:
-            self._spare.append(block)
-        else:
-            self._allocated -= block.cost
 
 
 class _Block:
     """Memory of one object."""
 
-    def __init__(self, memory: mmap.mmap | bytearray, cost: int):
+    def __init__(self, memory: mmap.mmap | bytearray, nbytes: int):
         self.memory = memory
-        self.cost = cost
-        self.nbytes = 0  # How much of the memory is the object.
+        self.nbytes = nbytes
         self.version = ""
-        self.readers = 0
-        self.dropped = False  # Whether to release it after the last reader.
 
 
 def _cost(nbytes: int) -> int:
@@ -232,9 +216,9 @@ def _memory(nbytes: int) -> mmap.mmap | bytearray:
 
 
 class _InMemory:
-    def __init__(self, blobs: MemoryBlobs, key: str, nbytes: int, block: _Block):
-        self._blobs, self._key, self._nbytes, self._block = blobs, key, nbytes, block
-        self._left = memoryview(block.memory)[:nbytes]
+    def __init__(self, blobs: MemoryBlobs, key: str, block: _Block):
+        self._blobs, self._key, self._block = blobs, key, block
+        self._left = memoryview(block.memory)[: block.nbytes]
 
     def window(self) -> memoryview:
         return self._left
@@ -243,21 +227,18 @@ class _InMemory:
         self._left = self._left[nbytes:]
 
     def commit(self, *, absent: bool) -> None:
-        self._blobs.commit(self._key, self._block, self._nbytes, absent=absent)
+        self._blobs.commit(self._key, self._block, absent=absent)
 
     def discard(self) -> None:
-        self._left = self._left[:0]
-        self._blobs.give_back(self._block)
+        del self._left, self._block  # The exception that ends a request still refers to this.
 
 
 class _FromMemory:
-    def __init__(self, blobs: MemoryBlobs, block: _Block):
-        self._blobs, self._block = blobs, block
+    def __init__(self, block: _Block):
+        self._block = block
         self.nbytes, self.version = block.nbytes, block.version
-        self._memory = memoryview(block.memory)
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        return connection.send(self._memory[start : start + nbytes])
+        return connection.send(memoryview(self._block.memory)[start : start + nbytes])
 
-    def close(self) -> None:
-        self._blobs.give_back(self._block, reader=True)
+    def close(self) -> None: ...

@@ -13,15 +13,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import queue
 import socket
 import stat
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from deltackpt.errors import InUse, OutOfSpace, StorageError
 from deltackpt.nodes.blobs import Incoming, OpenObject
@@ -47,7 +44,6 @@ class DirectoryBlobs:
         self.path = path
         self._allocated = 0
         self._lock = threading.Lock()
-        self._buffers: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self.directory = DurableDir(path, private=True)
         self.directory.create()
         with posix.typed_errors(path, "be made"), contextlib.ExitStack() as opened:
@@ -147,16 +143,6 @@ class DirectoryBlobs:
         """See ``BlobStore``; the objects stay."""
         self._opened.close()
 
-    def buffer(self) -> np.ndarray:
-        """Returns memory for direct writes; return it with ``keep``."""
-        with contextlib.suppress(queue.Empty):
-            return self._buffers.get_nowait()
-        return aligned_buffer(_BUFFER_BYTES)
-
-    def keep(self, buffer: np.ndarray) -> None:
-        """Keeps a buffer for the next object."""
-        self._buffers.put(buffer)
-
     def give_back(self, nbytes: int) -> None:
         """Reports that some bytes were written, or will not be written."""
         with self._lock:
@@ -180,13 +166,12 @@ class _InFile:
     def __init__(self, blobs: DirectoryBlobs, key: str, nbytes: int):
         self._blobs, self._path, self._nbytes = blobs, blobs.path / key, nbytes
         self._temporary, self._left = uuid.uuid4().hex, nbytes
-        self._buffer: np.ndarray | None = blobs.buffer()
         self._file = DirectFile(
             self._path,
             private=True,
             folder=blobs.arriving,
             name=self._temporary,
-            buffer=self._buffer,
+            buffer=aligned_buffer(_BUFFER_BYTES),
             cached_bytes=_DIRECT_BYTES if nbytes < _DIRECT_BYTES else 0,
         )
 
@@ -226,11 +211,9 @@ class _InFile:
         self._end()
 
     def _end(self) -> None:
-        if self._buffer is not None:
-            self._blobs.keep(self._buffer)
-            self._blobs.give_back(self._nbytes)
-            self._buffer = None
-            self._file.close()
+        self._blobs.give_back(self._nbytes)
+        self._nbytes = 0  # It may be discarded after its commit has failed.
+        self._file.close()
 
 
 class _FromFile:

@@ -22,7 +22,7 @@ import re
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import h11
@@ -174,14 +174,14 @@ class NodeServer:
         tokens: Tokens,
         most_connections: int = _MOST_CONNECTIONS,
         bytes_per_sec: float | None = None,
-        cluster: ClusterObjects | None = None,
+        others: NodesStore | None = None,
     ):
         """Starts listening on a specific address of this node; OptionError if it is a wildcard.
 
         The caller still owns ``blobs`` and closes them afterwards. ``bytes_per_sec`` limits each
-        direction. ``cluster`` serves keys that the store lacks.
+        direction. Objects that the node lacks are read from ``others``, the store with all nodes.
         """
-        self._blobs, self._tokens, self._cluster = blobs, tokens, cluster
+        self._blobs, self._tokens, self._others = blobs, tokens, others
         self._pace = Pace(bytes_per_sec)
         self._most = most_connections
         self._listener = _listener(bind, port)
@@ -373,17 +373,16 @@ class NodeServer:
                 start += sent
 
     def _find(self, request: _Request) -> OpenObject:
-        is_here = False
+        others = None if request.is_direct else self._others
         try:
             found = self._blobs.find(request.key)
-            if self._cluster is None or request.is_direct or found.nbytes != HEAD_BYTES:
+            if others is None or found.nbytes != HEAD_BYTES:
                 return found
             found.close()
-            is_here = True
         except Missing:
-            if self._cluster is None or request.is_direct:
+            if others is None or others.owner(request.key) == self.address:
                 raise
-        return self._cluster.find(request.key, self.address, is_here=is_here)
+        return _Forwarded(others, request.key)
 
     def _put(self, client: _Client, request: _Request) -> None:
         condition = request.fields.get("if-none-match")
@@ -451,28 +450,6 @@ def _status_of(error: StorageError | Damaged) -> int:
     return 409 if lasts else 500
 
 
-_PIECE_BYTES = 1 << 20
-_DEADLINE_SECS = 15.0
-
-
-class ClusterObjects:
-    """The objects of all nodes of a store; thread-safe."""
-
-    def __init__(self, addresses: Sequence[str], token: str):
-        """Sends no request yet; the addresses are those of all nodes of the store."""
-        self._store = NodesStore(addresses, "", token, deadline_secs=_DEADLINE_SECS)
-
-    def find(self, key: str, own: str, *, is_here: bool) -> OpenObject:
-        """Opens an object of the store; ``is_here``: the asking node ``own`` has the head of it."""
-        if not is_here and self._store.owner(key) == own:
-            raise Missing(key)
-        return _Forwarded(self._store, key)
-
-    def close(self) -> None:
-        """Closes the connections to the other nodes."""
-        self._store.close()
-
-
 class _Forwarded:
     """See ``OpenObject``; if the object is replaced during the answer, the answer ends early."""
 
@@ -480,17 +457,13 @@ class _Forwarded:
         self._store, self._key = store, key
         self.version = store.version(key)
         self.nbytes = store.length(key)
-        self._buffer = bytearray()
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        nbytes = min(nbytes, _PIECE_BYTES)
-        if not self._buffer:
-            self._buffer = bytearray(min(self.nbytes, _PIECE_BYTES))
-        piece = memoryview(self._buffer)[:nbytes]
+        piece = memoryview(bytearray(min(nbytes, wire.PIECE_BYTES)))
         self._store.read_into(self._key, start, [piece])
         if self._store.version(self._key) != self.version:
             raise OSError(f"{self._key}: the object was replaced while it was sent")
         connection.sendall(piece)
-        return nbytes
+        return piece.nbytes
 
     def close(self) -> None: ...

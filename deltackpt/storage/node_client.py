@@ -15,7 +15,7 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import h11
 
@@ -48,11 +48,6 @@ _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})"
 _MOST_KEYS = 10_000_000
 #: Statuses after which the same request may succeed.
 _BUSY = frozenset({408, 429, 500, 503, 504})
-
-
-class _Answer(NamedTuple):
-    head: wire.Head
-    body: bytes
 
 
 class Node:
@@ -94,32 +89,30 @@ class Node:
         into = [buffer.cast("B") for buffer in buffers]
         span = [("Range", f"bytes={start}-{start + wanted - 1}")]
         action = f"read {key}"
-        answer = self._request("GET", self._target(key), action, fields=span, into=into)
+        head, _ = self._request("GET", self._target(key), action, fields=span, into=into)
         try:
-            first, stop, total = wire.content_range(answer.head.fields)
+            first, stop, total = wire.content_range(head.fields)
         except wire.Malformed as error:
             raise self._odd(action, error) from error
         first_byte(f"{self.address}/{key}", start, wanted, total, whole=whole)
-        if (first, stop, answer.head.nbytes) != (start, start + wanted, wanted):
+        if (first, stop, head.nbytes) != (start, start + wanted, wanted):
             raise self._odd(action, wire.Malformed("another range than requested"))
         return total
 
     def get(self, key: str) -> bytes:
         """Returns the bytes under a key."""
-        return self._request("GET", self._target(key), f"read {key}").body
+        return self._request("GET", self._target(key), f"read {key}")[1]
 
     def length(self, key: str) -> int:
         """Returns the length of the object under a key."""
-        return self.length_and_version(key)[0]
+        return self._head(key).nbytes or 0
 
     def version(self, key: str) -> str:
         """Returns a value that changes with the object under a key."""
-        return self.length_and_version(key)[1]
+        return self._head(key).fields.get("etag", "").strip('"')
 
-    def length_and_version(self, key: str) -> tuple[int, str]:
-        """Returns length and version of the same object."""
-        head = self._request("HEAD", self._target(key), f"read {key}").head
-        return head.nbytes or 0, head.fields.get("etag", "").strip('"')
+    def _head(self, key: str) -> wire.Head:
+        return self._request("HEAD", self._target(key), f"read {key}")[0]
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """Returns all keys of the node below a folder that sort after ``after``, ascending."""
@@ -128,11 +121,11 @@ class Node:
         while len(found) <= _MOST_KEYS:
             after = found[-1] if found else after
             query = urllib.parse.urlencode({"list": "", "after": after})
-            answer = self._request(
+            _, body = self._request(
                 "GET", f"{target}?{query}", action, most_bytes=wire.MOST_PAGE_BYTES
             )
             try:
-                page = wire.page(answer.body, folder, after)
+                page = wire.page(body, folder, after)
             except wire.Malformed as error:
                 raise self._odd(action, error) from error
             found += page
@@ -170,7 +163,7 @@ class Node:
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] | None = None,
         most_bytes: int | None = None,
-    ) -> _Answer:
+    ) -> tuple[wire.Head, bytes]:
         """Sends a request; returns the answer, whose body fills ``into`` if its size matches."""
         ends_at = time.monotonic() + self._deadline_secs
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
@@ -184,11 +177,11 @@ class Node:
             try:
                 connection = self._connection(ends_at)
                 try:
-                    head = wire.head(
+                    request = wire.head(
                         connection.http, h11.Request, sent, method=method, target=target
                     )
-                    found = _answered(connection, head, body)
-                    answer, clean = _received(connection, method, found, into, most_bytes)
+                    head = _answered(connection, request, body)
+                    received, clean = _received(connection, method, head, into, most_bytes)
                 except BaseException:
                     connection.close()
                     raise
@@ -207,8 +200,8 @@ class Node:
                 raise self._odd(action, error) from error
             except OSError as error:
                 raise self._gone(action, error) from error
-        self._raise_for(answer.head.status, action, allowed=416 if into else None)
-        return answer
+        self._raise_for(head.status, action, allowed=416 if into else None)
+        return head, received
 
     def _raise_for(self, status: int, action: str, *, allowed: int | None) -> None:
         if status in (200, 201, 206, allowed):
@@ -282,7 +275,7 @@ def _received(
     found: wire.Head,
     into: Sequence[memoryview] | None,
     most_bytes: int | None,
-) -> tuple[_Answer, bool]:
+) -> tuple[bytes, bool]:
     """Receives the body of an answer; returns also whether another request may follow."""
     status, nbytes = found.status, found.nbytes
     if nbytes is None:
@@ -305,7 +298,7 @@ def _received(
         clean = False
     # A body may have been rejected before it was sent completely.
     clean = clean and (method != "PUT" or status == 201)
-    return _Answer(found, body), clean and not connection.begun and not wire.closes(found.fields)
+    return body, clean and not connection.begun and not wire.closes(found.fields)
 
 
 def _body(connection: wire.Connection, nbytes: int) -> bytes:

@@ -208,16 +208,7 @@ class StagedBundle:
                 self._files.read_into(self._names[number - 1], at - self._ends[number - 1], inside)
 
 
-def manifest_of(
-    step_dir: Path,
-    save_id: SaveId,
-    item: str,
-    *,
-    lineage: RunLineage,
-    root: str,
-    shard: int = 0,
-    shards: int = 1,
-) -> BundleManifest:
+def manifest_of(step_dir: Path, save_id: SaveId, orders: Orders) -> BundleManifest:
     """Returns the manifest of a bundle: every file of a committed step, with its digest.
 
     Files that the step's records do not list, such as those of foreign handlers, are read.
@@ -225,40 +216,33 @@ def manifest_of(
     """
     if not step_dir.is_dir():
         raise Missing(str(step_dir), "no such step")
-    known = inventory.read_inventory(step_dir, item, unreadable=True).files
+    known = inventory.read_inventory(step_dir, orders.item, unreadable=True).files
     found: dict[str, tuple[int, int, int]] = {}
     for name in sorted(store_path(step_dir).keys()):
         digest = known.get(name)
         if digest is None:
             digest = digests.digest_file(step_dir / name)
         found[name] = digest[:3]
+    # The ancestors of an unknown run are not known either.
+    lineage = orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {})
     return BundleManifest(
         save_id=save_id,
         epoch=lineage.epoch,
         generation=lineage.generation,
         ancestors=lineage.ancestors,
-        root=root,
+        root=orders.url,
         holder=lineage.holder,
-        shard=shard,
-        shards=shards,
+        shard=orders.process,
+        shards=orders.processes,
         files=found,
     )
 
 
-def staged_bundle(stage: StagingDir, save_id: SaveId, item: str, orders: Orders) -> StagedBundle:
+def staged_bundle(stage: StagingDir, save_id: SaveId, orders: Orders) -> StagedBundle:
     """Returns the bundle of a staged save; Missing if it was evicted or replaced."""
     step_dir = stage.steps / str(save_id.step)
-    contents = manifest_of(
-        step_dir,
-        save_id,
-        item,
-        # The ancestors of an unknown run are not known either.
-        lineage=orders.lineage(save_id.run) or orders.new_lineage(save_id.run, {}),
-        root=orders.url,
-        shard=orders.process,
-        shards=orders.processes,
-    )
-    if stored_saves.read_info(store_path(step_dir), item).save_id != save_id:
+    contents = manifest_of(step_dir, save_id, orders)
+    if stored_saves.read_info(store_path(step_dir), orders.item).save_id != save_id:
         raise Missing(str(step_dir), "another save in its place")
     return StagedBundle(step_dir, contents)
 

@@ -73,7 +73,7 @@ def copy(
     the copy (StepGone), no part of it is visible.
     """
     started = time.perf_counter()
-    here, there = _place(source, endpoint, item), _place(target, endpoint, item)
+    here, there = (_place(one, endpoint, item, workers) for one in (source, target))
     wanted = _wanted(here, steps, all_steps)
     with there:
         if not offline and (reason := there.in_use()) is not None:
@@ -83,8 +83,8 @@ def copy(
             )
         if not steps:
             _require_not_ahead(here, there)
-        run = _CopyRun(here, there, workers, recheck, progress)
-        _copy_chains(run, here, there, wanted)
+        run = _CopyRun(here, there, recheck, progress)
+        run.copy_chains(wanted)
     return Copied(
         steps=tuple(wanted),
         copied=tuple(run.copied),
@@ -110,44 +110,12 @@ def _require_not_ahead(source: Location, target: Location) -> None:
         )
 
 
-def _copy_chains(run: _CopyRun, source: Location, target: Location, steps: Sequence[int]) -> None:
-    """Copies steps with their dependencies, bypassing damaged compacted bases."""
-    unusable: set[ObjectKey] = set()
-    units = _units(source, steps, unusable)
-    while True:
-        try:
-            run.copy(units)
-            break
-        except Damaged as error:
-            base = run.damaged
-            if base is None or base.item is None or base in unusable:
-                raise
-            unusable.add(base)
-            try:
-                units = _units(source, steps, unusable)
-            except RestoreError:
-                raise error from None
-            events.warn(
-                f"{source.name}/{base.name}: expected an intact compacted base, found it damaged "
-                f"({error}); copying the saves that it replaces instead"
-            )
-    try:
-        _units(target, steps, set())
-    except RestoreError as error:
-        raise InUse(
-            f"{target.name}: expected the dependencies of steps {list(steps)} to remain during the "
-            f"copy, found that something was removed ({error}); stop the process that removes "
-            "steps there, then copy again"
-        ) from error
-
-
 @dataclasses.dataclass
 class _CopyRun:
     """One run of copying units."""
 
     _source: Location
     _target: Location
-    _workers: int
     _recheck: bool
     _progress: Progress | None
     copied: list[str] = dataclasses.field(default_factory=list)
@@ -156,11 +124,41 @@ class _CopyRun:
     bytes_written: int = 0
     bytes_found: int = 0
     #: The source unit that was found damaged.
-    damaged: ObjectKey | None = None
+    _damaged: ObjectKey | None = None
     _total: int = 0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def copy(self, saves: Mapping[ObjectKey, SaveInfo]) -> None:
+    def copy_chains(self, steps: Sequence[int]) -> None:
+        """Copies steps with their dependencies, bypassing damaged compacted bases."""
+        source, target, unusable = self._source, self._target, set[ObjectKey]()
+        units = _units(source, steps, unusable)
+        while True:
+            try:
+                self._copy(units)
+                break
+            except Damaged as error:
+                base = self._damaged
+                if base is None or base.item is None or base in unusable:
+                    raise
+                unusable.add(base)
+                try:
+                    units = _units(source, steps, unusable)
+                except RestoreError:
+                    raise error from None
+                events.warn(
+                    f"{source.name}/{base.name}: expected an intact compacted base, found it "
+                    f"damaged ({error}); copying the saves that it replaces instead"
+                )
+        try:
+            _units(target, steps, set())
+        except RestoreError as error:
+            raise InUse(
+                f"{target.name}: expected the dependencies of steps {list(steps)} to remain during "
+                f"the copy, found that something was removed ({error}); stop the process that "
+                "removes steps there, then copy again"
+            ) from error
+
+    def _copy(self, saves: Mapping[ObjectKey, SaveInfo]) -> None:
         """Copies units, each of which must still be the given save; completed ones remain."""
         done, units = {*self.copied, *self.found}, list[Unit]()
         for key, info in saves.items():
@@ -173,12 +171,7 @@ class _CopyRun:
                 self.found.append(unit.name)
                 self._done(unit.nbytes, 0)
                 continue
-            self._target.add(
-                unit,
-                reading=self._reading(unit.key, unit.info.save_id),
-                workers=self._workers,
-                on_bytes=self._done,
-            )
+            self._target.add(unit, self._reading(unit.key, unit.info.save_id), self._done)
             self.file_count += len(unit.files)
             self.copied.append(unit.name)
 
@@ -188,7 +181,7 @@ class _CopyRun:
             with _check_unchanged(self._source, key, save_id):
                 yield
         except Damaged as error:
-            self.damaged = key
+            self._damaged = key
             raise Damaged(error.object_name, error.expected, error.found, _ACTION) from error
 
     def _done(self, found: int, written: int) -> None:
@@ -200,12 +193,15 @@ class _CopyRun:
 
 
 def _place(
-    where: str | os.PathLike[str], endpoint: str | None, item: str = naming.EMBEDDINGS_ITEM
+    where: str | os.PathLike[str],
+    endpoint: str | None,
+    item: str = naming.EMBEDDINGS_ITEM,
+    workers: int = WORKERS,
 ) -> Location:
     path = buckets.file_path(where)
     if path is not None:
-        return Directory(path.absolute(), item)
-    return Bucket(where, endpoint, item)
+        return Directory(path.absolute(), item, workers)
+    return Bucket(where, endpoint, item, workers)
 
 
 def _wanted(source: Location, steps: Collection[int] | None, all_steps: bool) -> list[int]:

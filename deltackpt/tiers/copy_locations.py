@@ -67,10 +67,11 @@ _MEMORY_BYTES = 256 << 20
 class Directory:
     """Steps and bases in a directory that is, or will become, a checkpoint directory."""
 
-    def __init__(self, path: Path, item: str):
+    def __init__(self, path: Path, item: str, workers: int):
+        """Opens a directory; ``workers`` is the number of files that are copied at a time."""
         self.name = str(path)
         self._path, self._dir = path, DurableDir(path)
-        self.item = item
+        self.item, self._workers = item, workers
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Directory:
@@ -133,14 +134,7 @@ class Directory:
         records = {name: digest for name, digest in files.items() if name.endswith(".msgpack")}
         return not digests.check_files(folder, files if recheck else records)
 
-    def add(
-        self,
-        unit: Unit,
-        *,
-        reading: AbstractContextManager[None],
-        workers: int,
-        on_bytes: OnBytes,
-    ) -> None:
+    def add(self, unit: Unit, reading: AbstractContextManager[None], on_bytes: OnBytes) -> None:
         """Copies a unit and makes it visible atomically; ``reading`` surrounds the reads."""
         staged = self._staged(unit)
         self._dir.make(staged)
@@ -162,7 +156,7 @@ class Directory:
             on_bytes(*((digest.length, 0) if found else (0, digest.length)))
 
         try:
-            with reading, Runtime(workers, memory_bytes=_MEMORY_BYTES) as runtime:
+            with reading, Runtime(self._workers, memory_bytes=_MEMORY_BYTES) as runtime:
                 runtime.map(
                     copy,
                     unit.files,
@@ -251,11 +245,13 @@ def _length(path: Path) -> int:
 class Bucket:
     """Steps and bases in a bucket; each copied one is committed by one journal entry."""
 
-    def __init__(self, where: str | os.PathLike[str], endpoint: str | None, item: str):
+    def __init__(
+        self, where: str | os.PathLike[str], endpoint: str | None, item: str, workers: int
+    ):
         """Opens a bucket; writes nothing."""
         place = buckets.locate(where, endpoint=endpoint)
         self.name = place.url
-        self.item = item
+        self.item, self._workers = item, workers
         self._root = place.open()
         self._journal = Journal(self._root)
         self._store = CommittedStore(self._journal)
@@ -315,14 +311,7 @@ class Bucket:
             return False
         return True
 
-    def add(
-        self,
-        unit: Unit,
-        *,
-        reading: AbstractContextManager[None],
-        workers: int,
-        on_bytes: OnBytes,
-    ) -> None:
+    def add(self, unit: Unit, reading: AbstractContextManager[None], on_bytes: OnBytes) -> None:
         """See ``Directory``; claims the bucket if necessary."""
         if not self._is_claimed:
             if not self._journal.state().entry.number:
@@ -334,7 +323,7 @@ class Bucket:
             unit,
             self._journal,
             reading=reading,
-            workers=workers,
+            workers=self._workers,
             on_bytes=functools.partial(on_bytes, 0),
             alone=True,  # A base can exist without its step being copied.
             replace=True,

@@ -218,8 +218,10 @@ class FragmentCoding(NamedTuple):
     m: int
 
 
-#: Nodes of the fragments of each segment.
-Where = dict[int, dict[Fragment, list[str]]]
+#: A segment's fragments by number, each with the node that holds it.
+Sources = dict[int, list[tuple[Fragment, str]]]
+#: By segment.
+Where = dict[int, Sources]
 
 
 def segments(nbytes: int) -> int:
@@ -234,25 +236,22 @@ def segment_bytes(ref: BundleRef, segment: int) -> int:
 
 def is_whole(coding: FragmentCoding, where: Where) -> bool:
     """Returns whether each segment has enough fragments."""
-    return all(
-        len({one.number for one in where.get(segment, {})}) >= coding.k
-        for segment in range(segments(coding.ref.nbytes))
-    )
+    every = range(segments(coding.ref.nbytes))
+    return all(len(where.get(segment, {})) >= coding.k for segment in every)
 
 
-def is_complete(coding: FragmentCoding, where: Where) -> bool:
-    """Returns whether each segment has every fragment, each on a distinct node."""
-    return all(
-        len(placed_of(where.get(segment, {}))) == coding.k + coding.m
-        for segment in range(segments(coding.ref.nbytes))
-    )
+def is_complete(coding: FragmentCoding, where: Where, own: str) -> bool:
+    """Returns whether each segment has every fragment, each on a distinct node besides ``own``."""
+    every = range(segments(coding.ref.nbytes))
+    placed = (placed_of(where.get(segment, {}), own) for segment in every)
+    return all(len(one) == coding.k + coding.m for one in placed)
 
 
-def placed_of(there: Mapping[Fragment, list[str]]) -> dict[int, str]:
-    """Returns the fragment indices placed on distinct nodes."""
+def placed_of(there: Sources, own: str = "") -> dict[int, str]:
+    """Returns the fragment indices placed on distinct nodes besides ``own``."""
     found: dict[int, str] = {}
-    for one, nodes in sorted(there.items()):
-        free = [node for node in nodes if node not in found.values()]
-        if free:
-            found.setdefault(one.number, free[0])
+    for number, sources in sorted(there.items()):
+        used = {own, *found.values()}
+        if free := [node for _, node in sources if node not in used]:
+            found[number] = free[0]
     return found

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +26,19 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.format import naming
-from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.reading import stored_saves
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import bundles
-from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, StagedBundle, Tier
+from deltackpt.tiers.bundles import BundleManifest, BundleName, BundleRef, Tier
 from deltackpt.tiers.extent_store import ExtentFile
 from deltackpt.tiers.peers import PeerGroup, PeerTier
-from deltackpt.tiers.staging import StagingDir
+from deltackpt.tiers.staging import Orders, StagingDir
 
 _logger = logging.getLogger(__name__)
-
-#: Errors of unusable bundles, by save.
-Problems = dict[SaveId, RestoreError]
 
 
 class Offer(NamedTuple):
@@ -55,14 +52,25 @@ class Offer(NamedTuple):
 class LocalReplicas:
     """The extents and peers of one process; unpacks bundles into its directory of saves."""
 
-    def __init__(self, local: Root, extents: ExtentFile | None, shard: int, *, fsync: bool):
+    def __init__(
+        self,
+        stage: StagingDir,
+        local: Root,
+        extents: ExtentFile | None = None,
+        shard: int = 0,
+        *,
+        fsync: bool = False,
+    ):
         self.extents = extents
         self.peers: PeerTier | None = None
         #: Errors of saves that a tier has but that could not be recovered, by step.
         self.unusable: Mapping[int, RestoreError] = {}
         #: The tier from which each save was recovered.
         self.sources: dict[SaveId, str] = {}
-        self._local, self._shard, self._fsync = local, shard, fsync
+        self.stage, self.local, self._shard, self._fsync = stage, local, shard, fsync
+        self._offers: list[Offer] = []
+        #: Errors of unusable bundles, by save.
+        self._problems: dict[SaveId, RestoreError] = {}
         #: Size of the newest delta in the extents, in bytes.
         self._delta_bytes = 0
 
@@ -87,45 +95,94 @@ class LocalReplicas:
 
         Warns about a tier that cannot be queried: saves that only it holds are not recovered.
         """
-        return _offered(self._tiers, self._shard)
+        found: list[Offer] = []
+        for tier in self._tiers:
+            try:
+                named = bundles.newest_first(tier.refs())
+            except StorageError as error:
+                events.warn(
+                    f"{tier.name}: expected an answer, found none ({error}); saves that only they "
+                    "hold are left where they are"
+                )
+                continue
+            found += [Offer(name, tier, ref) for name, ref in named if name.shard == self._shard]
+        return found
 
     def fetch(self, save_ids: Collection[SaveId]) -> None:
         """Unpacks saves into the local directory, if a tier holds them."""
-        offers = self.offers() if save_ids else []
+        if save_ids:
+            self._offers = self.offers()
         for save_id in save_ids:
-            self._fetch(save_id, offers)
+            self._fetch(save_id)
 
-    def _fetch(
-        self, save_id: SaveId, offers: Iterable[Offer], problems: Problems | None = None
-    ) -> bool:
-        final = self._local.step_dir(save_id.step)
-        for one in offers:
-            if one.name.save_id == save_id:
-                if _unpacked(one, final, self._fsync, self._local.item, problems):
-                    self.sources[save_id] = one.tier.name
-                    return True
+    def _fetch(self, save_id: SaveId) -> bool:
+        final = self.local.step_dir(save_id.step)
+        for one in self._offers:
+            if one.name.save_id == save_id and self._unpacked(one, final, self.local.item):
+                self.sources[save_id] = one.tier.name
+                return True
         return False
+
+    def _unpacked(self, offer: Offer, final: Path, item: str | None = None) -> bool:
+        """Unpacks a bundle; returns whether that worked and it contains the item's save."""
+        # Ignored as a leftover after a kill.
+        unpacked = f"{final.name}{naming.TEMPORARY}-recovered-{secrets.token_hex(8)}"
+        temporary = final.with_name(unpacked)
+        # The tiers' copies of a superseded save are deleted afterwards.
+        fsync = self._fsync or item is None
+        folder = DurableDir(final.parent, fsync=fsync)
+        with self._passing_over(offer):
+            try:
+                with offer.tier.open(offer.ref) as reader:
+                    contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
+                if item is not None:
+                    _check_save(temporary, item, contents.save_id)
+                folder.publish(temporary, final)
+            except BaseException:
+                folder.remove(temporary)
+                raise
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _passing_over(self, offer: Offer) -> Iterator[None]:
+        """Warns about an unusable bundle, and continues without it."""
+        try:
+            yield
+        except ClosedError:
+            raise  # The tier, not the bundle.
+        except Exception as error:
+            # Anyone can write to a tier, and no bundle may make startup fail.
+            events.warn(
+                f"{offer.tier.name}: expected the bundle {offer.ref.key}, found that it is not "
+                f"readable: {str(error) or type(error).__name__}; trying other replicas"
+            )
+            if not isinstance(error, RestoreError):
+                error = Damaged(offer.ref.key, "a readable bundle", str(error))
+            self._problems.setdefault(offer.name.save_id, error)
 
     # ---- recovery
 
-    def manifests(
-        self, offers: Sequence[Offer], root: str, shards: int, problems: Problems
-    ) -> list[BundleManifest]:
+    def manifests(self, root: str, shards: int) -> list[BundleManifest]:
         """Returns the manifests of the bundles of ``root``; OptionError if all are of other roots.
 
         Each is read from the nearest tier that has a readable copy.
         """
         read: dict[BundleName, BundleManifest] = {}
         others: dict[str, OptionError] = {}
-        for one in offers:
+        self._offers = self.offers()
+        for one in self._offers:
             if one.name in read:
                 continue
-            with _passing_over(one, problems), one.tier.open(one.ref) as reader:
+            with self._passing_over(one), one.tier.open(one.ref) as reader:
                 found = bundles.read_manifest(reader, one.ref)[0]
                 if found.root == root:
                     read[one.name] = found
                 else:
-                    others[one.name.key] = _of_another_root(one.tier, root, found.root)
+                    others[one.name.key] = OptionError(
+                        f"Tiers.{one.tier.name}: expected replicas of {root}, found saves of "
+                        f"{found.root}; use separate replicas for each checkpoint directory"
+                    )
         if others and not read:
             raise next(iter(others.values()))
         for key, other in others.items():
@@ -134,44 +191,58 @@ class LocalReplicas:
 
     def recover(
         self,
-        stage: StagingDir,
-        offers: Sequence[Offer],
         found: Sequence[BundleManifest],
         state: State,
         why_stale: Callable[[BundleManifest], str | None],
-        problems: Problems,
     ) -> list[BundleManifest]:
         """Unpacks current saves that are not uploaded; returns the manifests of those.
 
-        Stale saves are moved aside with a warning and deleted from the tiers.
+        ``found`` are all ``manifests``. Stale saves are moved aside with a warning and deleted from
+        the tiers.
         """
-        infos = self._local.saves()
+        infos = self.local.saves()
         here = {info.save_id for info in infos.values() if info is not None}
+        stale: set[SaveId] = set()
 
         def is_missing(save_id: SaveId) -> bool:
-            return not (save_id in here or save_id in self.sources or state.was_committed(save_id))
+            known = here | stale | self.sources.keys()
+            return save_id not in known and not state.was_committed(save_id)
 
         back: list[BundleManifest] = []
-        aside = stage.aside(f"held-{uuid.uuid4().hex[:8]}")
+        aside = self.stage.aside(f"held-{uuid.uuid4().hex[:8]}")
         for one in sorted(found, key=lambda one: one.save_id.step):
             save_id, step = one.save_id, one.save_id.step
             if save_id in here or state.was_committed(save_id):
                 continue
             if (why := why_stale(one)) is not None:
-                _set_aside(aside, one, why, offers)
+                stale.add(save_id)
+                self._set_aside(aside, one, why)
                 continue
             if infos.get(step) is not None or save_id in self.sources:
                 continue
             if step in infos:  # The save cannot be identified.
-                self._local.set_aside(step, stage.aside_damaged())
-            if self._fetch(save_id, offers, problems):
+                self.local.set_aside(step, self.stage.aside_damaged())
+            if self._fetch(save_id):
                 back.append(one)
         if back:
             shown = ", ".join(f"{one.step} ({tier})" for one, tier in self.sources.items())
-            _logger.info("%s: recovered steps %s", stage.path, shown)
-        self.unusable = {one.step: problems[one] for one in problems if is_missing(one)}
+            _logger.info("%s: recovered steps %s", self.stage.path, shown)
+        self.unusable = {one.step: why for one, why in self._problems.items() if is_missing(one)}
         self._warn_of_lost(is_missing)
         return back
+
+    def _set_aside(self, aside: Path, stale: BundleManifest, why: str) -> None:
+        """Unpacks a stale save where no reader looks, and deletes it from the tiers."""
+        same = [one for one in self._offers if one.name == stale.name]
+        target = aside / str(stale.save_id.step) / stale.name.key
+        DurableDir(target.parent).create()
+        if any(self._unpacked(one, target) for one in same):
+            events.warn(
+                f"{same[0].tier.name}: step {stale.save_id.step} is superseded: {why}; it was "
+                f"moved to {target}"
+            )
+            for one in same:
+                one.tier.delete([one.ref])
 
     def _warn_of_lost(self, is_missing: Callable[[SaveId], bool]) -> None:
         """Warns about peers that do not answer, and saves with too few fragments left."""
@@ -194,13 +265,9 @@ class LocalReplicas:
     # ---- extents
 
     def put(
-        self,
-        infos: Sequence[SaveInfo],
-        bundle_of: Callable[[SaveId], StagedBundle],
-        may_go: Callable[[SaveId], bool],
-        keep_waiting: Callable[[], bool],
+        self, orders: Orders, may_go: Callable[[SaveId], bool], keep_waiting: Callable[[], bool]
     ) -> None:
-        """Writes saves, in ascending order, to the extents unless they are there.
+        """Writes the local saves, oldest first, to the extents unless they are there.
 
         If the extents are full, the oldest saves that ``may_go`` are deleted. Raises StorageError
         if there is still no room when ``keep_waiting`` returns False.
@@ -208,21 +275,27 @@ class LocalReplicas:
         if (extents := self.extents) is None:
             return
         held = {bundles.save_of(ref) for ref in extents.refs()}
+        infos = [info for info in self.local.saves().values() if info is not None]
+        infos.sort(key=lambda one: one.save_id.step)
         for info in infos:
             if info.save_id in held or (info is not infos[-1] and may_go(info.save_id)):
                 continue
-            bundle = bundle_of(info.save_id)
+            bundle = bundles.staged_bundle(self.stage, info.save_id, orders)
             if info.parent is None:
                 extents.require_room(bundle.ref.nbytes, self._delta_bytes)
             else:
                 self._delta_bytes = bundle.ref.nbytes
-            while not _put(extents, bundle, may_go):
-                if not keep_waiting():
-                    raise StorageError(
-                        f"{self._local.opened_dir}: expected room in Tiers.extents for a save, "
-                        f"found only saves that were not uploaded to {bundle.root} yet when the "
-                        "manager was closed; the uploader continues, save again later"
-                    )
+            while True:
+                try:
+                    extents.put(bundle)
+                    break
+                except OutOfSpace as error:
+                    if not _delete_oldest(extents, may_go) and not keep_waiting():
+                        raise StorageError(
+                            f"{self.stage.path}: expected room in Tiers.extents for a save, found "
+                            f"only saves that were not uploaded to {bundle.root} yet when the "
+                            "manager was closed; the uploader continues, save again later"
+                        ) from error
 
     def forget(self, save_ids: Collection[SaveId]) -> None:
         """Deletes rolled-back saves from the extents durably; peers delete what is not staged."""
@@ -231,92 +304,12 @@ class LocalReplicas:
             self.extents.delete([one for one in refs if bundles.save_of(one) in save_ids])
 
 
-def refuse_another_root(tier: Tier, root: str, shard: int) -> None:
-    """Checks, before anything is claimed, that a tier does not belong to another directory."""
-    roots: set[str] = set()
-    for one in _offered([tier], shard):
-        # ``LocalReplicas.manifests`` reports unreadable bundles.
-        with contextlib.suppress(Exception), tier.open(one.ref) as reader:
-            roots.add(bundles.read_manifest(reader, one.ref)[0].root)
-    if roots and root not in roots:
-        raise _of_another_root(tier, root, min(roots))
-
-
-def _offered(tiers: Iterable[Tier], shard: int) -> list[Offer]:
-    found: list[Offer] = []
-    for tier in tiers:
-        try:
-            named = bundles.newest_first(tier.refs())
-        except StorageError as error:
-            events.warn(
-                f"{tier.name}: expected an answer, found none ({error}); saves that only they "
-                "hold are left where they are"
-            )
-            continue
-        found += [Offer(name, tier, ref) for name, ref in named if name.shard == shard]
-    return found
-
-
-def _put(extents: ExtentFile, bundle: StagedBundle, may_go: Callable[[SaveId], bool]) -> bool:
-    """Writes a bundle, deleting the oldest saves that ``may_go`` if full; False if no room."""
-    while True:
-        try:
-            extents.put(bundle)
-        except OutOfSpace:
-            oldest_first = reversed(bundles.newest_first(extents.refs()))
-            gone = (ref for name, ref in oldest_first if may_go(name.save_id))
-            if (ref := next(gone, None)) is None:
-                return False
-            extents.delete([ref])
-        else:
-            return True
-
-
-def _of_another_root(tier: Tier, root: str, found: str) -> OptionError:
-    return OptionError(
-        f"Tiers.{tier.name}: expected replicas of {root}, found saves of {found}; use separate "
-        "replicas for each checkpoint directory"
-    )
-
-
-def _set_aside(aside: Path, stale: BundleManifest, why: str, offers: Iterable[Offer]) -> None:
-    """Unpacks a stale save where no reader looks, and deletes it from the tiers."""
-    same = [one for one in offers if one.name == stale.name]
-    target = aside / str(stale.save_id.step) / stale.name.key
-    DurableDir(target.parent).create()
-    if any(_unpacked(one, target, True) for one in same):
-        events.warn(
-            f"{same[0].tier.name}: step {stale.save_id.step} is superseded: {why}; it was moved to "
-            f"{target}"
-        )
-        for one in same:
-            one.tier.delete([one.ref])
-
-
-def _unpacked(
-    offer: Offer,
-    final: Path,
-    fsync: bool,
-    item: str | None = None,
-    problems: Problems | None = None,
-) -> bool:
-    """Unpacks a bundle; returns whether that worked and it contains the item's save."""
-    # Ignored as a leftover after a kill.
-    unpacked = f"{final.name}{naming.TEMPORARY}-recovered-{secrets.token_hex(8)}"
-    temporary = final.with_name(unpacked)
-    folder = DurableDir(final.parent, fsync=fsync)
-    with _passing_over(offer, problems):
-        try:
-            with offer.tier.open(offer.ref) as reader:
-                contents = bundles.unpack(reader, offer.ref, temporary, fsync=fsync)
-            if item is not None:
-                _check_save(temporary, item, contents.save_id)
-            folder.publish(temporary, final)
-        except BaseException:
-            folder.remove(temporary)
-            raise
-        return True
-    return False
+def _delete_oldest(extents: ExtentFile, may_go: Callable[[SaveId], bool]) -> bool:
+    """Deletes the oldest save that ``may_go``; returns whether there is one."""
+    newest_first = bundles.newest_first(extents.refs())
+    gone = [ref for name, ref in newest_first if may_go(name.save_id)][-1:]
+    extents.delete(gone)
+    return bool(gone)
 
 
 def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
@@ -325,22 +318,3 @@ def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
         found = stored_saves.read_info(store_path(step_dir), item).save_id
         if found != save_id:
             raise Damaged(step_dir.name, f"the save {save_id}", f"{found}")
-
-
-@contextlib.contextmanager
-def _passing_over(offer: Offer, problems: Problems | None) -> Iterator[None]:
-    """Warns about an unusable bundle, and continues without it."""
-    try:
-        yield
-    except ClosedError:
-        raise  # The tier, not the bundle.
-    except Exception as error:
-        # Anyone can write to a tier, and no bundle may make startup fail.
-        events.warn(
-            f"{offer.tier.name}: expected the bundle {offer.ref.key}, found that it is not "
-            f"readable: {str(error) or type(error).__name__}; trying other replicas"
-        )
-        if problems is not None:
-            if not isinstance(error, RestoreError):
-                error = Damaged(offer.ref.key, "a readable bundle", str(error))
-            problems.setdefault(offer.name.save_id, error)

@@ -95,7 +95,7 @@ class Pusher(Cursor):
 
     def _push(self, save: StagedSave, save_id: SaveId, orders: Orders, peers: PeerTier) -> None:
         try:
-            bundle = bundles.staged_bundle(self.stage, save_id, orders.item, orders)
+            bundle = bundles.staged_bundle(self.stage, save_id, orders)
             peers.put(bundle)
         except Missing:
             return  # It was evicted concurrently.

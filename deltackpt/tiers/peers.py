@@ -81,8 +81,6 @@ class PeerGroup:
 _THREADS = 8
 #: How long an unresponsive node is avoided while there are others.
 _PASSED_OVER_SECS = 30.0
-#: How long the nodes' answers about their contents are cached.
-_LISTED_SECS = 30.0
 _Result = TypeVar("_Result")
 
 
@@ -114,17 +112,14 @@ class PeerTier:
         #: Nodes that let a request time out, and the last probe of each. Until one answers, a push
         #: treats them as lost: waiting for each would delay it by the deadline.
         self._silent: dict[str, Future[list[str]]] = {}
-        #: The last result of ``refs``, and its time.
-        self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-peers")
         self._prober = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-probe")
 
     def refs(self) -> list[BundleRef]:
         """See ``Tier``: those of which responding nodes hold enough fragments of each segment."""
-        every = self._found()
-        self._listed = time.monotonic(), every
-        return sorted({one.ref for one, where in every.items() if erasure.is_whole(one, where)})
+        every = self._found().items()
+        return sorted({one.ref for one, where in every if erasure.is_whole(one, where)})
 
     def silent(self) -> str:
         """Returns the nodes that did not answer the last request, with the error; "" if none."""
@@ -137,30 +132,18 @@ class PeerTier:
         complete = {
             one.ref
             for one, where in found.items()
-            if (one.k, one.m) == mine and erasure.is_complete(one, self._elsewhere(where))
+            if (one.k, one.m) == mine and erasure.is_complete(one, where, self._group.own)
         }
         whole = {one.ref for one, where in found.items() if erasure.is_whole(one, where)}
         return Survey(complete, whole, {one.ref for one in found})
 
-    def _elsewhere(self, where: erasure.Where) -> erasure.Where:
-        """The same without this node."""
-        others = {*self._others}
-        return {
-            segment: {one: [node for node in nodes if node in others] for one, nodes in of.items()}
-            for segment, of in where.items()
-        }
-
     @contextlib.contextmanager
     def open(self, ref: BundleRef) -> Iterator[Reader]:
         """See ``Tier``; if too few fragments exist, StorageError names them and the nodes."""
-        since, listed = self._listed
-        if time.monotonic() - since > _LISTED_SECS:
-            listed = {}
-        every = {one: where for one, where in listed.items() if one.ref == ref}
+        # Silent nodes would delay each save of a recovery by the deadline.
+        found = self._found(ref, waits=False).items()
+        every = {one: where for one, where in found if one.ref == ref}
         whole = [one for one in every if erasure.is_whole(one, every[one])]
-        if not whole:
-            every = {one: where for one, where in self._found(ref).items() if one.ref == ref}
-            whole = [one for one in every if erasure.is_whole(one, every[one])]
         if not whole:
             raise self._too_few(ref, every)
         # Fragments that are pieces of the bundle need no decoding: k = 1 first.
@@ -245,7 +228,8 @@ class PeerTier:
                 one = erasure.Fragment.parse(key)
                 if one is not None:
                     where = found.setdefault(erasure.FragmentCoding(one.ref, one.k, one.m), {})
-                    where.setdefault(one.segment, {}).setdefault(one, []).append(node)
+                    sources = where.setdefault(one.segment, {})
+                    sources.setdefault(one.number, []).append((one, node))
         return found
 
     def _asked(
@@ -317,7 +301,7 @@ class PeerTier:
         ref: BundleRef,
         segment: int,
         padded: memoryview,
-        there: Mapping[erasure.Fragment, list[str]],
+        there: erasure.Sources,
         refused: dict[str, str],
     ) -> None:
         """Sends missing fragments of a segment to distinct nodes; adds errors to ``refused``."""
@@ -373,16 +357,14 @@ class PeerTier:
         self,
         coding: erasure.FragmentCoding,
         segment: int,
-        there: Mapping[erasure.Fragment, list[str]],
+        there: erasure.Sources,
         out: memoryview,
     ) -> None:
         """Fills a buffer with a segment's padded bytes from nodes that hold its fragments."""
         code = self._code
         if (coding.k, coding.m) != (code.k, code.m):
             code = erasure.code_of(coding.k, coding.m)
-        sources: dict[int, list[tuple[erasure.Fragment, str]]] = {}
-        for one, nodes in there.items():
-            sources.setdefault(one.number, []).extend((one, node) for node in nodes)
+        sources = {number: [*found] for number, found in there.items()}
         problems: list[str] = []
         further: dict[int, memoryview] = {}
         pieces = [

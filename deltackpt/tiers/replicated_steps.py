@@ -53,7 +53,7 @@ class ReplicatedSteps(BucketSteps):
         # Only the leading process, its uploader and a compactor change the remote directory, so
         # the leading process misses only the newest uploads and bases.
         remote = CommittedStore(
-            client.journal, hidden=lambda: client.hidden, refresh=not client.leads
+            client.journal, hidden=lambda: client.orders.hidden, refresh=not client.leads
         )
         local = FileStore(client.local.path)
         # Without a shared file system, the local directory has one shard of a step.
@@ -98,7 +98,7 @@ class ReplicatedSteps(BucketSteps):
         """Whether a local save does not count: a removed shard stays until it is uploaded."""
         if self._client.no_shared_fs and self.journal.known.was_committed(save_id):
             return True  # Unless ``uploaded`` has it.
-        return (ObjectKey(step), save_id) in self._client.hidden
+        return (ObjectKey(step), save_id) in self._client.orders.hidden
 
     def known(self) -> dict[int, SaveInfo]:
         """Returns the saves with readable manifests."""
@@ -115,7 +115,7 @@ class ReplicatedSteps(BucketSteps):
         return [one for one in bases if one.item == self.item and self._is_shown(one)]
 
     def _is_shown(self, one: CatalogEntry) -> bool:
-        return (one.object_key, one.save_id) not in self._client.hidden
+        return (one.object_key, one.save_id) not in self._client.orders.hidden
 
     def compacted(self) -> frozenset[SaveId]:
         """See ``Steps``."""
@@ -127,7 +127,7 @@ class ReplicatedSteps(BucketSteps):
 
     def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save was uploaded; the answer is the same in every process."""
-        shown = self._client.remote().uploads - self._client.hidden
+        shown = self._client.remote().uploads - self._client.orders.hidden
         return any(found == save_id for _, found in shown)
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:

@@ -30,8 +30,7 @@ from deltackpt.errors import (
 from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Hidden, ObjectKey, State
+from deltackpt.ledger.entries import ObjectKey, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
@@ -39,7 +38,6 @@ from deltackpt.reading import stored_saves
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Missing
-from deltackpt.tiers import bundles
 from deltackpt.tiers.cursor import HURRY, LOOK
 from deltackpt.tiers.local_replicas import LocalReplicas
 from deltackpt.tiers.peers import PeerGroup
@@ -49,7 +47,6 @@ from deltackpt.tiers.staging import (
     Orders,
     Removal,
     RunLineage,
-    StagingDir,
     TierName,
     TierProgress,
     key_of,
@@ -74,12 +71,10 @@ class ReplicationClient:
 
     def __init__(
         self,
-        stage: StagingDir,
-        local: Root,
+        replicas: LocalReplicas,
         journal: JournalView,
         options: ManagerOptions,
         orders: Orders,
-        replicas: LocalReplicas,
         *,
         processes: int = 1,
         find_peers: FindPeers | None = None,
@@ -89,17 +84,16 @@ class ReplicationClient:
 
         ``find_peers`` is called again whenever peers do not answer the replicator.
         """
-        self.stage, self.local, self.journal = stage, local, journal
-        self.orders, self.replicas = orders, replicas
-        self.process = ReplicatorProcess(stage, cpus=options.background.cpus)
+        self.replicas, self.journal, self.orders = replicas, journal, orders
+        self.stage, self.local = replicas.stage, replicas.local
+        self.process = ReplicatorProcess(self.stage, cpus=options.background.cpus)
         #: Closes everything that is open, and releases the claim; for ``abandon``.
         self.failed_start_cleanup = contextlib.ExitStack()
         self.no_shared_fs = orders.no_shared_fs
         #: Whether another process holds the lease of the staging directory.
-        self._is_reader = local.epoch == 0
+        self._is_reader = self.local.epoch == 0
         self.emits_events = not self._is_reader
         self.leads = orders.process == 0 and not self._is_reader
-        self._hidden: tuple[Orders, Hidden] | None = None
         self._tiers = options.tiers or Tiers()
         self._shard = orders.process
         #: Number of processes that write into the staging directory.
@@ -442,13 +436,6 @@ class ReplicationClient:
 
     # ---- what has reached the tiers
 
-    @property
-    def hidden(self) -> Hidden:
-        """Returns the remote units that are to be removed, and are therefore ignored."""
-        if self._hidden is None or self._hidden[0] is not self.orders:
-            self._hidden = self.orders, frozenset(one.unit for one in self.orders.removals)
-        return self._hidden[1]
-
     def progress(self, tier: TierName = "remote") -> TierProgress:
         """Returns the replicator's last report on a tier."""
         return self.stage.progress(self.orders.holder, tier)
@@ -605,15 +592,7 @@ class ReplicationClient:
         self.start()
         self.process.wake()
         self._find_peers()
-        infos = [info for info in self.local.saves().values() if info is not None]
-        self.replicas.put(
-            sorted(infos, key=lambda one: one.save_id.step),
-            lambda save_id: bundles.staged_bundle(
-                self.stage, save_id, self.local.item, self.orders
-            ),
-            self._may_go,
-            self.keep_waiting,
-        )
+        self.replicas.put(self.orders, self._may_go, self.keep_waiting)
 
     def _may_go(self, save_id: SaveId) -> bool:
         """Returns whether a save was uploaded, can never be, or was removed deliberately."""
@@ -629,7 +608,6 @@ class ReplicationClient:
         while self.process.warnings:
             events.warn(self.process.warnings.pop(0))
         progress, found = self.progress(), list[Event]()
-        failure = functools.partial(FailureEvent, process=self._shard)
         new = [one for one in progress.recent if one.number > self._reported_uploads]
         behind = self.lag() if new else {}
         for one in new:
@@ -649,15 +627,8 @@ class ReplicationClient:
             )
         for key in _oldest_first(progress.damaged.keys() - self._reported_damaged):
             self._reported_damaged.add(key)
-            found.append(
-                failure(
-                    step=step_of(key),
-                    operation="upload",
-                    code=Damaged.code,
-                    message=progress.damaged[key],
-                    seconds=0.0,
-                )
-            )
+            message = progress.damaged[key]
+            found.append(self._failure("upload", Damaged.code, message, step=step_of(key)))
         tiers: list[tuple[Operation, TierProgress]]
         tiers = [("upload", progress), ("push", self.progress("peers"))]
         for operation, tier in tiers:
@@ -665,16 +636,27 @@ class ReplicationClient:
                 self._reported_problems.discard(operation)
             elif operation not in self._reported_problems:
                 self._reported_problems.add(operation)
-                found.append(
-                    failure(
-                        step=None,
-                        operation=operation,
-                        code=tier.code,
-                        message=tier.problem,
-                        seconds=max(0.0, time.time() - tier.problem_unix_secs),
-                    )
-                )
+                seconds = max(0.0, time.time() - tier.problem_unix_secs)
+                found.append(self._failure(operation, tier.code, tier.problem, seconds=seconds))
         return found
+
+    def _failure(
+        self,
+        operation: Operation,
+        code: str,
+        message: str,
+        *,
+        step: int | None = None,
+        seconds: float = 0.0,
+    ) -> FailureEvent:
+        return FailureEvent(
+            step=step,
+            process=self._shard,
+            operation=operation,
+            code=code,
+            message=message,
+            seconds=seconds,
+        )
 
     # ---- peers
 

@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
             _shorten(stage.log)
             with _pushing(stage, trainer):
                 Uploader(stage).run(trainer)
-    _logger.info("ended; peak memory %s, %.2f s of CPU", _most_memory(), time.process_time())
+    _logger.info("ended; %.2f s of CPU", time.process_time())
     return 0
 
 
@@ -207,13 +207,6 @@ def _pushing(stage: StagingDir, trainer: Trainer) -> Iterator[None]:
     finally:
         pusher.end()
         thread.join()
-
-
-def _most_memory() -> str:
-    """Peak resident memory of this program; ``getrusage`` would include its parent's."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path("/proc/self/status").read_text().split("VmHWM:")[1].split("\n")[0].strip()
-    return "unknown"
 
 
 def _shorten(log: Path) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -38,7 +39,7 @@ from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import Entry, ObjectKey, State
+from deltackpt.ledger.entries import Entry, Hidden, ObjectKey, State
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 
@@ -150,6 +151,11 @@ class Orders:
     def no_shared_fs(self) -> bool:
         """Whether the staging directory contains only one shard of each save."""
         return self.processes > 1
+
+    @functools.cached_property
+    def hidden(self) -> Hidden:
+        """The remote units that are to be removed, and are therefore ignored."""
+        return frozenset(one.unit for one in self.removals)
 
     def next_generation(self, run: str) -> dict[str, Any]:
         """Returns the fields that a rollback by a run changes; its WAL may have begun before."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import os
 import uuid
@@ -33,10 +32,9 @@ from deltackpt.reading.wal_index import WalReader
 from deltackpt.storage import buckets, posix, redaction
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import local_replicas
 from deltackpt.tiers.bundles import BundleManifest
 from deltackpt.tiers.extent_store import ExtentFile
-from deltackpt.tiers.local_replicas import LocalReplicas, Problems
+from deltackpt.tiers.local_replicas import LocalReplicas
 from deltackpt.tiers.peers import PeerGroup
 from deltackpt.tiers.replication import FindPeers, ReplicationClient
 from deltackpt.tiers.staging import (
@@ -107,8 +105,6 @@ def open_bucket(
         stage.make()
         # Before the leases: another manager of this process may have to commit before it closes.
         extents = _extents(tiers, process, opened, taking)
-        if extents is not None and writing:
-            local_replicas.refuse_another_root(extents, place.url, shard)
         local = Root.open(stage.steps, item=item, confirmed=False)
         local.opened_dir = stage.path
         opened.callback(local.abandon)
@@ -119,7 +115,7 @@ def open_bucket(
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
         old = check_stage(stage, place.url, tiers.endpoint)
-        found = LocalReplicas(local, extents, shard, fsync=fsync)
+        found = LocalReplicas(stage, local, extents, shard, fsync=fsync)
         opened.callback(found.close)
         find, group = _finder(place.url, item, tiers, claim), None
         if find is not None:
@@ -138,20 +134,12 @@ def open_bucket(
             processes=shards,
         )
         start = _Startup(stage, local, journal.known, first, found, writing, not tiers.shared)
-        orders = start.run(old, lambda: WalUpload(stage).upload_headers(journal))
+        orders = start.run(old, WalUpload(stage, journal).upload_headers)
         if group is not None:
             group.require_nodes()  # The remaining nodes were asked before.
         stage.announce(orders)
         client = ReplicationClient(
-            stage,
-            local,
-            journal,
-            options,
-            orders,
-            found,
-            processes=processes,
-            find_peers=find,
-            group=group,
+            found, journal, options, orders, processes=processes, find_peers=find, group=group
         )
         client.failed_start_cleanup = opened.pop_all()
         return client
@@ -182,8 +170,8 @@ def _open_for_reading(
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
     local.opened_dir = stage.path
-    none = LocalReplicas(local, None, 0, fsync=False)
-    return ReplicationClient(stage, local, journal, options, orders, none, processes=processes)
+    none = LocalReplicas(stage, local)
+    return ReplicationClient(none, journal, options, orders, processes=processes)
 
 
 def _extents(
@@ -193,17 +181,14 @@ def _extents(
     if tiers.extents is None:
         return None
     folder = posix.user_path(tiers.extents.directory)
-    open_file = functools.partial(
-        ExtentFile,
-        folder if tiers.shared else folder / f"process-{process}",
-        nbytes=tiers.extents.nbytes,
-        extent_bytes=tiers.extents.extent_bytes,
-    )
+    if not tiers.shared:
+        folder /= f"process-{process}"
+    sizes = {"nbytes": tiers.extents.nbytes, "extent_bytes": tiers.extents.extent_bytes}
     try:
-        found = open_file()
+        found = ExtentFile(folder, **sizes)
     except InUse:
         taking()
-        found = open_file()
+        found = ExtentFile(folder, **sizes)
     opened.callback(found.close)
     return found
 
@@ -313,10 +298,7 @@ class _Startup:
             # Only the first process orders removals.
             removals = old.pending(done, self.state) if counts else ()
             old = dataclasses.replace(old, removals=removals)
-        problems: Problems = {}
-        offers = self.replicas.offers()
-        url, shards = self.orders.url, self.orders.processes
-        found = self.replicas.manifests(offers, url, shards, problems)
+        found = self.replicas.manifests(self.orders.url, self.orders.processes)
         known = () if old is None else old.lineages
         lineages = (*(one.lineage for one in found), *known)
         why_stale = classify(self.state, lineages)
@@ -335,7 +317,7 @@ class _Startup:
             is_removed = one.save_id in removed
             return "it was removed" if is_removed else why_stale(one.save_id, one.lineage)
 
-        back = self.replicas.recover(self.stage, offers, found, self.state, why_not, problems)
+        back = self.replicas.recover(found, self.state, why_not)
         old = None if old is None else old.without(self._lost(removals))
         return self._first_orders(old, back, unfinished_rollback(back, self.state, lineages))
 

@@ -111,12 +111,10 @@ class ShardReports:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Upload:
-    """A save that is being uploaded."""
+    """A save that is being uploaded; in a job of several uploaders, all derive the same path."""
 
     save: StagedSave
     info: SaveInfo
-    orders: Orders
-    journal: Journal
     prefix: str
     reports: ShardReports  # reports of all uploaders
     files: dict[str, Digest] | None = None  # of all processes, if process 0 has read them
@@ -124,41 +122,8 @@ class _Upload:
     sent: ShardReport | None = None  # the report of this uploader
     began: float = 0.0  # of ``time.perf_counter()``
 
-    @classmethod
-    def start(cls, save: StagedSave, info: SaveInfo, orders: Orders, journal: Journal) -> _Upload:
-        """An upload that has not begun; in a job of several uploaders, all derive the same path."""
-        unit, save_id = ObjectKey(save.step), info.save_id
-        if orders.no_shared_fs:
-            known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
-            prefix = journal.prefix(unit, hashlib.sha256(known.encode()).hexdigest()[:12])
-            reports = ShardReports(journal.root / REPORTS / prefix.removeprefix(f"{SAVES}/"))
-        else:
-            prefix, reports = journal.prefix(unit), ShardReports(None)
-        return cls(
-            save=save, info=info, orders=orders, journal=journal, prefix=prefix, reports=reports
-        )
-
     def unit(self, files: Mapping[str, Digest]) -> Unit:
         return Unit(ObjectKey(self.save.step), self.info, self.save.at, files)
-
-    def require_parent(self) -> None:
-        """Checks that the parent was uploaded; reads the journal if that is not known."""
-        parent, journal = self.info.parent, self.journal
-        if parent is None or journal.known.exists(parent.save_id):
-            return
-        if not journal.state().exists(parent.save_id):
-            raise BrokenChain(
-                f"step {self.info.step_dir}: expected its parent {parent.step_dir} (save id "
-                f"{parent.save_id}) to be uploaded, found that it is not; the next base will be "
-                "uploaded"
-            )
-
-    def is_staged(self) -> bool:
-        try:
-            found = stored_saves.read_info(self.save.at, self.orders.item)
-        except Damaged:
-            return self.save.at.is_dir()
-        return found.save_id == self.info.save_id
 
 
 class Uploader(Cursor):
@@ -176,9 +141,10 @@ class Uploader(Cursor):
     ):
         """Reads nothing yet; with ``adopts``, it continues for other trainers."""
         super().__init__(stage, progress)
+        #: The orders that were read last, and the journal under their claim; see ``step``.
         self._orders = orders
-        self._adopts = adopts
         self._journal: Journal | None = None
+        self._adopts = adopts
         #: Nonce of the journal entry that was last passed to the trainer.
         self._written_entry = ""
         self._pace = Pace()
@@ -187,24 +153,36 @@ class Uploader(Cursor):
         #: Seconds until a shard is due; None if no shard is waiting for its turn.
         self._turn_secs: float | None = None
         self._patience = _OTHERS_SECS[0]
-        self._log = WalUpload(stage)
+        self._wal: WalUpload | None = None
         #: Whether the remote directory may hold files to sweep.
         self._is_littered = True
         #: The newest withdrawn epoch whose files were swept.
         self._withdrawn = 0
 
+    @property
+    def orders(self) -> Orders:
+        """The orders of the current step."""
+        assert self._orders is not None
+        return self._orders
+
+    @property
+    def journal(self) -> Journal:
+        """The remote journal, under the claim of the orders."""
+        assert self._journal is not None
+        return self._journal
+
     def is_done(self) -> bool:
         """See ``Cursor``; tidies the remote directory first."""
         if self._journal is not None and self._orders is not None and self._orders.process == 0:
             self._journal.copy_newest()  # Once for many consecutive saves.
-            self._sweep(self._journal)
+            self._sweep()
         if not self.trainer.is_gone:
             return False
         if self._orders is None:
             return self.stage.orders() is None
         if self._is_changed() or self.waiting():
             return False
-        return self._journal is None or not self._log.nbytes(self._journal)
+        return self._wal is None or not self._wal.nbytes()
 
     def rest_secs(self) -> float:
         """See ``Cursor``: less while other uploaders are to report, or before a shard is due."""
@@ -243,30 +221,30 @@ class Uploader(Cursor):
         orders = self._orders = self.stage.orders()
         if orders is None or not orders.holder:
             return False
-        journal = self._resumed(orders)
+        wal, journal = self._resumed(), self.journal
         self.forget_replaced(found)
         others = orders.process > 0 and any(one.sent is not None for one in self._uploads.values())
         if others or self.progress.problem is not None:
-            if self._needs_no_request(orders, journal):
+            if self._needs_no_request():
                 # The trainer may wait for the deletion of a step that was never uploaded.
-                self._report_state(journal, orders=orders.number)
+                self._report_state(orders=orders.number)
             # Commits whose responses were lost may have succeeded, here or elsewhere.
             journal.check()
-        self._carry_out(orders, journal)
-        self._retire(orders, journal)
-        self._report_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
+        self._carry_out()
+        self._retire()
+        self._report_state(problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
         # Before the saves: the staged saves were made after the epoch headers of their runs.
-        self._log.upload_headers(journal)
-        self._log.trim(journal)
+        wal.upload_headers()
+        wal.trim()
         waiting = [one for one in found if self._is_waiting(one)]
         self._forget_others({one.key for one in waiting})
         self._turn_secs = None
         for save in waiting:
             if save.info is None:
                 self.report_unreadable(save, orders.item)
-            elif self._advance(save, save.info, found, orders, journal):
+            elif self._advance(save, save.info, found):
                 return True
-        return self._log.step(journal, self._pace, every=self.trainer.is_gone)
+        return wal.step(self._pace, every=self.trainer.is_gone)
 
     def waiting(self) -> list[int]:
         """Returns the staged steps that were not uploaded yet."""
@@ -285,71 +263,71 @@ class Uploader(Cursor):
             return self.stage.orders() != self._orders
         return True  # The next step reports that they cannot be read.
 
-    def _resumed(self, orders: Orders) -> Journal:
-        if self._journal is not None and self.progress.holder == orders.holder:
-            return self._journal
+    def _resumed(self) -> WalUpload:
+        """Resumes the claim of the orders, unless that was done; returns the upload of its WAL."""
+        orders = self.orders
+        if self._wal is not None and self.progress.holder == orders.holder:
+            return self._wal
         if self._journal is not None:
-            self._journal = None
+            self._journal = self._wal = None
             raise _Superseded(f"{self.stage.path}: another trainer has taken over")
         self.progress = self.stage.progress(orders.holder)  # Before an error is reported there.
         place = buckets.locate(orders.url, endpoint=orders.endpoint)
-        journal = Journal(
-            place.open(deadline_secs=orders.store_secs),
-            while_waiting=lambda: self._check_orders(orders),
-        )
+        root = place.open(deadline_secs=orders.store_secs)
+        journal = Journal(root, while_waiting=self._check_orders)
         if journal.resume(orders.holder).lease.pending and orders.process == 0:
             journal.start()  # The trainer has started, but the store did not answer.
         if orders.no_shared_fs and orders.process == 0:
-            _remove_reports(journal.root, orders.epoch)
+            _remove_reports(root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
         self._uploads, self._is_littered = {}, True
-        self._log = WalUpload(self.stage)
-        return journal
+        self._wal = WalUpload(self.stage, journal)
+        return self._wal
 
-    def _check_orders(self, orders: Orders) -> None:
+    def _check_orders(self) -> None:
         """Checks for a takeover during an upload; called by several threads."""
         with contextlib.suppress(RestoreError, StorageError):
             newest = self.stage.orders()
-            if newest is not None and newest.holder != orders.holder:
+            if newest is not None and newest.holder != self.orders.holder:
                 raise _Superseded(f"{self.stage.path}: another trainer has taken over")
 
     # ---- orders
 
-    def _carry_out(self, orders: Orders, journal: Journal) -> None:
-        done = self.progress.orders
-        if orders.number == done:
+    def _carry_out(self) -> None:
+        orders, done = self.orders, self.progress.orders
+        if orders.number == done or orders.process > 0:
             return
-        if orders.process == 0:
-            if orders.began and not journal.claimed.began:
-                journal.start_run(orders.resumed_from)
-            saves: dict[str, set[SaveId]] = {}
-            for one in orders.removals:
-                if one.number > done and one.run is not None:
-                    saves.setdefault(one.run, set()).add(one.save_id)
-            for run, only in saves.items():
-                if steps := journal.roll_back(-1, run, only=only):
-                    _logger.info("steps %s rolled back", steps)
+        if orders.began and not self.journal.claimed.began:
+            self.journal.start_run(orders.resumed_from)
+        saves: dict[str, set[SaveId]] = {}
+        for one in orders.removals:
+            if one.number > done and one.run is not None:
+                saves.setdefault(one.run, set()).add(one.save_id)
+        for run, only in saves.items():
+            if steps := self.journal.roll_back(-1, run, only=only):
+                _logger.info("steps %s rolled back", steps)
 
-    def _needs_no_request(self, orders: Orders, journal: Journal) -> bool:
+    def _needs_no_request(self) -> bool:
         """Returns whether ``_carry_out`` would change nothing."""
+        orders, journal = self.orders, self.journal
         begins = orders.began and not journal.claimed.began
         return not (orders.process > 0 or journal.in_doubt or begins) and not any(
             one.run is not None and one.number > self.progress.orders for one in orders.removals
         )
 
-    def _retire(self, orders: Orders, journal: Journal) -> None:
+    def _retire(self) -> None:
         """Retires what is unneeded, if its replacement, or a later one, is uploaded."""
-        uploads = journal.known.uploads
+        uploads = self.journal.known.uploads
         ready = {
             one.unit
-            for one in orders.removals
+            for one in self.orders.removals
             if one.run is None
             and one.unit in uploads
-            and (one.after is None or self._has_come(one.after, journal))
+            and (one.after is None or self._has_come(one.after))
         }
         if ready:
             try:
-                journal.retire(
+                self.journal.retire(
                     lambda state: (
                         one.prefix
                         for unit, one in state.catalog.items()
@@ -359,23 +337,23 @@ class Uploader(Cursor):
             except StorageError:
                 self._is_littered = True  # Its files may still exist, but nothing refers to them.
                 raise
-        self._report_state(journal, orders=orders.number)
+        self._report_state(orders=self.orders.number)
 
-    def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
+    def _has_come(self, save_id: SaveId) -> bool:
         """Whether a save was uploaded; or a later one, if it cannot be."""
-        state = journal.known
+        state = self.journal.known
         if state.was_committed(save_id):
             return True
         is_damaged = key_of(save_id.step, save_id) in self.progress.damaged
         return is_damaged and max(state.steps, default=-1) > save_id.step
 
-    def _sweep(self, journal: Journal) -> None:
+    def _sweep(self) -> None:
         """Deletes remote files of interrupted uploads, which are harmless, once per occasion."""
-        withdrawn = journal.known.entry.withdrawn
+        withdrawn = self.journal.known.entry.withdrawn
         if self._is_littered or withdrawn > self._withdrawn:
             self._is_littered, self._withdrawn = False, withdrawn
             try:
-                count = journal.sweep()
+                count = self.journal.sweep()
             except StorageError as error:
                 self._is_littered = isinstance(error, Unanswered)
                 self.report_failure(error)
@@ -383,12 +361,12 @@ class Uploader(Cursor):
             if count:
                 _logger.info("deleted %d objects that no journal entry names", count)
 
-    def _report_state(self, journal: Journal, **changes: object) -> None:
+    def _report_state(self, **changes: object) -> None:
         """Reports the remote contents according to the journal, and other changes."""
         runs = {info.save_id.run for info in self._infos.values() if info is not None}
-        entry = journal.known.entry
+        entry = self.journal.known.entry
         held = {run: attempt for run, attempt in entry.committed.items() if run in runs}
-        holder = journal.claimed.lease.holder
+        holder = self.journal.claimed.lease.holder
         self.report(entry=entry.number, committed=held, holder=holder, **changes)
 
     def _write_progress(self) -> None:
@@ -401,22 +379,12 @@ class Uploader(Cursor):
 
     # ---- one save
 
-    def _advance(
-        self,
-        save: StagedSave,
-        info: SaveInfo,
-        found: Sequence[StagedSave],
-        orders: Orders,
-        journal: Journal,
-    ) -> bool:
+    def _advance(self, save: StagedSave, info: SaveInfo, found: Sequence[StagedSave]) -> bool:
         """Uploads a shard of a save, which process 0 commits; returns whether it did anything."""
-        upload = self._uploads.get(save.key)
-        if upload is None:
-            upload = self._uploads[save.key] = _Upload.start(save, info, orders, journal)
-        upload.save, upload.info, upload.orders = save, info, orders
+        orders, upload = self.orders, self._upload_of(save, info)
         is_sent = upload.sent is not None
         if upload.sent is None:
-            self._turn_secs = self._until_turn(save, found, orders)
+            self._turn_secs = self._until_turn(save, found)
             if self._turn_secs is not None:
                 return False
             upload.began = upload.began or time.perf_counter()
@@ -441,11 +409,11 @@ class Uploader(Cursor):
             return False
         try:
             files = upload.files or inventory.every_digest(save.at, orders.item)
-            committed = describe(upload.unit(files), journal.root, upload.prefix)
-            upload.require_parent()
-            if not upload.is_staged():
+            committed = describe(upload.unit(files), self.journal.root, upload.prefix)
+            self._require_parent(info)
+            if not self._is_staged(upload):
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            journal.commit(committed)
+            self.journal.commit(committed)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))
@@ -457,12 +425,47 @@ class Uploader(Cursor):
         self._report_uploaded(upload, committed.stored_bytes, objects)
         return True
 
+    def _upload_of(self, save: StagedSave, info: SaveInfo) -> _Upload:
+        upload = self._uploads.get(save.key)
+        if upload is not None:
+            upload.save, upload.info = save, info
+            return upload
+        token, at = None, None
+        if self.orders.no_shared_fs:
+            token = hashlib.sha256(save.key.encode()).hexdigest()[:12]
+        prefix = self.journal.prefix(ObjectKey(save.step), token)
+        if token is not None:
+            at = self.journal.root / REPORTS / prefix.removeprefix(f"{SAVES}/")
+        self._uploads[save.key] = upload = _Upload(
+            save=save, info=info, prefix=prefix, reports=ShardReports(at)
+        )
+        return upload
+
+    def _require_parent(self, info: SaveInfo) -> None:
+        """Checks that the parent was uploaded; reads the journal if that is not known."""
+        parent, journal = info.parent, self.journal
+        if parent is None or journal.known.exists(parent.save_id):
+            return
+        if not journal.state().exists(parent.save_id):
+            raise BrokenChain(
+                f"step {info.step_dir}: expected its parent {parent.step_dir} (save id "
+                f"{parent.save_id}) to be uploaded, found that it is not; the next base will be "
+                "uploaded"
+            )
+
+    def _is_staged(self, upload: _Upload) -> bool:
+        try:
+            found = stored_saves.read_info(upload.save.at, self.orders.item)
+        except Damaged:
+            return upload.save.at.is_dir()
+        return found.save_id == upload.info.save_id
+
     def _send(self, upload: _Upload) -> ShardReport:
         """Uploads this staging directory's own files; returns a report."""
-        orders, at = upload.orders, upload.save.at
+        orders, at = self.orders, upload.save.at
         try:
             if not orders.no_shared_fs:
-                upload.require_parent()
+                self._require_parent(upload.info)
             if orders.process > 0:
                 own = inventory.only_at(at, orders.item, orders.process)
             else:
@@ -473,21 +476,19 @@ class Uploader(Cursor):
                         own.pop(name, None)
             objects = send(
                 upload.unit(own),
-                upload.journal.root / upload.prefix,
+                self.journal.root / upload.prefix,
                 done=upload.done,
                 pace=self._pace,
-                on_bytes=lambda count: self._check_orders(orders),
+                on_bytes=lambda count: self._check_orders(),
             )
         except RestoreError as error:
             of = f"the shard of process {orders.process}: " if orders.no_shared_fs else ""
             return ShardReport(process=orders.process, problem=f"{of}{error}")
         return ShardReport(process=orders.process, objects=objects)
 
-    def _until_turn(
-        self, save: StagedSave, found: Sequence[StagedSave], orders: Orders
-    ) -> float | None:
+    def _until_turn(self, save: StagedSave, found: Sequence[StagedSave]) -> float | None:
         """Seconds until a shard is due; None means now, also if a later save is waiting as well."""
-        is_hurried = self.trainer.is_gone or self.trainer.is_waiting
+        orders, is_hurried = self.orders, self.trainer.is_gone or self.trainer.is_waiting
         if not orders.no_shared_fs or is_hurried or save.step != found[-1].step:
             return None
         made = sorted(_made_secs(one.at) for one in found)
@@ -497,7 +498,7 @@ class Uploader(Cursor):
         self, upload: _Upload, reports: Mapping[int, ShardReport], found: Sequence[StagedSave]
     ) -> str | None:
         """Why shards of a save will never arrive: their uploaders have moved on to a later one."""
-        missing, step = {*range(upload.orders.processes)} - reports.keys(), upload.save.step
+        missing, step = {*range(self.orders.processes)} - reports.keys(), upload.save.step
         for later in found:
             known = self._uploads.get(later.key)
             if not missing or later.step <= step or known is None:
@@ -523,9 +524,9 @@ class Uploader(Cursor):
 
     def _fail(self, upload: _Upload, problem: str) -> None:
         """Reports to all why a save cannot be uploaded, unless it is not staged any more."""
-        if upload.orders.process == 0:
+        if self.orders.process == 0:
             upload.reports.publish(ShardReport(process=0, problem=problem))
-        if upload.is_staged():
+        if self._is_staged(upload):
             self.report_damaged(upload.save, problem)
         self._forget_others(self._uploads.keys() - {upload.save.key})
 
@@ -534,8 +535,8 @@ class Uploader(Cursor):
         for key in self._uploads.keys() - kept:
             upload = self._uploads.pop(key)
             # Without a shared file system, other uploaders may still send files there.
-            if not upload.orders.no_shared_fs:
-                upload.journal.abandon_upload(upload.prefix)
+            if not self.orders.no_shared_fs:
+                self.journal.abandon_upload(upload.prefix)
                 self._is_littered = True
 
     def _report_uploaded(self, upload: _Upload, nbytes: int, objects: int) -> None:
@@ -549,7 +550,7 @@ class Uploader(Cursor):
             lag_secs=max(0.0, now - _made_secs(save.at)),
             committed_unix_secs=now,
         )
-        self._report_state(upload.journal, recent=(*recent, record)[-MOST_RECENT:])
+        self._report_state(recent=(*recent, record)[-MOST_RECENT:])
         _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, nbytes, record.seconds)
 
 

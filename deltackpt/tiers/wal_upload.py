@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import google_crc32c
@@ -43,59 +43,52 @@ PIECE_BYTES = 8 << 20
 PIECE_SECS = 10.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _UploadPiece:
-    """A range of a segment to upload: complete records."""
+@dataclasses.dataclass
+class _Uploaded:
+    """What is uploaded of a segment."""
 
-    process: str
-    name: str  # of the segment
-    log: ProcessWal
-    start: int  # offset in the file
+    pieces: list[PieceRange] = dataclasses.field(default_factory=list)
+    #: When data of it was last sent, or first seen.
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    #: Where an altered record ends, and until when it is considered altered.
+    damaged: tuple[int, float] | None = None
+
+    @property
+    def end(self) -> int:
+        return max((piece.end for piece in self.pieces), default=0)
+
+
+class _ToUpload(NamedTuple):
+    """Complete records of a segment that are not uploaded."""
+
+    at: StorePath  # remote folder of the segment
+    source: StorePath
+    sent: _Uploaded
     records: Sequence[WalRecord]
     is_closed: bool  # whether the segment is complete
 
     @property
-    def segment(self) -> str:
-        return f"{self.process}/{self.name}"
-
-    @property
-    def source(self) -> StorePath:
-        return self.log.store_path / self.name
-
-    @property
-    def end(self) -> int:
-        return self.records[-1].end
-
-    @property
     def nbytes(self) -> int:
-        return self.end - self.start
+        return self.records[-1].end - self.sent.end
 
-    def cut(self) -> _UploadPiece:
+    def at_once(self) -> Sequence[WalRecord]:
         """The leading records that are sent at once: at least one record."""
         count = 1
-        while count < len(self.records) and self.records[count].end - self.start <= SEGMENT_BYTES:
+        most = self.sent.end + SEGMENT_BYTES
+        while count < len(self.records) and self.records[count].end <= most:
             count += 1
-        return dataclasses.replace(self, records=self.records[:count])
-
-
-class _Damage(NamedTuple):
-    """An altered record of a segment: where it ends, and until when it is considered altered."""
-
-    end: int
-    until: float
+        return self.records[:count]
 
 
 class WalUpload:
-    """Uploads the log of one staging directory; used by one thread."""
+    """Uploads the log of one staging directory under one claim; used by one thread."""
 
-    def __init__(self, stage: StagingDir):
+    def __init__(self, stage: StagingDir, journal: Journal):
         self._at = store_path(stage.steps / naming.LOG)
         self._logs = WalReader(self._at)
-        #: What is uploaded of each segment, by WAL epoch: ``<process>/<segment>`` to pieces.
-        self._sent: dict[str, dict[str, list[PieceRange]]] = {}
-        #: When data of a segment was last sent, or first seen.
-        self._since: dict[tuple[str, str], float] = {}
-        self._damaged: dict[tuple[str, str], _Damage] = {}
+        self._journal = journal
+        #: By prefix of the WAL epoch, and ``<process>/<segment>``.
+        self._sent: dict[str, dict[str, _Uploaded]] = {}
         #: The newest record that is noted as uploaded, by WAL epoch and process.
         self._noted: dict[tuple[str, str], int] = {}
         #: WAL epochs whose staged headers are altered.
@@ -103,11 +96,11 @@ class WalUpload:
 
     # ---- epoch headers
 
-    def upload_headers(self, journal: Journal) -> None:
+    def upload_headers(self) -> None:
         """Commits the staged epoch headers that the remote directory lacks."""
         fresh: list[EpochHeader] = []
         for number in self._logs.numbers():
-            if number <= _newest(journal.known):
+            if number <= self._newest():
                 break
             try:
                 fresh.append(self._logs.head(number))
@@ -116,54 +109,55 @@ class WalUpload:
                 if number not in self._unreadable:
                     _logger.error("%s; no earlier remote WAL record is used", error)
                 self._unreadable.add(number)
-                journal.retire(lambda state: (one.prefix for one in state.entry.logs))
+                self._journal.retire(lambda state: (one.prefix for one in state.entry.logs))
                 break
         for head in reversed(fresh):
-            self._upload_header(head, journal)
+            self._upload_header(head)
 
-    def _upload_header(self, head: EpochHeader, journal: Journal) -> None:
-        data = wal_format.epoch_header_bytes(head)
+    def _upload_header(self, head: EpochHeader) -> None:
+        data, journal = wal_format.epoch_header_bytes(head), self._journal
         prefix = entries.log_prefix(head.epoch, journal.claimed.lease.epoch)
-        at = journal.root / prefix / HEAD
         ref = WalRef(
             epoch=head.epoch, run=head.run, prefix=prefix, crc32c=google_crc32c.value(data)
         )
         is_committed = False
         try:
-            for one in (at, journal.root / prefix / HEAD_COPY):
-                one.store.put(one.key, data)
+            for name in (HEAD, HEAD_COPY):
+                at = journal.root / prefix / name
+                at.store.put(at.key, data)
             is_committed = journal.add_wal(ref)
         finally:
             if not is_committed:
                 journal.abandon_upload(prefix)
 
+    def _newest(self) -> int:
+        """The number of the newest remote WAL epoch; if there is none, smaller than all others."""
+        logs = self._journal.known.entry.logs
+        return logs[-1].epoch if logs else -1
+
     # ---- records
 
-    def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
+    def step(self, pace: Pace, *, every: bool) -> bool:
         """Uploads the oldest piece that is due, or of ``every`` piece; returns whether it did."""
-        for ref, process, log in self._staged(journal):
+        for ref, process, log in self._staged():
             # This or an earlier uploader may have sent records without noting that durably.
-            self._note(ref, process, log, journal, is_checked=False)
-            for piece in self._waiting(ref, process, log, journal):
-                since = self._since.setdefault((ref.prefix, piece.segment), time.monotonic())
-                late = time.monotonic() - since >= PIECE_SECS
-                if every or piece.is_closed or late or piece.nbytes >= PIECE_BYTES:
-                    if self._send(ref, piece.cut(), journal, pace):
+            self._note(ref, process, log, is_checked=False)
+            for one in self._waiting(ref, process, log):
+                late = time.monotonic() - one.sent.since >= PIECE_SECS
+                if every or one.is_closed or late or one.nbytes >= PIECE_BYTES:
+                    if self._send(one, pace):
+                        self._note(ref, process, log, is_checked=True)
                         return True
         return False
 
-    def nbytes(self, journal: Journal) -> int:
+    def nbytes(self) -> int:
         """Returns the bytes of complete staged records that were not uploaded yet."""
-        return sum(
-            piece.nbytes
-            for staged in self._staged(journal)
-            for piece in self._waiting(*staged, journal)
-        )
+        return sum(one.nbytes for staged in self._staged() for one in self._waiting(*staged))
 
-    def _staged(self, journal: Journal) -> Iterator[tuple[WalRef, str, ProcessWal]]:
+    def _staged(self) -> Iterator[tuple[WalRef, str, ProcessWal]]:
         """The staged WAL of each process, by remote WAL epoch, oldest first."""
         here = {*self._logs.numbers()}
-        for ref in journal.known.entry.logs:
+        for ref in self._journal.known.entry.logs:
             if ref.epoch not in here:
                 continue
             try:
@@ -178,90 +172,86 @@ class WalUpload:
                     continue  # A newer version wrote it.
                 yield ref, str(process), log
 
-    def _waiting(
-        self, ref: WalRef, process: str, log: ProcessWal, journal: Journal
-    ) -> Iterator[_UploadPiece]:
+    def _waiting(self, ref: WalRef, process: str, log: ProcessWal) -> Iterator[_ToUpload]:
         """What is staged and not uploaded of a process's WAL, by segment."""
-        needed, sent = _oldest_needed(journal.known), self._known(ref, journal)
-        is_over = ref.epoch < _newest(journal.known)
+        needed, known = _oldest_needed(self._journal.known), self._known(ref)
+        is_over = ref.epoch < self._newest()
         left = len(log.segments)
         for name, records in log.segments.items():
             left -= 1
-            is_closed, segment = is_over or left > 0, f"{process}/{name}"
+            is_closed = is_over or left > 0
             if is_closed and needed and all(one.save_id.step <= needed.step for one in records):
                 continue  # It would be trimmed remotely at once.
-            start = _end(sent, segment)
-            fresh = [one for one in records if one.end > start]
-            damaged = self._damaged.get((ref.prefix, segment))
-            if damaged is not None and time.monotonic() < damaged.until:
-                fresh = [one for one in fresh if one.end < damaged.end]
+            segment = f"{process}/{name}"
+            sent = known.setdefault(segment, _Uploaded())
+            fresh = [one for one in records if one.end > sent.end]
+            if sent.damaged is not None and time.monotonic() < sent.damaged[1]:
+                fresh = [one for one in fresh if one.end < sent.damaged[0]]
             if fresh:
-                yield _UploadPiece(process, name, log, start, fresh, is_closed)
+                at, source = self._journal.root / ref.prefix / segment, log.store_path / name
+                yield _ToUpload(at, source, sent, fresh, is_closed)
 
-    def _send(self, ref: WalRef, piece: _UploadPiece, journal: Journal, pace: Pace) -> bool:
-        try:
-            self._check(ref, piece)
-        except Damaged:
+    def _send(self, one: _ToUpload, pace: Pace) -> bool:
+        records = one.at_once()
+        if not self._are_intact(one, records):
             return False
-        journal.check()
-        step = piece.records[-1].save_id.step
+        self._journal.check()
+        last = records[-1]
         try:
-            for start in range(piece.start, piece.end, SEGMENT_BYTES):
-                end = min(start + SEGMENT_BYTES, piece.end)
+            for start in range(one.sent.end, last.end, SEGMENT_BYTES):
+                end = min(start + SEGMENT_BYTES, last.end)
                 pace.acquire(end - start)
                 data = bytearray(end - start)
-                piece.source.store.read_into(piece.source.key, start, [memoryview(data)])
-                one = PieceRange(start, end, step)
-                to = journal.root / ref.prefix / piece.segment / naming.piece_name(one)
+                one.source.store.read_into(one.source.key, start, [memoryview(data)])
+                piece = PieceRange(start, end, last.save_id.step)
+                to = one.at / naming.piece_name(piece)
                 to.store.put(to.key, bytes(data))
-                self._known(ref, journal).setdefault(piece.segment, []).append(one)
-            self._note(ref, piece.process, piece.log, journal, is_checked=True)
+                one.sent.pieces.append(piece)
         except Missing:
             return False  # The segment was trimmed concurrently.
-        self._since[ref.prefix, piece.segment] = time.monotonic()
+        one.sent.since = time.monotonic()
         return True
 
-    def _note(
-        self, ref: WalRef, process: str, log: ProcessWal, journal: Journal, *, is_checked: bool
-    ) -> None:
+    def _note(self, ref: WalRef, process: str, log: ProcessWal, *, is_checked: bool) -> None:
         """Records the newest uploaded record of a process, as the process does locally."""
-        at, sent = journal.root / ref.prefix / process, self._known(ref, journal)
+        at, known = self._journal.root / ref.prefix / process, self._known(ref)
         noted = self._noted.get((ref.prefix, process))
         if noted is None:
             noted = self._noted[ref.prefix, process] = newest_durable(at).number
         if noted >= log.durable.number:
             return
-        ends = {name: _end(sent, f"{process}/{name}") for name in log.segments}
         fresh = [
             one.save_id
             for name, records in log.segments.items()
+            if (sent := known.get(f"{process}/{name}")) is not None
             for one in records
-            if noted < one.save_id.attempt <= log.durable.number and one.end <= ends[name]
+            if noted < one.save_id.attempt <= log.durable.number and one.end <= sent.end
         ]
         if fresh:
             if not is_checked:
-                journal.check()
+                self._journal.check()
             _put_progress(at, fresh[-1])
             self._noted[ref.prefix, process] = fresh[-1].attempt
 
-    def _check(self, ref: WalRef, piece: _UploadPiece) -> None:
-        for record in piece.records:
+    def _are_intact(self, one: _ToUpload, records: Sequence[WalRecord]) -> bool:
+        for record in records:
             try:
                 record.layer.verify()
             except Damaged as error:
                 # Records before this one are sent, and it is checked again later, because part of
                 # another node's file may not be visible here yet.
-                key = ref.prefix, piece.segment
-                if piece.source.is_file():
-                    if key not in self._damaged:
+                if one.source.is_file():
+                    if one.sent.damaged is None:
                         _logger.error("the uploaded WAL ends before %s: %s", record.save_id, error)
-                    self._damaged[key] = _Damage(record.end, time.monotonic() + PIECE_SECS)
-                raise
+                    one.sent.damaged = record.end, time.monotonic() + PIECE_SECS
+                return False
+        return True
 
     # ---- trimming
 
-    def trim(self, journal: Journal) -> None:
+    def trim(self) -> None:
         """Deletes remote records that are not above its second-newest step."""
+        journal = self._journal
         oldest = _oldest_needed(journal.known)
         if oldest is None or not journal.known.entry.logs:
             return
@@ -272,43 +262,35 @@ class WalUpload:
                 journal.retire(lambda state: over)
         logs = journal.known.entry.logs
         for ref in logs:
-            self._trim(ref, oldest.step, journal)
+            self._trim(ref, oldest.step)
         prefixes = {ref.prefix for ref in logs}
         self._sent = {prefix: one for prefix, one in self._sent.items() if prefix in prefixes}
-        self._since = {key: one for key, one in self._since.items() if key[0] in prefixes}
 
-    def _trim(self, ref: WalRef, step: int, journal: Journal) -> None:
-        known = self._known(ref, journal)
+    def _trim(self, ref: WalRef, step: int) -> None:
+        known = {segment: sent for segment, sent in self._known(ref).items() if sent.pieces}
         last: dict[str, str] = {}
         for segment in sorted(known):
             last[segment.partition("/")[0]] = segment
         # The last segment of a process may grow, and its beginning is needed then.
         for segment in known.keys() - {*last.values()}:
-            if all(piece.step <= step for piece in known[segment]):
-                at = journal.root / ref.prefix / segment
-                at.store.delete((at / naming.piece_name(piece)).key for piece in known[segment])
-                del known[segment]
+            pieces = known[segment].pieces
+            if all(piece.step <= step for piece in pieces):
+                at = self._journal.root / ref.prefix / segment
+                at.store.delete((at / naming.piece_name(piece)).key for piece in pieces)
+                del self._sent[ref.prefix][segment]
 
-    def _known(self, ref: WalRef, journal: Journal) -> dict[str, list[PieceRange]]:
+    def _known(self, ref: WalRef) -> dict[str, _Uploaded]:
         """The uploaded records of a WAL epoch: listed once, as only this process uploads."""
         if ref.prefix not in self._sent:
-            found = pieces_at(journal.root / ref.prefix)
-            self._sent[ref.prefix] = {segment: [*one.every] for segment, one in found.items()}
+            found = pieces_at(self._journal.root / ref.prefix)
+            self._sent[ref.prefix] = {
+                segment: _Uploaded([*one.every]) for segment, one in found.items()
+            }
         return self._sent[ref.prefix]
-
-
-def _end(sent: Mapping[str, Sequence[PieceRange]], segment: str) -> int:
-    """The end of what is uploaded of a segment."""
-    return max((piece.end for piece in sent.get(segment, ())), default=0)
 
 
 def _put_progress(at: StorePath, newest: SaveId) -> None:
     (to := at / NAME).store.put(to.key, DurableRecord(newest.attempt, newest.step).to_bytes())
-
-
-def _newest(state: State) -> int:
-    """The number of the newest remote WAL epoch; a smaller one than all others if there is none."""
-    return state.entry.logs[-1].epoch if state.entry.logs else -1
 
 
 def _oldest_needed(state: State) -> SaveId | None:

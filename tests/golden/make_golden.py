@@ -53,7 +53,7 @@ from deltackpt.tiers import bundles
 from deltackpt.tiers.bundles import BundleRef
 from deltackpt.tiers.copy import copy
 from deltackpt.tiers.extent_store import ExtentFile
-from deltackpt.tiers.staging import RunLineage
+from deltackpt.tiers.staging import Orders, RunLineage
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
@@ -311,19 +311,23 @@ def write_pack(directory: Path) -> None:
     for name, data in PACKED.items():
         (directory / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / "files" / name).write_bytes(data)
-    contents = bundles.manifest_of(
-        directory / "files",
-        SaveId("0123456789abcdef0123456789abcdef", 7, 2),
-        "embeddings",
-        lineage=RunLineage(
-            run="0123456789abcdef0123456789abcdef",
-            epoch=3,
-            holder="00112233445566778899aabbccddeeff",
-            generation=1,
-            ancestors={"fedcba9876543210fedcba9876543210": 9},
-        ),
-        root="s3://bucket/run",
+    save_id = SaveId("0123456789abcdef0123456789abcdef", 7, 2)
+    lineage = RunLineage(
+        run=save_id.run,
+        epoch=3,
+        holder="00112233445566778899aabbccddeeff",
+        generation=1,
+        ancestors={"fedcba9876543210fedcba9876543210": 9},
     )
+    orders = Orders(
+        number=1,
+        lease=1,
+        url="s3://bucket/run",
+        endpoint=None,
+        item="embeddings",
+        lineages=(lineage,),
+    )
+    contents = bundles.manifest_of(directory / "files", save_id, orders)
     pack = bundles.StagedBundle(directory / "files", contents)
     data = bytearray(pack.ref.nbytes)
     pack.read_into(0, memoryview(data))
