@@ -69,9 +69,9 @@ def open_bucket(
 ) -> Steps | ReplicationClient:
     """Opens a bucket for reading, or with a local directory; a trainer takes the leases of both.
 
-    The trainer must then call ``confirm`` or ``abandon``. All checks run first, so a process that
-    fails to open the directory does not fence a trainer. ``taking`` closes other managers of this
-    process that use the same extents.
+    The trainer must then call ``confirm`` or ``abandon``. Its claim is pending until then, and is
+    withdrawn if a check fails, so a process that fails to open the directory does not fence a
+    trainer. ``taking`` closes other managers of this process that use the same extents.
     """
     tiers, limit = options.tiers or Tiers(), options.timeouts.store_secs
     if options.read_only:
