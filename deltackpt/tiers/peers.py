@@ -81,6 +81,8 @@ class PeerGroup:
 _THREADS = 8
 #: How long an unresponsive node is avoided while there are others.
 _PASSED_OVER_SECS = 30.0
+#: How long the nodes' answers about their contents are cached.
+_LISTED_SECS = 30.0
 _Result = TypeVar("_Result")
 
 
@@ -112,14 +114,17 @@ class PeerTier:
         #: Nodes that let a request time out, and the last probe of each. Until one answers, a push
         #: treats them as lost: waiting for each would delay it by the deadline.
         self._silent: dict[str, Future[list[str]]] = {}
+        #: The last result of ``refs``, and its time.
+        self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-peers")
         self._prober = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-probe")
 
     def refs(self) -> list[BundleRef]:
         """See ``Tier``: those of which responding nodes hold enough fragments of each segment."""
-        every = self._found().items()
-        return sorted({one.ref for one, where in every if erasure.is_whole(one, where)})
+        every = self._found()
+        self._listed = time.monotonic(), every
+        return sorted({one.ref for one, where in every.items() if erasure.is_whole(one, where)})
 
     def silent(self) -> str:
         """Returns the nodes that did not answer the last request, with the error; "" if none."""
@@ -140,10 +145,14 @@ class PeerTier:
     @contextlib.contextmanager
     def open(self, ref: BundleRef) -> Iterator[Reader]:
         """See ``Tier``; if too few fragments exist, StorageError names them and the nodes."""
-        # Silent nodes would delay each save of a recovery by the deadline.
-        found = self._found(ref, waits=False).items()
-        every = {one: where for one, where in found if one.ref == ref}
+        since, listed = self._listed
+        if time.monotonic() - since > _LISTED_SECS:
+            listed = {}
+        every = {one: where for one, where in listed.items() if one.ref == ref}
         whole = [one for one in every if erasure.is_whole(one, every[one])]
+        if not whole:
+            every = {one: where for one, where in self._found(ref).items() if one.ref == ref}
+            whole = [one for one in every if erasure.is_whole(one, every[one])]
         if not whole:
             raise self._too_few(ref, every)
         # Fragments that are pieces of the bundle need no decoding: k = 1 first.
