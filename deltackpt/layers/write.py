@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import zstandard
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError, StorageError
@@ -52,6 +51,7 @@ from deltackpt.layers.footer import (
 )
 from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
+from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, crc32c, joined, joiner
 from deltackpt.storage.posix import DirectFile
@@ -61,7 +61,6 @@ from deltackpt.storage.shard_writer import StoredArrays
 _CHUNK_BYTES = 128 << 10
 #: Compressed chunks are longer by this factor, since short ones compress worse.
 _COMPRESSED_FACTOR = 8
-_ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 #: Short arrays begin at multiples of it; longer ones at pages, so that they can be read directly.
 _ALIGNMENT = 64
 #: Buffers of a layer: one is filled while the others are written.
@@ -570,13 +569,9 @@ def _copied(rows: np.ndarray, out: np.ndarray, crc: int | None) -> int | None:
 
 
 def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
-    level = _PLANES_ZSTD_LEVEL if compression == "planes" else _ZSTD_LEVEL
-    stored = np.moveaxis(plain, -1, 0) if compression == "planes" else plain
-    data = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-    found = zstandard.ZstdCompressor(level=level).compress(data.data)
+    found = arrays.compressed(plain, byte_planes=compression == "planes")
     # Uncompressed chunks are recognized by their length, and have no planes.
-    shorter = np.frombuffer(found, np.uint8)
-    return shorter if len(shorter) < plain.nbytes else plain.reshape(-1).view(np.uint8)
+    return np.frombuffer(found if len(found) < plain.nbytes else plain, np.uint8)
 
 
 class LayerSegmentSink(NamedTuple):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import zstandard
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.row_blocks import ArrayEntry
@@ -221,10 +221,25 @@ def _read_through_tensorstore(
         raise Damaged(_shown(at), "a chunk with its checksum", found) from error
 
 
-@functools.cache
-def unsynced() -> Any:
-    """Returns a TensorStore context that does not fsync."""
-    return ts.Context({"file_io_sync": False})
+def compressed_chunk(entry: ArrayEntry, rows: np.ndarray) -> bytes:
+    """Returns the file of a compressed chunk, including its CRC32C, padded to whole chunks."""
+    if len(rows) < entry.chunk_rows:
+        padding = np.zeros((entry.chunk_rows - len(rows), *rows.shape[1:]), rows.dtype)
+        rows = np.concatenate([rows, padding])
+    data = compressed(rows, byte_planes=entry.byte_planes)
+    return data + crc32c(np.frombuffer(data, np.uint8)).to_bytes(CRC_BYTES, "little")
+
+
+def compressed(rows: np.ndarray, *, byte_planes: bool) -> bytes:
+    """Compresses rows by zstd, with their last axis first if they are ``byte_planes``."""
+    planes = np.ascontiguousarray(np.moveaxis(rows, -1, 0) if byte_planes else rows)
+    compressor = zstandard.ZstdCompressor(level=_zstd_level(byte_planes))
+    return compressor.compress(planes.reshape(-1).view(np.uint8).data)
+
+
+def _zstd_level(byte_planes: bool) -> int:
+    # Higher levels gain nothing on byte planes of floats.
+    return 1 if byte_planes else 3
 
 
 def spec_of(kvstore: Mapping[str, object], entry: ArrayEntry) -> dict[str, object]:
@@ -247,9 +262,8 @@ def metadata_of(entry: ArrayEntry) -> dict[str, object]:
         last = len(entry.shape) - 1
         codecs.insert(0, {"name": "transpose", "configuration": {"order": [last, *range(last)]}})
     if entry.compressed:
-        # Higher levels gain nothing on byte planes of floats.
-        level = 1 if entry.byte_planes else 3
-        codecs.append({"name": "zstd", "configuration": {"level": level}})
+        configuration = {"level": _zstd_level(entry.byte_planes), "checksum": False}
+        codecs.append({"name": "zstd", "configuration": configuration})
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {
