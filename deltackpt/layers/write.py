@@ -55,7 +55,6 @@ from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, crc32c, joined, joiner
 from deltackpt.storage.posix import DirectFile
-from deltackpt.storage.shard_writer import StoredArrays
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -587,12 +586,11 @@ class LayerSegmentSink(NamedTuple):
             self.segment, entry.name, entry.shape, dtype, compression, check=pinned
         )
 
-    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+    def write_rows(self, rows: np.ndarray) -> ArrayEntry:
         """See ``SegmentSink``."""
         stored = self.layer.write_rows(self.segment, rows)
         dtype = np.dtype(np.uint8 if stored is None else stored.dtype)
-        entry = array_entry(naming.GAPS, rows.shape, dtype)
-        return StoredArrays((entry,), entry.nbytes)
+        return array_entry(naming.GAPS, rows.shape, dtype)
 
 
 class LayerShard:

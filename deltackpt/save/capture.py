@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltackpt import kernels, vocab
+from deltackpt import codecs, kernels, vocab
 from deltackpt.codecs import Codec
 from deltackpt.format import row_blocks
 from deltackpt.format.row_blocks import Rows
+from deltackpt.policies import PlannedCodec
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import encode
 from deltackpt.save.encode import Encoded
@@ -462,14 +463,14 @@ class StagedRows:
     def __init__(
         self,
         segments: Sequence[SegmentSource],
-        codecs_of: Callable[[SegmentSource], Mapping[str, Codec]],
+        plans: Mapping[str, Mapping[str, PlannedCodec]],
         runtime: Runtime,
     ):
         """Starts to copy rows, on threads or on their devices.
 
         numpy copies without the interpreter's lock, so that the training thread can start Orbax's
-        part of the save at the same time. Lossy ``codecs_of`` a segment encode on accelerators;
-        those fields stay there until they are written, since a wider codec may be needed.
+        part of the save at the same time. Lossy codecs, planned by group and field, encode on
+        accelerators; their fields stay there until they are written: a wider codec may be needed.
         """
         self.released = threading.Event()
         self._runtime = runtime
@@ -486,12 +487,11 @@ class StagedRows:
         viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
             for number, segment in enumerate(viewed):
-                codec_of = {} if segment.on_host else codecs_of(segment)
                 for name, source in segment.fields.items():
                     if segment.on_host:
                         self._copy((number, name), source, segment.rows)
                     else:
-                        codec = codec_of[name]
+                        codec = codecs.get(plans[segment.group][name].codec)
                         self._on_device[number, name] = source.dispatch(segment.rows, codec)
                         if codec.lossless:
                             self._lossless.append((number, name))

@@ -38,7 +38,7 @@ from deltackpt.state import placement
 from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY, Value
-from deltackpt.storage.shard_writer import SegmentSink, StoredArrays
+from deltackpt.storage.shard_writer import SegmentSink
 
 #: Smaller values of one dtype share a buffer, because staging lends whole MiB.
 _SHARED_BYTES = 1 << 20
@@ -614,9 +614,8 @@ def write_plain(
     entry = row_blocks.array_entry(name, data.shape, data.dtype, zstd=zstd)
     stored = shard_writer.write_array(sink, entry, [data])
     bounds = np.array([0, len(data)])
-    field = shard_writer.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
-    rows, none = range(len(data)), StoredArrays((), 0)
-    return shard_writer.stored_segment(sink, PLAIN, (0, 1), rows, none, [field])
+    field = shard_writer.stored_field(name, [stored], codec=_RAW, reason="", bounds=bounds)
+    return shard_writer.stored_segment(sink, PLAIN, (0, 1), range(len(data)), (), [field])
 
 
 def _write_blocks(
@@ -640,9 +639,9 @@ def _write_blocks(
             byte_planes=array.byte_planes,
         )
         written.append(shard_writer.write_array(sink, entry, pieces))
-    stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
+    bounds = np.array([0, len(rows)])
     # ``reason``: why leaves have another codec than requested.
     field = shard_writer.stored_field(
-        row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds
+        row_blocks.BLOCKS, written, codec=codec, reason=reason, bounds=bounds
     )
     return shard_writer.stored_segment(sink, group, (0, BLOCK), rows, row_indices, [field])

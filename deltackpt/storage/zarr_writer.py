@@ -16,12 +16,12 @@ from deltackpt.resources.runtime import Task
 from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import CRC_BYTES
-from deltackpt.storage.shard_writer import StoredArrays, write_array
+from deltackpt.storage.shard_writer import write_array
 
 #: Row indices in a chunk: a reader that needs a few of them reads one.
 _CHUNK_ROWS = 1 << 18
-#: Gathered chunks of one array that are written while the next one is gathered.
-_WRITES_IN_FLIGHT = 2
+#: Gathered chunks of one array that are compressed while the next one is gathered.
+_COMPRESSED_AT_ONCE = 2
 
 
 class ZarrWriter:
@@ -99,7 +99,7 @@ class ZarrWriter:
         if buffer is None:
             self._chunks.append((number, sections))
             return
-        self._wait(_WRITES_IN_FLIGHT - 1)
+        self._wait(_COMPRESSED_AT_ONCE - 1 if self._entry.compressed else 0)
         self._writes.append(self._batch.start(self._write_chunk, number, sections, buffer))
 
     def _write_chunks(self) -> None:
@@ -147,15 +147,15 @@ class ZarrSegmentSink(NamedTuple):
 
     item_dir: Path
     process: int
-    segment: str
     batch: FileBatch
+    segment: str
 
     def writer(self, entry: ArrayEntry, *, pinned: bool = False) -> ZarrWriter:
         """See ``SegmentSink``."""
         directory = naming.array_dir(self.item_dir, self.process, self.segment, entry.name)
         return ZarrWriter(directory, entry, self.batch, pinned=pinned)
 
-    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+    def write_rows(self, rows: np.ndarray) -> ArrayEntry:
         """See ``SegmentSink``. Each chunk begins with a row index, so it is read on its own."""
         gaps = np.diff(rows, prepend=0)
         gaps[::_CHUNK_ROWS] = rows[::_CHUNK_ROWS]
@@ -163,4 +163,4 @@ class ZarrSegmentSink(NamedTuple):
         entry = row_blocks.array_entry(
             naming.GAPS, rows.shape, dtype, zstd=True, chunk_rows=min(len(rows), _CHUNK_ROWS)
         )
-        return write_array(self, entry, [gaps.astype(dtype)])
+        return write_array(self, entry, [gaps.astype(dtype)]).entry
