@@ -241,7 +241,7 @@ def _outline(tree: PyTree, process: int) -> _Outline:
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
-                pieces.append(_Piece(key, number, None, (), True))
+                pieces.append(_Piece(key, number, None, (slice(None),) * array.ndim, True))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
