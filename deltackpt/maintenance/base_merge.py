@@ -43,10 +43,10 @@ from deltackpt.storage.zarr_writer import ZarrSegmentSink
 #: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
 #: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
-#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied. A dense
-#: value: decoded, in TensorStore's in-memory files, and the stored data that is read to verify it.
-#: A piece of a delta: stored, decoded, and intermediate. A chunk that is being written, and the
-#: next one: its data, TensorStore's copy, encoded.
+#: A compressed chunk is read as a whole: its bytes, decoded, in order. A dense value: decoded, in
+#: TensorStore's in-memory files, and the stored data that is read to verify it. A piece of a delta:
+#: stored, decoded, and intermediate. A chunk that is being written, and the next one: its data, in
+#: order, encoded.
 _COPIES = 4
 #: Share of the memory limit that is used for tables: the C library keeps some of what is freed.
 _SPENT = 2 / 3

@@ -221,7 +221,8 @@ def encode_leaf(
         decoded = leaf
         if codec != block_codecs.LOSSLESS:
             if room is None:
-                room = _room(leaf, runtime)
+                is_lent = leaf.nbytes >= _LENT_BYTES
+                room = (runtime.memory.allocate if is_lent else np.empty)(leaf.shape, leaf.dtype)
                 if only is not None:
                     np.copyto(room, leaf)
             decoded = room
@@ -249,13 +250,6 @@ def encode_leaf(
     finally:
         if room is not None and (found is None or found.decoded is not room):
             runtime.memory.give_back([room])
-
-
-def _room(leaf: np.ndarray, runtime: Runtime) -> np.ndarray:
-    """Returns uninitialized memory for the decoded values of a leaf."""
-    if leaf.nbytes < _LENT_BYTES:
-        return np.empty_like(leaf)
-    return runtime.memory.allocate(leaf.shape, leaf.dtype)
 
 
 def _spans(blocks: range) -> Iterator[range]:

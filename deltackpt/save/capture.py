@@ -101,11 +101,11 @@ class DevicePiece:
     @placement.neutral()
     def encoded(self, codec: Codec) -> Encoded:
         """See ``RowPiece``."""
-        if self.dispatched is not None and self.dispatched[0] == codec:
-            return encode.to_host(self.dispatched[1], self.count)
-        with placement.on_device_of(self.rows):
-            encoded = encode.encode(codec, self.rows)
-        return encode.to_host(jax.tree.map(placement.host_copy, encoded), self.count)
+        dispatched = self.dispatched
+        if dispatched is None or dispatched[0] != codec:
+            dispatched = DevicePiece.dispatch(codec, self.rows, self.count).dispatched
+        assert dispatched is not None
+        return encode.to_host(dispatched[1], self.count)
 
 
 class BusyClock:

@@ -167,15 +167,14 @@ def _compiled(
         table = block_codecs.places(now.dtype.name)
     elif isinstance(codec, LogarithmDifference):
         table, within = block_codecs.factors(), block_codecs.WITHIN[now.dtype.name]
-    found = kernels.encode_blocks(
+    states, coded, squared_error, squared_norm = kernels.encode_blocks(
         codec.name, now, before, out, skip_unchanged=skip_unchanged, table=table, within=within
     )
     stored = codec.stored(now.dtype).items()
     arrays = {
-        suffix: one.view(array.dtype)
-        for (suffix, array), one in zip(stored, found.arrays, strict=True)
+        suffix: one.view(array.dtype) for (suffix, array), one in zip(stored, coded, strict=True)
     }
-    return EncodedSpan(found.states, arrays, found.squared_error, found.squared_norm)
+    return EncodedSpan(states, arrays, squared_error, squared_norm)
 
 
 def _piece(

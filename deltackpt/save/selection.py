@@ -195,11 +195,6 @@ def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
 
-def forget() -> None:
-    """Clears the cache."""
-    _divisions.clear()
-
-
 _divisions: ByLayout[Division] = ByLayout()
 
 
@@ -338,7 +333,10 @@ class Stamps:
                 for table, shard in tables.end_to_end
             ]
             start = tables.tables[0][0].offset
-            scan = functools.partial(_scan_array, stamps, since[place], start)
+
+            def scan() -> np.ndarray:
+                return kernels.scan([*map(np.asarray, stamps)], since[place], start)
+
         else:
             scans = [
                 [
@@ -347,7 +345,13 @@ class Stamps:
                 ]
                 for table, spans in tables.tables
             ]
-            scan = functools.partial(_scan_all, scans)
+
+            def scan() -> np.ndarray:
+                found = [[touched_rows(*scan) for scan in table] for table in scans]
+                return np.concatenate(
+                    [one[0] if len(one) == 1 else row_blocks.union_of(one) for one in found]
+                )
+
         count = sum(stop - start for _, spans in tables.tables for start, stop in spans)
         return scan if count <= _INLINE_STAMPS else self._runtime.submit(scan).result
 
@@ -416,16 +420,6 @@ class Stamps:
         ]
 
 
-def _scan_all(tables: Sequence[Sequence[tuple[Any, _Shards, int, int, Any]]]) -> np.ndarray:
-    """Returns the touched rows of some tables, each with the arguments of ``touched_rows``."""
-    return np.concatenate([_union([touched_rows(*scan) for scan in scans]) for scans in tables])
-
-
-def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.ndarray:
-    """Returns the touched rows of stamps that lie end to end from a virtual row on, on the host."""
-    return kernels.scan([*map(np.asarray, stamps)], since_clock, start)
-
-
 def touched_rows(
     stamps: Any, shards: _Shards, since_clock: int, offset: int, spans: Sequence[Span]
 ) -> np.ndarray:
@@ -462,10 +456,6 @@ def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: 
         count = int(_count_touched(stamps, since_clock))
         rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]
     return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
-
-
-def _union(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    return pieces[0] if len(pieces) == 1 else np.unique(np.concatenate(pieces))
 
 
 def _crc32c_of_touched(
@@ -538,9 +528,11 @@ class Sources:
         segments, touched = [], touched or self.stamps.touched
         for group, (columns, held), fields in self.by_rows():
             unmarked = {spec.name for spec in group.fields if spec.always}
-            complete = fields if whole else _only(fields, unmarked)
-            changed = {name: field for name, field in fields.items() if name not in complete}
-            for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
+            complete, changed = dict(fields), {}
+            if not whole:
+                complete = {name: fields[name] for name in fields if always and name in unmarked}
+                changed = {name: fields[name] for name in fields if name not in unmarked}
+            for chosen, is_whole in ((complete, True), (changed, False)):
                 if not chosen:
                     continue
                 taken = held.rows() if is_whole else touched(group.name, held)
@@ -548,10 +540,6 @@ class Sources:
                     key = None if whole or group.key is None else group.key.name
                     segments.append(SegmentSource(group.name, columns, taken, chosen, key))
         return segments
-
-
-def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
-    return {name: field for name, field in fields.items() if name in names}
 
 
 def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layout) -> TouchedRows:

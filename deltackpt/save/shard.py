@@ -172,24 +172,15 @@ class _Attempt:
             stored.remove()
 
     def _write_raw_rows(self) -> Iterator[StoredArray]:
-        field = self._field
-        stored = codecs.stored_dtype(field.dtype)
-        for suffix, trailing, raw, zstd in (
-            (
-                codecs.RAW_ROWS,
-                field.trailing,
-                [rows.view(stored) for rows in self._raw_rows],
-                False,
-            ),
-            (codecs.RAW_POSITIONS, (), self._raw_positions, True),
+        rows = np.concatenate(self._raw_rows).view(codecs.stored_dtype(self._field.dtype))
+        positions = np.concatenate(self._raw_positions)
+        for suffix, array, zstd in (
+            (codecs.RAW_ROWS, rows, False),
+            (codecs.RAW_POSITIONS, positions, True),
         ):
-            entry = row_blocks.array_entry(
-                codecs.array_name(field.name, suffix),
-                (self._raw_count, *trailing),
-                raw[0].dtype,
-                zstd=zstd,
-            )
-            yield shard_writer.write_array(self._place, entry, raw)
+            name = codecs.array_name(self._field.name, suffix)
+            entry = row_blocks.array_entry(name, array.shape, array.dtype, zstd=zstd)
+            yield shard_writer.write_array(self._place, entry, [array])
 
     @property
     def _raw_count(self) -> int:

@@ -130,9 +130,12 @@ class _SamplePlan:
 
     group: GroupEntry
     where: Where
-    local_rows: RowSet
     fields: Mapping[str, FieldSource]
     most: int = 0  # maximum number of rows to sample
+
+    @property
+    def local_rows(self) -> RowSet:
+        return self.where[1]
 
     @property
     def key(self) -> tuple[str, Where]:
@@ -150,9 +153,7 @@ def _plans(sources: Sources) -> list[_SamplePlan]:
         always = {spec.name for spec in group.fields if spec.always}
         compared = {name: field for name, field in fields.items() if name not in always}
         if compared and len(where[1]):
-            found.append(
-                _SamplePlan(group=group, where=where, local_rows=where[1], fields=compared)
-            )
+            found.append(_SamplePlan(group=group, where=where, fields=compared))
     total = sum(len(plan.local_rows) for plan in found)
     widest = max((plan.row_bytes for plan in found), default=0)
     most = min(ROWS, max(_LEAST_ROWS, _BYTES // max(1, widest)))

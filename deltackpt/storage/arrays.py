@@ -68,22 +68,14 @@ def read_array(
             sums = checksums.get(name)
             if sums is None:
                 raise Damaged(_shown(at), "a chunk listed in the digests", "an unlisted chunk")
-        if not entry.compressed and piece.flags.c_contiguous:
-            if whole:
-                _read_chunk(at, piece, sums, padding_rows=first + entry.chunk_rows - end)
-                start = end
-                continue
+        is_direct = not entry.compressed and piece.flags.c_contiguous
+        if is_direct and whole:
+            _read_chunk(at, piece, sums, padding_rows=first + entry.chunk_rows - end)
+        elif is_direct and sums is not None and sums.blocks:
             host_memory.populate(piece)
-            if sums is not None and sums.blocks:
-                _read_blocks(at, entry, piece, start - first, sums)
-                start = end
-                continue
-        if entry.compressed:
-            rows = _read_compressed(at, entry, sums)
+            _read_blocks(at, entry, piece, start - first, sums)
         else:
-            rows = np.empty((entry.chunk_rows, *entry.shape[1:]), entry.dtype)
-            _read_chunk(at, rows, sums, padding_rows=0)
-        piece[...] = rows[start - first : end - first]
+            piece[...] = _read_rows(at, entry, sums)[start - first : end - first]
         start = end
 
 
@@ -192,16 +184,20 @@ def _read_blocks(
             wanted[low - start : high - start] = section[low - begin : high - begin]
 
 
-def _read_compressed(at: StorePath, entry: ArrayEntry, sums: ChunkSums | None) -> np.ndarray:
-    """Returns the rows of a compressed chunk, including the padding of the last one."""
+def _read_rows(at: StorePath, entry: ArrayEntry, sums: ChunkSums | None) -> np.ndarray:
+    """Returns the rows of a chunk in its own memory, including the padding of the last one."""
+    shape, dtype = (entry.chunk_rows, *entry.shape[1:]), np.dtype(entry.dtype)
+    if not entry.compressed:
+        rows = np.empty(shape, dtype)
+        _read_chunk(at, rows, sums, padding_rows=0)
+        return rows
     with _chunk(at):
         data = at.store.get(at.key)
     stored, tail = data[:-CRC_BYTES], data[-CRC_BYTES:]
     if sums is not None:
         _check_tail(at, tail, sums.crc32c)
     _check_tail(at, tail, crc32c(np.frombuffer(stored, np.uint8)))
-    shape = entry.chunk_rows, *entry.shape[1:]
-    return decompressed(stored, shape, np.dtype(entry.dtype), _shown(at), entry.byte_planes)
+    return decompressed(stored, shape, dtype, _shown(at), entry.byte_planes)
 
 
 def compressed_chunk(entry: ArrayEntry, rows: np.ndarray) -> bytes:
