@@ -614,13 +614,15 @@ class LayerShard:
         self._batch.adopt_open(file, digest)
         return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
 
-    def abandon(self) -> None:
-        """Closes the file of a save that has failed, unless the batch has it. Idempotent."""
+    def __enter__(self) -> LayerShard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes the file of a save that has failed, unless the batch has it."""
         if self._file is not None:
             self._layer.abandon()
             with contextlib.suppress(StorageError):
                 self._file.close()
-            self._file = None
 
 
 def row_group_of(segment: Segment) -> RowGroup:

@@ -398,7 +398,7 @@ class PendingSave(Item):
         if intent.kind == "base":
             place = functools.partial(ZarrSegmentSink, item_dir, writers.process, batch)
             return *write(place), None
-        shard = LayerShard(
+        with LayerShard(
             item_dir,
             intent.save_id,
             None if intent.parent is None else intent.parent.save_id,
@@ -406,14 +406,10 @@ class PendingSave(Item):
             self.runtime,
             process=writers.process,
             process_count=writers.count,
-        )
-        try:
+        ) as shard:
             segments, dense = write(shard.place)
             blocks = () if dense is None else dense.record.segments
             return segments, dense, shard.finish([*segments, *blocks])
-        except BaseException:
-            shard.abandon()
-            raise
 
     def _head(
         self, segments: Sequence[Segment], dense: WrittenDense | None, writers: StepWriters
