@@ -39,7 +39,7 @@ from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, shard
 from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
-from deltackpt.save.capture import HostPiece, encode_ahead, piece_rows
+from deltackpt.save.capture import BusyClock, HostPiece, encode_ahead, piece_rows
 from deltackpt.save.shard import Field
 from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
@@ -87,7 +87,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
             yield HostPiece(rows[start : start + limit])
 
     started = time.perf_counter()
-    stored = shard.write_field(place, field, pieces, pool)
+    stored = shard.write_field(place, field, pieces, pool, BusyClock())
     seconds = time.perf_counter() - started
     found, decompress = {}, 0.0
     for entry in stored.arrays.entries:
@@ -106,7 +106,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
 def encode_secs(name: str, rows: np.ndarray, pool: Runtime) -> float:
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
-    return timed(lambda: deque(encode_ahead(codec, pieces, pool), maxlen=0))
+    return timed(lambda: deque(encode_ahead(codec, pieces, pool, BusyClock()), maxlen=0))
 
 
 def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:

@@ -63,6 +63,7 @@ def write_field(
     field: Field,
     pieces: Callable[[Codec], Iterator[RowPiece]],
     runtime: Runtime,
+    encoding: BusyClock,
 ) -> StoredField:
     """Writes a field with the planned codec, or the first more precise one within the budget.
 
@@ -76,9 +77,9 @@ def write_field(
     while True:
         codec = codecs.get(plan.codec)
         if codecs.is_lossless(codec):
-            return _write_lossless(place, field, plan, codec, pieces(codec))
+            return _write_lossless(place, field, plan, codec, pieces(codec), encoding)
         attempt = _Attempt(place, field, codec)
-        for piece, encoded in encode_ahead(codec, pieces(codec), runtime):
+        for piece, encoded in encode_ahead(codec, encoding.over(pieces(codec)), runtime, encoding):
             attempt.write(piece, encoded)
             if attempt.hopeless():
                 break
@@ -256,12 +257,13 @@ def _write_lossless(
     plan: PlannedCodec,
     codec: Lossless,
     pieces: Iterator[RowPiece],
+    encoding: BusyClock,
 ) -> StoredField:
     (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
     return shard_writer.stored_field(
         field.name,
-        [shard_writer.write_array(place, entry, rows, pinned=field.pinned)],
+        [shard_writer.write_array(place, entry, encoding.over(rows), pinned=field.pinned)],
         codec=plan.codec,
         reason=plan.reason,
         bounds=field.bounds,
@@ -294,8 +296,8 @@ def write_segments(
                 codec = codecs.ONES if field.name == source.key else codecs.ZEROS
                 writes.append(functools.partial(_constant, field, codec))
                 continue
-            pieces = functools.partial(_pieces, rows, encoding, number, field.name)
-            writes.append(functools.partial(write_field, sink, field, pieces, runtime))
+            pieces = functools.partial(rows.pieces, number, field.name)
+            writes.append(functools.partial(write_field, sink, field, pieces, runtime, encoding))
     stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
     return [
         shard_writer.stored_segment(
@@ -308,12 +310,6 @@ def write_segments(
         )
         for sink, source in zip(sinks, rows.segments, strict=True)
     ]
-
-
-def _pieces(
-    rows: CapturedRows, encoding: BusyClock, number: int, field: str, codec: Codec
-) -> Iterator[RowPiece]:
-    return encoding.over(rows.pieces(number, field, codec))
 
 
 def _fields_of(
