@@ -79,7 +79,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
         choice=CodecChoice(delta=name),
         planned=PlannedCodec(codec=name, reason=name),
     )
-    place = ZarrSegmentSink(root, 0, name, FileBatch(root, fsync=False))
+    place = ZarrSegmentSink(root, 0, FileBatch(root, fsync=False), name)
 
     def pieces(codec: Codec):
         limit = len(rows) if codec.lossless else piece_rows(rows.shape[1:])
@@ -90,9 +90,9 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
     stored = shard.write_field(place, field, pieces, pool, BusyClock())
     seconds = time.perf_counter() - started
     found, decompress = {}, 0.0
-    for entry in stored.arrays.entries:
+    for entry in stored.arrays:
         found[entry.name] = np.empty(entry.shape, np.dtype(entry.dtype))
-        directory = place.directory(entry.name)
+        directory = naming.array_dir(root, 0, name, entry.name)
         started = time.perf_counter()
         arrays.read_array(directory, entry, 0, entry.shape[0], found[entry.name])
         # A plain array is merged from the bytes of its file.

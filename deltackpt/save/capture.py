@@ -131,7 +131,11 @@ class BusyClock:
 
     def over(self, items: Iterator[_T]) -> Iterator[_T]:
         """Yields the items; their production counts as work."""
-        while (item := self.timed(next, items, None)) is not None:
+        while True:
+            with self:
+                item = next(items, None)
+            if item is None:
+                return
             yield item
 
 
