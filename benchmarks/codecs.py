@@ -30,6 +30,7 @@ from report import Figures, Report, Sample, interleaved, percent, speed, timed
 from deltackpt import codecs, kernels
 from deltackpt.codecs import Codec, block_codecs
 from deltackpt.errors import OptionError
+from deltackpt.format import naming
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK, VALUES, EncodedBlock, Encoding, FieldSpec
 from deltackpt.layers import merge
