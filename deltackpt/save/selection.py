@@ -347,7 +347,7 @@ class Stamps:
             ]
 
             def scan() -> np.ndarray:
-                found = [[touched_rows(*scan) for scan in table] for table in scans]
+                found = [[touched_rows(*arguments) for arguments in table] for table in scans]
                 return np.concatenate(
                     [one[0] if len(one) == 1 else row_blocks.union_of(one) for one in found]
                 )
