@@ -359,7 +359,7 @@ class LayerReader:
         shown = f"{self._name}: {_shown(array, one.number)}"
         planes = array.compression == "planes"
         rows = arrays.decompressed(one.data.data, shape, np.dtype(array.dtype), shown, planes)
-        return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        return rows.reshape(-1).view(np.uint8)
 
     def _chunk(self, array: LayerArray, number: int) -> Chunk:
         return self.chunks_of(array)[number]

@@ -233,7 +233,11 @@ def decompressed(
     found = np.frombuffer(plain, dtype)
     if not byte_planes:
         return found.reshape(shape)
-    return np.moveaxis(found.reshape(shape[-1], *shape[:-1]), 0, -1)
+    rows = np.empty(shape, dtype)
+    # Plane by plane: several times as fast as a copy of ``np.moveaxis``.
+    for place, plane in enumerate(found.reshape(shape[-1], *shape[:-1])):
+        rows[..., place] = plane
+    return rows
 
 
 def _zstd_level(byte_planes: bool) -> int:
