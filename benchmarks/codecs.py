@@ -30,6 +30,7 @@ from report import Figures, Report, Sample, interleaved, percent, speed, timed
 from deltackpt import codecs, kernels
 from deltackpt.codecs import Codec, block_codecs
 from deltackpt.errors import OptionError
+from deltackpt.format import naming
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK, VALUES, EncodedBlock, Encoding, FieldSpec
 from deltackpt.layers import merge
@@ -39,7 +40,7 @@ from deltackpt.resources import host_memory
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, shard
 from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
-from deltackpt.save.capture import HostPiece, encode_ahead, piece_rows
+from deltackpt.save.capture import BusyClock, HostPiece, encode_ahead, piece_rows
 from deltackpt.save.shard import Field
 from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
@@ -79,7 +80,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
         choice=CodecChoice(delta=name),
         planned=PlannedCodec(codec=name, reason=name),
     )
-    place = ZarrSegmentSink(root, 0, name, FileBatch(root, fsync=False))
+    place = ZarrSegmentSink(root, 0, FileBatch(root, fsync=False), name)
 
     def pieces(codec: Codec):
         limit = len(rows) if codec.lossless else piece_rows(rows.shape[1:])
@@ -87,12 +88,12 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
             yield HostPiece(rows[start : start + limit])
 
     started = time.perf_counter()
-    stored = shard.write_field(place, field, pieces, pool)
+    stored = shard.write_field(place, field, pieces, pool, BusyClock())
     seconds = time.perf_counter() - started
     found, decompress = {}, 0.0
-    for entry in stored.arrays.entries:
+    for entry in stored.arrays:
         found[entry.name] = np.empty(entry.shape, np.dtype(entry.dtype))
-        directory = place.directory(entry.name)
+        directory = naming.array_dir(root, 0, name, entry.name)
         started = time.perf_counter()
         arrays.read_array(directory, entry, 0, entry.shape[0], found[entry.name])
         # A plain array is merged from the bytes of its file.
@@ -106,7 +107,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
 def encode_secs(name: str, rows: np.ndarray, pool: Runtime) -> float:
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
-    return timed(lambda: deque(encode_ahead(codec, pieces, pool), maxlen=0))
+    return timed(lambda: deque(encode_ahead(codec, pieces, pool, BusyClock()), maxlen=0))
 
 
 def decode_secs(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:

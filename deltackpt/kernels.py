@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -225,15 +224,6 @@ _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _FOUR_BITS, _STEPS, _WORDLESS = {"ef4", "log4"}, {"log8", "log4"}, {"log4"}
 
 
-class CodedBlocks(NamedTuple):
-    """The result of ``encode_blocks``; m blocks are coded."""
-
-    states: np.ndarray  # (n,) uint8: ``UNCHANGED``, ``CODED`` or ``LEFT``.
-    arrays: tuple[np.ndarray, ...]  # Codes (m, bytes) uint8; words (m,) uint16; steps (m,) uint8.
-    squared_error: float  # Of the coded blocks.
-    squared_norm: float  # Of the finite values of all blocks.
-
-
 def encode_blocks(
     codec: str,
     now: np.ndarray,
@@ -243,13 +233,17 @@ def encode_blocks(
     skip_unchanged: bool,
     table: np.ndarray | None = None,
     within: tuple[float, float] = (0.0, 0.0),
-) -> CodedBlocks:
+) -> tuple[np.ndarray, tuple[np.ndarray, ...], float, float]:
     """Encodes blocks (n, 256) with a lossy codec of dense leaves.
 
     ``before`` is the reference, or None. ``out`` receives the blocks as readers decode them; blocks
     that are not coded equal ``now``. Blocks whose bits equal the reference may be skipped.
     ``table`` is ``codecs.block_codecs.places`` for log8, ``factors`` for log4, else None;
     ``within`` are the smallest and largest positive numbers that log4 can represent.
+
+    Returns the state of each block, (n,) uint8: ``UNCHANGED``, ``CODED`` or ``LEFT``; for the m
+    coded blocks, codes (m, bytes) uint8, words (m,) uint16 and steps (m,) uint8, as far as the
+    codec has them; the squared error of these; and the squared norm of all finite values.
     """
     assert _used is not None
     count = len(now)
@@ -263,7 +257,7 @@ def encode_blocks(
         *(states, codes, words, steps, table, *limits),
     )
     arrays = tuple(one[:coded] for one in (codes, words, steps) if one is not None)
-    return CodedBlocks(states, arrays, squared_error, squared_norm)
+    return states, arrays, squared_error, squared_norm
 
 
 def decode_blocks(

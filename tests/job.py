@@ -33,7 +33,7 @@ def forget() -> None:
     placement._grid.cache_clear()
     placement._owned.cache_clear()
     placement._shared_rows.cache_clear()
-    selection.forget()
+    selection._divisions.clear()
 
 
 class MemoryService:

@@ -131,7 +131,7 @@ def fill_of(number: int, run: str = "a0", item: bytes | None = None) -> Fill:
             count=len(rows),
             ranges=None,
             fields=("values",),
-            arrays=(*gaps.entries, entry),
+            arrays=(gaps, entry),
             encodings=(RAW,),
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)

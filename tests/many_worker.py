@@ -785,7 +785,7 @@ POINTS: dict[str, Point] = {
     "during its shard": _each(
         _after(zarr_writer.ZarrWriter, "_write_chunk"), _after(DirectFile, "write")
     ),
-    "before its manifest": _before(shard_writer, "complete"),
+    "before its manifest": _before(shard_writer, "described"),
     "before a force": _before(batch.FileBatch, "force"),
     "after a force": _after(batch.FileBatch, "force"),
     "before its word": _before(commit.StepWriters, "report", "written"),

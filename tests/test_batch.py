@@ -34,7 +34,12 @@ from deltackpt.storage.zarr_writer import ZarrWriter
 
 
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
-    spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{directory}/"},
+        "metadata": arrays.metadata_of(entry),
+        "store_data_equal_to_fill_value": True,
+    }
     ts.open(spec, create=True).result().write(values).result()
 
 

@@ -80,7 +80,7 @@ def test_a_gather_of_no_rows_is_empty():
     dtype = np.dtype(np.float32)
     source = capture.FieldSource((0, 4), (4,), dtype, True, bounds, firsts, [jnp.ones((8, 4))])
     segment = capture.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    found = capture.StagedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
+    found = capture.StagedRows([segment], {}, Runtime())
     found.land()
     assert not [*found.pieces(0, "values", codecs.get("raw"))]
 

@@ -391,9 +391,8 @@ def test_tombstones_cover_no_row_of_a_base():
     made = made_up_saves.record(SaveId("a" * 32, 1, 1), rows=made_up_saves.ROWS)
     group = GroupEntry(name="g0", rows=rows, fields=(spec,))
     table = dataclasses.replace(made.tables[0], rows=rows)
-    nothing = shard_writer.StoredArrays((), 0)
     nothing = shard_writer.stored_field(
-        "values", nothing, codec="zeros", reason="", bounds=np.array([0, rows])
+        "values", [], codec="zeros", reason="", bounds=np.array([0, rows])
     )
     whole = {"count": rows, "ranges": ((0, rows),), "arrays": ()}
     segment = dataclasses.replace(made.segments[0], **whole, encodings=(nothing.encoding,))

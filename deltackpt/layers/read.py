@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import zstandard
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format.manifest import SaveId
@@ -358,11 +357,9 @@ class LayerReader:
         if len(one.data) == nbytes:
             return one.data
         shown = f"{self._name}: {_shown(array, one.number)}"
-        plain = np.frombuffer(_decompressed(one.data.data, nbytes, shown), np.uint8)
-        if array.compression != "planes":
-            return plain
-        planes = plain.view(array.dtype).reshape(shape[-1], *shape[:-1])
-        return np.ascontiguousarray(np.moveaxis(planes, 0, -1)).reshape(-1).view(np.uint8)
+        planes = array.compression == "planes"
+        rows = arrays.decompressed(one.data.data, shape, np.dtype(array.dtype), shown, planes)
+        return rows.reshape(-1).view(np.uint8)
 
     def _chunk(self, array: LayerArray, number: int) -> Chunk:
         return self.chunks_of(array)[number]
@@ -388,16 +385,6 @@ def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]
         ):
             yield chunks[first:number]
             first = number
-
-
-def _decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
-    try:
-        # Decoding allocates as many bytes as the data claim.
-        if (claimed := zstandard.frame_content_size(data)) != nbytes:
-            raise Damaged(name, f"a chunk of {nbytes} bytes", f"{claimed} bytes")
-        return zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise Damaged(name, "bytes of zstd", str(error)) from error
 
 
 def _room(chunk: Chunk) -> np.ndarray:

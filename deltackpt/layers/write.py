@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import zstandard
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError, StorageError
@@ -52,16 +51,15 @@ from deltackpt.layers.footer import (
 )
 from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
+from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, crc32c, joined, joiner
 from deltackpt.storage.posix import DirectFile
-from deltackpt.storage.shard_writer import StoredArrays
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
 #: Compressed chunks are longer by this factor, since short ones compress worse.
 _COMPRESSED_FACTOR = 8
-_ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 #: Short arrays begin at multiples of it; longer ones at pages, so that they can be read directly.
 _ALIGNMENT = 64
 #: Buffers of a layer: one is filled while the others are written.
@@ -177,7 +175,7 @@ class OpenLayer:
         self._file, self._seed = file, seed
         self._runtime, self._start = file._runtime, file.nbytes
         self._lock = threading.Lock()
-        self._arrays: list[_Array] = []
+        self._arrays: list[ArrayWriter] = []
         #: Row group to the bounds of each chunk of its row indices.
         self._bounds: dict[str, tuple[tuple[int, int], ...]] = {}
         #: Writes of earlier buffers.
@@ -197,8 +195,8 @@ class OpenLayer:
         if ranges_of(rows) is not None:
             return None
         gaps = _gaps(row_group, np.asarray(rows), self._file._chunk_bytes)
-        array = self._begun(row_group, GAPS, gaps.shape, gaps.dtype, "")
-        self._append(array, gaps)
+        array = self.array(row_group, GAPS, gaps.shape, gaps.dtype)
+        array.write(gaps)
         found = array.entry()
         self._bounds[row_group] = _bounds(rows, found)
         return found
@@ -217,7 +215,10 @@ class OpenLayer:
 
         ``check`` detects that the pieces change while they are copied.
         """
-        return ArrayWriter(self, self._begun(row_group, name, shape, dtype, compression), check)
+        array = ArrayWriter(self, row_group, name, shape, dtype, compression, check)
+        with self._lock:
+            self._arrays.append(array)
+        return array
 
     def finish(self, manifest: LayerManifest) -> WrittenLayer:
         """Writes the rest of the layer; it is durable after ``LayerFile.sync``.
@@ -328,42 +329,14 @@ class OpenLayer:
         finally:
             self._runtime.memory.give_back([buffer])
 
-    def _begun(
-        self,
-        row_group: str,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        compression: Compression,
-    ) -> _Array:
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        chunk_bytes = self._file._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
-        chunk_rows = max(1, chunk_bytes // row_bytes if row_bytes else shape[0])
-        if row_bytes:
-            # Chunks of whole pages can be read and written without a copy.
-            page_rows = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
-            chunk_rows = chunk_rows // page_rows * page_rows or chunk_rows
-        array = _Array(row_group, name, shape, dtype, compression, chunk_rows, row_bytes)
-        with self._lock:
-            self._arrays.append(array)
-        return array
-
-    def _remove(self, array: _Array, rows: int) -> None:
-        """Abandons an array after some rows: readers ignore it."""
-        with self._lock:
-            array.name = f"{array.row_group}/{array.name}.{self._arrays.index(array)}"
-            array.row_group, array.shape = REMOVED, (rows, *array.shape[1:])
-
-    def _append(self, array: _Array, rows: np.ndarray, crc: int | None = None) -> int | None:
-        """Adds whole chunks of an array; returns ``crc`` extended by what was copied."""
-        if crc is None and not array.compression:
+    def _append(self, array: ArrayWriter, rows: np.ndarray) -> None:
+        """Adds whole chunks of an array."""
+        if not array.check and not array.compression:
             rows = rows[self._write_in_place(array, rows) :]
         while len(rows) and array.row_bytes:
             if array.compression:
                 count = min(len(rows), array.chunk_rows)
-                plain = np.empty((count, *array.shape[1:]), array.dtype)
-                crc = _copied(rows[:count], plain, crc)
-                data = _compressed(plain, array.compression)
+                data = _compressed(np.ascontiguousarray(rows[:count]), array.compression)
                 with self._lock:
                     padding = self._padding(array)
                     room = self._room(padding + len(data))
@@ -371,11 +344,10 @@ class OpenLayer:
                     self._add_chunk(array, room, padding, len(data))
             else:
                 with self._lock:
-                    count, crc = self._copy(array, rows, crc)
+                    count = self._copy(array, rows)
             rows = rows[count:]
-        return crc
 
-    def _copy(self, array: _Array, rows: np.ndarray, crc: int | None) -> tuple[int, int | None]:
+    def _copy(self, array: ArrayWriter, rows: np.ndarray) -> int:
         """Adds as many uncompressed chunks as fit into the buffer; returns the number of rows."""
         chunk_rows, row_bytes, padding = array.chunk_rows, array.row_bytes, self._padding(array)
         room = self._room(padding + min(chunk_rows, len(rows)) * row_bytes)
@@ -383,14 +355,14 @@ class OpenLayer:
         fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
         count = min(len(rows), max(chunk_rows, fitting))
         out = room[padding : padding + count * row_bytes].view(array.dtype)
-        crc = _copied(rows[:count], out.reshape(count, *array.shape[1:]), crc)
+        np.copyto(out.reshape(count, *array.shape[1:]), rows[:count])
         for first in range(0, count, chunk_rows):
             nbytes = min(chunk_rows, count - first) * row_bytes
             self._add_chunk(array, room, padding, nbytes)
             room, padding = room[padding + nbytes :], 0
-        return count, crc
+        return count
 
-    def _write_in_place(self, array: _Array, rows: np.ndarray) -> int:
+    def _write_in_place(self, array: ArrayWriter, rows: np.ndarray) -> int:
         """Adds the first chunks without a copy if possible and useful; returns how many rows."""
         chunk_bytes = array.chunk_rows * array.row_bytes
         # The last chunk ends at a page boundary.
@@ -436,12 +408,12 @@ class OpenLayer:
         self._first += nbytes
         return offset
 
-    def _padding(self, array: _Array) -> int:
+    def _padding(self, array: ArrayWriter) -> int:
         """Bytes before the next chunk of an array: long arrays begin at a page."""
         is_long = not array.chunks and array.shape[0] * array.row_bytes >= PAGE_BYTES
         return -self._offset % (PAGE_BYTES if is_long else _ALIGNMENT)
 
-    def _add_chunk(self, array: _Array, room: np.ndarray, padding: int, nbytes: int) -> None:
+    def _add_chunk(self, array: ArrayWriter, room: np.ndarray, padding: int, nbytes: int) -> None:
         """Adds padding and the bytes after it, which are in place, and describes them."""
         offset = self._offset + padding
         room[:padding] = 0
@@ -451,18 +423,38 @@ class OpenLayer:
         array.chunks.append((offset, nbytes, crc))
 
 
-@dataclasses.dataclass(eq=False)
-class _Array:
-    row_group: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    compression: Compression
-    chunk_rows: int
-    row_bytes: int
-    chunks: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+class ArrayWriter:
+    """Writes an array of a layer piece by piece; used by one thread."""
+
+    def __init__(
+        self,
+        layer: OpenLayer,
+        row_group: str,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        compression: Compression,
+        check: bool,
+    ):
+        """Called by ``OpenLayer.array``."""
+        self.row_group, self.name, self.shape, self.dtype = row_group, name, shape, dtype
+        self.compression: Compression = compression
+        self.row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        chunk_bytes = layer._file._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
+        self.chunk_rows = max(1, chunk_bytes // self.row_bytes if self.row_bytes else shape[0])
+        if self.row_bytes:
+            # Chunks of whole pages can be read and written without a copy.
+            page_rows = PAGE_BYTES // math.gcd(PAGE_BYTES, self.row_bytes)
+            self.chunk_rows = self.chunk_rows // page_rows * page_rows or self.chunk_rows
+        #: Offset, length and CRC32C of each chunk.
+        self.chunks: list[tuple[int, int, int]] = []
+        self.check, self._layer, self._done = check, layer, 0
+        #: The first rows of the next chunk, if a piece ended within it.
+        self._rest: np.ndarray | None = None
+        self._filled = 0
 
     def entry(self) -> LayerArray:
+        """Returns the record of the array."""
         return LayerArray(
             row_group=self.row_group,
             name=self.name,
@@ -473,46 +465,33 @@ class _Array:
             chunks=np.array(self.chunks, CHUNK).tobytes(),
         )
 
-
-class ArrayWriter:
-    """Writes an array of a layer piece by piece; used by one thread."""
-
-    def __init__(self, layer: OpenLayer, array: _Array, check: bool):
-        self._layer, self._array, self._check = layer, array, check
-        self._done = 0
-        #: The first rows of the next chunk, if a piece ended within it.
-        self._rest: np.ndarray | None = None
-        self._filled = 0
-
     def write(self, rows: np.ndarray) -> None:
         """Appends rows, (n, *trailing); their memory may be reused when this returns.
 
         Raises StorageError if the rows changed while they were copied.
         """
-        array, crc = self._array, 0 if self._check else None
-        given = rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
+        given = rows = rows.view(self.dtype) if rows.dtype != self.dtype else rows
+        before = crc32c(np.ascontiguousarray(given)) if self.check else 0
         while len(rows):
             at = self._done + self._filled
-            is_end = at + len(rows) == array.shape[0]
-            if not self._filled and (is_end or len(rows) >= array.chunk_rows):
-                whole = len(rows) if is_end else len(rows) - len(rows) % array.chunk_rows
-                crc = self._append(rows[:whole], crc)
+            is_end = at + len(rows) == self.shape[0]
+            if not self._filled and (is_end or len(rows) >= self.chunk_rows):
+                whole = len(rows) if is_end else len(rows) - len(rows) % self.chunk_rows
+                self._append(rows[:whole])
             else:
-                whole = min(len(rows), array.chunk_rows - self._filled)
+                whole = min(len(rows), self.chunk_rows - self._filled)
                 if self._rest is None:
-                    self._rest = np.empty((array.chunk_rows, *array.shape[1:]), array.dtype)
-                rest = self._rest[self._filled : self._filled + whole]
-                rest[...] = rows[:whole]
-                crc = None if crc is None else crc32c(rest, crc)
+                    self._rest = np.empty((self.chunk_rows, *self.shape[1:]), self.dtype)
+                self._rest[self._filled : self._filled + whole] = rows[:whole]
                 self._filled += whole
-                if self._filled == array.chunk_rows or at + whole == array.shape[0]:
+                if self._filled == self.chunk_rows or at + whole == self.shape[0]:
                     filled, self._filled = self._filled, 0
                     self._append(self._rest[:filled])
             rows = rows[whole:]
         # The disk may have been waited for in between.
-        if crc is not None and crc32c(np.ascontiguousarray(given)) != crc:
+        if self.check and crc32c(np.ascontiguousarray(given)) != before:
             raise StorageError(
-                f"segment {array.row_group}, {array.name}: expected rows that stay as they are, "
+                f"segment {self.row_group}, {self.name}: expected rows that stay as they are, "
                 "found others: the arrays changed while they were written; do not write into numpy "
                 "leaves, nor donate with base_snapshot='hold', before the save has released them. "
                 "Nothing was committed"
@@ -520,21 +499,22 @@ class ArrayWriter:
 
     def finish(self) -> int:
         """Ends the array; returns its stored bytes."""
-        if self._done != self._array.shape[0]:
-            raise ValueError(
-                f"{self._array.name}: expected {self._array.shape[0]} rows, found {self._done}"
-            )
-        return sum(nbytes for _, nbytes, _ in self._array.chunks)
+        if self._done != self.shape[0]:
+            raise ValueError(f"{self.name}: expected {self.shape[0]} rows, found {self._done}")
+        return sum(nbytes for _, nbytes, _ in self.chunks)
 
     def remove(self) -> None:
         """Abandons the array: what is in the file already stays there, under another name."""
-        self._layer._remove(self._array, self._done)
+        layer = self._layer
+        with layer._lock:
+            # Readers ignore this row group.
+            self.name = f"{self.row_group}/{self.name}.{layer._arrays.index(self)}"
+            self.row_group, self.shape = REMOVED, (self._done, *self.shape[1:])
         self._rest = None
 
-    def _append(self, rows: np.ndarray, crc: int | None = None) -> int | None:
-        """Adds whole chunks; returns ``crc`` extended by what was copied."""
+    def _append(self, rows: np.ndarray) -> None:
         self._done += len(rows)
-        return self._layer._append(self._array, rows, crc)
+        self._layer._append(self, rows)
 
 
 def ranges_of(rows: Rows) -> tuple[Span, ...] | None:
@@ -564,19 +544,10 @@ def _bounds(rows: Rows, gaps: LayerArray) -> tuple[tuple[int, int], ...]:
     return tuple(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def _copied(rows: np.ndarray, out: np.ndarray, crc: int | None) -> int | None:
-    np.copyto(out, rows)
-    return None if crc is None else crc32c(out, crc)
-
-
 def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:
-    level = _PLANES_ZSTD_LEVEL if compression == "planes" else _ZSTD_LEVEL
-    stored = np.moveaxis(plain, -1, 0) if compression == "planes" else plain
-    data = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-    found = zstandard.ZstdCompressor(level=level).compress(data.data)
+    found = arrays.compressed(plain, byte_planes=compression == "planes")
     # Uncompressed chunks are recognized by their length, and have no planes.
-    shorter = np.frombuffer(found, np.uint8)
-    return shorter if len(shorter) < plain.nbytes else plain.reshape(-1).view(np.uint8)
+    return np.frombuffer(found if len(found) < plain.nbytes else plain, np.uint8)
 
 
 class LayerSegmentSink(NamedTuple):
@@ -592,12 +563,11 @@ class LayerSegmentSink(NamedTuple):
             self.segment, entry.name, entry.shape, dtype, compression, check=pinned
         )
 
-    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+    def write_rows(self, rows: np.ndarray) -> ArrayEntry:
         """See ``SegmentSink``."""
         stored = self.layer.write_rows(self.segment, rows)
         dtype = np.dtype(np.uint8 if stored is None else stored.dtype)
-        entry = array_entry(naming.GAPS, rows.shape, dtype)
-        return StoredArrays((entry,), entry.nbytes)
+        return array_entry(naming.GAPS, rows.shape, dtype)
 
 
 class LayerShard:
@@ -644,13 +614,15 @@ class LayerShard:
         self._batch.adopt_open(file, digest)
         return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
 
-    def abandon(self) -> None:
-        """Closes the file of a save that has failed, unless the batch has it. Idempotent."""
+    def __enter__(self) -> LayerShard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes the file of a save that has failed, unless the batch has it."""
         if self._file is not None:
             self._layer.abandon()
             with contextlib.suppress(StorageError):
                 self._file.close()
-            self._file = None
 
 
 def row_group_of(segment: Segment) -> RowGroup:

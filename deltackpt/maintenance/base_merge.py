@@ -15,6 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -35,20 +36,28 @@ from deltackpt.storage import digests, ocdbt, posix, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.posix import DurableDir, fsync_path
-from deltackpt.storage.shard_writer import ShardSummary, StoredArrays, StoredField, WrittenShard
+from deltackpt.storage.shard_writer import StoredField
 from deltackpt.storage.store import StorePath
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 #: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
 #: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
-#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied. A dense
-#: value: decoded, in TensorStore's in-memory files, and the stored data that is read to verify it.
-#: A piece of a delta: stored, decoded, and intermediate. A chunk that is being written, and the
-#: next one: its data, TensorStore's copy, encoded.
+#: A compressed chunk is read as a whole: its bytes, decoded, in order. A dense value: decoded, in
+#: TensorStore's in-memory files, and the stored data that is read to verify it. A piece of a delta:
+#: stored, decoded, and intermediate. A chunk that is being written, and the next one: its data, in
+#: order, encoded.
 _COPIES = 4
 #: Share of the memory limit that is used for tables: the C library keeps some of what is freed.
 _SPENT = 2 / 3
+
+
+class WrittenShard(NamedTuple):
+    """A shard that was written; ``nbytes`` counts all its files."""
+
+    record: Manifest
+    nbytes: int
+    crc32c: int  # Of its manifest.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +89,7 @@ def merge_shard(
         DurableDir(plan.directory, fsync=False).make(attempt)
         with detect_step_removal(plan), chains.detect_chain_removal(held):
             work = _ShardMerge(plan, number, held, attempt, memory_bytes, on_bytes)
-            written = work.write()
+            nbytes = work.write()
         with posix.typed_errors(plan.shard_dir(number), "be written"):
             try:
                 os.rename(attempt, plan.shard_dir(number))
@@ -91,7 +100,7 @@ def merge_shard(
             fsync_path(plan.workspace)
     finally:
         DurableDir(plan.directory).remove(attempt)
-    return MergedShard(bytes_read=work.bytes_read, bytes_written=written.nbytes)
+    return MergedShard(bytes_read=work.bytes_read, bytes_written=nbytes)
 
 
 def written_shard(plan: CompactionPlan, number: int) -> WrittenShard | None:
@@ -168,36 +177,33 @@ class _ShardMerge:
         self._runtime = Runtime(1, memory_bytes=2 * row_blocks.CHUNK_BYTES)
         self._batch = FileBatch(attempt, fsync=True)
 
-    def write(self) -> WrittenShard:
-        """Writes dense leaves, arrays, digests, then the manifest, and fsyncs them."""
+    def write(self) -> int:
+        """Writes dense leaves, arrays, digests, then the manifest, fsyncs; returns their bytes."""
         if self._has_dense:
             self._write_dense(self._attempt / naming.DENSE_ITEM)
         segments = [
             self._segment(f"{group.name}.{number}", group, span)
             for number, (group, span) in enumerate(self._spans)
         ]
-        described = shard_writer.described(
+        record, nbytes = shard_writer.described(
             self._attempt,
             self._head(),
             segments,
             self._batch,
-            summary=self._summary() if len(self._plan.shards) > 1 else None,
             other_digests=self._batch.below(
                 self._attempt / naming.DENSE_ITEM, relative_to=self._attempt
             ),
         )
-        written = shard_writer.write_manifest(self._attempt, described, self._batch)
+        nbytes += len(shard_writer.write_manifest(self._attempt, record, self._batch))
         self._batch.force()
-        return written
+        return nbytes
 
     def _segment(self, name: str, group: GroupEntry, span: Span) -> Segment:
         self._row_indices = _RowIndices()
-        sink = ZarrSegmentSink(self._attempt, self._number, name, self._batch)
+        sink = ZarrSegmentSink(self._attempt, self._number, self._batch, name)
         fields = [self._field(sink, group, spec, span) for spec in group.fields]
         rows, columns = range(*span), (0, group.width)
-        return shard_writer.stored_segment(
-            sink, group.name, columns, rows, StoredArrays((), 0), fields
-        )
+        return shard_writer.stored_segment(sink, group.name, columns, rows, (), fields)
 
     def _field(
         self, sink: ZarrSegmentSink, group: GroupEntry, spec: FieldSpec, span: Span
@@ -218,7 +224,7 @@ class _ShardMerge:
         windows = map(codec.stored_view, self._windows(group, spec, span))
         return shard_writer.stored_field(
             spec.name,
-            shard_writer.write_array(sink, entry, windows),
+            [shard_writer.write_array(sink, entry, windows)],
             codec=spec.codec,
             reason=f"{spec.codec}: compacted, not re-encoded",
             bounds=shard_writer.table_bounds(group, self._layout, range(*span)),
@@ -299,6 +305,12 @@ class _ShardMerge:
         deltas = self._plan.deltas
         # With which the bytes of deltas are compared.
         dense_bytes = self._plan.dense_bytes if self._target.needs_older_dense else 0
+        owned_cells, covers = {}, []
+        for group, span in self._spans if len(self._plan.shards) > 1 else ():
+            cells = sum(width(spec.trailing) for spec in group.fields)
+            owned_cells[group.name] = (span[1] - span[0]) * cells
+            columns = [(0, group.width)]
+            covers.append(manifest.cover(group, self._layout.tables, range(*span), columns))
         return Manifest(
             kind="base",
             save_id=self._plan.save_id,
@@ -316,16 +328,9 @@ class _ShardMerge:
             shards=(),
             dense_bytes=0 if self._number else dense_bytes,
             restores=self._target.head.restores,
+            owned_cells=owned_cells,
+            covers=tuple(covers),
         )
-
-    def _summary(self) -> ShardSummary:
-        owned_cells, covers = {}, []
-        for group, span in self._spans:
-            cells = sum(width(spec.trailing) for spec in group.fields)
-            owned_cells[group.name] = (span[1] - span[0]) * cells
-            columns = [(0, group.width)]
-            covers.append(manifest.cover(group, self._layout.tables, range(*span), columns))
-        return ShardSummary(owned_cells=owned_cells, covers=tuple(covers))
 
 
 def _pieces(save: StoredSave, most_bytes: int) -> Iterator[set[str]]:

@@ -197,12 +197,6 @@ class Branch:
         known.total_bytes = known.chain_length = 0
         known.parents = ()
 
-    def resume_from(self, restored: Known, base_bytes: int) -> None:
-        """Starts from a restored save, the parent of the next one."""
-        self.previous = self.delta_base = self.begun = restored
-        self.base_bytes = base_bytes
-        self.since = [restored]
-
     def advance(self, head: Written, *, compacted: bool) -> None:
         """Records the save in flight as committed; if ``compacted``, a base may replace a save."""
         known, self.in_flight = self.in_flight, None

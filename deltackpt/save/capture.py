@@ -21,40 +21,30 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltackpt import kernels, vocab
+from deltackpt import codecs, kernels, vocab
 from deltackpt.codecs import Codec
 from deltackpt.format import row_blocks
 from deltackpt.format.row_blocks import Rows
+from deltackpt.policies import PlannedCodec
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import encode
 from deltackpt.save.encode import Encoded
 from deltackpt.state import placement
 from deltackpt.state.stacks import MemberRows, array_of
 
+_T = TypeVar("_T")
 #: Bytes of float32 input that are encoded at once on the CPU: they stay in the cache (measured at
 #: 64 columns: half of it costs a fifth of the speed, eight times as much three quarters).
 PIECE_BYTES = 2 << 20
 #: Pieces of a field that are encoded while one is written: enough for two threads; other fields
 #: keep further threads busy.
 AHEAD = 2
-
-
-class RowPiece(Protocol):
-    """Consecutive rows of one field on their way to storage."""
-
-    def host(self) -> np.ndarray:
-        """Returns the rows in host memory, (n, *trailing)."""
-        ...
-
-    def encoded(self, codec: Codec) -> Encoded:
-        """Returns the rows encoded by a lossy codec, in host memory."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,11 +54,11 @@ class HostPiece:
     rows: np.ndarray
 
     def host(self) -> np.ndarray:
-        """See ``RowPiece``."""
+        """Returns the rows, (n, *trailing)."""
         return self.rows
 
     def encoded(self, codec: Codec) -> Encoded:
-        """See ``RowPiece``."""
+        """Returns the rows encoded by a lossy codec."""
         return encode.on_host(codec, self.rows)
 
 
@@ -91,7 +81,7 @@ class DevicePiece:
 
     @placement.neutral()
     def host(self) -> np.ndarray:
-        """See ``RowPiece``."""
+        """Returns the rows in host memory, (n, *trailing)."""
         rows = self.rows
         if isinstance(rows, jax.Array):
             rows = placement.host_copy(rows)
@@ -99,12 +89,16 @@ class DevicePiece:
 
     @placement.neutral()
     def encoded(self, codec: Codec) -> Encoded:
-        """See ``RowPiece``."""
-        if self.dispatched is not None and self.dispatched[0] == codec:
-            return encode.to_host(self.dispatched[1], self.count)
-        with placement.on_device_of(self.rows):
-            encoded = encode.encode(codec, self.rows)
-        return encode.to_host(jax.tree.map(placement.host_copy, encoded), self.count)
+        """Returns the rows encoded by a lossy codec, in host memory."""
+        dispatched = self.dispatched
+        if dispatched is None or dispatched[0] != codec:
+            dispatched = DevicePiece.dispatch(codec, self.rows, self.count).dispatched
+        assert dispatched is not None
+        return encode.to_host(dispatched[1], self.count)
+
+
+#: Consecutive rows of one field on their way to storage.
+RowPiece = HostPiece | DevicePiece
 
 
 class BusyClock:
@@ -130,39 +124,28 @@ class BusyClock:
             if self._threads == 0:
                 self.seconds += time.perf_counter() - self._since
 
-    def over(self, pieces: Iterator[RowPiece]) -> Iterator[RowPiece]:
-        """Yields the pieces; measures the time to produce each piece and to run its methods."""
+    def timed(self, call: Callable[..., _T], *arguments: object) -> _T:
+        """Returns the result of a call that counts as work."""
+        with self:
+            return call(*arguments)
+
+    def over(self, items: Iterator[_T]) -> Iterator[_T]:
+        """Yields the items; their production counts as work."""
         while True:
             with self:
-                piece = next(pieces, None)
-            if piece is None:
+                item = next(items, None)
+            if item is None:
                 return
-            yield _ClockedPiece(piece, self)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ClockedPiece:
-    """A piece whose methods count as work."""
-
-    piece: RowPiece
-    clock: BusyClock
-
-    def host(self) -> np.ndarray:
-        with self.clock:
-            return self.piece.host()
-
-    def encoded(self, codec: Codec) -> Encoded:
-        with self.clock:
-            return self.piece.encoded(codec)
+            yield item
 
 
 def encode_ahead(
-    codec: Codec, pieces: Iterable[RowPiece], runtime: Runtime
+    codec: Codec, pieces: Iterable[RowPiece], runtime: Runtime, clock: BusyClock
 ) -> Iterator[tuple[RowPiece, Encoded]]:
     """Yields encoded pieces; each must stay valid until ``AHEAD`` more are requested."""
     waiting: collections.deque[tuple[RowPiece, Task[Encoded]]] = collections.deque()
     for piece in pieces:
-        waiting.append((piece, runtime.submit(piece.encoded, codec)))
+        waiting.append((piece, runtime.submit(clock.timed, piece.encoded, codec)))
         if len(waiting) > AHEAD:
             first, encoded = waiting.popleft()
             yield first, encoded.result()
@@ -462,14 +445,14 @@ class StagedRows:
     def __init__(
         self,
         segments: Sequence[SegmentSource],
-        codecs_of: Callable[[SegmentSource], Mapping[str, Codec]],
+        plans: Mapping[str, Mapping[str, PlannedCodec]],
         runtime: Runtime,
     ):
         """Starts to copy rows, on threads or on their devices.
 
         numpy copies without the interpreter's lock, so that the training thread can start Orbax's
-        part of the save at the same time. Lossy ``codecs_of`` a segment encode on accelerators;
-        those fields stay there until they are written, since a wider codec may be needed.
+        part of the save at the same time. Lossy codecs, planned by group and field, encode on
+        accelerators; their fields stay there until they are written: a wider codec may be needed.
         """
         self.released = threading.Event()
         self._runtime = runtime
@@ -486,12 +469,11 @@ class StagedRows:
         viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
             for number, segment in enumerate(viewed):
-                codec_of = {} if segment.on_host else codecs_of(segment)
                 for name, source in segment.fields.items():
                     if segment.on_host:
                         self._copy((number, name), source, segment.rows)
                     else:
-                        codec = codec_of[name]
+                        codec = codecs.get(plans[segment.group][name].codec)
                         self._on_device[number, name] = source.dispatch(segment.rows, codec)
                         if codec.lossless:
                             self._lossless.append((number, name))

@@ -79,12 +79,14 @@ def as_stored(leaf: Leaf) -> Leaf:
 
 
 class WrittenChunk(NamedTuple):
-    """A chunk that this process writes: a window of an array."""
+    """A chunk that this process writes: a window of a leaf, or of one of its shards."""
 
     key: str  # in the database
-    source: Any
+    leaf: int  # its number
+    shard: int | None
     window: tuple[slice, ...]
     on_host: bool
+    source: Any = None  # the array; None in a plan without values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,10 +99,32 @@ class WrittenChunk(NamedTuple):
 class Plan:
     """The values and files that one process writes."""
 
-    process: int
     described: dict[str, bytes]  # ``.zarray`` keys and values; on process 0 only
     chunks: tuple[WrittenChunk, ...]  # in the order of the leaves
     files: dict[str, str]  # text of the item's other files, by relative path
+    random_keys: frozenset[int]  # numbers of the leaves that are PRNG keys
+    strings: tuple[tuple[str, int], ...]  # names and numbers; on process 0 only
+
+    def of(self, leaves: Sequence[Leaf]) -> Plan:
+        """Returns the plan with the values of a state of the same structure and shardings."""
+        shards: dict[int, Any] = {}
+        chunks = []
+        for chunk in self.chunks:
+            number, source = chunk.leaf, leaves[chunk.leaf]
+            if number in self.random_keys:
+                source = jax.random.key_data(source)
+            if chunk.shard is not None:
+                if number not in shards:
+                    shards[number] = source.addressable_shards
+                source = shards[number][chunk.shard].data
+            elif not isinstance(source, jax.Array):
+                source = np.asarray(source)
+            chunks.append(WrittenChunk(*chunk[:-1], source))
+        files = self.files
+        if self.strings:
+            texts = {name: leaves[number] for name, number in self.strings}
+            files = {**files, "_strings.json": json.dumps(texts, separators=(",", ":"))}
+        return dataclasses.replace(self, chunks=tuple(chunks), files=files)
 
 
 def covered(leaf: Leaf) -> str | None:
@@ -136,55 +160,13 @@ def plan(tree: PyTree, process: int = 0) -> Plan:
             while len(_outlines) >= _REMEMBERED:
                 _outlines.pop(next(iter(_outlines)))
             _outlines[key] = found
-    return found.plan_of(leaves)
+    return found.of(leaves)
 
 
 #: States of so many structures are planned once each, for all managers and stateless handlers.
 _REMEMBERED = 16
-_outlines: dict[Hashable, _Outline] = {}
+_outlines: dict[Hashable, Plan] = {}
 _outlines_lock = threading.Lock()
-
-
-class _Piece(NamedTuple):
-    """A chunk of a leaf that this process writes: a window of a shard, or of all of it."""
-
-    key: str
-    leaf: int
-    shard: int | None
-    window: tuple[slice, ...]
-    on_host: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outline:
-    """A plan without values: everything that follows from structure, shapes and shardings."""
-
-    process: int
-    described: dict[str, bytes]
-    pieces: tuple[_Piece, ...]
-    keys: frozenset[int]
-    files: dict[str, str]
-    strings: tuple[tuple[str, int], ...]
-
-    def plan_of(self, leaves: Sequence[Leaf]) -> Plan:
-        shards: dict[int, Any] = {}
-        chunks = []
-        for key, number, shard, window, on_host in self.pieces:
-            source = leaves[number]
-            if number in self.keys:
-                source = jax.random.key_data(source)
-            if shard is not None:
-                if number not in shards:
-                    shards[number] = source.addressable_shards
-                source = shards[number][shard].data
-            elif not isinstance(source, jax.Array):
-                source = np.asarray(source)
-            chunks.append(WrittenChunk(key, source, window, on_host))
-        files = self.files
-        if self.strings:
-            texts = {name: leaves[number] for name, number in self.strings}
-            files = {**files, "_strings.json": json.dumps(texts, separators=(",", ":"))}
-        return Plan(self.process, self.described, tuple(chunks), files)
 
 
 def _kind(leaf: object) -> Hashable:
@@ -197,10 +179,10 @@ def _kind(leaf: object) -> Hashable:
     return type(leaf), np.asarray(leaf).dtype if isinstance(leaf, int) else None
 
 
-def _outline(tree: PyTree, process: int) -> _Outline:
+def _outline(tree: PyTree, process: int) -> Plan:
     paths: dict[str, tuple[Any, ...]] = {}
     described: dict[str, bytes] = {}
-    pieces: list[_Piece] = []
+    pieces: list[WrittenChunk] = []
     keys_of_random: set[int] = set()
     tree_metadata, shardings, strings, extents = {}, {}, [], []
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]
@@ -241,7 +223,7 @@ def _outline(tree: PyTree, process: int) -> _Outline:
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
-                pieces.append(_Piece(key, number, None, (), True))
+                pieces.append(WrittenChunk(key, number, None, (slice(None),) * array.ndim, True))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -258,12 +240,11 @@ def _outline(tree: PyTree, process: int) -> _Outline:
         files["_METADATA"] = _metadata(tree_metadata)
         if shardings:
             files["_sharding"] = json.dumps(shardings, separators=(",", ":"))
-    return _Outline(
-        process=process,
+    return Plan(
         described=described if process == 0 else {},
-        pieces=tuple(pieces),
-        keys=frozenset(keys_of_random),
+        chunks=tuple(pieces),
         files=files,
+        random_keys=frozenset(keys_of_random),
         strings=tuple(strings) if process == 0 else (),
     )
 
@@ -285,11 +266,11 @@ def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
 
 def _pieces(
     name: str, number: int, array: jax.Array, extent: tuple[int, ...], axis: int | None
-) -> Iterator[_Piece]:
+) -> Iterator[WrittenChunk]:
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
             key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
-            yield _Piece(key, number, None, whole, capture.on_host(array))
+            yield WrittenChunk(key, number, None, whole, capture.on_host(array))
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
@@ -302,7 +283,7 @@ def _pieces(
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
         key = ocdbt.chunk_key(name, index)
-        yield _Piece(key, number, place, tuple(window), capture.on_host(shard.data))
+        yield WrittenChunk(key, number, place, tuple(window), capture.on_host(shard.data))
 
 
 def _covered_array(array: jax.Array) -> str | None:

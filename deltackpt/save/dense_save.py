@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,19 +33,17 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, dense_layout, device_blocks
 from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, References
 from deltackpt.save.commit import StepWriters
-from deltackpt.save.dense_layout import Plan
+from deltackpt.save.dense_layout import Plan, WrittenChunk
 from deltackpt.state import placement
 from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY, Value
-from deltackpt.storage.shard_writer import SegmentSink, StoredArrays
+from deltackpt.storage.shard_writer import SegmentSink
 
-#: Smaller values of one dtype share a buffer, because staging lends whole MiB.
-_SHARED_BYTES = 1 << 20
+#: Smaller copies are not taken from staging, which lends whole MiB.
+_STAGED_BYTES = 1 << 20
 #: Threads share copies of so many bytes at least, in pieces of about so many.
 _LARGE_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
-#: Smaller buffers of whole leaves are not taken from staging.
-_STAGED_BYTES = 128 << 10
 #: Leaves whose codec a record explains.
 _MOST_REASONS = 16
 #: Fewer plain bytes of whole leaves are not worth the time of the compressor's threads.
@@ -95,7 +93,7 @@ class DenseValue:
     """A captured value of the dense item.
 
     ``data`` is (n,) uint8 for a plain value. Otherwise it is (blocks, 256), padded with zeros, in
-    host memory or on its device; whole leaves may lack the padding.
+    host memory or on its device; of a whole leaf, it may be (n,) without the padding.
     """
 
     key: str  # in Orbax's database, or a file's path in the item
@@ -144,7 +142,6 @@ class DenseLeaves:
         self,
         plan: Plan,
         chunks: Sequence[DenseValue],
-        pieces: Mapping[str, Sequence[np.ndarray]],
         runtime: Runtime,
         keeper: DenseKeeper | None,
     ):
@@ -154,7 +151,6 @@ class DenseLeaves:
         self.nbytes += sum(len(text.encode()) for text in plan.files.values())
         self.chunks = chunks
         self._plan = plan
-        self._pieces = pieces
         self._runtime = runtime
         self._keeper = keeper
 
@@ -207,7 +203,7 @@ class DenseLeaves:
         deltas: list[LeafDelta] = []
         try:
             if keeper is None:
-                return write_whole(sink_of, values, self._pieces)
+                return write_whole(sink_of, values)
             deltas.extend(
                 encode(
                     values,
@@ -231,11 +227,12 @@ class DenseLeaves:
 
     def release(self) -> None:
         """Releases the memory that no save needs. Idempotent."""
+        copies = (value.data for value in self.chunks)
         if self._keeper is not None:
-            self._keeper.references.release(value.data for value in self.chunks)
+            self._keeper.references.release(copies)
         else:
-            self._runtime.memory.give_back(itertools.chain(*self._pieces.values()))
-        self.chunks, self._pieces = (), {}
+            self._runtime.memory.give_back(copies)
+        self.chunks = ()
 
 
 class DenseKeeper:
@@ -326,101 +323,62 @@ def _captured(
     given: Mapping[str, np.ndarray] | None = None,
 ) -> DenseLeaves:
     """Copies the chunks of a plan; without a keeper, the values are stored whole."""
-    # Values of the host are copied into blocks, end to end if they are small, so that whole leaves
-    # are written without another copy. Without a keeper, copies from accelerators stay as they are.
+    # Values of the host are copied into blocks, so that whole leaves are written without another
+    # copy. Without a keeper, copies from accelerators stay as they are.
     codings, given = codings or {}, given or {}
-    leaf, coding = "", Coding()
-    values: dict[str, DenseValue] = {}
+    on_device: dict[str, DenseValue] = {}
     sources = []
     for chunk in plan.chunks:
         source = chunk.source
         if not chunk.on_host:
             leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-            group = row_blocks.group_of(source.nbytes, _native_name_of(source.dtype))
-            if group != PLAIN and device_blocks.can_encode(coding.codec, group):
+            if device_blocks.can_encode(coding.codec, group := _group_of(chunk)):
                 data, shape = device_blocks.capture(source, chunk.window)
-                values[chunk.key] = DenseValue(
+                on_device[chunk.key] = DenseValue(
                     chunk.key, group, data, shape, source.dtype, coding, leaf
                 )
             elif chunk.key not in given:
                 source = placement.host_copy(source)
         sources.append(source)
-    #: Values that share a buffer, or one that has its own.
-    runs: list[list[DenseValue]] = []
-    open_runs: dict[np.dtype, list[DenseValue]] = {}
-    views = set[str]()
-    for chunk, source in zip(plan.chunks, sources, strict=True):
-        key = chunk.key
-        if key in values:
-            continue
-        if codings:
-            leaf, coding = codings.get(_name_of(key), ("", Coding()))
-        if (held := given.get(key)) is None:
-            found = np.asarray(source)[chunk.window]
-        else:
-            found = held.view(source.dtype).reshape(chunk.shape)
-        dtype = found.dtype
-        group = row_blocks.group_of(found.nbytes, _native_name_of(dtype))
-        if group == PLAIN:
-            data = np.frombuffer(found.tobytes(), np.uint8)
-            values[key] = DenseValue(key, PLAIN, data, found.shape, dtype, coding, leaf)
-            continue
-        value = values[key] = DenseValue(key, group, found, found.shape, dtype, coding, leaf)
-        is_view = found.size % BLOCK == 0 if held is not None else not (chunk.on_host or keeper)
-        if is_view:
-            views.add(key)
-        if is_view or keeper is not None or found.nbytes >= _SHARED_BYTES:
-            open_runs.pop(dtype, None)
-            runs.append([value])
-        elif dtype in open_runs:
-            open_runs[dtype].append(value)
-        else:
-            open_runs[dtype] = [value]
-            runs.append(open_runs[dtype])
-    least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
-    pieces = _copied(runs, views, runtime, least)
-    try:
-        held = [values[chunk.key] for chunk in plan.chunks]
-        return DenseLeaves(plan, held, pieces, runtime, keeper)
-    except BaseException:  # An interrupt.
-        runtime.memory.give_back(itertools.chain(*pieces.values()))
-        raise
-
-
-def _copied(
-    runs: Sequence[Sequence[DenseValue]], views: Container[str], runtime: Runtime, least: int
-) -> dict[str, list[np.ndarray]]:
-    """Replaces the data of runs of one dtype by their blocks; returns each group's blocks."""
-    pieces: dict[str, list[np.ndarray]] = {}
+    values: list[DenseValue] = []
     copies: list[tuple[np.ndarray, np.ndarray]] = []
     try:
-        # A run shares a buffer, from ``runtime`` if it has ``least`` bytes; ``views`` are the keys
-        # of values that are in their own memory already.
-        for run in runs:
-            of_group, dtype = pieces.setdefault(run[0].group, []), run[0].dtype
-            if run[0].key in views:
-                flat = np.ascontiguousarray(run[0].data).reshape(-1)
-                of_group.extend(_blocks(flat))
-                run[0].data = flat if flat.size % BLOCK else of_group[-1]
-                continue
-            blocks = (row_blocks.blocks_of(value.data.size) for value in run)
-            bounds = [0, *itertools.accumulate(blocks)]
-            shape = bounds[-1], BLOCK
-            is_staged = bounds[-1] * BLOCK * dtype.itemsize >= least
-            buffer = runtime.memory.allocate(shape, dtype) if is_staged else np.empty(shape, dtype)
-            of_group.append(buffer)
-            for value, start, stop in zip(run, bounds, bounds[1:], strict=False):
-                found = np.asarray(value.data)
-                value.data = buffer if len(run) == 1 else buffer[start:stop]
-                flat, count = value.data.reshape(-1), found.size
-                copies.append((flat[:count].reshape(found.shape), found))
-                if count < flat.size:
-                    flat[count:] = 0
+        for chunk, source in zip(plan.chunks, sources, strict=True):
+            if (value := on_device.get(chunk.key)) is None:
+                leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
+                held, dtype = given.get(chunk.key), chunk.source.dtype
+                if held is None:
+                    data = np.asarray(source)[chunk.window]
+                    is_copied = chunk.on_host or keeper is not None
+                else:
+                    data = held.view(dtype)
+                    is_copied = data.size % BLOCK > 0
+                group = _group_of(chunk)
+                value = DenseValue(chunk.key, group, data, chunk.shape, dtype, coding, leaf)
+                if value.plain:
+                    value.data = np.frombuffer(data.tobytes(), np.uint8)
+                elif is_copied:
+                    shape = row_blocks.blocks_of(data.size), BLOCK
+                    is_staged = math.prod(shape) * dtype.itemsize >= _STAGED_BYTES
+                    allocate = runtime.memory.allocate if is_staged else np.empty
+                    value.data = allocate(shape, dtype)
+                    flat = value.data.reshape(-1)
+                    flat[data.size :] = 0
+                    copies.append((flat[: data.size].reshape(data.shape), data))
+                else:
+                    flat = np.ascontiguousarray(data).reshape(-1)
+                    value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
+            values.append(value)
         _copy(copies, runtime)
+        return DenseLeaves(plan, values, runtime, keeper)
     except BaseException:
-        runtime.memory.give_back(itertools.chain(*pieces.values()))
+        runtime.memory.give_back(value.data for value in values)
         raise
-    return pieces
+
+
+def _group_of(chunk: WrittenChunk) -> str:
+    dtype = chunk.source.dtype
+    return row_blocks.group_of(math.prod(chunk.shape) * dtype.itemsize, _native_name_of(dtype))
 
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
@@ -449,15 +407,17 @@ def _name_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the full blocks of a value, and its last one, padded."""
-    full = len(flat) // BLOCK * BLOCK
+def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the blocks of a value; if it lacks the padding, its last one is a padded copy."""
+    if data.ndim == 2:
+        yield data
+        return
+    full = len(data) // BLOCK * BLOCK
     if full:
-        yield flat[:full].reshape(-1, BLOCK)
-    if full < len(flat):
-        last = np.zeros((1, BLOCK), flat.dtype)
-        last[0, : len(flat) - full] = flat[full:]
-        yield last
+        yield data[:full].reshape(-1, BLOCK)
+    last = np.zeros((1, BLOCK), data.dtype)
+    last[0, : len(data) - full] = data[full:]
+    yield last
 
 
 class WrittenDense(NamedTuple):
@@ -469,19 +429,18 @@ class WrittenDense(NamedTuple):
 
 
 def write_whole(
-    sink_of: Callable[[str], SegmentSink],
-    values: Iterable[DenseValue],
-    pieces: Mapping[str, Sequence[np.ndarray]],
+    sink_of: Callable[[str], SegmentSink], values: Iterable[DenseValue]
 ) -> WrittenDense:
-    """Writes all values in full; ``pieces`` are each group's blocks, in the order of the values."""
+    """Writes all values in full."""
     values = sorted(values, key=lambda value: "" if value.plain else value.group)
     segments = []
     plain = [np.asarray(value.data) for value in values if value.plain]
     if nbytes := sum(data.nbytes for data in plain):
         segments.append(write_plain(sink_of, plain, zstd=nbytes >= _COMPRESSED_BYTES))
-    for group, held in sorted(pieces.items()):
-        rows = range(sum(map(len, held)))
-        segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": held}))
+    for group, held in itertools.groupby(values[len(plain) :], lambda value: value.group):
+        blocks = [piece for value in held for piece in _blocks(np.asarray(value.data))]
+        rows = range(sum(map(len, blocks)))
+        segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": blocks}))
     described = tuple(_described(values, [True] * len(values)))
     record = DenseBlocks(values=described, segments=tuple(segments), complete=True)
     return WrittenDense(record, sum(_stored_bytes(record).values()))
@@ -614,9 +573,8 @@ def write_plain(
     entry = row_blocks.array_entry(name, data.shape, data.dtype, zstd=zstd)
     stored = shard_writer.write_array(sink, entry, [data])
     bounds = np.array([0, len(data)])
-    field = shard_writer.stored_field(name, stored, codec=_RAW, reason="", bounds=bounds)
-    rows, none = range(len(data)), StoredArrays((), 0)
-    return shard_writer.stored_segment(sink, PLAIN, (0, 1), rows, none, [field])
+    field = shard_writer.stored_field(name, [stored], codec=_RAW, reason="", bounds=bounds)
+    return shard_writer.stored_segment(sink, PLAIN, (0, 1), range(len(data)), (), [field])
 
 
 def _write_blocks(
@@ -640,9 +598,9 @@ def _write_blocks(
             byte_planes=array.byte_planes,
         )
         written.append(shard_writer.write_array(sink, entry, pieces))
-    stored, bounds = StoredArrays.joined(written), np.array([0, len(rows)])
+    bounds = np.array([0, len(rows)])
     # ``reason``: why leaves have another codec than requested.
     field = shard_writer.stored_field(
-        row_blocks.BLOCKS, stored, codec=codec, reason=reason, bounds=bounds
+        row_blocks.BLOCKS, written, codec=codec, reason=reason, bounds=bounds
     )
     return shard_writer.stored_segment(sink, group, (0, BLOCK), rows, row_indices, [field])

@@ -226,28 +226,21 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 def _searched(codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Array) -> _Parameters:
     """Returns the best of the whole range, the range that the search finds, and each fit."""
-    candidate = _parameters(codec, low, high)
-    best = _Best(jnp.full_like(low, jnp.inf), candidate)
+    candidate = best = _parameters(codec, low, high)
+    least = jnp.full_like(low, jnp.inf)
     if codec.bins:
-        best = _Best(_measured(codec, columns, candidate)[0], candidate)
+        least = _measured(codec, columns, candidate)[0]
         candidate = _parameters(codec, *_shrunk(codec, columns, low, high))
     for number in range(codec.refits + 1):
+        # Of l2 errors, not their squares, which may underflow.
         error, fitted = _measured(codec, columns, candidate, fit=number < codec.refits)
-        best = _Best(error, candidate).better(best)
+        better = error < least
+        least = jnp.where(better, error, least)
+        best = _Parameters(
+            *(jnp.where(better, one, other) for one, other in zip(candidate, best, strict=True))
+        )
         candidate = fitted
-    return best.parameters
-
-
-class _Best(NamedTuple):
-    """Parameters and the l2 error (n,) that they lead to: not its square, which may underflow."""
-
-    error: jax.Array
-    parameters: _Parameters
-
-    def better(self, other: _Best) -> _Best:
-        """The better of the two in each row, the other where they are equal."""
-        chosen = self.error < other.error
-        return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), self, other)
+    return best
 
 
 def _shrunk(

@@ -324,23 +324,23 @@ class Lineage:
         number in the step; ``parents`` are nearest first; ``replayed`` is as for ``Known``.
         """
         with self._lock:
-            self._leave(Branch(run=run or new_run(), restores=restores + 1))
-            self._branch.resume_from(
-                Known(
-                    info=target,
-                    path=step_dir,
-                    clocks=clocks,
-                    layout=layout,
-                    settled=None if clocks.gathers else clocks,
-                    total_bytes=sum(sizes),
-                    chain_length=len(sizes) - 1,
-                    sample=sample,
-                    parents=parents[: manifest.MOST_PARENTS],
-                    replayed=replayed or {},
-                    continues=continues,
-                ),
-                sizes[0],
+            known = Known(
+                info=target,
+                path=step_dir,
+                clocks=clocks,
+                layout=layout,
+                settled=None if clocks.gathers else clocks,
+                total_bytes=sum(sizes),
+                chain_length=len(sizes) - 1,
+                sample=sample,
+                parents=parents[: manifest.MOST_PARENTS],
+                replayed=replayed or {},
+                continues=continues,
             )
+            branch = Branch(run=run or new_run(), restores=restores + 1, base_bytes=sizes[0])
+            branch.previous = branch.delta_base = branch.begun = known
+            branch.since = [known]
+            self._leave(branch)
             self._distrusted = self._lost = self.suspected = None
 
     @property

@@ -11,37 +11,48 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from deltackpt import codecs, coordination, events, units
-from deltackpt.codecs import Codec
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import TrackingError
-from deltackpt.format.manifest import Kind, LayerRef, LeafFigures, TrackingName, table_figures
+from deltackpt.format import manifest, naming
+from deltackpt.format.manifest import (
+    Kind,
+    LayerRef,
+    Layout,
+    LeafFigures,
+    Manifest,
+    TrackingName,
+    table_figures,
+)
 from deltackpt.format.row_blocks import GroupEntry, Segment, width
 from deltackpt.layers.write import LayerShard
-from deltackpt.policies import CodecChoice, PlannedCodec, too_large
+from deltackpt.policies import CodecChoice, too_large
 from deltackpt.resources.runtime import Runtime
+from deltackpt.save import commit, tracking_audit
 from deltackpt.save import shard as save_shard
-from deltackpt.save import tracking_audit
 from deltackpt.save.branch import Clocks, Reading, Written
 from deltackpt.save.capture import BusyClock, CapturedRows, PinnedRows, SegmentSource, StagedRows
 from deltackpt.save.commit import Item, StepWriters
 from deltackpt.save.dense_save import DenseLeaves, WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
-from deltackpt.save.selection import Sources, including
-from deltackpt.save.shard import Field, Plans, ShardPlan, fields_of
+from deltackpt.save.selection import Division, Sources, including
+from deltackpt.save.shard import Plans
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, match_marks, plain
 from deltackpt.storage import posix, shard_writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.shard_writer import DescribedShard, SegmentSink
+from deltackpt.storage.digests import Digests
+from deltackpt.storage.shard_writer import SegmentSink
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 
@@ -142,28 +153,25 @@ def capture(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
         plans = planned(split.codecs, intent.kind, intent.restores)
-        plan = ShardPlan(
-            intent=intent,
-            layout=split.layout,
-            choices=split.codecs,
-            plans=plans,
-            division=sources.division,
-            shared_stamps=shared_stamps,
-            lineage=embeddings.lineage,
-            digests=embeddings.options.digests,
-            tracking=embeddings.tracking,
-        )
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and runtime.memory.fits(nbytes + embeddings.copied_bytes):
-            rows = StagedRows(segments, lambda one: codecs_of(plans[one.group]), runtime)
+            rows = StagedRows(segments, plans, runtime)
         else:
             rows = PinnedRows(segments)
     except BaseException:
         lineage.failed(intent.save_id)
         raise
     return PendingSave(
-        plan=plan,
+        intent=intent,
+        layout=split.layout,
+        choices=split.codecs,
+        plans=plans,
+        division=sources.division,
+        shared_stamps=shared_stamps,
+        lineage=embeddings.lineage,
+        digests=embeddings.options.digests,
+        tracking=embeddings.tracking,
         rows=rows,
         faults=faults,
         nbytes=nbytes,
@@ -212,11 +220,6 @@ def _expected_bytes(
             delta_bytes += cells * row_bytes["delta"] // width(spec.trailing)
             base_bytes += group.rows * row_bytes["base"]
     return delta_bytes, base_bytes
-
-
-def codecs_of(plan: Mapping[str, PlannedCodec]) -> dict[str, Codec]:
-    """Returns field name to the codec that is tried first."""
-    return {field: codecs.get(choice.codec) for field, choice in plan.items()}
 
 
 def require_room(root: Path, nbytes: int, step: int) -> None:
@@ -282,7 +285,15 @@ class SaveReport:
 class PendingSave(Item):
     """A save whose rows were captured: an item of a step, written once, in the background."""
 
-    plan: ShardPlan
+    intent: Intent  # the decision about the save
+    layout: Layout
+    choices: Mapping[str, Mapping[str, CodecChoice]]  # group name to field name to the user's codec
+    plans: Plans
+    division: Division
+    shared_stamps: Mapping[str, int]  # must be equal on other processes; see ``Stamps.shared``
+    lineage: Lineage | None  # knows the compacted bases
+    digests: tuple[str, ...]  # see ``Manifest.digests``
+    tracking: TrackingName
     rows: CapturedRows
     faults: str | None  # what the tracking audit found
     nbytes: int  # of the rows, before they are encoded
@@ -290,14 +301,9 @@ class PendingSave(Item):
     fsync: bool  # whether the shard is fsynced if others commit it
     runtime: Runtime
     report: SaveReport | None = None
-    shard: DescribedShard | None = None  # once its arrays are written
+    record: Manifest | None = None  # of this process's shard, once its arrays are written
     dense: DenseLeaves | None = None  # written beside the rows, in this item
     base_dense_bytes: int = 0  # see ``Manifest.dense_bytes``
-
-    @property
-    def intent(self) -> Intent:
-        """Returns the decision about the save."""
-        return self.plan.intent
 
     @property
     def doubt(self) -> str | None:
@@ -317,7 +323,7 @@ class PendingSave(Item):
 
     def write(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
         """Writes this process's shard, but not process 0's manifest; always releases the rows."""
-        plan, encoding = self.plan, BusyClock()
+        encoding = BusyClock()
         started = time.perf_counter()
         try:
             if self.intent.kind == "delta" and self.faults is not None:
@@ -329,21 +335,12 @@ class PendingSave(Item):
             self.abandon()
         segments, dense, layer = arrays
         written = time.perf_counter()
-        self.shard = save_shard.described(
-            plan,
-            item_dir,
-            segments,
-            batch,
-            writers,
-            layer=layer,
-            dense=None if dense is None else dense.record,
-            dense_bytes=self.base_dense_bytes,
-        )
-        dense_bytes = 0 if dense is None else dense.nbytes
-        nbytes = self.shard.nbytes
+        head = self._head(segments, dense, writers)
+        self.record, nbytes = shard_writer.described(item_dir, head, segments, batch, layer=layer)
         if writers.process > 0:
-            nbytes = shard_writer.write_manifest(item_dir, self.shard, batch).nbytes
-        groups = plan.layout.groups
+            nbytes += len(shard_writer.write_manifest(item_dir, self.record, batch))
+        dense_bytes = 0 if dense is None else dense.nbytes
+        groups = self.layout.groups
         self.report = SaveReport(
             intent=self.intent,
             rows=save_shard.table_rows(segments),
@@ -354,65 +351,105 @@ class PendingSave(Item):
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
-            tables=table_figures(groups, plan.layout.tables, segments),
+            tables=table_figures(groups, self.layout.tables, segments),
             dense_bytes=dense_bytes,
             dense=() if dense is None else dense.leaves,
         )
 
     def complete(self, item_dir: Path, batch: FileBatch, writers: StepWriters) -> None:
-        """Writes process 0's manifest, after all other files of the step."""
-        assert self.shard is not None and self.report is not None
-        done = save_shard.write_index(self.plan, item_dir, self.shard, batch, writers)
-        if self.plan.lineage is not None:
-            written = Written(done.crc32c, done.record.nbytes, done.record.compacted)
-            self.plan.lineage.wrote(self.intent.save_id, written)
-        self.report = dataclasses.replace(
-            self.report,
-            bytes_written=self.report.bytes_written + done.nbytes - self.shard.nbytes,
-        )
+        """Writes process 0's manifest, with an index of all shards, after all other files.
+
+        A delta's manifest has the digests of the step's other files, a base's is one of those.
+        """
+        record, report = self.record, self.report
+        assert record is not None and report is not None
+        if writers.count > 1:
+            shards = writers.collect(item_dir, record)
+            record = dataclasses.replace(record, shards=shards, shared_stamps={})
+        has_digests, is_delta = "step" in self.digests, self.intent.kind == "delta"
+        if has_digests and is_delta:
+            others = Digests.from_files(commit.uncovered(batch, item_dir.name))
+            record = dataclasses.replace(record, files=others.files)
+        data = shard_writer.write_manifest(item_dir, record, batch)
+        if has_digests and not is_delta:
+            commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)
+        if self.lineage is not None:
+            written = Written(google_crc32c.value(data), record.nbytes, record.compacted)
+            self.lineage.wrote(self.intent.save_id, written)
+        self.report = dataclasses.replace(report, bytes_written=report.bytes_written + len(data))
 
     def _write_arrays(
         self, item_dir: Path, batch: FileBatch, writers: StepWriters, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
-        rows, runtime, intent = self.rows, self.runtime, self.intent
-        plan = self.plan
+        intent = self.intent
 
-        def fields(source: SegmentSource) -> list[Field]:
-            return fields_of(source, plan.layout, plan.choices, plan.plans, pinned=rows.pinned)
+        def write(place: Callable[[str], SegmentSink]) -> tuple[list[Segment], WrittenDense | None]:
+            # Dense leaves first: nothing is left to copy while the rows are written.
+            dense = None
+            if self.dense is not None:
+                parent = None if intent.parent is None else intent.parent.save_id
+                dense = self.dense.write_layer(place, intent.save_id, parent)
+            segments = save_shard.write_segments(
+                self.rows, place, self.layout, self.choices, self.plans, self.runtime, encoding
+            )
+            return segments, dense
 
         if intent.kind == "base":
-
-            def place(segment: str) -> SegmentSink:
-                return ZarrSegmentSink(item_dir, writers.process, segment, batch)
-
-            segments = save_shard.write_segments(rows, place, fields, runtime, encoding)
-            return segments, self._write_dense(place), None
-        shard = LayerShard(
+            place = functools.partial(ZarrSegmentSink, item_dir, writers.process, batch)
+            return *write(place), None
+        with LayerShard(
             item_dir,
             intent.save_id,
             None if intent.parent is None else intent.parent.save_id,
             batch,
-            runtime,
+            self.runtime,
             process=writers.process,
             process_count=writers.count,
-        )
-        try:
-            # Dense leaves first: nothing is left to copy while the rows are written.
-            dense = self._write_dense(shard.place)
-            segments = save_shard.write_segments(rows, shard.place, fields, runtime, encoding)
+        ) as shard:
+            segments, dense = write(shard.place)
             blocks = () if dense is None else dense.record.segments
             return segments, dense, shard.finish([*segments, *blocks])
-        except BaseException:
-            shard.abandon()
-            raise
 
-    def _write_dense(self, sink_of: Callable[[str], SegmentSink]) -> WrittenDense | None:
-        if self.dense is None:
-            return None
-        intent = self.intent
-        parent = None if intent.parent is None else intent.parent.save_id
-        return self.dense.write_layer(sink_of, intent.save_id, parent)
+    def _head(
+        self, segments: Sequence[Segment], dense: WrittenDense | None, writers: StepWriters
+    ) -> Manifest:
+        """Returns the manifest without anything about the files."""
+        intent, layout = self.intent, self.layout
+        is_first, has_several = writers.process == 0, writers.count > 1
+        compacted = None
+        if self.lineage is not None and is_first:
+            # Process 0 informs the others about compaction.
+            compacted = self.lineage.newest_compacted()
+        held = {segment.group for segment in segments} if has_several else ()
+        covers = (self.division.cover(group) for group in layout.groups if group.name in held)
+        return Manifest(
+            kind=intent.kind,
+            save_id=intent.save_id,
+            parent=intent.parent,
+            reason=intent.reason,
+            process=writers.process,
+            process_count=writers.count,
+            groups=manifest.with_codecs(
+                layout.groups, lambda group, spec: self.plans[group.name][spec.name].codec
+            ),
+            tables=layout.tables,
+            segments=(),
+            dense=layout.dense,
+            tracking_paths=layout.tracking_paths,
+            digests=self.digests,
+            files={},
+            shards=(),
+            dense_blocks=None if dense is None else dense.record,
+            dense_bytes=self.base_dense_bytes,
+            restores=intent.restores,
+            compacted=compacted,
+            parents=intent.parents if is_first else (),
+            tracking=self.tracking if is_first else "",
+            owned_cells=self.division.owned_cells if has_several else {},
+            covers=tuple(covers),
+            shared_stamps=dict(self.shared_stamps) if has_several else {},
+        )
 
     def write_alone(self, item_dir: Path, coordinator: Coordinator) -> None:
         """Writes and fsyncs this process's shard if others commit the step; see ``write``."""

@@ -46,50 +46,21 @@ StampsByTable = Mapping[str, Mapping[str, Any]]
 Leaves = Mapping[str, Mapping[str, Any]]
 
 
-class _ArrayShard(NamedTuple):
-    """Consecutive virtual rows: a shard of a table's array."""
-
-    table: str
-    start: int
-    stop: int
-    shard: int
-    skip: int
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class FieldPlan:
-    """One field of one group as this process holds it: a FieldSource without its arrays."""
+    """One field of one group as this process holds it."""
 
     name: str
-    columns: Span
-    trailing: tuple[int, ...]
-    dtype: np.dtype
-    on_host: bool
-    shards: tuple[_ArrayShard, ...]
-    #: Tables of which this process writes only these rows, although its shard has all of them.
-    cycles: tuple[CyclicRows, ...]
+    source: FieldSource  # without its arrays
+    places: tuple[tuple[str, int], ...]  # table and shard of each array of the source
+    rows: RowSet  # virtual rows that this process writes
 
-    @property
-    def rows(self) -> RowSet:
-        """Returns the virtual rows that this process owns."""
-        partial = {cycle.rows for cycle in self.cycles}
-        spans = ((shard.start, shard.stop) for shard in self.shards)
-        return RowSet(row_blocks.joined(span for span in spans if span not in partial), self.cycles)
-
-    def source(self, leaves: Leaves) -> FieldSource:
+    def source_of(self, leaves: Leaves) -> FieldSource:
         """Returns the source that a save reads, with the arrays of its state."""
-        name, (bounds, firsts) = self.name, self._bounds
-        places = ((one.table, one.shard) for one in self.shards)
-        data = [placement.shard_data(leaves[table][name], shard) for table, shard in places]
-        return FieldSource(
-            self.columns, self.trailing, self.dtype, self.on_host, bounds, firsts, data
-        )
-
-    @functools.cached_property
-    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        spans = [(shard.start, shard.stop, shard.start - shard.skip) for shard in self.shards]
-        found = np.array(spans, np.int64).reshape(-1, 3)
-        return found[:, :2], found[:, 2]
+        data = [
+            placement.shard_data(leaves[table][self.name], shard) for table, shard in self.places
+        ]
+        return dataclasses.replace(self.source, data=data)
 
 
 class StampBatch(NamedTuple):
@@ -146,7 +117,7 @@ class Division:
         """Returns group to the number of cells that it writes in a base, if there are any."""
         found = {
             group: sum(
-                len(held) * math.prod(plan.trailing[:1])
+                len(held) * math.prod(plan.source.trailing[:1])
                 for (_, held), plans in by_rows.items()
                 for plan in plans.values()
             )
@@ -224,11 +195,6 @@ def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
 
-def forget() -> None:
-    """Clears the cache."""
-    _divisions.clear()
-
-
 _divisions: ByLayout[Division] = ByLayout()
 
 
@@ -258,15 +224,16 @@ def _field_plans(
     turns: Mapping[str, int],
 ) -> list[FieldPlan]:
     """Returns what this process writes of one field: a plan for each column range that it has."""
-    by_columns: dict[Span, list[_ArrayShard]] = {}
+    #: Virtual rows of each shard, the virtual row of its first one, its table, and its number.
+    by_columns: dict[Span, list[tuple[int, int, int, str, int]]] = {}
     cycles: list[CyclicRows] = []
     for table in members:
         leaf = leaves[table.name][spec.name]
         if isinstance(leaf, MemberRows):
-            span = (table.offset, table.offset + table.rows)
-            cycle = CyclicRows(span, leaf.stack.shards, leaf.owned_phases())
+            start, stop = table.offset, table.offset + table.rows
+            cycle = CyclicRows((start, stop), leaf.stack.shards, leaf.owned_phases())
             if cycle.count:
-                shard = _ArrayShard(table.name, *span, placement.ITSELF, 0)
+                shard = start, stop, start, table.name, placement.ITSELF
                 by_columns.setdefault((0, width(spec.trailing)), []).append(shard)
             if 0 < cycle.count < table.rows:
                 cycles.append(cycle)
@@ -274,23 +241,28 @@ def _field_plans(
         boxes = placement.owned_boxes(leaf, stamps.get(table.name), turn=turns[table.name])
         for owned in boxes:
             start, stop = table.offset + owned.box.rows[0], table.offset + owned.box.rows[1]
-            shard = _ArrayShard(table.name, start, stop, owned.shard, owned.skip)
+            shard = start, stop, start - owned.skip, table.name, owned.shard
             by_columns.setdefault(owned.box.columns, []).append(shard)
     found = []
     for columns, shards in sorted(by_columns.items()):
-        first = leaves[shards[0].table][spec.name]
-        data = placement.shard_data(first, shards[0].shard)
-        found.append(
-            FieldPlan(
-                name=spec.name,
-                columns=columns,
-                trailing=tuple(data.shape[1:]),
-                dtype=np.dtype(data.dtype),
-                on_host=all(capture.on_host(leaves[shard.table][spec.name]) for shard in shards),
-                shards=tuple(sorted(shards, key=lambda shard: shard.start)),
-                cycles=tuple(cycles) if columns == (0, width(spec.trailing)) else (),
-            )
+        _, _, _, table, number = shards[0]
+        data = placement.shard_data(leaves[table][spec.name], number)
+        shards = sorted(shards)
+        bounds = np.array([shard[:3] for shard in shards], np.int64)
+        source = FieldSource(
+            columns=columns,
+            trailing=tuple(data.shape[1:]),
+            dtype=np.dtype(data.dtype),
+            on_host=all(capture.on_host(leaves[table][spec.name]) for *_, table, _ in shards),
+            bounds=bounds[:, :2],
+            firsts=bounds[:, 2],
+            data=[],
         )
+        partial = cycles if columns == (0, width(spec.trailing)) else []
+        whole = {shard[:2] for shard in shards} - {cycle.rows for cycle in partial}
+        rows = RowSet(row_blocks.joined(whole), tuple(partial))
+        places = tuple((table, number) for *_, table, number in shards)
+        found.append(FieldPlan(spec.name, source, places, rows))
     return found
 
 
@@ -303,14 +275,14 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
         spec = specs[plan.name]
         rows = plan.rows
         if group.columns(spec) is not None:
-            found.setdefault((plan.columns, rows), {})[plan.name] = plan
-        elif plan.columns == (0, width(spec.trailing)):
+            found.setdefault((plan.source.columns, rows), {})[plan.name] = plan
+        elif plan.source.columns == (0, width(spec.trailing)):
             narrow.append((rows, plan))
         else:
             raise TableSelectionError(
                 f"group {group.name}, field {spec.name}: expected a slot of width "
                 f"{group.width} like its table, or one that is not split by columns, found its "
-                f"columns {plan.columns} of shape {spec.trailing}; shard the slot by rows"
+                f"columns {plan.source.columns} of shape {spec.trailing}; shard the slot by rows"
             )
     for rows, plan in narrow:
         # It has no columns, so it can join any segment of the same rows.
@@ -361,7 +333,10 @@ class Stamps:
                 for table, shard in tables.end_to_end
             ]
             start = tables.tables[0][0].offset
-            scan = functools.partial(_scan_array, stamps, since[place], start)
+
+            def scan() -> np.ndarray:
+                return kernels.scan([*map(np.asarray, stamps)], since[place], start)
+
         else:
             scans = [
                 [
@@ -370,7 +345,13 @@ class Stamps:
                 ]
                 for table, spans in tables.tables
             ]
-            scan = functools.partial(_scan_all, scans)
+
+            def scan() -> np.ndarray:
+                found = [[touched_rows(*arguments) for arguments in table] for table in scans]
+                return np.concatenate(
+                    [one[0] if len(one) == 1 else row_blocks.union_of(one) for one in found]
+                )
+
         count = sum(stop - start for _, spans in tables.tables for start, stop in spans)
         return scan if count <= _INLINE_STAMPS else self._runtime.submit(scan).result
 
@@ -439,16 +420,6 @@ class Stamps:
         ]
 
 
-def _scan_all(tables: Sequence[Sequence[tuple[Any, _Shards, int, int, Any]]]) -> np.ndarray:
-    """Returns the touched rows of some tables, each with the arguments of ``touched_rows``."""
-    return np.concatenate([_union([touched_rows(*scan) for scan in scans]) for scans in tables])
-
-
-def _scan_array(stamps: Sequence[object], since_clock: int, start: int) -> np.ndarray:
-    """Returns the touched rows of stamps that lie end to end from a virtual row on, on the host."""
-    return kernels.scan([*map(np.asarray, stamps)], since_clock, start)
-
-
 def touched_rows(
     stamps: Any, shards: _Shards, since_clock: int, offset: int, spans: Sequence[Span]
 ) -> np.ndarray:
@@ -485,10 +456,6 @@ def _touched_in(stamps: object, since_clock: int, start: int, stop: int, first: 
         count = int(_count_touched(stamps, since_clock))
         rows = np.asarray(_touched(stamps, since_clock, size=capture.bucket(count)))[:count]
     return rows[(rows >= start) & (rows < stop)].astype(np.int64) + first
-
-
-def _union(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    return pieces[0] if len(pieces) == 1 else np.unique(np.concatenate(pieces))
 
 
 def _crc32c_of_touched(
@@ -533,7 +500,7 @@ class Sources:
         self.division = divide(layout, leaves, stamps)
         self._found = {
             group: {
-                where: {name: plan.source(leaves) for name, plan in plans.items()}
+                where: {name: plan.source_of(leaves) for name, plan in plans.items()}
                 for where, plans in by_rows.items()
             }
             for group, by_rows in self.division.fields.items()
@@ -561,9 +528,11 @@ class Sources:
         segments, touched = [], touched or self.stamps.touched
         for group, (columns, held), fields in self.by_rows():
             unmarked = {spec.name for spec in group.fields if spec.always}
-            complete = fields if whole else _only(fields, unmarked)
-            changed = {name: field for name, field in fields.items() if name not in complete}
-            for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
+            complete, changed = dict(fields), {}
+            if not whole:
+                complete = {name: fields[name] for name in fields if always and name in unmarked}
+                changed = {name: fields[name] for name in fields if name not in unmarked}
+            for chosen, is_whole in ((complete, True), (changed, False)):
                 if not chosen:
                     continue
                 taken = held.rows() if is_whole else touched(group.name, held)
@@ -571,10 +540,6 @@ class Sources:
                     key = None if whole or group.key is None else group.key.name
                     segments.append(SegmentSource(group.name, columns, taken, chosen, key))
         return segments
-
-
-def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
-    return {name: field for name, field in fields.items() if name in names}
 
 
 def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layout) -> TouchedRows:

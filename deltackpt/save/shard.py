@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process's shard of a save: encodes and writes its fields, then digests and manifest.
+"""Encodes and writes the fields of one process's shard of a save.
 
 If the measured error of a lossy codec exceeds the budget, its arrays are removed and the next more
 precise codec is tried. Rows that a codec cannot represent are stored raw, with their positions.
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,27 +18,15 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
-from deltackpt.format import manifest, naming, row_blocks
-from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
-from deltackpt.format.row_blocks import ArrayEntry, DenseBlocks, Segment
+from deltackpt.format import manifest, row_blocks
+from deltackpt.format.manifest import Layout
+from deltackpt.format.row_blocks import ArrayEntry, Segment
 from deltackpt.policies import CodecChoice, PlannedCodec
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import commit
 from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
-from deltackpt.save.commit import StepWriters
 from deltackpt.save.encode import Encoded
-from deltackpt.save.lineage import Intent, Lineage
-from deltackpt.save.selection import Division
-from deltackpt.storage import digests, shard_writer
-from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.shard_writer import (
-    DescribedShard,
-    SegmentSink,
-    ShardSummary,
-    StoredArrays,
-    StoredField,
-    WrittenShard,
-)
+from deltackpt.storage import shard_writer
+from deltackpt.storage.shard_writer import SegmentSink, StoredArray, StoredField
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -76,6 +63,7 @@ def write_field(
     field: Field,
     pieces: Callable[[Codec], Iterator[RowPiece]],
     runtime: Runtime,
+    encoding: BusyClock,
 ) -> StoredField:
     """Writes a field with the planned codec, or the first more precise one within the budget.
 
@@ -89,9 +77,9 @@ def write_field(
     while True:
         codec = codecs.get(plan.codec)
         if codecs.is_lossless(codec):
-            return _write_lossless(place, field, plan, codec, pieces(codec))
+            return _write_lossless(place, field, plan, codec, pieces(codec), encoding)
         attempt = _Attempt(place, field, codec)
-        for piece, encoded in encode_ahead(codec, pieces(codec), runtime):
+        for piece, encoded in encode_ahead(codec, encoding.over(pieces(codec)), runtime, encoding):
             attempt.write(piece, encoded)
             if attempt.hopeless():
                 break
@@ -108,11 +96,10 @@ def write_field(
         plan = _wider(field, plan.codec, fault)
 
 
-def constant(field: Field, codec: str) -> StoredField:
+def _constant(field: Field, codec: str) -> StoredField:
     """Returns the record of a field of evicted rows, which needs no arrays."""
-    nothing = StoredArrays((), 0)
     return shard_writer.stored_field(
-        field.name, nothing, codec=codec, reason=f"{codec}: evicted", bounds=field.bounds
+        field.name, [], codec=codec, reason=f"{codec}: evicted", bounds=field.bounds
     )
 
 
@@ -165,14 +152,15 @@ class _Attempt:
             sums[table] += found[low - start : high - start].sum(dtype=np.float64)
 
     def finish(self, plan: PlannedCodec) -> StoredField:
-        written = []
-        for suffix, stored in self._writers.items():
-            written.append(StoredArrays((self._entries[suffix],), stored.finish()))
+        written = [
+            StoredArray(self._entries[suffix], stored.finish())
+            for suffix, stored in self._writers.items()
+        ]
         if self._raw_rows:
             written += self._write_raw_rows()
         return shard_writer.stored_field(
             self._field.name,
-            StoredArrays.joined(written),
+            written,
             codec=plan.codec,
             reason=plan.reason,
             bounds=self._field.bounds,
@@ -184,25 +172,16 @@ class _Attempt:
         for stored in self._writers.values():
             stored.remove()
 
-    def _write_raw_rows(self) -> Iterator[StoredArrays]:
-        field = self._field
-        stored = codecs.stored_dtype(field.dtype)
-        for suffix, trailing, raw, zstd in (
-            (
-                codecs.RAW_ROWS,
-                field.trailing,
-                [rows.view(stored) for rows in self._raw_rows],
-                False,
-            ),
-            (codecs.RAW_POSITIONS, (), self._raw_positions, True),
+    def _write_raw_rows(self) -> Iterator[StoredArray]:
+        rows = np.concatenate(self._raw_rows).view(codecs.stored_dtype(self._field.dtype))
+        positions = np.concatenate(self._raw_positions)
+        for suffix, array, zstd in (
+            (codecs.RAW_ROWS, rows, False),
+            (codecs.RAW_POSITIONS, positions, True),
         ):
-            entry = row_blocks.array_entry(
-                codecs.array_name(field.name, suffix),
-                (self._raw_count, *trailing),
-                raw[0].dtype,
-                zstd=zstd,
-            )
-            yield shard_writer.write_array(self._place, entry, raw)
+            name = codecs.array_name(self._field.name, suffix)
+            entry = row_blocks.array_entry(name, array.shape, array.dtype, zstd=zstd)
+            yield shard_writer.write_array(self._place, entry, [array])
 
     @property
     def _raw_count(self) -> int:
@@ -278,12 +257,13 @@ def _write_lossless(
     plan: PlannedCodec,
     codec: Lossless,
     pieces: Iterator[RowPiece],
+    encoding: BusyClock,
 ) -> StoredField:
     (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
     return shard_writer.stored_field(
         field.name,
-        shard_writer.write_array(place, entry, rows, pinned=field.pinned),
+        [shard_writer.write_array(place, entry, encoding.over(rows), pinned=field.pinned)],
         codec=plan.codec,
         reason=plan.reason,
         bounds=field.bounds,
@@ -294,44 +274,30 @@ def _write_lossless(
 Plans = Mapping[str, Mapping[str, PlannedCodec]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ShardPlan:
-    """A process's shard of a save, without its arrays; decided before training continues."""
-
-    intent: Intent
-    layout: Layout
-    choices: Mapping[str, Mapping[str, CodecChoice]]  # group name to field name to the user's codec
-    plans: Plans
-    division: Division
-    #: Checksums that must be equal on other processes; see ``Stamps.shared``.
-    shared_stamps: Mapping[str, int]
-    lineage: Lineage | None  # knows the compacted bases
-    digests: tuple[str, ...]  # see ``Manifest.digests``
-    tracking: TrackingName = ""
-
-
 def write_segments(
     rows: CapturedRows,
     sink_of: Callable[[str], SegmentSink],
-    described: Callable[[SegmentSource], Sequence[Field]],
+    layout: Layout,
+    choices: Mapping[str, Mapping[str, CodecChoice]],
+    plans: Plans,
     runtime: Runtime,
     encoding: BusyClock,
     *,
     threads: int | None = None,
 ) -> list[Segment]:
-    """Writes all captured rows to sinks by segment name, ``described`` as fields, on threads."""
+    """Writes all captured rows to sinks by segment name, on threads."""
     sinks, writes = [], []
     for number, source in enumerate(rows.segments):
         sink = sink_of(f"{source.group}.{number}")
         sinks.append(sink)
         writes.append(functools.partial(shard_writer.write_rows, sink, source.rows))
-        for field in described(source):
+        for field in _fields_of(source, layout, choices, plans, pinned=rows.pinned):
             if source.evicted:  # Rows without ids: constant codecs stand for the fields.
                 codec = codecs.ONES if field.name == source.key else codecs.ZEROS
-                writes.append(functools.partial(constant, field, codec))
+                writes.append(functools.partial(_constant, field, codec))
                 continue
-            pieces = functools.partial(_pieces, rows, encoding, number, field.name)
-            writes.append(functools.partial(write_field, sink, field, pieces, runtime))
+            pieces = functools.partial(rows.pieces, number, field.name)
+            writes.append(functools.partial(write_field, sink, field, pieces, runtime, encoding))
     stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
     return [
         shard_writer.stored_segment(
@@ -346,13 +312,7 @@ def write_segments(
     ]
 
 
-def _pieces(
-    rows: CapturedRows, encoding: BusyClock, number: int, field: str, codec: Codec
-) -> Iterator[RowPiece]:
-    return encoding.over(rows.pieces(number, field, codec))
-
-
-def fields_of(
+def _fields_of(
     source: SegmentSource,
     layout: Layout,
     choices: Mapping[str, Mapping[str, CodecChoice]],
@@ -360,7 +320,6 @@ def fields_of(
     *,
     pinned: bool,
 ) -> list[Field]:
-    """Returns the fields of a segment to store; ``pinned`` if its rows are."""
     group = layout.group_by_name[source.group]
     bounds = shard_writer.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.tables_of_group(group, layout.tables)]
@@ -377,89 +336,6 @@ def fields_of(
         )
         for name, field in source.fields.items()
     ]
-
-
-def described(
-    plan: ShardPlan,
-    item_dir: Path,
-    segments: Sequence[Segment],
-    batch: FileBatch,
-    writers: StepWriters,
-    *,
-    layer: LayerRef | None = None,
-    dense: DenseBlocks | None = None,
-    dense_bytes: int = 0,
-) -> DescribedShard:
-    """Returns the manifest of this process's shard, after writing its digests."""
-    return shard_writer.described(
-        item_dir,
-        dataclasses.replace(_head(plan, writers), dense_blocks=dense, dense_bytes=dense_bytes),
-        segments,
-        batch,
-        layer=layer,
-        summary=_summary(plan, segments) if writers.count > 1 else None,
-    )
-
-
-def write_index(
-    plan: ShardPlan, item_dir: Path, own: DescribedShard, batch: FileBatch, writers: StepWriters
-) -> WrittenShard:
-    """Writes process 0's manifest, with an index of all shards, after all other files.
-
-    A delta's manifest has the digests of the step's other files, a base's is one of those files.
-    """
-    record = own.record
-    if writers.count > 1:
-        shards = writers.collect(item_dir, record)
-        record = dataclasses.replace(record, shards=shards, shared_stamps={})
-    has_digests = "step" in plan.digests
-    if has_digests and plan.intent.kind == "delta":
-        others = commit.uncovered(batch, item_dir.name)
-        record = dataclasses.replace(record, files=digests.Digests.from_files(others).files)
-    written = shard_writer.write_manifest(item_dir, own._replace(record=record), batch)
-    if has_digests and plan.intent.kind == "base":
-        commit.write_digests(batch, item_dir.name, naming.STEP_DIGESTS)
-    return written
-
-
-def _head(plan: ShardPlan, writers: StepWriters) -> Manifest:
-    """Returns the manifest without anything about the files."""
-    intent, layout = plan.intent, plan.layout
-    compacted = None
-    if plan.lineage is not None and writers.process == 0:
-        # Process 0 informs the others about compaction.
-        compacted = plan.lineage.newest_compacted()
-    return Manifest(
-        kind=intent.kind,
-        save_id=intent.save_id,
-        parent=intent.parent,
-        reason=intent.reason,
-        process=writers.process,
-        process_count=writers.count,
-        groups=manifest.with_codecs(
-            layout.groups, lambda group, spec: plan.plans[group.name][spec.name].codec
-        ),
-        tables=layout.tables,
-        segments=(),
-        dense=layout.dense,
-        tracking_paths=layout.tracking_paths,
-        digests=plan.digests,
-        files={},
-        shards=(),
-        restores=intent.restores,
-        compacted=compacted,
-        parents=intent.parents if writers.process == 0 else (),
-        tracking=plan.tracking if writers.process == 0 else "",
-    )
-
-
-def _summary(plan: ShardPlan, segments: Sequence[Segment]) -> ShardSummary:
-    held = {segment.group for segment in segments}
-    return ShardSummary(
-        owned_cells=plan.division.owned_cells,
-        covers=tuple(plan.division.cover(one) for one in plan.layout.groups if one.name in held),
-        shared_stamps=plan.shared_stamps,
-    )
 
 
 def table_rows(segments: Iterable[Segment]) -> int:

@@ -130,9 +130,12 @@ class _SamplePlan:
 
     group: GroupEntry
     where: Where
-    local_rows: RowSet
     fields: Mapping[str, FieldSource]
     most: int = 0  # maximum number of rows to sample
+
+    @property
+    def local_rows(self) -> RowSet:
+        return self.where[1]
 
     @property
     def key(self) -> tuple[str, Where]:
@@ -150,9 +153,7 @@ def _plans(sources: Sources) -> list[_SamplePlan]:
         always = {spec.name for spec in group.fields if spec.always}
         compared = {name: field for name, field in fields.items() if name not in always}
         if compared and len(where[1]):
-            found.append(
-                _SamplePlan(group=group, where=where, local_rows=where[1], fields=compared)
-            )
+            found.append(_SamplePlan(group=group, where=where, fields=compared))
     total = sum(len(plan.local_rows) for plan in found)
     widest = max((plan.row_bytes for plan in found), default=0)
     most = min(ROWS, max(_LEAST_ROWS, _BYTES // max(1, widest)))
@@ -216,12 +217,12 @@ def _sampled(
         rows = np.asarray(plan.local_rows.rows())
     else:
         spans = _few(plan)
-        pieces = [_random(spans, plan.most // 4)]
+        pieces = _drawn([range(*span) for span in spans], plan.most // 4)
         if known is not None:
             pieces.append(_consecutive(known, plan.most // 4))
         if touched is not None:
             in_spans = [touched[row_blocks.row_slice(touched, *span)] for span in spans]
-            pieces.append(_some(in_spans, plan.most // 2))
+            pieces += _drawn(in_spans, plan.most // 2)
         rows = plan.local_rows.intersect(row_blocks.distinct(np.concatenate(pieces)))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
@@ -236,19 +237,16 @@ def _few(plan: _SamplePlan) -> list[Span]:
     return [(start, stop) for start, stop in bounds.tolist()]
 
 
-def _some(pieces: Sequence[np.ndarray], most: int) -> np.ndarray:
-    """Returns at most ``most`` random values of some arrays, in order; reads no others."""
-    lengths = [len(piece) for piece in pieces]
-    if sum(lengths) <= most:
-        return np.concatenate(pieces)
-    drawn = row_blocks.distinct(_rng.integers(sum(lengths), size=most))
-    starts = np.cumsum([0, *lengths])
-    return np.concatenate(
-        [
-            piece[drawn[row_blocks.row_slice(drawn, start, start + len(piece))] - start]
-            for piece, start in zip(pieces, starts.tolist())
-        ]
-    )
+def _drawn(sections: Sequence[range | np.ndarray], most: int) -> list[np.ndarray]:
+    """Returns about ``most`` random values of sections, by their lengths; reads no others."""
+    total, found = sum(map(len, sections)), []
+    for section in filter(len, sections):
+        at = np.arange(min(len(section), most))
+        if total > most:
+            count = -(-most * len(section) // total)
+            at = row_blocks.distinct(_rng.integers(len(section), size=count))
+        found.append(at + section.start if isinstance(section, range) else section[at])
+    return found
 
 
 def _consecutive(rows: np.ndarray, most: int) -> np.ndarray:
@@ -256,14 +254,6 @@ def _consecutive(rows: np.ndarray, most: int) -> np.ndarray:
     if len(rows) <= most:
         return rows
     return np.roll(rows, _rng.integers(len(rows)))[:most]
-
-
-def _random(spans: Sequence[Span], count: int) -> np.ndarray:
-    starts = np.array([start for start, _ in spans])
-    ends = np.cumsum([stop - start for start, stop in spans])
-    drawn = row_blocks.distinct(_rng.integers(ends[-1], size=count))
-    number = np.searchsorted(ends, drawn, "right")
-    return drawn - np.concatenate([[0], ends])[number] + starts[number]
 
 
 def by_table(

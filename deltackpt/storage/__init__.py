@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage access: stores, Zarr arrays through TensorStore, files, durability, digests."""
+"""Storage access: stores, Zarr arrays, files, durability, digests."""

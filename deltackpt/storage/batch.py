@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _DIRECT_BYTES = 128 << 10
 #: Files of at least this size have block checksums, so that a part of one can be verified.
 _BLOCKS_BYTES = 1 << 20
 _T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 class FileBatch:
@@ -66,7 +67,7 @@ class FileBatch:
         self._closed: dict[Path, None] = {}
         self._directories: dict[Path, None] = {}
         #: Started calls, of which some may have ended, and lent buffers by their ``id``.
-        self._tasks: list[Task[None]] = []
+        self._tasks: list[Task[Any]] = []
         self._buffers: dict[int, np.ndarray] = {}
 
     def make(self, directory: Path) -> None:
@@ -86,11 +87,11 @@ class FileBatch:
             file.append(np.frombuffer(data, np.uint8))
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
-    def map(self, call: Callable[[_T], object], items: Iterable[_T]) -> None:
+    def map(self, call: Callable[[_U], _T], items: Iterable[_U]) -> list[_T]:
         """Calls a function with each item, on this thread and idle ones; it may write files."""
-        self._runtime.map(call, items)
+        return self._runtime.map(call, items)
 
-    def start(self, call: Callable[..., None], *arguments: object) -> Task[None]:
+    def start(self, call: Callable[..., _T], *arguments: object) -> Task[_T]:
         """Starts a call that writes files, on another thread; ``close`` waits for it."""
         task = self._runtime.submit(call, *arguments)
         self._tasks.append(task)

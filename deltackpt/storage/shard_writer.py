@@ -17,7 +17,7 @@ import numpy as np
 
 from deltackpt import __about__
 from deltackpt.format import manifest, naming, row_blocks
-from deltackpt.format.manifest import Cover, LayerRef, Manifest, ShardEntry
+from deltackpt.format.manifest import LayerRef, Manifest, ShardEntry
 from deltackpt.format.row_blocks import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import digests
 from deltackpt.storage.batch import FileBatch
@@ -57,59 +57,28 @@ class SegmentSink(Protocol):
         """
         ...
 
-    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+    def write_rows(self, rows: np.ndarray) -> ArrayEntry:
         """Writes row indices, int64 ascending."""
         ...
 
 
-class StoredArrays(NamedTuple):
-    """Arrays that were written, and the bytes of all their files."""
+class StoredArray(NamedTuple):
+    """An array that was written, and the bytes of all its files."""
 
-    entries: tuple[ArrayEntry, ...]
+    entry: ArrayEntry
     nbytes: int
-
-    @classmethod
-    def joined(cls, pieces: Iterable[StoredArrays]) -> StoredArrays:
-        """The arrays of all pieces, in their order."""
-        found = list(pieces)
-        entries = tuple(entry for piece in found for entry in piece.entries)
-        return cls(entries, sum(piece.nbytes for piece in found))
 
 
 class StoredField(NamedTuple):
     """A field that was written."""
 
-    arrays: StoredArrays
+    arrays: tuple[ArrayEntry, ...]
     encoding: Encoding
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardSummary:
-    """One process's shard of a save, as described to the others."""
-
-    owned_cells: dict[str, int]  # By group: the cells that it writes in a base.
-    covers: tuple[Cover, ...]  # Regions that contain the shard's rows.
-    shared_stamps: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-
-class DescribedShard(NamedTuple):
-    """A shard whose arrays were written; ``nbytes`` counts the files but its manifest."""
-
-    record: Manifest
-    nbytes: int
-
-
-class WrittenShard(NamedTuple):
-    """A shard whose manifest was written; ``nbytes`` counts all its files."""
-
-    record: Manifest
-    nbytes: int
-    crc32c: int  # Of the manifest's bytes.
 
 
 def write_array(
     sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, pinned: bool = False
-) -> StoredArrays:
+) -> StoredArray:
     """Writes one array from its pieces, in order.
 
     With ``pinned``, all pieces may be kept until the array is written; see ``SegmentSink.writer``.
@@ -117,17 +86,17 @@ def write_array(
     writer = sink.writer(entry, pinned=pinned)
     for piece in pieces:
         writer.write(piece)
-    return StoredArrays((entry,), writer.finish())
+    return StoredArray(entry, writer.finish())
 
 
-def write_rows(sink: SegmentSink, rows: row_blocks.Rows) -> StoredArrays:
+def write_rows(sink: SegmentSink, rows: row_blocks.Rows) -> tuple[ArrayEntry, ...]:
     """Writes the row indices of a segment, if ranges do not describe them."""
-    return sink.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
+    return (sink.write_rows(rows),) if isinstance(rows, np.ndarray) else ()
 
 
 def stored_field(
     name: str,
-    stored: StoredArrays,
+    arrays: Sequence[StoredArray],
     *,
     codec: str,
     reason: str,
@@ -147,12 +116,12 @@ def stored_field(
         field=name,
         codec=codec,
         reason=reason,
-        nbytes=stored.nbytes,
+        nbytes=sum(array.nbytes for array in arrays),
         rows=tuple(np.diff(bounds).tolist()),
         squared_error=tuple(error.tolist()),
         squared_norm=tuple(norm.tolist()),
     )
-    return StoredField(stored, encoding)
+    return StoredField(tuple(array.entry for array in arrays), encoding)
 
 
 def stored_segment(
@@ -160,11 +129,10 @@ def stored_segment(
     group: str,
     columns: row_blocks.Span,
     rows: row_blocks.Rows,
-    row_indices: StoredArrays,
+    row_indices: tuple[ArrayEntry, ...],
     fields: Sequence[StoredField],
 ) -> Segment:
     """Returns the record of a segment whose arrays were written; ``rows`` are virtual."""
-    found = StoredArrays.joined([row_indices, *(field.arrays for field in fields)])
     return Segment(
         name=sink.segment,
         group=group,
@@ -172,7 +140,7 @@ def stored_segment(
         count=len(rows),
         ranges=None if isinstance(rows, np.ndarray) else row_blocks.spans_of(rows),
         fields=tuple(field.encoding.field for field in fields),
-        arrays=found.entries,
+        arrays=(*row_indices, *(entry for field in fields for entry in field.arrays)),
         encodings=tuple(field.encoding for field in fields),
     )
 
@@ -194,46 +162,24 @@ def described(
     batch: FileBatch,
     *,
     layer: LayerRef | None = None,
-    summary: ShardSummary | None = None,
     other_digests: Mapping[str, Digest] | None = None,
-) -> DescribedShard:
-    """Returns the manifest of a shard whose arrays were written, after writing their digests.
+) -> tuple[Manifest, int]:
+    """Returns a shard's manifest and the bytes of its files, after writing their digests.
 
-    ``layer`` is None if the arrays are files of the batch; ``summary`` is None if one process
-    writes the save. ``other_digests`` are of other files of the item.
+    ``head`` lacks what describes the arrays, which were written. ``layer`` is None if they are
+    files of the batch. ``other_digests`` are of other files of the item.
     """
     process = head.process
+    item_digests_crc32c = 0
     if layer is None:
         shard_digests = batch.below(naming.shard_dir(item_dir, process), relative_to=item_dir)
         shard_digests |= other_digests or {}
         data = digests.digests_bytes(Digests.from_files(shard_digests))
         batch.write(item_dir / naming.digests_name(process), data)
-        record = complete(head, segments, summary, item_digests_crc32c=google_crc32c.value(data))
+        item_digests_crc32c = google_crc32c.value(data)
         nbytes = len(data) + sum(digest.length for digest in shard_digests.values())
     else:
-        record, nbytes = complete(head, segments, summary, layer=layer), layer.nbytes
-    if process > 0:
-        # Process 0 describes all; its digest verifies that.
-        record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
-    return DescribedShard(record, nbytes)
-
-
-def write_manifest(item_dir: Path, shard: DescribedShard, batch: FileBatch) -> WrittenShard:
-    """Writes the manifest of a shard; the caller then fsyncs ``batch``."""
-    process, data = shard.record.process, manifest.to_bytes(shard.record)
-    batch.write(item_dir / naming.manifest_name(process), data)
-    return WrittenShard(shard.record, shard.nbytes + len(data), google_crc32c.value(data))
-
-
-def complete(
-    head: Manifest,
-    segments: Sequence[Segment],
-    summary: ShardSummary | None,
-    *,
-    item_digests_crc32c: int = 0,
-    layer: LayerRef | None = None,
-) -> Manifest:
-    """Completes a manifest after the arrays of a shard were written."""
+        nbytes = layer.nbytes
     record = dataclasses.replace(
         head,
         segments=tuple(segments),
@@ -242,15 +188,19 @@ def complete(
         writers=__about__.writer_versions(),
         features=_features(head, segments, layer),
     )
-    if summary is None:
-        return record
-    return dataclasses.replace(
-        record,
-        plan_crc32c=manifest.plan_crc32c(record),
-        shared_stamps=dict(summary.shared_stamps),
-        owned_cells=summary.owned_cells,
-        covers=summary.covers,
-    )
+    if head.process_count > 1:
+        record = dataclasses.replace(record, plan_crc32c=manifest.plan_crc32c(record))
+    if process > 0:
+        # Process 0 describes all; its digest verifies that.
+        record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
+    return record, nbytes
+
+
+def write_manifest(item_dir: Path, record: Manifest, batch: FileBatch) -> bytes:
+    """Writes the manifest of a shard, and returns it; the caller then fsyncs ``batch``."""
+    data = manifest.to_bytes(record)
+    batch.write(item_dir / naming.manifest_name(record.process), data)
+    return data
 
 
 def _features(

@@ -140,7 +140,7 @@ def capture(
             for group, fields in choices.items()
         }
     plans = pending_save.planned(choices, "delta", run.lineage.restores)
-    rows = StagedRows(segments, lambda one: pending_save.codecs_of(plans[one.group]), runtime)
+    rows = StagedRows(segments, plans, runtime)
     leaves: DenseLeaves | None = None
     try:
         if full and split.layout.dense:

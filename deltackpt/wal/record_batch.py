@@ -24,9 +24,9 @@ from deltackpt.format.row_blocks import VALUES
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
 from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save.capture import BusyClock, SegmentSource, StagedRows
+from deltackpt.save.capture import BusyClock, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves, WrittenDense
-from deltackpt.save.shard import Field, Plans, fields_of, write_segments
+from deltackpt.save.shard import Plans, write_segments
 from deltackpt.state import paths
 from deltackpt.storage import shard_writer
 from deltackpt.storage.shard_writer import SegmentSink
@@ -171,12 +171,17 @@ def write_record(
     runtime: Runtime,
 ) -> tuple[FilledRecord, int]:
     """Writes a batch, whose rows are in host memory; returns the record and its dense bytes."""
-
-    def described(source: SegmentSource) -> list[Field]:
-        return fields_of(source, batch.layout, batch.choices, batch.plans, pinned=False)
-
     # Most records are written before another thread would begin.
-    segments = write_segments(batch.rows, sink_of, described, runtime, BusyClock(), threads=1)
+    segments = write_segments(
+        batch.rows,
+        sink_of,
+        batch.layout,
+        batch.choices,
+        batch.plans,
+        runtime,
+        BusyClock(),
+        threads=1,
+    )
     leaves, against = None, None
     if batch.dense is not None:
         leaves, against = dense.write(batch.dense, batch.save_id, sink_of)
