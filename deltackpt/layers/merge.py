@@ -10,6 +10,7 @@ first, too.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -698,15 +699,14 @@ class _Planner:
 
     def _wanted(self, one: _Found, held: StoredRows, *fields: str) -> tuple[Span, ...]:
         """Positions of the wanted rows among some rows of a segment."""
-        over = {
-            target.rows
-            for field in fields or one.segment.fields
-            for target in self._over(one, field, held.rows)
-        }
-        first, last = reach(held.rows)
-        if any(start <= first and last <= stop for start, stop in over):
+        segment, (first, last) = one.segment, reach(held.rows)
+        spans = self._targets.wanted(segment.group, fields or segment.fields, segment.columns)
+        low = bisect.bisect_right(spans, first, key=lambda span: span[1])
+        high = bisect.bisect_left(spans, last, key=lambda span: span[0])
+        # The tables of a group follow each other, so that most segments are wanted whole.
+        if high - low == 1 and spans[low][0] <= first and last <= spans[low][1]:
             return ((0, len(held.rows)),)
-        chosen = [row_blocks.row_slice(held.rows, *rows) for rows in over]
+        chosen = row_blocks.row_slices(held.rows, spans[low:high])
         return row_blocks.joined((section.start, section.stop) for section in chosen)
 
     def _pieces(self, section: _SegmentRows) -> Iterator[Piece]:

@@ -173,6 +173,8 @@ class Targets:
         #: Numbers of rows of a save's groups to the covers of the targets, by group.
         self._covers: dict[tuple[int, ...], dict[str, Cover]] = {}
         self._sorted: dict[tuple[str, str], list[Target]] = {}
+        #: Group, fields and columns to the joined rows of their targets.
+        self._wanted: dict[tuple[str, tuple[str, ...], Span], tuple[Span, ...]] = {}
         for one in sorted(targets, key=lambda one: one.rows):
             self._sorted.setdefault((one.group, one.field), []).append(one)
 
@@ -183,15 +185,20 @@ class Targets:
         high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
         return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
 
+    def wanted(self, group: str, fields: tuple[str, ...], columns: Span) -> tuple[Span, ...]:
+        """Returns the rows of the targets of some fields that overlap columns, joined."""
+        key = group, fields, columns
+        if key not in self._wanted:
+            targets = (one for field in fields for one in self._sorted.get((group, field), ()))
+            self._wanted[key] = row_blocks.joined(
+                one.rows for one in targets if one.overlap(columns) is not None
+            )
+        return self._wanted[key]
+
     def reach(self, segment: Segment) -> Span | None:
         """Returns the span of the wanted rows of a segment's group; None if none is wanted."""
-        spans = [
-            one.rows
-            for field in segment.fields
-            for one in self._sorted.get((segment.group, field), [])
-            if one.overlap(segment.columns) is not None
-        ]
-        return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
+        spans = self.wanted(segment.group, segment.fields, segment.columns)
+        return (spans[0][0], spans[-1][1]) if spans else None
 
     def touch(self, stored: Manifest, cover: Cover) -> bool:
         """Returns whether a shard may contain any wanted row, from its cover alone.

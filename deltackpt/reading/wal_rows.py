@@ -104,9 +104,9 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
     has other tables.
     """
     found: dict[tuple[int, int], list[RecordRows]] = {}
-    left = _SMALL_TOTAL_BYTES
+    left, checked = _SMALL_TOTAL_BYTES, -1
     for head, record in plan.records:
-        if not head.layout.has_rows_of(layout):
+        if head.epoch != checked and not head.layout.has_rows_of(layout):
             raise DamagedWal(
                 f"WAL epoch {head.epoch}",
                 f"the tables of step {plan.step.step}",
@@ -114,7 +114,7 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
                 "restore the step itself: restore_latest(wal=False)",
                 plan.point.save_id,
             )
-        most_bytes = min(_SMALL_BYTES, left)
+        checked, most_bytes = head.epoch, min(_SMALL_BYTES, left)
         left -= record.nbytes if record.nbytes <= most_bytes else 0
         with damage_of(record):
             rows = rows_of(record, layout, group, most_bytes=most_bytes)
