@@ -7,6 +7,7 @@ Anyone who can write to a directory can write records with valid checksums.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 
@@ -14,7 +15,7 @@ from deltackpt import codecs, vocab
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
 from deltackpt.format import dtypes as format_dtypes
 from deltackpt.format import manifest, naming, records, row_blocks
-from deltackpt.format.manifest import KeyPath, Layout, Manifest
+from deltackpt.format.manifest import KeyPath, Layout, Manifest, TableEntry
 from deltackpt.format.records import MOST, MOST_AXES, MOST_ZSTD_RATIO, InvalidRecord, require
 from deltackpt.format.row_blocks import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
 from deltackpt.format.wal_format import EpochHeader
@@ -22,7 +23,9 @@ from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
-_sound = records.IdentityCache()
+_sound, _sound_segments = records.IdentityCache(), records.IdentityCache()
+#: Segments with statistics of more tables are too large to be kept.
+_FEW_TABLES = 64
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
 _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
@@ -47,10 +50,25 @@ def check_head(head: Manifest, name: str) -> None:
 
 def check_shard(record: Manifest, head: Manifest, name: str) -> None:
     """Checks a manifest of a process's shard against process 0's; raises as ``check_head`` does."""
-    groups = head.group_by_name
-    tables = collections.Counter(table.group for table in head.tables)
-    for segment in record.segments:
-        check_segment(segment, groups, tables, name)
+    check = functools.partial(_check_segments, name=name)
+    shared = record.segments, head.groups, head.tables
+    if len(head.tables) > _FEW_TABLES or any(one.ranges for one in record.segments):
+        check(*shared)
+    else:
+        # The deltas of a run often have equal segments, which ``manifest`` decodes once.
+        _sound_segments.get(check, *shared)
+
+
+def _check_segments(
+    segments: tuple[Segment, ...],
+    groups: tuple[GroupEntry, ...],
+    tables: tuple[TableEntry, ...],
+    name: str,
+) -> None:
+    by_name = {group.name: group for group in groups}
+    counts = collections.Counter(table.group for table in tables)
+    for segment in segments:
+        check_segment(segment, by_name, counts, name)
 
 
 def check_segment(
