@@ -19,7 +19,7 @@ import numpy as np
 
 from deltackpt import kernels
 from deltackpt.codecs import block_codecs, row_codecs
-from deltackpt.codecs.block_codecs import Alone, BlockCodec, Difference, LogarithmDifference
+from deltackpt.codecs.block_codecs import BlockCodec, Linear, LogarithmDifference
 from deltackpt.codecs.row_codecs import Uniform
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.row_blocks import BLOCK
@@ -285,13 +285,13 @@ def _encoded(
     values, reference = block_codecs.widened(now, SCRATCH.values), None
     if before is not None and codec.relative:
         reference = block_codecs.widened(before, SCRATCH.reference)
-    if isinstance(codec, Difference):
+    if isinstance(codec, Linear) and codec.relative:
         assert reference is not None
         change = np.subtract(values, reference, out=SCRATCH.change[: len(now)])
         arrays, held = _symmetric(codec.code, change)
         change += reference
         np.copyto(out, change, casting="unsafe")
-    elif isinstance(codec, Alone):
+    elif isinstance(codec, Linear):
         arrays, held = _symmetric(codec.code, values)
         np.copyto(out, SCRATCH.change[: len(now)], casting="unsafe")
     else:
