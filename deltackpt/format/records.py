@@ -43,8 +43,6 @@ _MOST_FOLDERS = 100
 TAIL_BYTES = 4
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
-#: Shorter fields, of which saves of a run share most, are decoded once; so many are kept.
-_SHORT_BYTES, _KEPT_SHORT_FIELDS = 1024, 512
 _NIL = b"\xc0"
 _Record = TypeVar("_Record")
 _Result = TypeVar("_Result")
@@ -187,8 +185,6 @@ def _built_once(kind: type, field: str, data: bytes) -> object:
 
 #: A cache of its own: each process of a job has other fields of this kind.
 _inner_built_once = functools.lru_cache(_KEPT_FIELDS)(_built_once.__wrapped__)
-#: Another one, so that short fields do not displace long ones.
-_short_built_once = functools.lru_cache(_KEPT_SHORT_FIELDS)(_built_once.__wrapped__)
 
 
 @functools.cache
@@ -225,8 +221,6 @@ def _map_built(
         elif inner and data != _NIL:
             within = _map_in(kind, name)
             found[name] = _map_built(within, _sliced(data), inner, _inner_built_once)
-        elif len(data) <= _SHORT_BYTES:
-            found[name] = _short_built_once(kind, name, data)
         else:
             found[name] = builders[name](_unpacked_plainly(data))
     return kind(**found)
@@ -323,6 +317,9 @@ def _builder(kind: object) -> Callable[[object], Any]:
 
 def _record_builder(kind: type) -> Callable[[object], object]:
     builders, required = _field_builders(kind)
+    # Most fields, which need no call.
+    hints = typing.get_type_hints(kind).items()
+    plain = {name: hint for name, hint in hints if hint in (str, bytes, bool)}
 
     def build(value: object) -> object:
         if type(value) is not dict:
@@ -332,8 +329,12 @@ def _record_builder(kind: type) -> Callable[[object], object]:
         found = {}
         for name, make in builders.items():
             if name in value:
+                item = value[name]
+                if type(item) is plain.get(name):
+                    found[name] = item
+                    continue
                 try:
-                    found[name] = make(value[name])
+                    found[name] = make(item)
                 except InvalidRecord as error:
                     raise error.within(name) from None
         return kind(**found)

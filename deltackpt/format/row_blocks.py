@@ -188,6 +188,13 @@ def slot_field(slot: str) -> str:
     return f"slot.{slot}"
 
 
+def reach(rows: Rows) -> Span:
+    """Returns the span from the first to the last of some rows."""
+    if isinstance(rows, Ranges):
+        return rows.spans[0][0], rows.spans[-1][1]
+    return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+
+
 def row_slice(rows: Rows, start: int, stop: int) -> slice:
     """Returns the positions in ``rows`` of the row indices in ``[start, stop)``."""
     if isinstance(rows, range):

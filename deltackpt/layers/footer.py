@@ -108,7 +108,7 @@ class LayerArray:
     compression: Compression = ""
     chunks: bytes = b""
 
-    @property
+    @functools.cached_property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Offset, bytes and CRC32C of each chunk."""
         return tuple(_PLACE.iter_unpack(self.chunks))
