@@ -317,9 +317,6 @@ def _builder(kind: object) -> Callable[[object], Any]:
 
 def _record_builder(kind: type) -> Callable[[object], object]:
     builders, required = _field_builders(kind)
-    # Most fields, which need no call.
-    hints = typing.get_type_hints(kind).items()
-    plain = {name: hint for name, hint in hints if hint in (str, bytes, bool)}
 
     def build(value: object) -> object:
         if type(value) is not dict:
@@ -329,12 +326,8 @@ def _record_builder(kind: type) -> Callable[[object], object]:
         found = {}
         for name, make in builders.items():
             if name in value:
-                item = value[name]
-                if type(item) is plain.get(name):
-                    found[name] = item
-                    continue
                 try:
-                    found[name] = make(item)
+                    found[name] = make(value[name])
                 except InvalidRecord as error:
                     raise error.within(name) from None
         return kind(**found)
