@@ -17,7 +17,7 @@ from test_verify import chunk, flip
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
 from deltackpt.format import row_blocks
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.maintenance import estimate
 from deltackpt.maintenance.estimate import restore_plan
@@ -125,7 +125,7 @@ def test_a_sample_reads_only_the_row_indices_that_it_needs(tmp_path, monkeypatch
     with mock.patch.object(row_blocks, "CHUNK_BYTES", 512):
         write_chain(tmp_path, 3, rows=400)
     read: list[tuple[int, int]] = []
-    real = merge.rows_within
+    real = row_indices.rows_within
 
     def noted(layer, segment, span):
         found = real(layer, segment, span)
@@ -133,7 +133,7 @@ def test_a_sample_reads_only_the_row_indices_that_it_needs(tmp_path, monkeypatch
             read.append((len(found.rows), segment.count))
         return found
 
-    monkeypatch.setattr(merge, "rows_within", noted)
+    monkeypatch.setattr(row_indices, "rows_within", noted)
     found = restore_plan(tmp_path).estimate
     assert 0 < found.sampled_share < 0.5 and found.tables_secs > 0
     assert max(count for _, count in read) > 100

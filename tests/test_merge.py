@@ -26,7 +26,7 @@ from deltackpt.format.row_blocks import (
     Segment,
     StoredRows,
 )
-from deltackpt.layers import merge
+from deltackpt.layers import merge, row_indices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.resources.runtime import Runtime
 
@@ -187,7 +187,7 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
     for number, shards in enumerate(saves):
         for layer in shards:
             [segment] = layer.segments
-            rows = np.array(merge.segment_rows(layer, segment), np.int64)
+            rows = np.array(row_indices.segment_rows(layer, segment), np.int64)
             for name in segment.fields:
                 own = slice(*segment.columns) if name != "slot.n" else slice(0, WIDTH)
                 expected[name][rows, own] = cells_of(number, name)[rows, own]
@@ -205,7 +205,7 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
 
     def indices(layer: MemoryLayer, segment: Segment, targets: Targets) -> StoredRows | None:
         """The rows from the first to the last wanted one."""
-        rows = merge.segment_rows(layer, segment)
+        rows = row_indices.segment_rows(layer, segment)
         chunk = row_blocks.row_slice(rows, low, high)
         return StoredRows(rows[chunk], chunk.start)
 
@@ -230,7 +230,9 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
 
 
 def test_layers_with_other_rows_may_share_a_segment(monkeypatch):
-    monkeypatch.setattr(merge, "MANY_ROWS", 1)  # Threads read row indices before they are needed.
+    monkeypatch.setattr(
+        row_indices, "MANY_ROWS", 1
+    )  # Threads read row indices before they are needed.
     rows_of = [np.arange(number, 39, 3) for number in range(3)]
     layers = [
         layer_of(number, "s0", rows, (0, WIDTH), ["slot.n"], True)

@@ -17,7 +17,7 @@ from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFoun
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest, ParentRef, SaveId, TableEntry
 from deltackpt.format.row_blocks import ArrayEntry, Box, FieldSpec, GroupEntry, Segment
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.layers.footer import LayerManifest
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.layers.write import LayerFile
@@ -200,9 +200,9 @@ def test_row_indices_around_a_range_are_read(root, tmp_path):
     put_chain(root, tmp_path, [rows])
     [shard] = stored_saves.read_save(root / "1").shards()
     [segment] = shard.record.segments
-    assert merge.segment_rows(shard, segment).tolist() == rows
+    assert row_indices.segment_rows(shard, segment).tolist() == rows
     for start in range(ROWS):
-        held = merge.rows_within(shard, segment, (start, start + 10))
+        held = row_indices.rows_within(shard, segment, (start, start + 10))
         assert held.rows.tolist() == [row for row in rows if start <= row < start + 10]
         assert held.first == sum(row < start for row in rows)
 

@@ -27,7 +27,7 @@ from deltackpt.format.row_blocks import (
     Key,
     rows_of,
 )
-from deltackpt.layers import merge
+from deltackpt.layers import block_pieces, row_indices, targets
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import stored_dense
 from deltackpt.reading.shard_arrays import LayerArrays
@@ -218,9 +218,9 @@ def test_any_saves_restore_the_values_of_the_model(
     with (
         mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
         mock.patch.object(stored_dense, "_SMALL_LEAF_BYTES", small),
-        mock.patch.object(merge, "MANY_ROWS", small),
+        mock.patch.object(row_indices, "MANY_ROWS", small),
         mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
-        mock.patch.object(merge, "_WINDOW_BYTES", window),
+        mock.patch.object(block_pieces, "_WINDOW_BYTES", window),
     ):
         run = Run(tmp_path_factory.mktemp("layers"), seed)
         run.start([*saves[0][0], *data.draw(st.sets(st.sampled_from([*LEAVES])))])
@@ -327,17 +327,21 @@ def test_a_codec_for_other_dtypes_is_damage(run):
 def test_only_the_counts_up_to_the_needed_blocks_are_read(run):
     shard = saved(run, "f", "sparse")
     field = shard.field_of(shard.record.segments[0])
-    with mock.patch.object(merge, "_WINDOW_BYTES", 1):
-        first, last = field.elements(0, 1)["at"]
-        assert (first, len(field._counts)) == (0, 1)
-        assert field.elements(1, 12)["at"][0] == last
+    target = targets.Target("", BLOCKS, (0, 100), None, np.zeros((100, 256), np.uint16))
+    for first, count in ((0, 1), (2, 5)):
+        field.piece(row_blocks.StoredRows(range(count), first), target)
+    reads = []
+    with mock.patch.object(DenseShard, "read_into", lambda *call: reads.append(call[2:5])):
+        field.arrays(0, 1, np.empty)
+    entry, start, stop = reads[0]
+    assert (entry.name, start, stop) == ("blocks.count", 0, 7)
 
 
 @pytest.mark.parametrize("codec", ["raw", "sparse"])
 def test_a_window_is_read_once_also_if_some_blocks_need_two(run, monkeypatch, codec):
     monkeypatch.setattr(stored_dense, "_CHAIN_BYTES", 1)
     monkeypatch.setattr(stored_dense, "_SMALL_LEAF_BYTES", 0)
-    monkeypatch.setattr(merge, "_WINDOW_BYTES", {"raw": 2500, "sparse": 200}[codec])
+    monkeypatch.setattr(block_pieces, "_WINDOW_BYTES", {"raw": 2500, "sparse": 200}[codec])
     run.start(["f"])
     run.save(["f"], 1, (codec,), 1.0)
     reads = []

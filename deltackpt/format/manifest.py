@@ -431,8 +431,8 @@ def _check_ids(record: Manifest) -> None:
         check_save_id(save_id, place)
     process, count = record.process, record.process_count
     require(process < count, f"a process below {count}", process, "process")
-    for parent in record.parents:
-        require(is_name(parent), "the name of a directory", parent, "parents")
+    if not all(map(is_name, record.parents)):
+        raise InvalidRecord("names of directories", record.parents, "parents")
 
 
 def check_paths(record: Manifest | Layout | EpochHeader) -> None:

@@ -419,6 +419,8 @@ _PLAIN: dict[object, Callable[[object], object]] = {
 MOST = (1 << 63) - 1
 #: Most axes of an array, as numpy has it.
 MOST_AXES = 32
+#: What errors expect of arrays; formatting these takes longer than the checks.
+DTYPES, AXES = f"one of {sorted(dtypes.NUMPY_DTYPES)}", f"1 to {MOST_AXES} axes"
 #: zstd makes at most a block of 128 KiB from four bytes.
 MOST_ZSTD_RATIO = (128 << 10) // 4
 #: Most bytes of a name that is, or becomes, a component of a path.
@@ -433,11 +435,19 @@ def require(holds: bool, expected: str, found: object, place: str = "") -> None:
 
 def is_name(name: str) -> bool:
     """Returns whether a string is a single path component, so that it cannot leave its save."""
-    return (
-        0 < len(name.encode()) <= _NAME_BYTES
-        and name not in (".", "..")
-        and not {"/", "\0"}.intersection(name)
-    )
+    # Each save names up to 64 parents.
+    return 0 < len(name) <= _NAME_BYTES and _is_name(name)
+
+
+@functools.lru_cache(1024)
+def _is_name(name: str) -> bool:
+    is_inside = name not in (".", "..") and not {"/", "\0"}.intersection(name)
+    return is_inside and len(name.encode()) <= _NAME_BYTES
+
+
+@functools.lru_cache(1024)
+def _is_quoted_name(name: str) -> bool:
+    return is_name(urllib.parse.quote(name, safe=""))
 
 
 def check_files(files: Mapping[str, tuple[int, int, int]]) -> None:
@@ -491,11 +501,10 @@ def check_segment(segment: Segment) -> None:
 
 
 def _check_array(entry: ArrayEntry) -> None:
-    directory = urllib.parse.quote(entry.name, safe="")
-    require(is_name(directory), "the name of a directory", entry.name, "name")
-    core = dtypes.NUMPY_DTYPES
-    require(entry.dtype in core, f"one of {sorted(core)}", entry.dtype, "dtype")
-    require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
+    is_short = len(entry.name) <= _NAME_BYTES
+    require(is_short and _is_quoted_name(entry.name), "the name of a directory", entry.name, "name")
+    require(entry.dtype in dtypes.NUMPY_DTYPES, DTYPES, entry.dtype, "dtype")
+    require(0 < len(entry.shape) <= MOST_AXES, AXES, entry.shape, "shape")
     require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
     # A chunk may have room for more rows than there are.
     rows = max(entry.chunk_rows, entry.shape[0])

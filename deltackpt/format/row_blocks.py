@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -185,6 +186,13 @@ KEY_SLOT = "key"
 def slot_field(slot: str) -> str:
     """Field name of an optimizer slot."""
     return f"slot.{slot}"
+
+
+def reach(rows: Rows) -> Span:
+    """Returns the span from the first to the last of some rows."""
+    if isinstance(rows, Ranges):
+        return rows.spans[0][0], rows.spans[-1][1]
+    return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
 def row_slice(rows: Rows, start: int, stop: int) -> slice:
@@ -424,11 +432,16 @@ def array_entry(
     return ArrayEntry(
         name=name,
         shape=shape,
-        dtype=dtype.name,
+        dtype=_name_of(dtype),
         chunk_rows=chunk_rows,
         zstd=zstd,
         byte_planes=byte_planes,
     )
+
+
+@functools.lru_cache(64)
+def _name_of(dtype: np.dtype) -> str:
+    return dtype.name  # It takes longer than everything else about an entry.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -470,11 +483,11 @@ class Segment:
     def spec(self, group: GroupEntry, field: str) -> FieldSpec:
         """Returns a field's spec with this segment's columns and the codec that was used."""
         planned = next(spec for spec in group.fields if spec.name == field)
-        used = {encoding.field: encoding.codec for encoding in self.encodings}
-        trailing = planned.trailing
+        encodings = reversed(self.encodings)
+        found = (encoding.codec for encoding in encodings if encoding.field == field)
+        codec, trailing = next(found, planned.codec), planned.trailing
         if trailing and group.columns(planned) is not None:
             trailing = (self.columns[1] - self.columns[0], *trailing[1:])
-        codec = used.get(field, planned.codec)
         if (trailing, codec) == (planned.trailing, planned.codec):
             return planned
         return dataclasses.replace(planned, trailing=trailing, codec=codec)

@@ -17,7 +17,7 @@ from deltackpt import codecs
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.row_blocks import Box, FieldSpec, Rows, Segment, Span, StoredRows, width
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.layers.targets import Targets, targets_of
 from deltackpt.reading import dense_state, orbax_values, reader, stored_dense, wal_rows
 from deltackpt.reading.chains import read_whole
@@ -291,7 +291,7 @@ class RowIndexCache:
         self._lock = threading.Lock()
 
     def __call__(self, shard: StoredShard, segment: Segment, targets: Targets) -> StoredRows | None:
-        """See ``layers.merge.RowIndices``."""
+        """See ``layers.row_indices.RowIndices``."""
         if targets.reach(segment) is None:
             return None
         return StoredRows(self.rows_of(shard, segment))
@@ -304,7 +304,7 @@ class RowIndexCache:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        found = merge.segment_rows(shard, segment)
+        found = row_indices.segment_rows(shard, segment)
         if isinstance(found, np.ndarray):
             self._keep(key, found)
         return found

@@ -108,7 +108,7 @@ class LayerArray:
     compression: Compression = ""
     chunks: bytes = b""
 
-    @property
+    @functools.cached_property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Offset, bytes and CRC32C of each chunk."""
         return tuple(_PLACE.iter_unpack(self.chunks))
@@ -386,20 +386,26 @@ def _check_rows(group: RowGroup, gaps: LayerArray | None) -> None:
 
 
 def _check_array(array: LayerArray) -> None:
-    core = dtypes.NUMPY_DTYPES
-    require(array.dtype in core, f"one of {sorted(core)}", array.dtype, "dtype")
-    require(0 < len(array.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", array.shape, "shape")
+    require(array.dtype in dtypes.NUMPY_DTYPES, records.DTYPES, array.dtype, "dtype")
+    require(0 < len(array.shape) <= MOST_AXES, records.AXES, array.shape, "shape")
     require(0 < array.chunk_rows <= MOST, "1 or more", array.chunk_rows, "chunk_rows")
-    rows, row_bytes = max(1, array.shape[0]), max(1, array.row_bytes)
-    require(rows * row_bytes <= MOST, f"at most {MOST} bytes", array.shape, "shape")
-    expected, found = array.chunk_count * CHUNK.itemsize, len(array.chunks)
-    require(found == expected, f"{expected} bytes of chunks", found, "chunks")
-    if not found:
+    rows, row_bytes, count = array.shape[0], array.row_bytes, array.chunk_count
+    require((rows or 1) * (row_bytes or 1) <= MOST, f"at most {MOST} bytes", array.shape, "shape")
+    if len(array.chunks) != count * _PLACE.size:
+        expected = f"{count * _PLACE.size} bytes of chunks"
+        raise InvalidRecord(expected, len(array.chunks), "chunks")
+    if not count:
         return
     sizes = [nbytes for _, nbytes, _ in array.places]
     # The last chunk may be shorter.
-    whole, last = array.chunk_rows * array.row_bytes, array.chunk_length(array.chunk_count - 1)
-    for plain, stored in ((whole, sizes[:-1]), (last * array.row_bytes, sizes[-1:])):
-        least = -(-plain // MOST_ZSTD_RATIO) if array.compression else plain
-        fits = not stored or least <= min(stored) <= max(stored) <= plain
-        require(fits, f"chunks of {plain} bytes", stored, "chunks")
+    last = sizes.pop()
+    _check_sizes(array, array.chunk_length(count - 1) * row_bytes, last, last)
+    if sizes:
+        _check_sizes(array, array.chunk_rows * row_bytes, min(sizes), max(sizes))
+
+
+def _check_sizes(array: LayerArray, plain: int, low: int, high: int) -> None:
+    """Checks the least and the most bytes of chunks that have ``plain`` bytes uncompressed."""
+    least = -(-plain // MOST_ZSTD_RATIO) if array.compression else plain
+    if not least <= low <= high <= plain:
+        raise InvalidRecord(f"chunks of {plain} bytes", (low, high), "chunks")

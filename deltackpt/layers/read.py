@@ -55,25 +55,20 @@ class ByteSource(Protocol):
         """
 
 
-class StoredBytes(NamedTuple):
-    """A file or an object of a store."""
+class StoredBytes:
+    """A file or an object of a store; see ``ByteSource``."""
 
-    store_path: StorePath
-
-    @property
-    def name(self) -> str:
-        """See ``ByteSource``."""
-        return self.store_path.shown()
-
-    @property
-    def run_bytes(self) -> int:
-        """See ``ByteSource``; what a file has is verified while it is in the cache."""
-        return _FILE_RUN_BYTES if isinstance(self.store_path.store, FileStore) else _RANGE_BYTES
+    def __init__(self, at: StorePath):
+        """Reads nothing yet."""
+        self._store, self._key = at
+        self.name = at.shown()
+        # What a file has is verified while it is in the cache.
+        self.run_bytes = _FILE_RUN_BYTES if isinstance(at.store, FileStore) else _RANGE_BYTES
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
         with arrays.unreadable_is_damage(self.name, "a layer file"):
-            self.store_path.store.read_into(self.store_path.key, start, buffers)
+            self._store.read_into(self._key, start, buffers)
 
 
 class _Memory(NamedTuple):
@@ -177,20 +172,8 @@ class LayerReader:
         if not out.nbytes:
             return
         target, size = out.reshape(-1).view(np.uint8), array.chunk_rows
-        first, last = start // size, (stop - 1) // size
-        whole = range(0)
-        if not array.compression:
-            end = array.chunk_count if stop == array.shape[0] else stop // size
-            whole = range(-(-start // size), end)
-        if whole:
-            skipped = (whole.start * size - start) * array.row_bytes
-            self._read_whole(array, whole, target[skipped:])
-            ends = {first, last}
-            batches = [range(number, number + 1) for number in ends if number not in whole]
-        else:
-            host_memory.populate(target)
-            batches = self._batches(array, first, last)
-        for numbers in batches:
+        host_memory.populate(target)
+        for numbers in self._batches(array, start // size, (stop - 1) // size):
             wanted = [self._wanted(array, number, start, stop, target) for number in numbers]
             self._read_chunks(array, wanted)
             for one in wanted:
@@ -285,7 +268,7 @@ class LayerReader:
         for number in range(first, last + 1):
             chunk = self._chunk(array, number)
             nbytes += chunk.stop - chunk.start
-            if nbytes >= _RANGE_BYTES or number == last:
+            if nbytes >= self._source.run_bytes or number == last:
                 yield range(first, number + 1)
                 first, nbytes = number + 1, 0
 
@@ -300,21 +283,6 @@ class LayerReader:
         if high - low == length and len(target) == chunk.stop - chunk.offset:
             return _Wanted(number, chunk, target)
         return _Wanted(number, chunk, _room(chunk), target, (low - own) * row_bytes)
-
-    def _read_whole(self, array: LayerArray, numbers: range, out: np.ndarray) -> None:
-        """Reads whole uncompressed chunks to the start of ``out``, adjacent ones with one range."""
-        chunks = self.chunks_of(array)[numbers.start : numbers.stop]
-        at = 0
-        for run in _runs(chunks, self._source.run_bytes):
-            padding = np.empty(run[0].offset - run[0].start, np.uint8)
-            shown = _shown(array, numbers.start)
-            data = out[at : at + run[-1].stop - run[0].offset]
-            host_memory.populate(data)
-            self._read(run[0].start, [buffer for buffer in (padding, data) if len(buffer)], shown)
-            for chunk in run:
-                nbytes = chunk.stop - chunk.offset
-                self._check(array, numbers.start, chunk, padding, out[at : at + nbytes])
-                numbers, padding, at = numbers[1:], padding[:0], at + nbytes
 
     def _check(
         self, array: LayerArray, number: int, chunk: Chunk, padding: np.ndarray, data: np.ndarray
@@ -375,18 +343,6 @@ class _Wanted(NamedTuple):
     skipped: int = 0
 
 
-def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
-    """Splits chunks so that those of a run follow each other without padding."""
-    first = 0
-    for number in range(1, len(chunks) + 1):
-        if number == len(chunks) or (
-            chunks[number].offset != chunks[number - 1].stop
-            or chunks[number].stop - chunks[first].offset > most_bytes
-        ):
-            yield chunks[first:number]
-            first = number
-
-
 def _room(chunk: Chunk) -> np.ndarray:
     return np.empty(chunk.stop - chunk.offset, np.uint8)
 
@@ -396,11 +352,11 @@ def _shown(array: LayerArray, chunk: int) -> str:
 
 
 def _check_target(array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
-    expected = (stop - start, *array.shape[1:]), array.dtype, True
-    found = out.shape, out.dtype.name, out.flags.c_contiguous
-    if not 0 <= start <= stop <= array.shape[0] or found != expected:
+    shape = stop - start, *array.shape[1:]
+    is_target = out.shape == shape and out.dtype == array.dtype and out.flags.c_contiguous
+    if not is_target or not 0 <= start <= stop <= array.shape[0]:
         raise OptionError(
             f"array {array.name!r}: expected rows within {array.shape[0]} and a contiguous target "
-            f"of shape {expected[0]}, {array.dtype}, found [{start}, {stop}) and {found[0]}, "
-            f"{found[1]}; pass such a target"
+            f"of shape {shape}, {array.dtype}, found [{start}, {stop}) and {out.shape}, "
+            f"{out.dtype.name}; pass such a target"
         )

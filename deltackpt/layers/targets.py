@@ -173,6 +173,8 @@ class Targets:
         #: Numbers of rows of a save's groups to the covers of the targets, by group.
         self._covers: dict[tuple[int, ...], dict[str, Cover]] = {}
         self._sorted: dict[tuple[str, str], list[Target]] = {}
+        #: Group, fields and columns to the joined rows of their targets.
+        self._wanted: dict[tuple[str, tuple[str, ...], Span], tuple[Span, ...]] = {}
         for one in sorted(targets, key=lambda one: one.rows):
             self._sorted.setdefault((one.group, one.field), []).append(one)
 
@@ -185,13 +187,32 @@ class Targets:
 
     def reach(self, segment: Segment) -> Span | None:
         """Returns the span of the wanted rows of a segment's group; None if none is wanted."""
-        spans = [
-            one.rows
-            for field in segment.fields
-            for one in self._sorted.get((segment.group, field), [])
-            if one.overlap(segment.columns) is not None
-        ]
-        return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
+        spans = self._wanted_rows(segment, segment.fields)
+        return (spans[0][0], spans[-1][1]) if spans else None
+
+    def sections(self, segment: Segment, rows: Rows, *fields: str) -> list[slice]:
+        """Returns the positions of the wanted rows of a segment, by default of all its fields."""
+        first, last = row_blocks.reach(rows)
+        spans = self._wanted_rows(segment, fields or segment.fields)
+        low = bisect.bisect_right(spans, first, key=lambda span: span[1])
+        high = bisect.bisect_left(spans, last, key=lambda span: span[0])
+        # The tables of a group follow each other, so that most segments are wanted whole.
+        if high - low == 1 and spans[low][0] <= first and last <= spans[low][1]:
+            return [slice(0, len(rows))]
+        found = row_blocks.row_slices(rows, spans[low:high])
+        return [section for section in found if section.start < section.stop]
+
+    def _wanted_rows(self, segment: Segment, fields: tuple[str, ...]) -> tuple[Span, ...]:
+        """Returns the rows of all targets of some fields of a segment, joined."""
+        key = segment.group, fields, segment.columns
+        if key not in self._wanted:
+            targets = (
+                one for name in fields for one in self._sorted.get((segment.group, name), ())
+            )
+            self._wanted[key] = row_blocks.joined(
+                one.rows for one in targets if one.overlap(segment.columns) is not None
+            )
+        return self._wanted[key]
 
     def touch(self, stored: Manifest, cover: Cover) -> bool:
         """Returns whether a shard may contain any wanted row, from its cover alone.

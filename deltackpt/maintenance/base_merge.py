@@ -25,7 +25,7 @@ from deltackpt.errors import OptionError
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Segment, Span, StoredRows, width
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.maintenance.plan import CompactionPlan, chain, detect_step_removal
 from deltackpt.reading import chains, reader, stored_dense
@@ -363,7 +363,7 @@ def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
 
 
 class _RowIndices:
-    """Row indices of deltas within a range, each read once; see ``merge.RowIndices``."""
+    """Row indices of deltas within a range, each read once; see ``row_indices.RowIndices``."""
 
     def __init__(self) -> None:
         self._span: Span = (0, 0)
@@ -375,10 +375,10 @@ class _RowIndices:
 
     def __call__(self, shard: StoredShard, segment: Segment, targets: Targets) -> StoredRows | None:
         if segment.ranges is not None or targets.reach(segment) is None:
-            return merge.stored_rows(shard, segment, targets)
+            return row_indices.stored_rows(shard, segment, targets)
         key = shard.item_dir, shard.record.process, segment.name
         if key not in self._held:
-            rows, first = merge.rows_within(shard, segment, self._span)
+            rows, first = row_indices.rows_within(shard, segment, self._span)
             # A copy, so that the chunks around the range can be freed.
             self._held[key] = StoredRows(np.array(rows), first)
         return self._held[key]

@@ -21,7 +21,7 @@ from deltackpt.errors import StepNotFound
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import Layout
 from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Rows, Segment, Span, StoredRows
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import steps
 from deltackpt.ledger.opening import open_steps
@@ -209,7 +209,7 @@ class _StoredSegment:
         members = manifest.tables_of_group(self.group, self.save.head.tables)
         for encoding in self.segment.encodings:
             return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-        rows = merge.segment_rows(self.shard, self.segment)
+        rows = row_indices.segment_rows(self.shard, self.segment)
         spans = [(table.offset, table.offset + table.rows) for table in members]
         slices = zip(members, row_blocks.row_slices(rows, spans), strict=True)
         return {table.name: held.stop - held.start for table, held in slices}
@@ -359,10 +359,10 @@ def _measured(sample: _StoredSegment) -> tuple[float, int]:
     started = time.perf_counter()
     rows = _first_rows(shard, segment)
     seconds = time.perf_counter() - started
-    first = merge.reach(rows)[0]
+    first = row_blocks.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[row_blocks.row_slice(rows, first, first + most)]
-    span = merge.reach(rows)
+    span = row_blocks.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs])
     if save.info.kind == "delta":
         # A delta is merged into memory that is mapped; a base is read into fresh memory.
@@ -385,7 +385,7 @@ def _first_rows(shard: StoredShard, segment: Segment) -> Rows:
     total = shard.groups[segment.group].rows
     stop = total * count // max(1, segment.count)
     while True:
-        rows = merge.rows_within(shard, segment, (0, stop)).rows
+        rows = row_indices.rows_within(shard, segment, (0, stop)).rows
         if len(rows) >= count or stop >= total:
             return rows[:count]
         stop = 2 * stop + 1

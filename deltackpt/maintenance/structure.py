@@ -14,7 +14,7 @@ from deltackpt import codecs
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.row_blocks import PLAIN, FieldSpec, GroupEntry, Segment, Span, width
-from deltackpt.layers import merge
+from deltackpt.layers import row_indices
 from deltackpt.reading import bounds, stored_dense
 from deltackpt.reading.shard_arrays import ZarrArrays
 from deltackpt.reading.stored_dense import DenseShard
@@ -37,7 +37,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
             wrong = list(_segment_problems(shard, segment))
             yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
             if not wrong:
-                rows = merge.segment_rows(shard, segment)
+                rows = row_indices.segment_rows(shard, segment)
                 group = shard.groups[segment.group]
                 for spec in group.fields:
                     if spec.name in segment.fields:
@@ -91,9 +91,9 @@ def _dense_problems(shard: StoredShard, dense_shard: DenseShard) -> Iterator[tup
         if wrong:
             continue
         if segment.group != PLAIN:
-            field = dense_shard.field_of(segment)
-            if dense_shard.record.complete and field.is_relative:
-                yield f"{folder}/{segment.name}", "blocks without a reference", field.spec.codec
+            codec = dense_shard.field_of(segment).codec
+            if dense_shard.record.complete and codec.relative:
+                yield f"{folder}/{segment.name}", "blocks without a reference", codec.name
             held.setdefault(segment.group, []).append(dense_shard.rows(segment))
         elif segment.count != (total := row_blocks.plain_bytes(dense_shard.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"

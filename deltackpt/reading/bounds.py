@@ -7,8 +7,9 @@ Anyone who can write to a directory can write records with valid checksums.
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from deltackpt import codecs, vocab
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
@@ -63,12 +64,12 @@ def check_segment(
     try:
         require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
         group = groups[segment.group]
-        _check_fields(segment, group, name)
+        specs = _checked_fields(segment, group, name)
         _check_rows(segment, group)
         if tables is not None:
             for encoding in segment.encodings:
                 _check_encoding(encoding, segment, tables[group.name])
-        _check_arrays(segment, group)
+        _check_arrays(segment, specs)
     except InvalidRecord as error:
         raise error.within(f"segment {segment.name}").damage(name) from error
 
@@ -118,18 +119,6 @@ def check_paths(target: Layout, name: str) -> None:
                 lengths[above] = max(key, lengths.get(above, 0))
     if (places := sum(lengths.values())) > _MOST_PLACES:
         raise Damaged(name, f"lists of at most {_MOST_PLACES} places", f"{places}")
-
-
-def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.StoredArray]:
-    """Returns the arrays that a segment must have, by name, except raw rows beside the codes."""
-    found = {}
-    for field in segment.fields:
-        spec = segment.spec(group, field)
-        described = codecs.parse_codec(spec.codec).stored(
-            spec.trailing, codecs.dtype_of(spec.dtype)
-        )
-        found |= {codecs.array_name(field, suffix): array for suffix, array in described.items()}
-    return found
 
 
 def stored_fields(segment: Segment, group: GroupEntry) -> list[str]:
@@ -182,16 +171,26 @@ def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
 
 
 def _check_codec(spec: FieldSpec, name: str) -> None:
-    if spec.codec not in codecs.names() and not codecs.is_constant(spec.codec):
+    try:
+        fault = _codec_fault(spec.codec, spec.dtype)
+    except OptionError:
         raise FormatTooNew(
             f"{name}: expected codecs among {codecs.names()}, found {[spec.codec]}; "
             "install the newer deltackpt that wrote it"
-        )
+        ) from None
+    if fault:
+        raise InvalidRecord(f"a codec for {spec.dtype}", f"{spec.codec} ({fault})", spec.name)
+
+
+@functools.lru_cache(256)
+def _codec_fault(name: str, dtype: str) -> str:
+    """Returns why a codec cannot store rows of a dtype, or ""; OptionError if it is unknown."""
+    codec = codecs.parse_codec(name)
     try:
-        codecs.parse_codec(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
+        codec.check(_WIDE, codecs.dtype_of(dtype))
     except OptionError as error:
-        found = f"{spec.codec} ({error})"
-        raise InvalidRecord(f"a codec for {spec.dtype}", found, spec.name) from error
+        return str(error)
+    return ""
 
 
 def _check_tables(head: Manifest | EpochHeader, name: str) -> None:
@@ -223,7 +222,8 @@ def _check_covers(
         require(len(cover.tables) <= len(head.tables), "spans of tables", cover.tables, place)
 
 
-def _check_fields(segment: Segment, group: GroupEntry, name: str) -> None:
+def _checked_fields(segment: Segment, group: GroupEntry, name: str) -> list[FieldSpec]:
+    """Returns the spec of each field of a segment."""
     known = [spec.name for spec in group.fields]
     fields = segment.fields
     require(len({*fields}) == len(fields), "fields of different names", fields, "fields")
@@ -231,8 +231,10 @@ def _check_fields(segment: Segment, group: GroupEntry, name: str) -> None:
     first, last = segment.columns
     expected = f"columns within [0, {group.width})"
     require(first < last <= group.width, expected, f"[{first}, {last})", "columns")
-    for field in fields:
-        _check_codec(segment.spec(group, field), name)
+    found = [segment.spec(group, field) for field in fields]
+    for spec in found:
+        _check_codec(spec, name)
+    return found
 
 
 def _check_rows(segment: Segment, group: GroupEntry) -> None:
@@ -257,42 +259,38 @@ def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
         require(not any(figure < 0 for figure in figures), "figures of 0 or more", figures, place)
 
 
-def _check_arrays(segment: Segment, group: GroupEntry) -> None:
+def _check_arrays(segment: Segment, specs: Collection[FieldSpec]) -> None:
+    """Checks that a segment has the arrays of its codecs, and at most raw rows beside them."""
     entries = {entry.name: entry for entry in segment.arrays}
     require(len(entries) == len(segment.arrays), "arrays of different names", [*entries], "arrays")
-    expected = stored_arrays(group, segment)
-    for name, array in expected.items():
+    known = set()
+
+    def check(
+        name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], byte_planes: bool = False
+    ) -> None:
+        known.add(name)
         require(name in entries, f"an array {name}", "none in the manifest")
-        _check_array(
-            entries[name], (segment.count, *array.trailing), (array.dtype.name,), array.byte_planes
-        )
+        _check_array(entries[name], shape, dtypes, byte_planes)
+
     if segment.ranges is None:
-        require(naming.GAPS in entries, f"an array {naming.GAPS}", "none in the manifest")
-        _check_array(entries[naming.GAPS], (segment.count,), GAPS_DTYPES, False)
-    raw = dict(_raw_arrays(segment, group, entries))
-    for name, (shape, dtype) in raw.items():
-        _check_array(entries[name], shape, (dtype,), False)
-    known = {*expected, *raw, *([] if segment.ranges is not None else [naming.GAPS])}
-    require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
-
-
-def _raw_arrays(
-    segment: Segment, group: GroupEntry, entries: Mapping[str, ArrayEntry]
-) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""
-    for field in segment.fields:
-        spec = segment.spec(group, field)
-        if codecs.parse_codec(spec.codec).lossless:
+        check(naming.GAPS, (segment.count,), GAPS_DTYPES)
+    for spec in specs:
+        codec, dtype = codecs.parse_codec(spec.codec), codecs.dtype_of(spec.dtype)
+        for suffix, array in codec.stored(spec.trailing, dtype).items():
+            shape, name = (segment.count, *array.trailing), codecs.array_name(spec.name, suffix)
+            check(name, shape, (array.dtype.name,), array.byte_planes)
+        rows, at = (
+            codecs.array_name(spec.name, suffix)
+            for suffix in (codecs.RAW_ROWS, codecs.RAW_POSITIONS)
+        )
+        if codec.lossless or not (rows in entries or at in entries):
             continue
-        rows = codecs.array_name(field, codecs.RAW_ROWS)
-        at = codecs.array_name(field, codecs.RAW_POSITIONS)
-        require((rows in entries) == (at in entries), f"both {rows} and {at}, or none", "one")
-        if at in entries:
-            count = entries[at].shape[0]
-            require(count <= segment.count, f"at most {segment.count} rows", count, rows)
-            stored = codecs.stored_dtype(codecs.dtype_of(spec.dtype))
-            yield rows, ((count, *spec.trailing), stored.name)
-            yield at, ((count,), "int64")
+        require(rows in entries and at in entries, f"both {rows} and {at}, or none", "one")
+        count = entries[at].shape[0]
+        require(count <= segment.count, f"at most {segment.count} rows", count, rows)
+        check(rows, (count, *spec.trailing), (codecs.stored_dtype(dtype).name,))
+        check(at, (count,), ("int64",))
+    require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
 
 
 def _check_array(

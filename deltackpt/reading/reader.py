@@ -19,8 +19,8 @@ from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveInfo
 from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import Box, Segment, StoredRows, width
-from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices
+from deltackpt.layers import merge, row_indices
+from deltackpt.layers.row_indices import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
 from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
@@ -187,7 +187,7 @@ def fill(
     *,
     records: WalRows = (),
     seen: SeenRows | None = None,
-    indices: RowIndices = merge.stored_rows,
+    indices: RowIndices = row_indices.stored_rows,
     runtime: Runtime | None = None,
     over_parent: bool = False,
 ) -> int:
@@ -295,7 +295,7 @@ def check_covered(
     save: StoredSave,
     shards: Sequence[Shard],
     targets: Targets,
-    indices: RowIndices = merge.stored_rows,
+    indices: RowIndices = row_indices.stored_rows,
     *,
     parent: StoredSave | None = None,
 ) -> None:
@@ -303,6 +303,8 @@ def check_covered(
 
     These are all rows of a base; for a delta, the rows by which tables have grown.
     """
+    if parent is not None and parent.head.groups == save.head.groups:
+        return
     before = {} if parent is None else {one.name: one.rows for one in parent.head.groups}
     new = {one.name: (before.get(one.name, 0), one.rows) for one in save.head.groups}
     if all(start == stop for start, stop in new.values()):
@@ -312,7 +314,7 @@ def check_covered(
         held = indices(shard, segment, targets)
         if held is None:
             continue
-        span = row_blocks.common(merge.reach(held.rows), new[segment.group])
+        span = row_blocks.common(row_blocks.reach(held.rows), new[segment.group])
         group = shard.groups[segment.group]
         fields = bounds.stored_fields(segment, group) if parent is None else segment.fields
         for field in fields:

@@ -16,7 +16,7 @@ from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.records import MOST
 from deltackpt.format.row_blocks import ArrayEntry, GroupEntry, Segment, StoredRows
-from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
+from deltackpt.layers.footer import RowGroup, compression_of
 from deltackpt.layers.read import LayerReader, StoredBytes
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
@@ -29,6 +29,7 @@ class ZarrArrays:
 
     def __init__(self, item_dir: StorePath, record: Manifest):
         self._item_dir, self._record = item_dir, record
+        self._checked: set[str] = set()
 
     @functools.cached_property
     def _digests(self) -> dict[str, dict[str, Digest]]:
@@ -64,7 +65,10 @@ class ZarrArrays:
         """Raises Damaged if the stored bytes are too short for the arrays of a segment.
 
         The digests contain the length of each file, and the first chunk of each array its own.
+        Everything that reads calls it.
         """
+        if segment.name in self._checked:
+            return
         for entry in segment.arrays:
             directory, chunks = self._directory(segment, entry), self._chunks(segment, entry)
             nbytes, name = arrays.chunk_bytes(entry), directory.shown(5)
@@ -73,6 +77,7 @@ class ZarrArrays:
                 first = directory / arrays.chunk_name(entry, 0)
                 shown = f"{name}/{arrays.chunk_name(entry, 0)}"
                 bounds.check_chunk(entry, nbytes, first.length(shown), shown)
+        self._checked.add(segment.name)
 
     def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
         """Yields names of chunks of an array, below the array's, that no digest describes."""
@@ -84,6 +89,7 @@ class ZarrArrays:
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges, or more."""
+        self.check(segment)
         entry = next(entry for entry in segment.arrays if entry.name == naming.GAPS)
         found, position, last = [], 0, -1
         for start in range(0, entry.shape[0], entry.chunk_rows):
@@ -108,6 +114,7 @@ class ZarrArrays:
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """Reads elements ``[start, stop)`` of an array's first axis; raises Damaged."""
+        self.check(segment)
         directory = self._directory(segment, entry)
         sums = self._sums.get(directory.below(self._item_dir), {})
         arrays.read_array(directory, entry, start, stop, out, checksums=sums)
@@ -145,10 +152,20 @@ class LayerArrays:
 
     def check(self, segment: Segment) -> None:
         """See ``ZarrArrays``; the footer bounds each array by the length of the file."""
-        self._group(segment)
-        for entry in segment.arrays:
-            if entry.name != naming.GAPS:
-                self._array(segment, entry)
+        if segment.name in self._checked:
+            return
+        group = self._group(segment)
+        held = self.layer.arrays(group)
+        for entry in (one for one in segment.arrays if one.name != naming.GAPS):
+            found, expected = (
+                held.get(entry.name),
+                (entry.shape, entry.dtype, compression_of(entry)),
+            )
+            if found is None or (found.shape, found.dtype, found.compression) != expected:
+                have = None if found is None else (found.shape, found.dtype, found.compression)
+                name = self.name_of(segment, entry)
+                raise Damaged(name, f"{expected}, as in the record", f"{have}")
+        self._checked[segment.name] = group
 
     def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
         """Returns how many bytes are read for elements of an array's first axis."""
@@ -157,13 +174,15 @@ class LayerArrays:
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges."""
-        return self.layer.rows(self._group(segment), first, stop)
+        self.check(segment)
+        return self.layer.rows(self._checked[segment.name], first, stop)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """See ``ZarrArrays``."""
-        array = self._array(segment, entry)
+        self.check(segment)
+        array = self.layer.arrays(self._checked[segment.name])[entry.name]
         if out.flags.c_contiguous:
             self.layer.read_into(array, start, stop, out)
         else:
@@ -184,16 +203,7 @@ class LayerArrays:
             found = "none" if group is None else f"{group.count} rows in {group.ranges}"
             shown = f"{self._name}: row group {segment.name!r}"
             raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the record", found)
-        self._checked[segment.name] = group
         return group
-
-    def _array(self, segment: Segment, entry: ArrayEntry) -> LayerArray:
-        found = self.layer.arrays(self._group(segment)).get(entry.name)
-        expected = entry.shape, entry.dtype, compression_of(entry)
-        if found is None or (found.shape, found.dtype, found.compression) != expected:
-            held = None if found is None else (found.shape, found.dtype, found.compression)
-            raise Damaged(self.name_of(segment, entry), f"{expected}, as in the record", f"{held}")
-        return found
 
 
 ShardArrays: TypeAlias = ZarrArrays | LayerArrays
@@ -201,37 +211,28 @@ ShardArrays: TypeAlias = ZarrArrays | LayerArrays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``."""
+    """The rows that one process wrote in a save or WAL record; see ``layers.row_indices.Layer``."""
 
     arrays: ShardArrays
     segments: tuple[Segment, ...]
     groups: Mapping[str, GroupEntry]
-
-    @functools.cached_property
-    def _sound(self) -> set[str]:
-        """Names of the segments that were checked."""
-        return set()
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of a stored array in errors."""
         return self.arrays.name_of(segment, entry)
 
     def check(self, segment: Segment) -> None:
-        """See ``layers.merge.Layer``."""
-        if segment.name not in self._sound:
-            self.arrays.check(segment)
-            self._sound.add(segment.name)
+        """See ``layers.row_indices.Layer``."""
+        self.arrays.check(segment)
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """See ``layers.merge.Layer``."""
-        self.check(segment)
+        """See ``layers.row_indices.Layer``."""
         return self.arrays.row_indices(segment, first, stop)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """Reads rows of one stored array; verifies that every chunk is the one written there."""
-        self.check(segment)
         self.arrays.read_into(segment, entry, start, stop, out)
 
 

@@ -32,14 +32,13 @@ from deltackpt.format.row_blocks import (
     ArrayEntry,
     BlockedValue,
     DenseBlocks,
-    FieldSpec,
     Key,
     Rows,
     Segment,
     StoredRows,
 )
-from deltackpt.layers import merge
-from deltackpt.layers.merge import Piece, SegmentField
+from deltackpt.layers import merge, row_indices
+from deltackpt.layers.block_pieces import BlockField, BlockPiece
 from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
@@ -127,14 +126,13 @@ class DenseShard:
     on_bytes: OnBytes = uncounted
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """See ``layers.merge.Source``."""
+        """See ``layers.row_indices.Source``."""
         return self.arrays.name_of(segment, entry)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
-        """See ``layers.merge.Source``."""
-        self.arrays.check(segment)
+        """See ``layers.row_indices.Source``."""
         self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
         self.arrays.read_into(segment, entry, start, stop, out)
 
@@ -143,7 +141,6 @@ class DenseShard:
         if segment.ranges is not None:
             rows = row_blocks.rows_of(segment.ranges)
         else:
-            self.arrays.check(segment)
             rows = self.arrays.row_indices(segment).rows
             gaps = (entry for entry in segment.arrays if entry.name == naming.GAPS)
             nbytes = (self.arrays.bytes_of(segment, one, 0, one.shape[0]) for one in gaps)
@@ -151,7 +148,7 @@ class DenseShard:
         if len(rows) != segment.count:
             raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
         total = sum(value.blocks for value in self.record.of_group(segment.group))
-        if (end := merge.reach(rows)[1]) > total:
+        if (end := row_blocks.reach(rows)[1]) > total:
             raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{end - 1}")
         return rows
 
@@ -164,7 +161,7 @@ class DenseShard:
         except (ValueError, OptionError) as error:
             raise Damaged(self.name, f"a codec of {segment.name}", f"{used}") from error
 
-    def field_of(self, segment: Segment) -> SegmentField:
+    def field_of(self, segment: Segment) -> BlockField:
         """Returns the blocks of a segment; raises Damaged if an array of its codec is missing."""
         codec, entries = self.codec_of(segment), {entry.name: entry for entry in segment.arrays}
         if not codec.accepts_dtype(segment.group):
@@ -179,8 +176,7 @@ class DenseShard:
             if found.shape != (count, *array.trailing) or found.dtype != array.dtype.name:
                 shown = f"{found.dtype}{list(found.shape)}"
                 raise Damaged(self.name, f"{expected} of {segment.name}", shown)
-        spec = FieldSpec(name=BLOCKS, trailing=(BLOCK,), dtype=segment.group, codec=codec.name)
-        return SegmentField(self, segment, spec)
+        return BlockField(self, segment, codec)
 
     @functools.cached_property
     def plain_bytes(self) -> np.ndarray:
@@ -389,7 +385,7 @@ class DensePlan:
                 nearby = itertools.islice(later, 1 if number else _READERS)
                 for shard in itertools.chain.from_iterable(nearby):
                     for segment in shard.record.segments:
-                        if segment.group in groups and segment.count >= merge.MANY_ROWS:
+                        if segment.group in groups and segment.count >= row_indices.MANY_ROWS:
                             key = id(shard), id(segment)
                             coming[key] = runtime.submit(shard.rows, segment)
                 self._add(save, coming)
@@ -495,11 +491,6 @@ class DensePlan:
                 for key, value in below.items():
                     data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
                 into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
-                ends: dict[SegmentField, int] = {}
-                for one in itertools.chain.from_iterable(chain.pieces for chain in work.values()):
-                    ends[one.field] = max(one.stop, ends.get(one.field, 0))
-                for field, stop in ends.items():
-                    runtime.submit(field.count_to, stop)
                 base.fill(into, on_filled)
             merge.run([work.values()], runtime)
 
@@ -523,7 +514,7 @@ class DensePlan:
                 elif value.at is not None:
                     self._plain[key] = shard, value.at
             for group, values in groups.items():
-                found: list[tuple[SegmentField, Rows]] = []
+                found: list[tuple[BlockField, Rows]] = []
                 for one in shard.record.segments:
                     if one.group == group:
                         rows = coming.pop((id(shard), id(one)), None)
@@ -538,7 +529,7 @@ class DensePlan:
             if key in self._plain if plain else self._complete[key].all():
                 del self.missing[key]
 
-    def _add_blocks(self, value: BlockedValue, field: SegmentField, held: StoredRows) -> None:
+    def _add_blocks(self, value: BlockedValue, field: BlockField, held: StoredRows) -> None:
         """Adds some blocks of a value to its chains, without those that newer saves complete."""
         key, size = (value.file, value.key), _chain_blocks(value)
         complete = self._complete[key]
@@ -548,29 +539,24 @@ class DensePlan:
             if len(rows) and not _all_marked(complete, rows):
                 found = _StoredBlocks(field, StoredRows(rows, held.first + section.start))
                 self._chains.setdefault((key, number), []).append(found)
-        if not field.is_relative:
-            merge.set_flags(complete, held.rows)
+        if not field.codec.relative:
+            row_indices.set_flags(complete, held.rows)
 
     def _chain(self, key: Key, found: Iterable[_StoredBlocks], data: np.ndarray) -> _Chain:
         """The work of a chain, in memory that contains the value below the saves."""
         target = Target("", BLOCKS, (0, self._values[key].blocks), None, data)
-        return _Chain(
-            [
-                Piece(field, rows, None, first, first + len(rows), (target,))
-                for field, (rows, first) in found
-            ]
-        )
+        return _Chain([field.piece(held, target) for field, held in found])
 
 
 class _StoredBlocks(NamedTuple):
-    field: SegmentField
+    field: BlockField
     held: StoredRows
 
 
 class _Chain(NamedTuple):
     """Pieces of the same blocks, newest save first; see ``layers.merge.Work``."""
 
-    pieces: list[Piece]
+    pieces: list[BlockPiece]
 
     @property
     def nbytes(self) -> int:
@@ -594,7 +580,7 @@ def blocks_by_value(
     ``values`` are those of the segment's group, ascending; ``rows`` the segment's in the group. The
     blocks are numbered in their value, with the first one's position in the segment.
     """
-    low, high = merge.reach(rows)
+    low, high = row_blocks.reach(rows)
     begin = max(0, bisect.bisect_right(values, low, key=_first_of) - 1)
     values = values[begin : bisect.bisect_left(values, high, key=_first_of)]
     firsts = [_first_of(value) for value in values]
@@ -620,7 +606,7 @@ def _chain_blocks(value: BlockedValue) -> int:
 
 
 def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
-    first, stop = merge.reach(rows)
+    first, stop = row_blocks.reach(rows)
     # Mostly none is, which is quicker to see than to look each of them up.
     around = flags[first:stop]
     if isinstance(rows, range) or not around.any():
@@ -628,13 +614,12 @@ def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
     return bool(flags[np.asarray(rows)].all())
 
 
-def _check_disjoint(found: Sequence[tuple[SegmentField, Rows]]) -> None:
+def _check_disjoint(found: Sequence[tuple[BlockField, Rows]]) -> None:
     if len(found) > 1:
         starts, _, reached = row_blocks.sorted_spans([rows for _, rows in found])
         if np.any(starts < reached[:-1]):
             field, _ = found[0]
-            shown = field.layer.name_of(field.segment, field.stored[""])
-            raise Damaged(shown, "blocks of no other segment", "duplicates")
+            raise Damaged(field.name_of(), "blocks of no other segment", "duplicates")
 
 
 def _bytes_of(value: BlockedValue, data: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ import numpy as np
 from deltackpt.errors import Damaged, DamagedWal
 from deltackpt.format.manifest import Layout
 from deltackpt.format.row_blocks import Rows, Segment, StoredRows
-from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices
+from deltackpt.layers import row_indices
 from deltackpt.layers.read import LayerReader, StoredBytes
+from deltackpt.layers.row_indices import RowIndices
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.shard_arrays import LayerArrays, Shard
@@ -50,7 +50,7 @@ class SeenRows:
 
     def add(self, group: str, rows: Rows) -> None:
         """Adds some virtual rows of a group."""
-        merge.set_flags(self._flags[group], rows)
+        row_indices.set_flags(self._flags[group], rows)
 
     def update(self, other: SeenRows) -> None:
         """Adds the rows of another set for the same tables."""
@@ -104,9 +104,9 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
     has other tables.
     """
     found: dict[tuple[int, int], list[RecordRows]] = {}
-    left = _SMALL_TOTAL_BYTES
+    left, checked = _SMALL_TOTAL_BYTES, -1
     for head, record in plan.records:
-        if not head.layout.has_rows_of(layout):
+        if head.epoch != checked and not head.layout.has_rows_of(layout):
             raise DamagedWal(
                 f"WAL epoch {head.epoch}",
                 f"the tables of step {plan.step.step}",
@@ -114,7 +114,7 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
                 "restore the step itself: restore_latest(wal=False)",
                 plan.point.save_id,
             )
-        most_bytes = min(_SMALL_BYTES, left)
+        checked, most_bytes = head.epoch, min(_SMALL_BYTES, left)
         left -= record.nbytes if record.nbytes <= most_bytes else 0
         with damage_of(record):
             rows = rows_of(record, layout, group, most_bytes=most_bytes)
@@ -122,13 +122,13 @@ def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> lis
     return [found[key] for key in sorted(found)]
 
 
-def all_rows(seen: SeenRows | None, others: RowIndices = merge.stored_rows) -> RowIndices:
+def all_rows(seen: SeenRows | None, others: RowIndices = row_indices.stored_rows) -> RowIndices:
     """Returns a function that returns all row indices of WAL records, and adds them to ``seen``."""
 
     def indices(layer: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
         if not isinstance(layer, RecordRows):
             return others(layer, segment, targets)
-        rows = merge.segment_rows(layer, segment)
+        rows = row_indices.segment_rows(layer, segment)
         if seen is not None:
             seen.add(segment.group, rows)
         return StoredRows(rows)

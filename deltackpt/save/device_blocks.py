@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from deltackpt.codecs import block_codecs
-from deltackpt.codecs.block_codecs import Difference
+from deltackpt.codecs.block_codecs import Linear
 from deltackpt.codecs.row_codecs import BFLOAT16_FLAG, Uniform
 from deltackpt.format.row_blocks import BLOCK, blocks_of
 from deltackpt.resources.runtime import Runtime
@@ -36,7 +36,8 @@ def can_encode(codec: str, dtype: str) -> bool:
     """Returns whether leaves of a dtype are encoded on their device by a codec."""
     return (
         codec != block_codecs.LOSSLESS
-        and isinstance(found := block_codecs.get(codec), Difference)
+        and isinstance(found := block_codecs.get(codec), Linear)
+        and found.relative
         and found.accepts_dtype(dtype)
     )
 
@@ -111,7 +112,7 @@ def _encoded(
 ) -> tuple[LeafDelta, float]:
     """The leaf, and ``_OnDevice.vanished``."""
     code = block_codecs.get(codec)
-    assert isinstance(code, Difference)
+    assert isinstance(code, Linear)
     with placement.on_device_of(leaf):
         found = _program(code.code, leaf, reference)
     small = (

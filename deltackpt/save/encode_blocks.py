@@ -16,7 +16,7 @@ import numpy as np
 
 from deltackpt import kernels
 from deltackpt.codecs import block_codecs, row_codecs
-from deltackpt.codecs.block_codecs import Alone, BlockCodec, Difference, LogarithmDifference
+from deltackpt.codecs.block_codecs import BlockCodec, Linear, LogarithmDifference
 from deltackpt.codecs.row_codecs import Uniform
 from deltackpt.format.dtypes import dtype_of
 
@@ -212,10 +212,8 @@ def _encoded(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Returns the arrays of float32 values, (n, 256), and which blocks they represent."""
     wide = reference.astype(np.float32)
-    if isinstance(codec, Difference):
-        return _symmetric(codec.code, values - wide)
-    if isinstance(codec, Alone):
-        return _symmetric(codec.code, values)
+    if isinstance(codec, Linear):
+        return _symmetric(codec.code, values - wide if codec.relative else values)
     if isinstance(codec, LogarithmDifference):
         return _difference(values, wide, block_codecs.WITHIN[reference.dtype.name])
     return _alone(values)

@@ -32,7 +32,7 @@ from deltackpt.errors import (
 from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId, SaveInfo
 from deltackpt.format.row_blocks import RowBlock, Rows
-from deltackpt.layers import merge
+from deltackpt.layers import merge, row_indices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_saves, wal_rows
@@ -246,7 +246,7 @@ class RowReplica(StateHolder[LoadedState]):
         for of_save in (*reader.layers_of(newer, tables.targets), *records):
             for layer in of_save:
                 for segment in layer.segments:
-                    stored = merge.stored_rows(layer, segment, tables.targets)
+                    stored = row_indices.stored_rows(layer, segment, tables.targets)
                     if stored is not None:
                         changed.add(segment.group, stored.rows)
         return changed.by_table(tables.regions)
@@ -585,7 +585,7 @@ def _different(block: RowBlock, targets: Iterable[Target]) -> list[RowBlock]:
         if chosen.start == chosen.stop:
             continue
         rows, new = block.rows[chosen], values[chosen]
-        first, stop = merge.reach(rows)
+        first, stop = row_blocks.reach(rows)
         old = target.buffer[first - target.rows[0] : stop - target.rows[0]]
         if len(old) != len(rows):
             old = old[np.asarray(rows) - first]
@@ -610,5 +610,5 @@ def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:
         rows = block.rows
         if not len(rows):
             continue
-        reach = merge.reach(rows)
+        reach = row_blocks.reach(rows)
         merge.apply(block, targets.over(block.group, field, reach, block.columns))
