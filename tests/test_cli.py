@@ -23,6 +23,7 @@ from deltackpt.cli import (
     service,
     terminal,
 )
+from deltackpt.inspect.listing import Listing
 from deltackpt.maintenance import compact
 
 
@@ -93,7 +94,8 @@ def test_the_last_column_is_wrapped_or_left_out_on_a_narrow_terminal(
 ):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    terminal.print_table(("step", "why"), [(8, "because of this and also of that"), (10, None)])
+    lines = [(8, "because of this and also of that"), (10, None)]
+    terminal.print_table(Listing(("step", "why"), lines))
     heading, rule, *lines = click.unstyle(capsys.readouterr().out).splitlines()
     assert [heading, *lines] == expected
     assert rule == "\u2500" * max(len(rule), len(heading))
@@ -101,7 +103,8 @@ def test_the_last_column_is_wrapped_or_left_out_on_a_narrow_terminal(
 
 def test_a_table_that_is_not_on_a_terminal_is_as_wide_as_it_needs(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
-    terminal.print_table(("name", "size"), [("a" * 40, "1.5 MiB"), ("b", "12 KiB")], "files")
+    files = [("a" * 40, "1.5 MiB"), ("b", "12 KiB")]
+    terminal.print_table(Listing(("name", "size"), files, "files"))
     lines = ["", "files", f"{'name':40}    size", f"{'a' * 40} 1.5 MiB", f"{'b':40}  12 KiB"]
     assert capsys.readouterr().out.splitlines() == lines
 

@@ -28,8 +28,9 @@ from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.format import naming
 from deltackpt.format.manifest import DenseEntry, path_name
 from deltackpt.format.row_blocks import PLAIN
-from deltackpt.inspect import descriptions
+from deltackpt.inspect.descriptions import shape_text
 from deltackpt.inspect.lazy import Saves
+from deltackpt.inspect.listing import Listing
 from deltackpt.lazy_import import LazyModule
 from deltackpt.reading import stored_dense, stored_saves
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
@@ -400,11 +401,8 @@ def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ..
     return tuple(found)
 
 
-DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
-
-
-def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], str]:
-    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value."""
+def list_dense(leaves: Iterable[DenseLeaf]) -> Listing:
+    """Returns a line for each leaf with a value; the title counts the others."""
     shown, empty = [], 0
     for leaf in leaves:
         if leaf.kind in PLACEHOLDERS:
@@ -412,10 +410,11 @@ def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], 
         elif leaf.kind == "string":
             shown.append((leaf.name, repr(leaf.value), leaf.kind, None))
         else:
-            shape = descriptions.shape_text(leaf.shape)
+            shape = shape_text(leaf.shape)
             shown.append((leaf.name, shape, _dtype_text(leaf), size(leaf.nbytes)))
     kinds = "without a value: None, or empty, such as optax's MaskedNode and EmptyState"
-    return shown, f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+    title = f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+    return Listing(("dense leaf", "shape", "dtype", "bytes"), shown, title)
 
 
 def _dtype_text(leaf: DenseLeaf) -> str:
@@ -551,16 +550,18 @@ def _held(shard: DenseShard) -> Iterator[tuple[str, str, int, float]]:
                 yield name, codec, blocks, share * stored
 
 
-SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
-
-
-def saved_line(leaf: SavedLeaf) -> tuple[object, ...]:
-    """Returns a leaf as a line under ``SAVED_COLUMNS``."""
-    return (
-        leaf.name,
-        "+".join(leaf.codecs) or None,
-        leaf.blocks or None,
-        f"{leaf.blocks / leaf.total_blocks:.2%}" if leaf.total_blocks else None,
-        size(leaf.nbytes),
-        f"{leaf.nbytes / leaf.raw_bytes:.1%}" if leaf.raw_bytes else None,
-    )
+def list_saved(leaves: Iterable[SavedLeaf]) -> Listing:
+    """Returns a line for each leaf in a save."""
+    lines = [
+        (
+            leaf.name,
+            "+".join(leaf.codecs) or None,
+            leaf.blocks or None,
+            f"{leaf.blocks / leaf.total_blocks:.2%}" if leaf.total_blocks else None,
+            size(leaf.nbytes),
+            f"{leaf.nbytes / leaf.raw_bytes:.1%}" if leaf.raw_bytes else None,
+        )
+        for leaf in leaves
+    ]
+    columns = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
+    return Listing(columns, lines, "dense leaves in this save")

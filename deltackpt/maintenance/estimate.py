@@ -10,17 +10,17 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
-from deltackpt.format import manifest, naming, row_blocks
+from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Layout
-from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Rows, Segment, Span, StoredRows
+from deltackpt.format.row_blocks import GroupEntry, Segment, Span
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import steps
@@ -36,15 +36,13 @@ from deltackpt.storage.store import StorePath
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
 
-#: Limits of stored bytes and (roughly) time for sampling tables.
+#: Limits of bytes and (roughly) time for sampling tables, and WAL records.
 _SAMPLE_BYTES = 64 << 20
 _SAMPLE_SECS = 1.0
+#: Bytes of rows that are merged at a time: those of a chunk, which may be compressed.
+_WINDOW_BYTES = 32 << 20
 #: Limit of the bytes of dense files that are read.
 _DENSE_BYTES = 16 << 20
-#: Memory limit for merging a sample: rows of a delta may be far from each other.
-_WINDOW_BYTES = 256 << 20
-#: Chunks of an array in a sample: as many as a restore reads at a time.
-_CHUNKS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ def restore_plan(
     directory: str | os.PathLike[str],
     step: int | RecoveryPoint | None = None,
     *,
-    item: str = naming.EMBEDDINGS_ITEM,
+    item: str | None = None,
     endpoint: str | None = None,
     wal: KafkaWal | None = None,
 ) -> RestorePlan:
@@ -132,7 +130,7 @@ def restore_plan(
         step_dir = opened.at(step)
         with stored_saves.detect_removal(step_dir, instead="ask for"):
             started = time.perf_counter()
-            walked = chains.read_chain(step_dir, item)
+            walked = chains.read_chain(step_dir, opened.item)
             with chains.detect_chain_removal(walked):
                 stored = [
                     # The digests are read for this.
@@ -144,7 +142,7 @@ def restore_plan(
                 records_secs = time.perf_counter() - started
                 if plan is not None:
                     return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
-                dense = _other_files(step_dir, item) | _dense_files(walked)
+                dense = _other_files(step_dir, opened.item) | _dense_files(walked)
                 return _plan(step, walked, stored, dense, records_secs)
 
 
@@ -189,12 +187,6 @@ class _StoredSegment:
         return sum(self.files.values())
 
     @property
-    def field_bytes(self) -> int:
-        """Stored bytes of its fields, before any compression, as in ``reader``."""
-        entries = self.segment.arrays
-        return sum(entry.nbytes for entry in entries if entry.name != naming.GAPS)
-
-    @property
     def codecs(self) -> tuple[str, ...]:
         specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
         return tuple(spec.codec for spec in specs)
@@ -224,7 +216,7 @@ def _plan(
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
     chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
-    tables_secs, share = _sampled(stored)
+    tables_secs, share = _sampled(saves)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
@@ -311,90 +303,33 @@ def _dense_secs(dense: Mapping[StorePath, int]) -> float:
     return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
 
 
-#: Segments that are read at the same speed: kind of save, and codecs.
-_Kind = tuple[str, ...]
-
-
-def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, float]:
-    """Predicts the seconds to read and merge a chain; adds the sampled share of its bytes."""
-    kinds: dict[_Kind, list[_StoredSegment]] = collections.defaultdict(list)
-    for one in stored:
-        kinds[one.save.info.kind, *one.codecs].append(one)
-    # It is an upper bound: it counts rows that newer saves replace, which a restore skips.
-    total = {kind: sum(one.field_bytes for one in found) for kind, found in kinds.items()}
-    seconds: dict[_Kind, float] = collections.defaultdict(float)
-    nbytes: dict[_Kind, int] = collections.Counter()
-    started = time.perf_counter()
-    for kind, sample in _in_turn(kinds, total):
-        if nbytes and (
-            sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
-        ):
+def _sampled(saves: Sequence[StoredSave]) -> tuple[float, float]:
+    """Predicts the seconds to read and merge a chain, from windows of rows; adds their share."""
+    windows: list[tuple[GroupEntry, Span]] = []
+    for group in saves[-1].layout.groups:
+        rows = max(1, _WINDOW_BYTES // max(1, group.row_bytes))
+        starts = range(0, group.rows, rows)
+        windows += [(group, (start, min(start + rows, group.rows))) for start in starts]
+    total = sum(group.rows * group.row_bytes for group in saves[-1].layout.groups)
+    # Some rows are touched more often than others, and such rows may be neighbors.
+    random.Random(0).shuffle(windows)
+    started, sampled, secs = time.perf_counter(), 0, 0.0
+    for group, (first, last) in windows:
+        if sampled > _SAMPLE_BYTES or (sampled and secs > _SAMPLE_SECS):
             break
-        secs, read = _measured(sample)
-        seconds[kind] += secs
-        nbytes[kind] += read
-    read, whole = sum(nbytes.values()), sum(total.values())
-    mean = sum(seconds.values()) / max(1, read)
-    estimate = sum(
-        count * (seconds[kind] / nbytes[kind] if nbytes[kind] else mean)
-        for kind, count in total.items()
-    )
-    return estimate, read / max(1, whole)
-
-
-def _in_turn(
-    kinds: Mapping[_Kind, Sequence[_StoredSegment]], total: Mapping[_Kind, int]
-) -> Iterator[tuple[_Kind, _StoredSegment]]:
-    """Yields segments of all kinds in turn, the largest of each kind first."""
-    order = sorted(kinds, key=lambda kind: -total[kind])
-    largest = (sorted(kinds[kind], key=lambda one: -one.field_bytes) for kind in order)
-    for samples in itertools.zip_longest(*largest):
-        yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
-
-
-def _measured(sample: _StoredSegment) -> tuple[float, int]:
-    """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
-    save, shard, segment, group = sample.save, sample.shard, sample.segment, sample.group
-    specs = [spec for spec in group.fields if spec.name in segment.fields]
-    started = time.perf_counter()
-    rows = _first_rows(shard, segment)
-    seconds = time.perf_counter() - started
-    first = merge.reach(rows)[0]
-    most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
-    rows = rows[row_blocks.row_slice(rows, first, first + most)]
-    span = merge.reach(rows)
-    targets = Targets([_target(group, spec, span, segment) for spec in specs])
-    if save.info.kind == "delta":
-        # A delta is merged into memory that is mapped; a base is read into fresh memory.
-        for target in targets.all:
-            target.buffer.fill(0)
-
-    def indices(found: StoredShard, of: Segment, targets: Targets) -> StoredRows | None:
-        return StoredRows(rows) if (found, of) == (shard, segment) else None
-
-    started = time.perf_counter()
-    nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
-    return seconds + time.perf_counter() - started, nbytes
-
-
-def _first_rows(shard: StoredShard, segment: Segment) -> Rows:
-    """The rows of the first chunks of a segment; reads few other row indices."""
-    arrays = [entry for entry in segment.arrays if entry.name != naming.GAPS]
-    largest = max(arrays, key=lambda entry: entry.nbytes)
-    count = min(segment.count, _CHUNKS * largest.chunk_rows)
-    total = shard.groups[segment.group].rows
-    stop = total * count // max(1, segment.count)
-    while True:
-        rows = merge.rows_within(shard, segment, (0, stop)).rows
-        if len(rows) >= count or stop >= total:
-            return rows[:count]
-        stop = 2 * stop + 1
-
-
-def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
-    split = group.columns(spec) is not None
-    held = segment.spec(group, spec.name)
-    buffer = host_memory.empty_buffer(
-        (span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype)
-    )
-    return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
+        shapes = {spec: (last - first, *spec.trailing) for spec in group.fields}
+        targets = [
+            Target(
+                group.name,
+                spec.name,
+                (first, last),
+                group.columns(spec),
+                host_memory.empty_buffer(shape, codecs.dtype_of(spec.dtype)),
+            )
+            for spec, shape in shapes.items()
+        ]
+        reader.fill(saves, Targets(targets))
+        sampled += (last - first) * group.row_bytes
+        secs = time.perf_counter() - started
+    share = sampled / total if total else 1.0
+    return secs / share if share else 0.0, share

@@ -238,9 +238,11 @@ def _processes(view: EpochView) -> Iterator[Finding]:
         for process, log in view.processes.items()
     }
     records = [record for record in newest.values() if record is not None]
-    first = max(records, key=lambda record: record.save_id.attempt, default=None)
+    if not records:
+        return
+    first = max(records, key=lambda record: record.save_id.attempt)
     texts, late = [], False
-    for process, record in newest.items() if first is not None else ():
+    for process, record in newest.items():
         if record is None:
             texts, late = [*texts, f"{process} has no record"], True
         elif record.save_id.attempt < first.save_id.attempt:

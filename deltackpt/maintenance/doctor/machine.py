@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -293,7 +292,7 @@ def version_findings() -> Iterator[Finding]:
     for name in sorted(requirements, key=lambda name: (name not in _SHOWN, name)):
         requirement = requirements[name]
         marker = requirement.marker
-        required = marker is None or marker.evaluate({**default_environment(), "extra": ""})
+        required = marker is None or marker.evaluate({"extra": ""})
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
