@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,13 +163,11 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found = f"{type(error).__name__}: {error}"
             raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
-    def _read_array(
-        self, key: Sequence[str], index: tuple[int | slice, ...] | EllipsisType
-    ) -> np.ndarray:
+    def _read_array(self, key: Sequence[str]) -> np.ndarray:
         with self._detect_removal():
             store = self._opened(key, data=True)
             try:
-                found = np.asarray(store[index].read().result())
+                found = np.asarray(store.read().result())
             except ValueError as error:
                 name = f"{self._shown}/{'.'.join(key)}"
                 raise Damaged(name, "an array that can be read", str(error)) from error
@@ -341,15 +338,11 @@ class DenseLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> Any:
-        """Indexes like numpy; only integers and slices of step 1 read less than the whole array."""
+        """Indexes like numpy; reads the whole array."""
         shape, dtype = self._described
         if 0 in shape:
             return np.empty(shape, dtype)[index]
-        plain = _plain_index(index, shape)
-        if plain is None:
-            return self._item._read_array(self._key, ...)[index]
-        found = self._item._read_array(self._key, plain)
-        return found if found.ndim else found[()]
+        return self._item._read_array(self._key)[index]
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         found = np.asarray(self[...])
@@ -375,30 +368,6 @@ class DenseLeaf:
             return self._empty.shape, self._empty.dtype
         store = self._item._opened(self._key, data=False)
         return tuple(store.shape), store.dtype.numpy_dtype
-
-
-def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ...] | None:
-    """Normalizes an index of integers and slices of step 1; None for any other index."""
-    pieces = list(index) if isinstance(index, tuple) else [index]
-    dots = [number for number, piece in enumerate(pieces) if piece is Ellipsis]
-    if len(dots) > 1 or len(pieces) - len(dots) > len(shape):
-        return None
-    if dots:
-        pieces[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(pieces) + 1)
-    found: list[int | slice] = []
-    for piece, length in zip(pieces, shape, strict=False):
-        if isinstance(piece, slice):
-            start, stop, step = piece.indices(length)
-            if step != 1 or stop <= start:  # With a step, TensorStore would keep the origin.
-                return None
-            found.append(slice(start, stop))
-        elif isinstance(piece, (int, np.integer)) and not isinstance(piece, bool):
-            if not -length <= piece < length:
-                return None
-            found.append(int(piece) % length)
-        else:
-            return None
-    return tuple(found)
 
 
 def list_dense(leaves: Iterable[DenseLeaf]) -> Listing:

@@ -105,6 +105,15 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
+def broken_by(opened: Steps, step: int) -> str:
+    """Reads everything that a restore of a step needs; returns what breaks it, if anything."""
+    audit = _Audit(opened, [step], None)
+    if any(verdict.restorable for verdict in audit.run()):
+        return ""
+    damage = (one for save in audit.reports for one in save.problems if one.stops != "nothing")
+    return str(next(damage, "its chain is broken"))
+
+
 def _refuse_foreign(opened: Steps) -> None:
     """Raises ForeignDirectory if deltackpt wrote none of the steps."""
     first = None
