@@ -312,8 +312,8 @@ def plan(source: Source, step: int | None, tables: bool) -> Output:
     STEP is a step, or the training step of a full recovery point; the newest step by default.
 
     The time is extrapolated from restoring some of the step's rows, for at most about a second.
-    Files in the page cache are read from there. The time excludes Orbax's reading of dense leaves
-    and the transfer to devices.
+    Files in the page cache are read from there. The time excludes dense leaves and the transfer to
+    devices.
     """
     from deltackpt.maintenance import estimate
 
@@ -355,8 +355,7 @@ def _planned(found: RestorePlan, tables: bool) -> Iterator[str | Listing]:
     yield f"dense leaves: {units.size(found.dense_bytes)} in {where}"
     yield (
         f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
-        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured), "
-        f"{took.dense_secs:.2g} s dense file checks{wal}"
+        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured){wal}"
     )
     if len(found.chain) > 1:
         yield (

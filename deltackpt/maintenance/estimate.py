@@ -9,28 +9,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
-from deltackpt.format import manifest, row_blocks
-from deltackpt.format.manifest import Layout
-from deltackpt.format.row_blocks import GroupEntry, Segment, Span
-from deltackpt.layers import merge
+from deltackpt.format import row_blocks
+from deltackpt.format.manifest import Layout, TableFigures, table_figures
+from deltackpt.format.row_blocks import GroupEntry, Span
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_dense, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.stored_saves import StoredSave, StoredShard
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import host_memory
-from deltackpt.storage import digests
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
@@ -41,8 +38,6 @@ _SAMPLE_BYTES = 64 << 20
 _SAMPLE_SECS = 1.0
 #: Bytes of rows that are merged at a time: those of a chunk, which may be compressed.
 _WINDOW_BYTES = 32 << 20
-#: Limit of the bytes of dense files that are read.
-_DENSE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,7 @@ class SavePlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """One table with its slots; files of several tables are divided in proportion to rows."""
+    """One table with its slots; files of several tables are divided in proportion to their data."""
 
     table: str
     rows: int
@@ -73,20 +68,19 @@ class TablePlan:
 class Estimate:
     """Predicted duration of a restore, with the current contents of the page cache.
 
-    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices. All but
-    ``records_secs`` are extrapolated from a sample.
+    Excludes dense leaves and the transfer to devices. All but ``records_secs`` are extrapolated
+    from a sample.
     """
 
     records_secs: float
     tables_secs: float
-    dense_secs: float
     sampled_share: float
     wal_secs: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Total predicted seconds."""
-        return self.records_secs + self.tables_secs + self.dense_secs + self.wal_secs
+        return self.records_secs + self.tables_secs + self.wal_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,18 +126,13 @@ def restore_plan(
             started = time.perf_counter()
             walked = chains.read_chain(step_dir, opened.item)
             with chains.detect_chain_removal(walked):
-                stored = [
-                    # The digests are read for this.
-                    _StoredSegment(save, shard, segment, shard.arrays.files_of(segment))
-                    for save in walked
-                    for shard in save.shards()
-                    for segment in shard.record.segments
-                ]
+                # The digests are read for the sizes of files.
+                described = [_described(save) for save in walked]
                 records_secs = time.perf_counter() - started
                 if plan is not None:
-                    return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
+                    return _with_log(_plan(step, walked, described, {}, records_secs), plan)
                 dense = _other_files(step_dir, opened.item) | _dense_files(walked)
-                return _plan(step, walked, stored, dense, records_secs)
+                return _plan(step, walked, described, dense, records_secs)
 
 
 def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
@@ -171,93 +160,63 @@ def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _StoredSegment:
-    save: StoredSave
-    shard: StoredShard
-    segment: Segment
-    files: Mapping[str, int]
+#: A save, and the figures of its tables.
+_Described = tuple[SavePlan, Sequence[TableFigures]]
 
-    @property
-    def group(self) -> GroupEntry:
-        return self.shard.groups[self.segment.group]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
-        return tuple(spec.codec for spec in specs)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether its rows count as rows of tables; those split over column segments do once."""
-        return row_blocks.VALUES in self.segment.fields and self.segment.columns[0] == 0
-
-    @functools.cached_property
-    def rows(self) -> dict[str, int]:
-        members = manifest.tables_of_group(self.group, self.save.head.tables)
-        for encoding in self.segment.encodings:
-            return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-        rows = merge.segment_rows(self.shard, self.segment)
-        spans = [(table.offset, table.offset + table.rows) for table in members]
-        slices = zip(members, row_blocks.row_slices(rows, spans), strict=True)
-        return {table.name: held.stop - held.start for table, held in slices}
+def _described(save: StoredSave) -> _Described:
+    files = collections.Counter[str]()
+    for shard in save.shards():
+        for segment in shard.record.segments:
+            files.update(shard.arrays.files_of(segment))
+    segments = [segment for record in save.manifests for segment in record.segments]
+    figures = table_figures(save.head.groups, save.head.tables, segments)
+    found = SavePlan(
+        name=save.name if save.compacted else save.info.step_dir,
+        kind=save.info.kind,
+        compacted=save.compacted,
+        rows=sum(one.rows for one in figures if one.field == row_blocks.VALUES),
+        nbytes=files.total(),
+        file_count=len(files),
+        codecs=tuple(sorted({codec for one in figures for codec in one.codec.split("+")})),
+    )
+    return found, figures
 
 
 def _plan(
     step: int,
     saves: Sequence[StoredSave],
-    stored: Sequence[_StoredSegment],
+    described: Sequence[_Described],
     dense: Mapping[StorePath, int],
     records_secs: float,
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
-    chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
     tables_secs, share = _sampled(saves)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
         step=step,
-        chain=chain,
-        tables=tuple(_table_plans(saves[-1].layout, stored)),
-        bytes_read=sum(save.nbytes for save in chain),
-        file_count=sum(save.file_count for save in chain),
+        chain=tuple(save for save, _ in described),
+        tables=tuple(_table_plans(saves[-1].layout, described)),
+        bytes_read=sum(save.nbytes for save, _ in described),
+        file_count=sum(save.file_count for save, _ in described),
         memory_bytes=nbytes,
         dense_bytes=sum(dense.values()),
         dense_file_count=len(dense),
         merged_bytes=nbytes + sum(value.nbytes for value in stored_dense.listed(saves[-1])),
-        estimate=Estimate(
-            records_secs=records_secs,
-            tables_secs=tables_secs,
-            dense_secs=_dense_secs(dense),
-            sampled_share=share,
-        ),
+        estimate=Estimate(records_secs=records_secs, tables_secs=tables_secs, sampled_share=share),
     )
 
 
-def _save_plan(save: StoredSave, stored: Sequence[_StoredSegment]) -> SavePlan:
-    return SavePlan(
-        name=save.name if save.compacted else save.info.step_dir,
-        kind=save.info.kind,
-        compacted=save.compacted,
-        rows=sum(sum(one.rows.values()) for one in stored if one.is_counted),
-        nbytes=sum(one.nbytes for one in stored),
-        file_count=len({name for one in stored for name in one.files}),
-        codecs=tuple(sorted({codec for one in stored for codec in one.codecs})),
-    )
-
-
-def _table_plans(target: Layout, stored: Iterable[_StoredSegment]) -> Iterator[TablePlan]:
+def _table_plans(target: Layout, described: Sequence[_Described]) -> Iterator[TablePlan]:
     """The tables of a step, with the sizes of their data in the chain."""
     nbytes: dict[str, float] = collections.defaultdict(float)
     rows: dict[str, int] = collections.Counter()
-    for one in stored:
-        for name, count in one.rows.items():
-            nbytes[name] += one.nbytes * count / max(1, one.segment.count)
-            rows[name] += count if one.is_counted else 0
+    for save, figures in described:
+        total = sum(one.nbytes for one in figures)
+        for one in figures:
+            nbytes[one.table] += save.nbytes * one.nbytes / max(1, total)
+            rows[one.table] += one.rows if one.field == row_blocks.VALUES else 0
     groups = target.group_by_name
     for table in target.tables:
         yield TablePlan(
@@ -290,17 +249,6 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
         at = item.base.item.at
         found |= {at / name: (at / name).length() for name in at.keys()}
     return found
-
-
-def _dense_secs(dense: Mapping[StorePath, int]) -> float:
-    """Time to check the dense files, extrapolated by bytes from some of them."""
-    started, read = time.perf_counter(), 0
-    for path, nbytes in dense.items():
-        if read and read + nbytes > _DENSE_BYTES:
-            break
-        digests.digest_file(path)
-        read += path.length()
-    return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
 
 
 def _sampled(saves: Sequence[StoredSave]) -> tuple[float, float]:
