@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import collections
 import itertools
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -433,28 +431,15 @@ def _findings(findings: tuple[Finding, ...]) -> Iterator[str]:
     indent = " " * (_SEVERITY_WIDTH + width + 4)
     groups = itertools.groupby(findings, key=lambda finding: finding.area)
     for number, (area, inside) in enumerate(groups):
-        if number:
-            yield ""
-        yield click.style(area.capitalize(), bold=True)
+        yield ("\n" if number else "") + click.style(area.capitalize(), bold=True)
         for finding in inside:
-            severity = click.style(
-                finding.severity.ljust(_SEVERITY_WIDTH), _COLOURS[finding.severity]
-            )
-            first, *more = _wrapped(finding.found, len(indent))
-            yield f"  {severity}{finding.subject.ljust(width)}  {first}"
-            yield from (indent + line for line in more)
-            for line in _wrapped(finding.meaning, len(indent)):
-                yield indent + click.style(line, dim=True)
-            action = finding.action and f"-> {as_commands(finding.action)}"
-            yield from (indent + line for line in _wrapped(action, len(indent)))
+            severity = finding.severity.ljust(_SEVERITY_WIDTH)
+            severity = click.style(severity, _COLOURS[finding.severity])
+            yield f"  {severity}{finding.subject.ljust(width)}  {finding.found}"
+            if finding.meaning:
+                yield indent + click.style(finding.meaning, dim=True)
+            if finding.action:
+                yield f"{indent}-> {as_commands(finding.action)}"
     count = collections.Counter(finding.severity for finding in findings)
     pieces = [units.count(count[name], name) for name in ("problem", "warning", "note")]
     yield f"\n{', '.join(pieces)}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    """Splits a text into lines that fit the terminal; one line if stdout is not a terminal."""
-    if not sys.stdout.isatty():
-        return [text] if text else []
-    columns = shutil.get_terminal_size().columns
-    return textwrap.wrap(text, max(40, columns - indent), break_on_hyphens=False)

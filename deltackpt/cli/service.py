@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,16 +28,27 @@ _COLUMNS = (
     "shard", "replica", "node", "pid", "step", "recovery point", "behind", "lag", "bytes", "health",
 )  # fmt: skip
 
-address_option = click.option(
-    "--address", default="auto", show_default=True, help="Address of the Ray cluster."
-)
-# No search for the item: this machine may not see the directory.
-item_option = click.option(
-    "--item",
-    default=naming.EMBEDDINGS_ITEM,
-    show_default=True,
-    help="deltackpt's item in each step.",
-)
+
+def _on_ray(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds DIRECTORY, --address and --item to a command, and connects to the cluster."""
+
+    @terminal.root
+    @click.option(
+        "--address", default="auto", show_default=True, help="Address of the Ray cluster."
+    )
+    # No search for the item: this machine may not see the directory.
+    @click.option(
+        "--item",
+        default=naming.EMBEDDINGS_ITEM,
+        show_default=True,
+        help="deltackpt's item in each step.",
+    )
+    @functools.wraps(command)
+    def run(directory: str, address: str, item: str, **options: Any) -> None:
+        connect(address)
+        command(directory, item, **options)
+
+    return run
 
 
 @click.group("service")
@@ -46,9 +59,7 @@ def group() -> None:
 @group.command(
     epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @click.option("--shards", type=int, help="Actors that share the rows; one per node by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
 @click.option("--memory", "memory_bytes", type=terminal.Size(), help="Memory limit per actor.")
@@ -57,11 +68,8 @@ def group() -> None:
 @terminal.kafka_config
 @click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
 @terminal.prints
-def start(
-    directory: str, address: str, item: str, wait_secs: float | None, **options: Any
-) -> Output:
+def start(directory: str, item: str, wait_secs: float | None, **options: Any) -> Output:
     """Start the hot standby of DIRECTORY, or its missing actors."""
-    connect(address)
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
@@ -73,13 +81,10 @@ def start(
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @terminal.prints
-def status(directory: str, address: str, item: str) -> Output:
+def status(directory: str, item: str) -> Output:
     """Show step, lag, bytes and health of each actor; exit code 1 if one lags or is unhealthy."""
-    connect(address)
     found = service.connect(directory, item).status()
     well = all(one.found is not None and not one.found.code for one in found.replicas)
     return Output(
@@ -94,13 +99,10 @@ def status(directory: str, address: str, item: str) -> Output:
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @terminal.prints
-def stop(directory: str, address: str, item: str) -> Output:
+def stop(directory: str, item: str) -> Output:
     """Stop the hot standby of DIRECTORY; steps and compacted bases are kept."""
-    connect(address)
     return _ended(directory, service.stop(directory, item))
 
 
@@ -172,13 +174,10 @@ def peers() -> None:
 
 
 @peers.command("status", epilog="\b\nExample:\n  deltackpt peers status s3://bucket/run-17 --json")
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @terminal.prints
-def peers_status(directory: str, address: str, item: str) -> Output:
+def peers_status(directory: str, item: str) -> Output:
     """Show memory and address of every peer; the exit code is 1 if one does not answer."""
-    connect(address)
     from deltackpt.service import peer_agents
 
     found = peer_agents.states(directory, item)
@@ -193,13 +192,10 @@ def peers_status(directory: str, address: str, item: str) -> Output:
 
 
 @peers.command("stop", epilog="\b\nExample:\n  deltackpt peers stop s3://bucket/run-17")
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @terminal.prints
-def stop_peers(directory: str, address: str, item: str) -> Output:
+def stop_peers(directory: str, item: str) -> Output:
     """Stop the peers of DIRECTORY and discard their copies; DIRECTORY does not change."""
-    connect(address)
     from deltackpt.service import peer_agents
 
     return _ended(directory, peer_agents.stop(directory, item))

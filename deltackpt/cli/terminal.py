@@ -9,10 +9,8 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -197,10 +195,6 @@ def prints(command: Callable[..., Output]) -> Callable[..., None]:
     return run
 
 
-#: Minimum width of a table's last column; it is left out if the terminal is narrower.
-_LEAST_LAST = 24
-
-
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a callback for bytes done and total; shows a bar on stderr if that is a terminal."""
@@ -240,35 +234,18 @@ def plain(value: Any) -> Any:
 
 
 def print_table(table: Listing) -> None:
-    """Prints a table; columns that contain only numbers are aligned to the right, None is ``-``.
-
-    If the table is too wide for the terminal, the last column is wrapped or left out. If stdout is
-    not a terminal, nothing is shortened.
-    """
+    """Prints a table; columns that contain only numbers are aligned to the right, None is ``-``."""
     # Without rich: importing it would take a tenth of the time of ``ls``.
     lines = [[*table.columns], *([_cell(value) for value in row] for row in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     columns = [*zip(*table.lines)] or [()] * len(widths)
     aligned = [str.rjust if _are_numbers(column) else str.ljust for column in columns]
-    is_terminal = sys.stdout.isatty()
-    if is_terminal:
-        others = sum(widths[:-1]) + len(widths) - 1
-        left = shutil.get_terminal_size().columns - others
-        if left < min(widths[-1], _LEAST_LAST):
-            # Never cut numbers: leave out the text column at the end instead.
-            lines, widths = [line[:-1] for line in lines], widths[:-1]
-        else:
-            widths[-1] = min(widths[-1], left)
     if table.title:
         click.echo(f"\n{table.title}")
-    for number, (*line, last) in enumerate(lines):
-        for piece in textwrap.wrap(last, widths[-1]) or [""]:
-            cells = zip(aligned, [*line, piece], widths)
-            text = " ".join(align(cell, width) for align, cell, width in cells).rstrip()
-            click.echo(click.style(text, bold=True) if number == 0 else text)
-            line = [""] * len(line)  # Only the last cell has more lines.
-        if is_terminal and number == 0:
-            click.echo("\u2500" * (sum(widths) + len(widths) - 1))
+    for number, line in enumerate(lines):
+        cells = (align(cell, width) for align, cell, width in zip(aligned, line, widths))
+        text = " ".join(cells).rstrip()
+        click.echo(click.style(text, bold=True) if number == 0 else text)
 
 
 def _cell(value: object) -> str:

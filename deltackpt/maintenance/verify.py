@@ -41,7 +41,7 @@ from deltackpt.maintenance.verify_save import (
     problem_of,
     verify_save,
 )
-from deltackpt.maintenance.verify_wal import PointVerdict, WalReport, verify_wal
+from deltackpt.maintenance.verify_wal import PointVerdict, verify_wal
 from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.shard_arrays import is_of_dense_segment
@@ -152,25 +152,26 @@ def _verified(
             f"{opened}: expected the steps {sorted(gone)} to exist until they were verified, "
             "found them removed; choose steps that exist"
         )
-    others, notes, log = (), (), WalReport()
+    points: tuple[PointVerdict, ...] = ()
+    problems = [found for save in audit.reports for found in save.problems]
+    notes, file_count = [*audit.notes], sum(save.file_count for save in audit.reports)
     if steps is None:
         log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
         if isinstance(opened, BucketSteps):
-            others = tuple(map(_journal_problem, opened.journal.audit()))
+            problems[:0] = map(_journal_problem, opened.journal.audit())
         elif isinstance(opened, Root):
-            others, notes = _outside(opened.path)
+            others, of_others = _outside(opened.path)
+            problems[:0], notes = others, [*notes, *of_others]
+        points, file_count = log.points, file_count + log.file_count
+        problems, notes = [*problems, *log.problems], [*notes, *log.notes]
     return RootReport(
         directory=str(opened),
         steps=verdicts,
         saves=audit.reports,
-        points=log.points,
-        problems=(
-            *others,
-            *(found for save in audit.reports for found in save.problems),
-            *log.problems,
-        ),
-        notes=(*audit.notes, *notes, *log.notes),
-        file_count=sum(save.file_count for save in audit.reports) + log.file_count,
+        points=points,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        file_count=file_count,
         bytes_read=audit.meter.done,
         seconds=time.perf_counter() - started,
     )
@@ -389,7 +390,7 @@ class _Audit:
         return None
 
 
-def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+def _outside(path: Path) -> tuple[list[Problem], list[str]]:
     """Problems and notes of what is in the directory besides the steps."""
     problems, notes = [], []
     for name in sorted(os.listdir(path)):
@@ -412,7 +413,7 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
             notes.append(f"{name}: a save that was interrupted, or is running")
         elif name != naming.LOG and not is_known(name):
             notes.append(f"{name}: written by neither deltackpt nor Orbax")
-    return tuple(problems), tuple(notes)
+    return problems, notes
 
 
 def _journal_problem(error: Damaged) -> Problem:
