@@ -41,6 +41,3 @@ __getattr__ = attributes(
     },
 )
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
