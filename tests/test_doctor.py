@@ -246,7 +246,6 @@ def test_leftovers_are_reported_and_not_removed(tmp_path):
         "moved-aside steps": f"{naming.ROLLED_BACK}/run/7",
         "deleted steps": f"{naming.TRASH}/0123/6",
         "unfinished compactions": f"{naming.COMPACTED}/5.{'0' * 32}.tmp",
-        "interrupted measurements": ".deltackpt-doctor.abc",
     }
     for name in left.values():
         (tmp_path / name).mkdir(parents=True)

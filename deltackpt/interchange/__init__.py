@@ -40,4 +40,3 @@ __getattr__ = attributes(
         "import_orbax": ".orbax_import",
     },
 )
-

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
-    DamagedKeys,
     DeltackptError,
     ForeignDirectory,
     RestoreError,
@@ -297,16 +296,16 @@ class _Audit:
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
             else:
-                broken += self._without_dense(step, read[::-1])
-                broken += [] if broken else self._with_shared_rows(step, read[::-1])
+                broken += self._broken_together(step, read[::-1])
                 if not broken:
                     return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
 
-    def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
-        """Saves of a chain that make its dense leaves incomplete."""
+    def _broken_together(self, step: int, read: Sequence[str]) -> list[str]:
+        """Saves that make dense leaves of a chain incomplete; the step if an id has two rows."""
         try:
-            item = StoredItem([self._found[name][0].read() for name in read])
+            saves = [self._found[name][0].read() for name in read]
+            item = StoredItem(saves)
             if item.missing and item.base is not None:
                 base = item.base.save
                 if self._has_damaged_item(base.step_dir.name) and not base.compacted:
@@ -314,18 +313,8 @@ class _Audit:
             if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
                 return [oldest]
             item.check()
+            reader.verify_keys(saves)
         except (Damaged, ForeignDirectory) as error:
-            self._add(step, error)
-            return [str(step)]
-        except (RestoreError, StorageError):
-            return [str(step)]  # Removed since, or reported for the save itself.
-        return []
-
-    def _with_shared_rows(self, step: int, read: Sequence[str]) -> list[str]:
-        """Returns the step itself if an id has two rows in it."""
-        try:
-            reader.verify_keys([self._found[name][0].read() for name in read])
-        except DamagedKeys as error:
             self._add(step, error)
             return [str(step)]
         except (RestoreError, StorageError):

@@ -17,7 +17,7 @@ from deltackpt.format.row_blocks import PLAIN
 from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.lease import read_lease, utc
 from deltackpt.ledger.steps import Steps, in_both, losses_of
-from deltackpt.maintenance.doctor.machine import SCRATCH, Finding
+from deltackpt.maintenance.doctor.machine import Finding
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.wal_index import (
@@ -193,14 +193,6 @@ def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Findin
         except Damaged as error:
             text = "The newest recovery point cannot be restored."
             yield Finding("WAL to replay", "problem", str(error), text)
-    if needless := found.needless(steps):
-        yield Finding(
-            "obsolete WAL epochs",
-            "note",
-            f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
-            "Records of earlier runs that no restore needs; they use space.",
-            "none: the trainer removes them at its next steps, or deltackpt gc does",
-        )
 
 
 def _summary(found: WalState) -> Finding:
@@ -316,12 +308,6 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             [p for p in path.glob(f"{naming.COMPACTED}/*") if naming.is_compaction(p.name)],
             "A compaction in progress, or an interrupted one.",
             "none: the next compaction removes leftovers",
-        ),
-        (
-            "interrupted measurements",
-            [path / name for name in entries if name.startswith(SCRATCH)],
-            "A deltackpt doctor was killed while it measured.",
-            f"unless another one is running: rm -r {path}/{SCRATCH}*",
         ),
     ):
         if found:
