@@ -441,9 +441,7 @@ class Checkpoints:
         path = self._at(step)
         with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
             chain = chains.read_chain(path, self.item)
-        if plan is None:
-            return rows_of_saves.Saves(chain, self._row_indices)
-        return rows_of_saves.PointSaves(chain, plan, self._row_indices)
+        return rows_of_saves.Saves(chain, self._row_indices, plan)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)

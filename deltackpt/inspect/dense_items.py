@@ -136,22 +136,19 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def _strings(self) -> dict[str, object]:
-        with self._detect_removal():
-            found = self._json(_STRINGS) if self._has(_STRINGS) else {}
-            self._check_exists()
-            return found
+        with self._reading():
+            return self._json(_STRINGS) if self._has(_STRINGS) else {}
 
     @functools.cached_property
     def _prng_impls(self) -> dict[str, str]:
         """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
-        with self._detect_removal():
+        with self._reading():
             for name in self._names_in(ARRAY_METADATAS):
                 if not name.startswith(f"{ARRAY_METADATAS}/process_"):
                     continue
                 with self._described_by(name):
                     found |= key_impls(self._json(name))
-            self._check_exists()
         return found
 
     @contextlib.contextmanager
@@ -164,15 +161,13 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
     def _read_array(self, key: Sequence[str]) -> np.ndarray:
-        with self._detect_removal():
+        with self._reading():
             store = self._opened(key, data=True)
             try:
-                found = np.asarray(store.read().result())
+                return np.asarray(store.read().result())
             except ValueError as error:
                 name = f"{self._shown}/{'.'.join(key)}"
                 raise Damaged(name, "an array that can be read", str(error)) from error
-            self._check_exists()
-            return found
 
     def _opened(self, key: Sequence[str], *, data: bool) -> ts.TensorStore:
         name, metadata = ".".join(key), self._json(METADATA)
@@ -232,10 +227,8 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._parsed:
-            with self._detect_removal():
-                found = self._read_json(name)
-                self._check_exists()
-            self._parsed[name] = found
+            with self._reading():
+                self._parsed[name] = self._read_json(name)
         return self._parsed[name]
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -265,6 +258,13 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """Never mixes leaves of another save with the tables of this one."""
         if not self._exists():
             raise stored_saves.gone(self._dir.parent, instead="open")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Within, errors become ``StepGone`` if the step was removed, and it must exist after."""
+        with self._detect_removal():
+            yield
+            self._check_exists()
 
     def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
         return stored_saves.detect_removal(self._dir.parent, exists=self._exists, instead="open")

@@ -169,19 +169,26 @@ class LazyArray:
 
 
 class Saves:
-    """A chain for repeated reads, with caches."""
+    """A chain for repeated reads, with caches; ``plan`` leads from it to a recovery point."""
 
-    def __init__(self, saves: Sequence[StoredSave], row_indices: RowIndexCache | None = None):
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        row_indices: RowIndexCache | None = None,
+        plan: ReplayPlan | None = None,
+    ):
         """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
         self.chain = tuple(saves)
         self.row_indices = row_indices or RowIndexCache()
+        self.plan = plan
         #: Orbax's items that were read, which remember what they have verified, and their versions.
         self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
+        self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
     def name(self) -> str:
         """Name of the step or recovery point in errors."""
-        return self.target.step_dir.name
+        return self.target.step_dir.name if self.plan is None else str(self.plan.point)
 
     @property
     def target(self) -> StoredSave:
@@ -191,7 +198,7 @@ class Saves:
     @property
     def save_id(self) -> SaveId:
         """Id of the save; for a recovery point, of its WAL record."""
-        return self.target.info.save_id
+        return self.target.info.save_id if self.plan is None else self.plan.point.save_id
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -200,7 +207,14 @@ class Saves:
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """Returns the rows of a table in the WAL records above the chain, int64, ascending."""
-        return np.empty(0, np.int64)
+        if self.plan is None:
+            return np.empty(0, np.int64)
+        if table.group not in self._logged:
+            records = self._records(table.group)
+            seen, nothing = SeenRows(self.layout), Targets(())
+            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
+            self._logged[table.group] = seen.by_table()
+        return self._logged[table.group][table.name]
 
     def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> np.ndarray:
         """Reads some disjoint spans of rows of one field of a table, end to end."""
@@ -218,6 +232,8 @@ class Saves:
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
+        if self.plan is not None:
+            return dense_state.at_point(self.plan, wanted=wanted)
         return stored_dense.open_values(self.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
@@ -230,48 +246,8 @@ class Saves:
         return known[1]
 
     def _records(self, group: str) -> WalRows:
-        """The rows of a group in the records above the chain."""
-        return ()
-
-
-class PointSaves(Saves):
-    """A chain, and the WAL records that lead from its step to a recovery point."""
-
-    def __init__(
-        self,
-        saves: Sequence[StoredSave],
-        plan: ReplayPlan,
-        row_indices: RowIndexCache | None = None,
-    ):
-        super().__init__(saves, row_indices)
-        self.plan = plan
-        self._logged: dict[str, Mapping[str, np.ndarray]] = {}
-
-    @property
-    def name(self) -> str:
-        """See ``Saves``."""
-        return str(self.plan.point)
-
-    @property
-    def save_id(self) -> SaveId:
-        """Id of the recovery point's WAL record."""
-        return self.plan.point.save_id
-
-    def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """See ``Saves``."""
-        return dense_state.at_point(self.plan, wanted=wanted)
-
-    def logged_rows(self, table: TableEntry) -> np.ndarray:
-        """See ``Saves``."""
-        if table.group not in self._logged:
-            records = self._records(table.group)
-            seen, nothing = SeenRows(self.layout), Targets(())
-            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
-            self._logged[table.group] = seen.by_table()
-        return self._logged[table.group][table.name]
-
-    def _records(self, group: str) -> WalRows:
-        return wal_rows.layers_of(self.plan, self.layout, group)
+        """The rows of a group in the WAL records above the chain."""
+        return () if self.plan is None else wal_rows.layers_of(self.plan, self.layout, group)
 
 
 def targets_in(

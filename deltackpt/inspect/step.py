@@ -28,7 +28,7 @@ from deltackpt.inspect.dense_items import (
     saved_leaves,
 )
 from deltackpt.inspect.descriptions import shape_text
-from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
+from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.inspect.listing import Listing
 from deltackpt.reading import stored_saves
 from deltackpt.reading.stored_saves import StoredSave
@@ -145,7 +145,7 @@ class Step:
     @property
     def point(self) -> RecoveryPoint | None:
         """The recovery point; None for a step."""
-        return self._saves.plan.point if isinstance(self._saves, PointSaves) else None
+        return None if self._saves.plan is None else self._saves.plan.point
 
     @property
     def save_id(self) -> str:
