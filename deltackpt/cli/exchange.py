@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -59,7 +59,7 @@ def export() -> None:
 @terminal.item
 @terminal.kafka_config
 @terminal.prints
-def export_orbax(**options: Any) -> Output:
+def export_orbax(**options: object) -> Output:
     """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
@@ -69,7 +69,7 @@ def export_orbax(**options: Any) -> Output:
     """
     from deltackpt import interchange
 
-    return _exported(interchange.export_orbax, "reading", **options)
+    return _exported(interchange.export_orbax, "reading", options)
 
 
 @export.command(
@@ -94,14 +94,14 @@ def export_orbax(**options: Any) -> Output:
 )
 @terminal.kafka_config
 @terminal.prints
-def export_safetensors(**options: Any) -> Output:
+def export_safetensors(**options: object) -> Output:
     """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
     """
     from deltackpt import interchange
 
-    return _exported(interchange.export_safetensors, "exporting", **options)
+    return _exported(interchange.export_safetensors, "exporting", options)
 
 
 @export.command(
@@ -126,14 +126,14 @@ def export_safetensors(**options: Any) -> Output:
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
 @terminal.kafka_config
 @terminal.prints
-def export_parquet(**options: Any) -> Output:
+def export_parquet(**options: object) -> Output:
     """Write each table of a step of DIRECTORY as a Parquet file in TARGET.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
     """
     from deltackpt import interchange
 
-    return _exported(interchange.export_parquet, "exporting", **options)
+    return _exported(interchange.export_parquet, "exporting", options)
 
 
 @click.command(
@@ -236,11 +236,9 @@ def _template(text: str) -> PyTree:
     return jax.tree.map(abstract, made())
 
 
-def _exported(
-    export: Callable[..., Exported], label: str, directory: str, step: int | None, **options: Any
-) -> Output:
+def _exported(export: Callable[..., Exported], label: str, options: dict[str, object]) -> Output:
     with terminal.progress(label) as progress:
-        done = export(directory, step, progress=progress, **options)
+        done = export(progress=progress, **options)
     files = units.count(len(done.files), "file")
     lines = [f"step {done.step}: {files} of {units.size(done.nbytes)} in {done.path}"]
     lines += [f"stored as {kind}: {name}" for name, kind in done.changed.items()]

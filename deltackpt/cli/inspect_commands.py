@@ -10,7 +10,7 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
-from deltackpt.cli.terminal import Output, Source, as_commands
+from deltackpt.cli.terminal import Output, ReadSource, as_commands
 from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _field = click.option(
 )
 
 
-def _open(source: Source) -> Checkpoints:
+def _open(source: ReadSource) -> Checkpoints:
     from deltackpt import inspect
 
     opened = inspect.open(source.directory, **source.options)
@@ -41,7 +41,7 @@ def _open(source: Source) -> Checkpoints:
     "--wal", "points", is_flag=True, help="List the WAL's recovery points instead of steps."
 )
 @terminal.prints
-def ls(source: Source, last: int | None, points: bool) -> Output:
+def ls(source: ReadSource, last: int | None, points: bool) -> Output:
     """List the steps of DIRECTORY with kinds, chains, rows and bytes, and its WAL epochs.
 
     If the trainer has a retention policy, the column `kept because` shows which steps it keeps, and
@@ -116,7 +116,7 @@ def _wal(wal: Wal, last: int | None) -> Output:
 @terminal.reads
 @click.argument("step", type=terminal.STEP, required=False)
 @terminal.prints
-def show(source: Source, step: int | None) -> Output:
+def show(source: ReadSource, step: int | None) -> Output:
     """Show a step, or a full recovery point, of DIRECTORY; the newest step by default.
 
     STEP is a step, or the training step of a full recovery point. The output lists its save and
@@ -208,7 +208,7 @@ def _array(held: LazyArray | DenseLeaf) -> dict[str, object]:
 )
 @terminal.prints
 def diff(
-    source: Source, a: int, b: int, tables: tuple[str, ...], field: str, largest: int
+    source: ReadSource, a: int, b: int, tables: tuple[str, ...], field: str, largest: int
 ) -> Output:
     """Show which rows differ between steps A and B, or between recovery points.
 
@@ -276,7 +276,7 @@ def _differences(found: Diff, largest: int) -> Iterator[str | Listing]:
 )
 @terminal.prints
 def history(
-    source: Source,
+    source: ReadSource,
     table: str,
     rows: tuple[int, ...],
     field: str,
@@ -305,7 +305,10 @@ def history(
     return Output(value, [_history(found, value, columns)])
 
 
-def _row_values(found: History, number: int) -> Iterator[dict[str, Any]]:
+_Values = dict[str, Any]
+
+
+def _row_values(found: History, number: int) -> Iterator[_Values]:
     """The values of each row at one step."""
     for place, row in enumerate(found.rows):
         if found.present[number, place]:
@@ -319,7 +322,7 @@ def _row_values(found: History, number: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _history(found: History, values: list[dict[str, Any]], columns: int) -> Listing:
+def _history(found: History, values: list[_Values], columns: int) -> Listing:
     """The values, row by row."""
     import numpy as np
 
@@ -360,7 +363,7 @@ def _history(found: History, values: list[dict[str, Any]], columns: int) -> List
     help="File for the page.",
 )
 @terminal.prints
-def report(source: Source, output: str) -> Output:
+def report(source: ReadSource, output: str) -> Output:
     """Write an HTML page about DIRECTORY: its contents, what can be restored, and plots.
 
     The page is one self-contained file. The command reads manifests and some rows of the busiest

@@ -14,7 +14,7 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
-from deltackpt.cli.terminal import Output, Source, as_commands
+from deltackpt.cli.terminal import Output, ReadSource, as_commands
 from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def compact(directory: str, item: str | None, endpoint: str | None, **options: A
 @terminal.reads
 @click.argument("steps", metavar="[STEP]...", type=terminal.STEP, nargs=-1)
 @terminal.prints
-def verify(source: Source, steps: tuple[int, ...]) -> Output:
+def verify(source: ReadSource, steps: tuple[int, ...]) -> Output:
     """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
     Every file is checked against the digests, chunks against their own checksums, manifests against
@@ -304,7 +304,7 @@ def copy(
 @click.argument("step", type=terminal.STEP, required=False)
 @click.option("--tables", is_flag=True, help="Also list what is read for each table.")
 @terminal.prints
-def plan(source: Source, step: int | None, tables: bool) -> Output:
+def plan(source: ReadSource, step: int | None, tables: bool) -> Output:
     """Show what a restore of STEP reads from DIRECTORY, and estimate its duration.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.

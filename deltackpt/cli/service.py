@@ -44,9 +44,9 @@ def _on_ray(command: Callable[..., None]) -> Callable[..., None]:
         help="deltackpt's item in each step.",
     )
     @functools.wraps(command)
-    def run(directory: str, address: str, item: str, **options: Any) -> None:
+    def run(directory: str, address: str, item: str, **options: object) -> None:
         connect(address)
-        command(directory, item, **options)
+        command(directory=directory, item=item, **options)
 
     return run
 

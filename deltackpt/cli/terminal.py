@@ -132,25 +132,28 @@ kafka_config = click.option(
 )
 
 
-class Source(NamedTuple):
+#: A function with the options of a command.
+Command = Callable[..., Any]
+
+
+class ReadSource(NamedTuple):
     """A directory or bucket that a command reads, and the options to open it."""
 
     directory: str
     options: dict[str, Any]
 
 
-def reads(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds DIRECTORY and the options to open it, which are passed as a ``Source``."""
+def reads(command: Command) -> Command:
+    """Adds DIRECTORY and the options to open it, which are passed as a ``ReadSource``."""
 
     @root
     @item
     @endpoint
     @kafka_config
     @functools.wraps(command)
-    def run(directory: str, item: str, endpoint: str, wal: KafkaWal, **options: Any) -> Any:
-        return command(
-            Source(directory, {"item": item, "endpoint": endpoint, "wal": wal}), **options
-        )
+    def run(directory: str, item: str, endpoint: str, wal: KafkaWal, **options: object) -> None:
+        how = {"item": item, "endpoint": endpoint, "wal": wal}
+        command(source=ReadSource(directory, how), **options)
 
     return run
 
@@ -186,8 +189,8 @@ def prints(command: Callable[..., Output]) -> Callable[..., None]:
 
     @as_json
     @functools.wraps(command)
-    def run(*arguments: Any, as_json: bool, **options: Any) -> None:
-        output = command(*arguments, **options)
+    def run(as_json: bool, **options: object) -> None:
+        output = command(**options)
         show(as_json, output.value, output.shown)
         if output.failed:
             sys.exit(1)

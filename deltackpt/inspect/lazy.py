@@ -298,7 +298,7 @@ class RowIndexCache:
 
 
 def _rows_asked_for(
-    index: Any, total: int
+    index: object, total: int
 ) -> tuple[range | np.ndarray, slice | np.ndarray | int] | None:
     """Ascending rows to read, and the index that selects the requested ones from them.
 

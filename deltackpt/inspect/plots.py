@@ -22,6 +22,7 @@ from deltackpt.format import naming, row_blocks
 from deltackpt.units import count
 
 try:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.collections import LineCollection
     from matplotlib.colors import PowerNorm
@@ -368,9 +369,9 @@ class _Drawing:
         figure = ax.get_figure(root=True)
         assert figure is not None
         self.ax, self.figure = ax, figure
-        self._entries: list[tuple[str, Any]] = []
+        self._entries: list[tuple[str, Artist]] = []
 
-    def add(self, label: str, drawn: object) -> None:
+    def add(self, label: str, drawn: Artist) -> None:
         self._entries.append((label, drawn))
 
     def line(self, label: str, x: Sequence[int], y: Sequence[float] | np.ndarray, **look: Any):
