@@ -136,6 +136,8 @@ SMALL_MODULES = {
     "handlers/orbax_private.py",
     # Imported by name, so that what is below imports no Ray.
     "service/discovery.py",
+    # The command line and `inspect` share it, and `--help` loads neither numpy nor the stores.
+    "inspect/listing.py",
     # `doctor` shows directories even if a dependency of the stores is missing.
     "storage/redaction.py",
     # Public: integrations and the test kit.

@@ -89,10 +89,10 @@ def test_2000_saves_of_800_tables_are_drawn_and_omissions_are_stated():
     ck = MadeUp(2000, 800, base_every=300, codec="adaptive4")
     figure = plots.touched_fraction(ck)
     assert "the 8 with the most rows written, of 800" in said(figure)
-    assert "medians of 5 saves each" in said(figure)
-    assert "792 others: median, 10 to 90 %" in labels(figure)
+    assert said(figure).endswith(", 400 of 1,993 deltas") and len(labels(figure)) == 8 + 1
     assert all(len(line.get_xdata()) <= 400 for line in figure.axes[0].lines)
-    assert "the 8 with the largest errors, of 800" in said(plots.codec_error(ck))
+    said_of_errors = said(plots.codec_error(ck))
+    assert said_of_errors.endswith("the 8 with the largest errors, of 800, 400 of 2,000 saves")
     few = MadeUp(2000, 2, base_every=300)
     assert said(plots.activity(few, "tables/C1")).endswith("400 of 1,993 deltas")
     assert said(plots.drift(few, "tables/C1")).endswith("at 400 of 2,000 steps")
@@ -139,16 +139,6 @@ def test_a_base_is_in_a_legend_only_if_one_is_drawn():
     assert labels(plots.chain_lengths(ck.saves[1:3])) == ["deltas"]
     assert labels(plots.touched_fraction(ck)) == ["tables/C1", "base: all rows"]
     assert labels(plots.touched_fraction(ck.saves[1:])) == ["tables/C1"]
-
-
-@pytest.mark.parametrize("every", [1, 7, 30, 1000])
-def test_ticks_are_on_saved_steps_if_there_are_few(every):
-    ck = MadeUp(9, 1, every=every)
-    for plot in OF_SAVES[:2]:
-        ticks = list(plot(ck).axes[0].get_xticks())
-        assert len(ticks) > 3 and set(ticks) <= set(ck.steps)
-    uneven = [save for save in MadeUp(400, 1, every=1).saves if save.step in (1, 2, 3, 200, 400)]
-    assert list(plots.timeline(uneven).axes[0].get_xticks()) == [1, 200, 400]
 
 
 def test_touched_fraction_is_rows_of_the_delta_over_rows_of_the_table(directory):

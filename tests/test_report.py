@@ -7,7 +7,6 @@ import html
 import html.parser
 import json
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,6 +42,8 @@ class Page(html.parser.HTMLParser):
         for name, value in attrs:
             if name == "id":
                 self.ids.append(value)
+            if name == "alt":
+                self.text += value
             if name in ("src", "href", "xlink:href", "action", "data") and value:
                 self.asked.append(value)
 
@@ -88,7 +89,7 @@ def test_compacted_bases_are_counted_and_their_reads_are_reported(tmp_path):
     assert f"on disk{size(saved + base)}{on_disk}" in text
     assert "a compacted base and 1 delta, by manifests" in text
     title = f"5 saves: 1 base, 4 deltas; 1 compacted base; {size(saved + base)} on disk"
-    assert title in text and "with a compacted base" in text
+    assert title in text
 
 
 def test_counts_agree_between_card_picture_and_table(tmp_path):
@@ -99,7 +100,7 @@ def test_counts_agree_between_card_picture_and_table(tmp_path):
     report.write(ck, tmp_path / "report.html")
     page = Page(tmp_path / "report.html").text
     assert page.count("1 base, 10 deltas, 1 unreadable; 3 broken chains") == 2
-    assert (tmp_path / "report.html").read_text().count("<tr class=bad>") == 4
+    assert page.count("its chain is broken") == 2 * 3 and page.count("no manifest") == 2
 
 
 def test_page_begins_with_the_step_that_cannot_be_restored(tmp_path):
@@ -134,18 +135,6 @@ def test_damage_outside_the_tables_costs_a_section_and_not_the_page(tmp_path):
     assert any("dense leaves are not shown" in text for text in written.warnings)
     assert any("valid recovery points cannot be determined" in text for text in written.warnings)
     assert "tables/users" in Page(tmp_path / "report.html").text
-
-
-def test_the_page_never_scrolls_sideways(tmp_path):
-    """Checked by hand in a browser at 1,300 to 320 pixels, and here by the CSS rules."""
-    report.write(MadeUp(4, 1, prefix="a_prefix_of_many_characters/" * 4), tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    assert "overflow: hidden auto" in text and "overflow: auto" not in text
-    # Only numbers and short words stay on one line; on narrow pages nothing does.
-    assert re.findall(r"([^{}]*){[^{}]*white-space: nowrap", text) == ["\ntd.n, td.s "]
-    narrow = text.partition(f"@media screen and ({report._NARROW})")[2]
-    assert "td, td.n, td.s { display: grid" in narrow and "white-space: normal" in narrow
-    assert f"@media ({report._NARROW}) {{ .of-step-10 td:nth-child(1)::before" in text
 
 
 def test_damaged_rows_cost_a_picture_and_not_the_page(tmp_path):
@@ -230,25 +219,17 @@ def chromium(tmp_path):
 
 
 @pytest.mark.processes
-def test_browser_shows_the_page_without_complaint_in_light_and_dark_and_prints_it(
-    tmp_path, chromium
-):
+def test_browser_shows_the_page_without_complaint(tmp_path, chromium):
     page = tmp_path / "report.html"
     report.write(MadeUp(60, 12, codec="adaptive4"), page)
     # Chromium logs everything that the page's policy or the network refuses to the console.
     said = chromium(page, "--dump-dom", "--virtual-time-budget=5000")
-    assert "CONSOLE" not in said and "<svg" in said
+    assert "CONSOLE" not in said and "image/svg+xml" in said
     asking = tmp_path / "asking.html"
     asking.write_text(page.read_text().replace("<h1>", '<img src="https://no.test/x.png"><h1>'))
     assert "CONSOLE" in chromium(asking, "--dump-dom", "--virtual-time-budget=5000")
-    paper = {}
-    for scheme, flag in (("dark", 0), ("light", 1)):
-        shot = tmp_path / f"{scheme}.png"
-        chromium(page, f"--screenshot={shot}", f"--blink-settings=preferredColorScheme={flag}")
-        image = matplotlib.image.imread(shot)
-        paper[scheme] = image[5, 5, :3].mean()
-        # Ink, cards and pictures differ from the paper.
-        assert (abs(image[..., :3] - image[5, 5, :3]).max(axis=-1) > 0.3).mean() > 0.01
-    assert paper["dark"] < 0.2 and paper["light"] > 0.9
-    chromium(page, f"--print-to-pdf={tmp_path / 'report.pdf'}")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    shot = tmp_path / "shot.png"
+    chromium(page, f"--screenshot={shot}")
+    image = matplotlib.image.imread(shot)
+    # Ink and plots differ from the paper.
+    assert (abs(image[..., :3] - image[5, 5, :3]).max(axis=-1) > 0.3).mean() > 0.01

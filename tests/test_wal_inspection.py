@@ -589,13 +589,13 @@ def test_the_doctor_finds_a_missing_wal_directory(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     with manager(root, backend=deltackpt.wal.LocalWal(directory=str(elsewhere))) as trainer:
         save_and_append(trainer, {0}, 1)
-    assert by_subject(root)["WAL"].figures["newest_recovery_point"] == 1
+    assert "1 full recovery point, newest 1 " in by_subject(root)["WAL"].found
     shutil.rmtree(elsewhere)
     finding = by_subject(root)["directory of WAL epoch 0"]
     assert finding.severity == "problem" and "elsewhere" in finding.found
 
 
-def test_the_doctor_finds_gaps_obsolete_epochs_and_long_wals(copy):
+def test_the_doctor_finds_gaps_and_long_wals(copy):
     assert by_subject(copy)["WAL to replay"].severity == "ok"
     with (
         mock.patch.object(contents, "_LEAST_BASE_BYTES", 1),
@@ -604,7 +604,3 @@ def test_the_doctor_finds_gaps_obsolete_epochs_and_long_wals(copy):
         assert by_subject(copy)["WAL to replay"].severity == "warning"
     flip(min(copy.glob("log/0/0/*.seg")), 90)
     assert by_subject(copy)["WAL gaps"].severity == "warning"
-    with manager(copy) as trainer:
-        found = trainer.restore(3, model.initial())
-        model.commit(trainer, 50, found.state, touched=found.touched)
-    assert by_subject(copy)["obsolete WAL epochs"].figures["epochs"] == [0, 1]

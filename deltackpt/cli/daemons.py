@@ -17,6 +17,7 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
+from deltackpt.cli.terminal import Output
 from deltackpt.errors import OptionError
 
 if TYPE_CHECKING:
@@ -73,10 +74,8 @@ def follow(
         if share is not None:
             live.share(share)
         url = live.serve_status(port, bind)
-        if as_json:
-            terminal.print_json({"directory": directory, "url": url})
-        else:
-            click.echo(f"follows {directory}: {url}")
+        value = {"directory": directory, "url": url}
+        terminal.show(as_json, value, [f"follows {directory}: {url}"])
         wait()
 
 
@@ -94,8 +93,8 @@ def follow(
     help="Exit once every save is uploaded; otherwise run until stopped.",
 )
 @click.option("--status", "only_status", is_flag=True, help="Only print the progress.")
-@terminal.as_json
-def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> None:
+@terminal.prints
+def upload(stage: Path, until_empty: bool, only_status: bool) -> Output:
     """Upload the saves in the staging directory STAGING to the trainer's bucket.
 
     The trainer's own uploader survives the trainer. Use this command if it cannot: in a container's
@@ -117,20 +116,15 @@ def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> 
             if is_one:
                 Uploader(found, adopts=True).run(trainer)
     status = replicator.status_of(found)
-    if as_json:
-        terminal.print_json(status)
-    elif status is None:
-        click.echo("no save was ever staged here")
-    else:
-        click.echo(f"target   {status.url}")
-        click.echo(f"waiting  {units.count(status.waiting, 'save')}, {units.size(status.nbytes)}")
-        for key, text in status.damaged.items():
-            click.echo(f"damaged  {key}: {text}")
-        if status.problem:
-            since = time.strftime("%H:%M:%S", time.localtime(status.problem_unix_secs))
-            click.echo(f"failing since {since}: {status.problem}")
-    if status is not None and (status.waiting or status.damaged):
-        sys.exit(1)
+    if status is None:
+        return Output(None, ["no save was ever staged here"])
+    lines = [f"target   {status.url}"]
+    lines += [f"waiting  {units.count(status.waiting, 'save')}, {units.size(status.nbytes)}"]
+    lines += [f"damaged  {key}: {text}" for key, text in status.damaged.items()]
+    if status.problem:
+        since = time.strftime("%H:%M:%S", time.localtime(status.problem_unix_secs))
+        lines.append(f"failing since {since}: {status.problem}")
+    return Output(status, lines, failed=bool(status.waiting or status.damaged))
 
 
 _TOKEN = "DELTACKPT_NODES_TOKEN"
@@ -209,10 +203,8 @@ def node_store(
             others=others,
         )
         stack.enter_context(contextlib.closing(server))
-        if as_json:
-            terminal.print_json({"address": server.address, "pid": os.getpid()})
-        else:
-            click.echo(f"{server.address}: {held}")
+        value = {"address": server.address, "pid": os.getpid()}
+        terminal.show(as_json, value, [f"{server.address}: {held}"])
         wait()
 
 

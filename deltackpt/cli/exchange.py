@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
+from deltackpt.cli.terminal import Output
 from deltackpt.errors import OptionError
+from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
     from deltackpt.format.naming import PyTree
@@ -55,10 +58,8 @@ def export() -> None:
 @_leaves
 @terminal.item
 @terminal.kafka_config
-@terminal.as_json
-def export_orbax(
-    directory: str, target: str, step: int | None, as_json: bool, **options: Any
-) -> None:
+@terminal.prints
+def export_orbax(**options: object) -> Output:
     """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
@@ -68,9 +69,7 @@ def export_orbax(
     """
     from deltackpt import interchange
 
-    with terminal.progress("reading", quiet=as_json) as progress:
-        done = interchange.export_orbax(directory, step, target, progress=progress, **options)
-    _print_result(done, as_json)
+    return _exported(interchange.export_orbax, "reading", options)
 
 
 @export.command(
@@ -94,19 +93,15 @@ def export_orbax(
     help="Maximum size of the tensors in a file.",
 )
 @terminal.kafka_config
-@terminal.as_json
-def export_safetensors(
-    directory: str, target: str, step: int | None, as_json: bool, **options: Any
-) -> None:
+@terminal.prints
+def export_safetensors(**options: object) -> Output:
     """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
     """
     from deltackpt import interchange
 
-    with terminal.progress("exporting", quiet=as_json) as progress:
-        done = interchange.export_safetensors(directory, step, target, progress=progress, **options)
-    _print_result(done, as_json)
+    return _exported(interchange.export_safetensors, "exporting", options)
 
 
 @export.command(
@@ -130,19 +125,15 @@ def export_safetensors(
 @click.option("--slots/--no-slots", default=True, help="Whether to export the slots too.")
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
 @terminal.kafka_config
-@terminal.as_json
-def export_parquet(
-    directory: str, target: str, step: int | None, as_json: bool, **options: Any
-) -> None:
+@terminal.prints
+def export_parquet(**options: object) -> Output:
     """Write each table of a step of DIRECTORY as a Parquet file in TARGET.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
     """
     from deltackpt import interchange
 
-    with terminal.progress("exporting", quiet=as_json) as progress:
-        done = interchange.export_parquet(directory, step, target, progress=progress, **options)
-    _print_result(done, as_json)
+    return _exported(interchange.export_parquet, "exporting", options)
 
 
 @click.command(
@@ -176,7 +167,7 @@ def export_parquet(
     help="Function that returns the training state, abstract or not; the working directory is "
     "searched too.",
 )
-@terminal.as_json
+@terminal.prints
 def import_(
     source: str,
     directory: str,
@@ -186,8 +177,7 @@ def import_(
     step: int | None,
     source_item: str | None,
     template: str | None,
-    as_json: bool,
-) -> None:
+) -> Output:
     """Import the stock Orbax checkpoint SOURCE as the first base of a run in DIRECTORY.
 
     SOURCE is a pytree, a step or a directory of steps, and is only read. To resume training, call
@@ -205,13 +195,9 @@ def import_(
         item=source_item,
         abstract_state=None if template is None else _template(template),
     )
-    if as_json:
-        terminal.print_json(done)
-        return
     rows = [(name, ", ".join(found) or None) for name, found in done.tables.items()]
-    terminal.print_table(("table", "slots"), rows)
-    nbytes = units.size(done.nbytes)
-    click.echo(f"step {done.step}: imported {nbytes} of tables and slots from {done.source}")
+    text = f"imported {units.size(done.nbytes)} of tables and slots from {done.source}"
+    return Output(done, [Listing(("table", "slots"), rows), f"step {done.step}: {text}"])
 
 
 def _slot(text: str) -> tuple[str, str]:
@@ -250,13 +236,11 @@ def _template(text: str) -> PyTree:
     return jax.tree.map(abstract, made())
 
 
-def _print_result(done: Exported, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json(done)
-        return
+def _exported(export: Callable[..., Exported], label: str, options: dict[str, object]) -> Output:
+    with terminal.progress(label) as progress:
+        done = export(progress=progress, **options)
     files = units.count(len(done.files), "file")
-    click.echo(f"step {done.step}: {files} of {units.size(done.nbytes)} in {done.path}")
-    for name, kind in done.changed.items():
-        click.echo(f"stored as {kind}: {name}")
-    for name in done.left_out:
-        click.echo(f"left out: {name}")
+    lines = [f"step {done.step}: {files} of {units.size(done.nbytes)} in {done.path}"]
+    lines += [f"stored as {kind}: {name}" for name, kind in done.changed.items()]
+    lines += [f"left out: {name}" for name in done.left_out]
+    return Output(done, lines)

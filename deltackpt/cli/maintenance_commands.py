@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import collections
-import shutil
+import itertools
 import signal
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltackpt import units
 from deltackpt.cli import terminal
-from deltackpt.cli.terminal import as_commands
+from deltackpt.cli.terminal import Output, ReadSource, as_commands
+from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor.machine import Finding
@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Memory limit for all workers together.",
 )
-@terminal.as_json
-def compact(
-    directory: str, item: str | None, endpoint: str | None, as_json: bool, **options: Any
-) -> None:
+@terminal.prints
+def compact(directory: str, item: str | None, endpoint: str | None, **options: Any) -> Output:
     """Merge the chain of a step of DIRECTORY into a new base, while trainers and readers run.
 
     STEP is the newest step by default.
@@ -58,7 +56,7 @@ def compact(
     """
     from deltackpt.maintenance import compact as compaction
 
-    with terminal.progress("compacting", quiet=as_json) as progress:
+    with terminal.progress("compacting") as progress:
         done = compaction.compact(
             directory,
             item=_found_item(directory, item, endpoint),
@@ -66,15 +64,13 @@ def compact(
             endpoint=endpoint,
             **options,
         )
-    if as_json:
-        terminal.print_json(done)
-    elif done is None:
-        click.echo("nothing to compact: the chain of the step is only a base")
-    else:
-        click.echo(
+    text = "nothing to compact: the chain of the step is only a base"
+    if done is not None:
+        text = (
             f"step {done.step}: merged {units.count(done.deltas, 'delta')} into a base of "
             f"{units.size(done.bytes_written)} in {done.seconds:.1f} s"
         )
+    return Output(done, [text])
 
 
 @click.command(
@@ -83,20 +79,10 @@ def compact(
     "  deltackpt verify /data/run-17 12000 12500\n"
     "  deltackpt verify /data/run-17 --json | jq .intact"
 )
-@terminal.root
+@terminal.reads
 @click.argument("steps", metavar="[STEP]...", type=terminal.STEP, nargs=-1)
-@terminal.item
-@terminal.endpoint
-@terminal.kafka_config
-@terminal.as_json
-def verify(
-    directory: str,
-    steps: tuple[int, ...],
-    item: str | None,
-    endpoint: str | None,
-    wal: KafkaWal | None,
-    as_json: bool,
-) -> None:
+@terminal.prints
+def verify(source: ReadSource, steps: tuple[int, ...]) -> Output:
     """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
     Every file is checked against the digests, chunks against their own checksums, manifests against
@@ -106,63 +92,49 @@ def verify(
     """
     from deltackpt.maintenance import verify as verification
 
-    with terminal.progress("verifying", quiet=as_json) as progress:
+    with terminal.progress("verifying") as progress:
         report = verification.verify_root(
-            directory,
-            item=item,
-            steps=steps or None,
-            endpoint=endpoint,
-            wal=wal,
-            progress=progress,
+            source.directory, steps=steps or None, progress=progress, **source.options
         )
-    if as_json:
-        plain = terminal.plain(report)
-        plain["recovery_points"] = [
-            {
-                "step": one.point.step,
-                "epoch": one.point.epoch,
-                "restorable": one.restorable,
-                "restored_from": one.step,
-                "broken_by": one.broken_by,
-            }
-            for one in report.points
-        ]
-        del plain["points"]
-        terminal.print_json({"intact": report.intact, **plain})
-    else:
-        _print_report(report)
-    if not report.intact:
-        sys.exit(1)
+    value = {"intact": report.intact, **terminal.plain(report)}
+    del value["points"]
+    value["recovery_points"] = [
+        {
+            "step": one.point.step,
+            "epoch": one.point.epoch,
+            "restorable": one.restorable,
+            "restored_from": one.step,
+            "broken_by": one.broken_by,
+        }
+        for one in report.points
+    ]
+    return Output(value, _verdicts(report), failed=not report.intact)
 
 
-def _print_report(report: RootReport) -> None:
-    saves = {save.name: save for save in report.saves}
+def _verdicts(report: RootReport) -> Iterator[str | Listing]:
+    kinds = {save.name: save.kind for save in report.saves}
     rows = [
         (
-            str(verdict.step),
-            saves[str(verdict.step)].kind,
-            "yes" if verdict.restorable else "NO",
-            _chain_text(verdict),
+            str(one.step),
+            kinds[str(one.step)],
+            "yes" if one.restorable else "NO",
+            _chain_text(one),
         )
-        for verdict in report.steps
+        for one in report.steps
     ]
     if rows:
-        terminal.print_table(("step", "kind", "restorable", "reads"), rows)
+        yield Listing(("step", "kind", "restorable", "reads"), rows)
     for problem in report.problems:
         harm = " (restores do not read it)" if problem.stops == "nothing" else ""
-        click.echo(f"damaged: {problem}{harm}")
-    for save in report.saves:
-        for note in save.notes:
-            click.echo(f"note: {save.name}: {note}")
-    for note in report.notes:
-        click.echo(f"note: {as_commands(note)}")
+        yield f"damaged: {problem}{harm}"
+    yield from (f"note: {save.name}: {note}" for save in report.saves for note in save.notes)
+    yield from (f"note: {as_commands(note)}" for note in report.notes)
     if report.points:
-        click.echo(_points_text(report.points))
+        yield _points_text(report.points)
     whole = sum(verdict.restorable for verdict in report.steps)
-    problems = len(report.problems)
-    click.echo(
+    yield (
         f"{whole} of {units.count(len(report.steps), 'step')} can be restored, "
-        f"{units.count(problems, 'damaged object')}; read "
+        f"{units.count(len(report.problems), 'damaged object')}; read "
         f"{units.count(report.file_count, 'file')}, {units.size(report.bytes_read)} in "
         f"{report.seconds:.1f} s"
     )
@@ -208,7 +180,7 @@ def _chain_text(verdict: StepVerdict) -> str:
 @click.option(
     "--offline", is_flag=True, help="Skip the check; you assert that no trainer is running."
 )
-@terminal.as_json
+@terminal.prints
 def gc(
     directory: str,
     item: str | None,
@@ -218,8 +190,7 @@ def gc(
     keep_every: int | None,
     rolled_back: bool,
     offline: bool,
-    as_json: bool,
-) -> None:
+) -> Output:
     """Remove unneeded files from DIRECTORY after its trainer has ended.
 
     These are leftovers of interrupted saves, deletions and compactions, compacted bases that end no
@@ -244,21 +215,18 @@ def gc(
         found = collection.collectable(directory, **chosen)
     else:
         found = collection.collect(directory, offline=offline, **chosen)
-    if as_json:
-        terminal.print_json({"dry_run": dry_run, **terminal.plain(found)})
-        return
+    shown: list[str | Listing] = [f"note: {note}" for note in found.notes]
     if found.removable:
         rows = [(one.name, units.size(one.nbytes), one.kind, one.reason) for one in found.removable]
-        terminal.print_table(("name", "size", "kind", "reason"), rows)
-    for note in found.notes:
-        click.echo(f"note: {note}")
+        shown.insert(0, Listing(("name", "size", "kind", "reason"), rows))
     if dry_run and not offline and found.in_use is not None:
-        click.echo(f"note: refused unless --offline is given: found {found.in_use}")
-    click.echo(
+        shown.append(f"note: refused unless --offline is given: found {found.in_use}")
+    shown.append(
         f"{'would remove' if dry_run else 'removed'} "
         f"{units.count(len(found.removable), 'object')}, {units.size(found.nbytes)}; "
         f"{units.count(len(found.kept), 'step')} kept"
     )
+    return Output({"dry_run": dry_run, **terminal.plain(found)}, shown)
 
 
 @click.command(
@@ -279,7 +247,7 @@ def gc(
 @click.option("--offline", is_flag=True, help="Assert that no trainer is running at TARGET.")
 @terminal.endpoint
 @click.option("--workers", type=click.IntRange(min=1), help="Files in flight; 8 by default.")
-@terminal.as_json
+@terminal.prints
 def copy(
     source: str,
     target: str,
@@ -288,9 +256,8 @@ def copy(
     item: str | None,
     endpoint: str | None,
     workers: int | None,
-    as_json: bool,
     **options: Any,
-) -> None:
+) -> Output:
     """Copy steps and everything needed to restore them from SOURCE to TARGET.
 
     Without STEP, the newest step is copied. SOURCE and TARGET are each a directory, a URL (file://,
@@ -306,7 +273,7 @@ def copy(
     from deltackpt.tiers import copy as copying
 
     item = _found_item(source, item, endpoint)
-    with terminal.progress("copying", quiet=as_json) as progress:
+    with terminal.progress("copying") as progress:
         done = copying.copy(
             source,
             target,
@@ -318,16 +285,14 @@ def copy(
             progress=progress,
             **options,
         )
-    if as_json:
-        terminal.print_json(done)
-    else:
-        names = ", ".join(map(str, done.steps[-5:]))
-        click.echo(
-            f"{units.count(len(done.steps), 'step')} ({'..., ' if done.steps[5:] else ''}"
-            f"{names}) at the target: copied {units.count(done.file_count, 'file')}, "
-            f"{units.size(done.bytes_written)} in {done.seconds:.1f} s; "
-            f"{units.size(done.bytes_found)} already present"
-        )
+    names = ", ".join(map(str, done.steps[-5:]))
+    text = (
+        f"{units.count(len(done.steps), 'step')} ({'..., ' if done.steps[5:] else ''}"
+        f"{names}) at the target: copied {units.count(done.file_count, 'file')}, "
+        f"{units.size(done.bytes_written)} in {done.seconds:.1f} s; "
+        f"{units.size(done.bytes_found)} already present"
+    )
+    return Output(done, [text])
 
 
 @click.command(
@@ -335,76 +300,30 @@ def copy(
     "  deltackpt plan /data/run-17\n"
     "  deltackpt plan /data/run-17 12000 --tables"
 )
-@terminal.root
+@terminal.reads
 @click.argument("step", type=terminal.STEP, required=False)
-@terminal.item
-@terminal.endpoint
-@terminal.kafka_config
 @click.option("--tables", is_flag=True, help="Also list what is read for each table.")
-@terminal.as_json
-def plan(
-    directory: str,
-    step: int | None,
-    item: str | None,
-    endpoint: str | None,
-    wal: KafkaWal | None,
-    tables: bool,
-    as_json: bool,
-) -> None:
+@terminal.prints
+def plan(source: ReadSource, step: int | None, tables: bool) -> Output:
     """Show what a restore of STEP reads from DIRECTORY, and estimate its duration.
 
     STEP is a step, or the training step of a full recovery point; the newest step by default.
 
     The time is extrapolated from restoring some of the step's rows, for at most about a second.
-    Files in the page cache are read from there. The time excludes Orbax's reading of dense leaves
-    and the transfer to devices.
+    Files in the page cache are read from there. The time excludes dense leaves and the transfer to
+    devices.
     """
     from deltackpt.maintenance import estimate
 
-    item = _found_item(directory, item, endpoint)
-    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint, wal=wal)
-    if as_json:
-        plain = terminal.plain(found)
-        plain["estimate"]["seconds"] = found.estimate.seconds
-        plain["recovery_point"] = plain.pop("point")
-        terminal.print_json(plain)
-        return
-    _print_chain(found)
-    if tables:
-        terminal.print_table(
-            ("table", "rows", "rows read", "read", "memory"),
-            [
-                (
-                    *(table.table, table.rows, table.rows_read),
-                    *(units.size(table.bytes_read), units.size(table.memory_bytes)),
-                )
-                for table in found.tables
-            ],
-        )
-    took = found.estimate
-    click.echo(f"memory: {units.size(found.memory_bytes)} for tables and slots")
-    if found.point is None:
-        where = units.count(found.dense_file_count, "file")
-    else:
-        where = "the WAL"
-        replayed, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
-        click.echo(f"WAL: {replayed} in {records} up to {found.point}")
-    click.echo(f"dense leaves: {units.size(found.dense_bytes)} in {where}")
-    click.echo(
-        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
-        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured), "
-        f"{took.dense_secs:.2g} s dense file checks"
-        + (f", {took.wal_secs:.2g} s WAL" if found.point is not None else "")
-    )
-    if len(found.chain) > 1:
-        click.echo(
-            f"compaction: a base of at most {units.size(found.merged_bytes)} instead of "
-            f"{units.size(found.bytes_read)} in {len(found.chain)} saves"
-        )
+    found = estimate.restore_plan(source.directory, step, **source.options)
+    value = terminal.plain(found)
+    value["estimate"]["seconds"] = found.estimate.seconds
+    value["recovery_point"] = value.pop("point")
+    return Output(value, _planned(found, tables))
 
 
-def _print_chain(found: RestorePlan) -> None:
-    rows = [
+def _planned(found: RestorePlan, tables: bool) -> Iterator[str | Listing]:
+    lines = [
         (
             save.name,
             save.kind,
@@ -415,10 +334,35 @@ def _print_chain(found: RestorePlan) -> None:
         )
         for save in found.chain
     ]
-    terminal.print_table(("reads", "kind", "rows", "size", "files", "codecs"), rows)
+    yield Listing(("reads", "kind", "rows", "size", "files", "codecs"), lines)
+    if tables:
+        lines = [
+            (
+                *(table.table, table.rows, table.rows_read),
+                *(units.size(table.bytes_read), units.size(table.memory_bytes)),
+            )
+            for table in found.tables
+        ]
+        yield Listing(("table", "rows", "rows read", "read", "memory"), lines)
+    took, where, wal = found.estimate, units.count(found.dense_file_count, "file"), ""
+    yield f"memory: {units.size(found.memory_bytes)} for tables and slots"
+    if found.point is not None:
+        where, wal = "the WAL", f", {took.wal_secs:.2g} s WAL"
+        replayed, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
+        yield f"WAL: {replayed} in {records} up to {found.point}"
+    yield f"dense leaves: {units.size(found.dense_bytes)} in {where}"
+    yield (
+        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
+        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured){wal}"
+    )
+    if len(found.chain) > 1:
+        yield (
+            f"compaction: a base of at most {units.size(found.merged_bytes)} instead of "
+            f"{units.size(found.bytes_read)} in {len(found.chain)} saves"
+        )
 
 
-def _found_item(directory: str, item: str | None = None, endpoint: str | None = None) -> str:
+def _found_item(directory: str, item: str | None, endpoint: str | None) -> str:
     from deltackpt.ledger.opening import open_steps
 
     return open_steps(directory, item=item, endpoint=endpoint).item
@@ -441,14 +385,10 @@ _TERMINATED = 128 + signal.SIGTERM
 @click.option("--read-only", is_flag=True, help="Write nothing; fsync is not measured.")
 @terminal.endpoint
 @terminal.kafka_config
-@terminal.as_json
+@terminal.prints
 def doctor(
-    directory: str | None,
-    read_only: bool,
-    endpoint: str | None,
-    wal: KafkaWal | None,
-    as_json: bool,
-) -> None:
+    directory: str | None, read_only: bool, endpoint: str | None, wal: KafkaWal | None
+) -> Output:
     """Check DIRECTORY, machine and installation for problems with saves and restores.
 
     For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
@@ -478,42 +418,28 @@ def doctor(
         findings = examination.examine(directory, read_only=read_only, endpoint=endpoint, wal=wal)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if as_json:
-        shown = None if directory is None else redaction.shown(directory)
-        terminal.print_json({"directory": shown, "findings": findings})
-    else:
-        _print(findings)
-    if any(finding.severity == "problem" for finding in findings):
-        sys.exit(1)
+    shown = None if directory is None else redaction.shown(directory)
+    return Output(
+        {"directory": shown, "findings": findings},
+        _findings(findings),
+        failed=any(finding.severity == "problem" for finding in findings),
+    )
 
 
-def _print(findings: tuple[Finding, ...]) -> None:
+def _findings(findings: tuple[Finding, ...]) -> Iterator[str]:
     width = max(len(finding.subject) for finding in findings)
-    area = None
-    for finding in findings:
-        if finding.area != area:
-            if area is not None:
-                click.echo()
-            area = finding.area
-            click.secho(area.capitalize(), bold=True)
-        severity = click.style(finding.severity.ljust(_SEVERITY_WIDTH), _COLOURS[finding.severity])
-        indent = _SEVERITY_WIDTH + width + 4
-        first, *more = _wrapped(finding.found, indent)
-        click.echo(f"  {severity}{finding.subject.ljust(width)}  {first}")
-        for line in more:
-            click.echo(" " * indent + line)
-        for line in _wrapped(finding.meaning, indent):
-            click.echo(" " * indent + click.style(line, dim=True))
-        for line in _wrapped(finding.action and f"-> {as_commands(finding.action)}", indent):
-            click.echo(" " * indent + line)
+    indent = " " * (_SEVERITY_WIDTH + width + 4)
+    groups = itertools.groupby(findings, key=lambda finding: finding.area)
+    for number, (area, inside) in enumerate(groups):
+        yield ("\n" if number else "") + click.style(area.capitalize(), bold=True)
+        for finding in inside:
+            severity = finding.severity.ljust(_SEVERITY_WIDTH)
+            severity = click.style(severity, _COLOURS[finding.severity])
+            yield f"  {severity}{finding.subject.ljust(width)}  {finding.found}"
+            if finding.meaning:
+                yield indent + click.style(finding.meaning, dim=True)
+            if finding.action:
+                yield f"{indent}-> {as_commands(finding.action)}"
     count = collections.Counter(finding.severity for finding in findings)
     pieces = [units.count(count[name], name) for name in ("problem", "warning", "note")]
-    click.echo(f"\n{', '.join(pieces)}")
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    """Splits a text into lines that fit the terminal; one line if stdout is not a terminal."""
-    if not sys.stdout.isatty():
-        return [text] if text else []
-    columns = shutil.get_terminal_size().columns
-    return textwrap.wrap(text, max(40, columns - indent), break_on_hyphens=False)
+    yield f"\n{', '.join(pieces)}"

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltackpt import service, units
 from deltackpt.cli import terminal
+from deltackpt.cli.terminal import Output
 from deltackpt.errors import ServiceUnavailable
 from deltackpt.format import naming
+from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
     from deltackpt.service.peer_agents import AgentState
@@ -25,16 +28,27 @@ _COLUMNS = (
     "shard", "replica", "node", "pid", "step", "recovery point", "behind", "lag", "bytes", "health",
 )  # fmt: skip
 
-address_option = click.option(
-    "--address", default="auto", show_default=True, help="Address of the Ray cluster."
-)
-# No search for the item: this machine may not see the directory.
-item_option = click.option(
-    "--item",
-    default=naming.EMBEDDINGS_ITEM,
-    show_default=True,
-    help="deltackpt's item in each step.",
-)
+
+def _on_ray(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds DIRECTORY, --address and --item to a command, and connects to the cluster."""
+
+    @terminal.root
+    @click.option(
+        "--address", default="auto", show_default=True, help="Address of the Ray cluster."
+    )
+    # No search for the item: this machine may not see the directory.
+    @click.option(
+        "--item",
+        default=naming.EMBEDDINGS_ITEM,
+        show_default=True,
+        help="deltackpt's item in each step.",
+    )
+    @functools.wraps(command)
+    def run(directory: str, address: str, item: str, **options: object) -> None:
+        connect(address)
+        command(directory=directory, item=item, **options)
+
+    return run
 
 
 @click.group("service")
@@ -45,9 +59,7 @@ def group() -> None:
 @group.command(
     epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
-@terminal.root
-@address_option
-@item_option
+@_on_ray
 @click.option("--shards", type=int, help="Actors that share the rows; one per node by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
 @click.option("--memory", "memory_bytes", type=terminal.Size(), help="Memory limit per actor.")
@@ -55,59 +67,48 @@ def group() -> None:
 @terminal.endpoint
 @terminal.kafka_config
 @click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
-@terminal.as_json
-def start(
-    directory: str, address: str, item: str, wait_secs: float | None, as_json: bool, **options: Any
-) -> None:
+@terminal.prints
+def start(directory: str, item: str, wait_secs: float | None, **options: Any) -> Output:
     """Start the hot standby of DIRECTORY, or its missing actors."""
-    connect(address)
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
     replicas = len(standby.replicas())
-    if as_json:
-        terminal.print_json({"directory": standby.directory, "replicas": replicas})
-    else:
-        click.echo(f"{standby.directory}: {units.count(replicas, 'actor')}")
+    return Output(
+        {"directory": standby.directory, "replicas": replicas},
+        [f"{standby.directory}: {units.count(replicas, 'actor')}"],
+    )
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
-@terminal.root
-@address_option
-@item_option
-@terminal.as_json
-def status(directory: str, address: str, item: str, as_json: bool) -> None:
+@_on_ray
+@terminal.prints
+def status(directory: str, item: str) -> Output:
     """Show step, lag, bytes and health of each actor; exit code 1 if one lags or is unhealthy."""
-    connect(address)
     found = service.connect(directory, item).status()
-    if as_json:
-        terminal.print_json(_plain(found))
-    else:
-        _print_table(found.directory, _COLUMNS, map(_cells, found.replicas))
-        click.echo(f"newest committed step: {_text(found.newest_step)}")
-        click.echo(f"compaction: {found.compactor or 'none'}")
     well = all(one.found is not None and not one.found.code for one in found.replicas)
-    if not well or found.step != found.newest_step:
-        raise click.exceptions.Exit(1)
+    return Output(
+        _plain(found),
+        [
+            Listing(_COLUMNS, [_cells(one) for one in found.replicas], found.directory),
+            f"newest committed step: {'-' if found.newest_step is None else found.newest_step}",
+            f"compaction: {found.compactor or 'none'}",
+        ],
+        failed=not well or found.step != found.newest_step,
+    )
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
-@terminal.root
-@address_option
-@item_option
-@terminal.as_json
-def stop(directory: str, address: str, item: str, as_json: bool) -> None:
+@_on_ray
+@terminal.prints
+def stop(directory: str, item: str) -> Output:
     """Stop the hot standby of DIRECTORY; steps and compacted bases are kept."""
-    connect(address)
-    print_ended(directory, service.stop(directory, item), as_json=as_json)
+    return _ended(directory, service.stop(directory, item))
 
 
-def print_ended(directory: str, count: int, *, as_json: bool) -> None:
-    """Prints how many actors of a directory were stopped."""
-    if as_json:
-        terminal.print_json({"directory": directory, "actors_ended": count})
-    else:
-        click.echo(f"{directory}: {units.count(count, 'actor')} ended")
+def _ended(directory: str, count: int) -> Output:
+    text = f"{directory}: {units.count(count, 'actor')} ended"
+    return Output({"directory": directory, "actors_ended": count}, [text])
 
 
 def connect(address: str) -> None:
@@ -133,36 +134,18 @@ def connect(address: str) -> None:
         ) from error
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    import rich.box
-    import rich.console
-    import rich.table
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=title)
-    for name in columns:
-        left = name in ("node", "address", "health")
-        table.add_column(name, justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*row)
-    rich.console.Console().print(table)
-
-
-def _cells(one: ReplicaStatus) -> list[str]:
+def _cells(one: ReplicaStatus) -> list[object]:
     found, replica = one.found, one.replica
-    cells = [f"{replica.shard} of {replica.shards}", str(replica.index)]
+    cells: list[object] = [f"{replica.shard} of {replica.shards}", replica.index]
     if found is None:
-        return [*cells, *[""] * 7, one.problem]
+        return [*cells, *[None] * 7, one.problem]
     behind = None
     if one.step is not None and found.newest_step is not None:
         behind = found.newest_step - one.step
     point = None if found.point is None else found.point.step
-    lag = "-" if found.lag_secs is None else f"{found.lag_secs:.2f} s"
-    cells += [found.node[:8], str(found.pid), _text(one.step), _text(point), _text(behind)]
-    return [*cells, lag, f"{found.nbytes:,}", found.health]
-
-
-def _text(number: int | None) -> str:
-    return "-" if number is None else str(number)
+    lag = None if found.lag_secs is None else f"{found.lag_secs:.2f} s"
+    cells += [found.node[:8], str(found.pid), one.step, point, behind, lag]
+    return [*cells, found.nbytes, found.health]
 
 
 def _plain(found: ServiceStatus) -> dict[str, object]:
@@ -191,42 +174,36 @@ def peers() -> None:
 
 
 @peers.command("status", epilog="\b\nExample:\n  deltackpt peers status s3://bucket/run-17 --json")
-@terminal.root
-@address_option
-@item_option
-@terminal.as_json
-def peers_status(directory: str, address: str, item: str, as_json: bool) -> None:
+@_on_ray
+@terminal.prints
+def peers_status(directory: str, item: str) -> Output:
     """Show memory and address of every peer; the exit code is 1 if one does not answer."""
-    connect(address)
     from deltackpt.service import peer_agents
 
     found = peer_agents.states(directory, item)
-    if as_json:
-        plain = {node: one and dataclasses.asdict(one) for node, one in found.items()}
-        terminal.print_json({"directory": directory, "peers": plain})
-    else:
-        columns = ("node", "address", "pid", "fragments", "free", "memory", "trainer")
-        _print_table(directory, columns, (_peer_cells(*peer) for peer in found.items()))
-    if None in found.values():
-        raise click.exceptions.Exit(1)
+    plain = {node: one and dataclasses.asdict(one) for node, one in found.items()}
+    columns = ("node", "address", "pid", "fragments", "free", "memory", "trainer")
+    lines = [_peer_cells(*peer) for peer in found.items()]
+    return Output(
+        {"directory": directory, "peers": plain},
+        [Listing(columns, lines, directory)],
+        failed=None in found.values(),
+    )
 
 
 @peers.command("stop", epilog="\b\nExample:\n  deltackpt peers stop s3://bucket/run-17")
-@terminal.root
-@address_option
-@item_option
-@terminal.as_json
-def stop_peers(directory: str, address: str, item: str, as_json: bool) -> None:
+@_on_ray
+@terminal.prints
+def stop_peers(directory: str, item: str) -> Output:
     """Stop the peers of DIRECTORY and discard their copies; DIRECTORY does not change."""
-    connect(address)
     from deltackpt.service import peer_agents
 
-    print_ended(directory, peer_agents.stop(directory, item), as_json=as_json)
+    return _ended(directory, peer_agents.stop(directory, item))
 
 
-def _peer_cells(node: str, one: AgentState | None) -> list[str]:
+def _peer_cells(node: str, one: AgentState | None) -> list[object]:
     if one is None:
-        return [node[:8], "does not answer"]
-    sizes = (f"{one.free_bytes:,}", f"{one.memory_bytes:,}")
+        return [node[:8], "does not answer", *[None] * 5]
     claimed = "yes" if one.claimed else "no"
-    return [node[:8], one.address, str(one.pid), str(one.fragments), *sizes, claimed]
+    sizes = [one.fragments, one.free_bytes, one.memory_bytes]
+    return [node[:8], one.address, str(one.pid), *sizes, claimed]

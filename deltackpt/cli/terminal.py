@@ -9,56 +9,49 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from deltackpt.format import naming
+from deltackpt.inspect.listing import Listing
 
 if TYPE_CHECKING:
     from deltackpt.wal import KafkaWal
 
 _LISTS = "deltackpt ls lists the steps, and ls --wal the recovery points"
-_BY_COMMANDS = (
-    (
-        r"pass KafkaWal\([^)]*\), in WalOptions\(backend=\.\.\.\) to a manager",
-        "pass --kafka-config FILE",
+_INTACT = "deltackpt verify reports which steps and recovery points are intact"
+#: Python calls in the advice of errors, as regular expressions, and the commands instead.
+_COMMANDS = {
+    r"pass KafkaWal\([^)]*\), in WalOptions\(backend=\.\.\.\) to a manager": (
+        "pass --kafka-config FILE"
     ),
-    (r"all_steps\(\) and (?:recovery_)?points\(\) list what (?:there is|exists)", _LISTS),
-    (r"(?:see|call) (?:all_)?steps(?:\(\))? and (?:recovery_)?points\(\)", _LISTS),
-    (r"list the steps with all_steps\(\)", "deltackpt ls lists the steps"),
-    (r"see (?:all_)?steps\b(?:\(\))?", "deltackpt ls lists the steps"),
-    (r"see step\.tables", "deltackpt show lists tables and slots"),
-    (
-        r"restore a step: restore_latest\(wal=False\)",
-        "deltackpt ls lists the steps, which do not need the WAL",
+    r"(?:(?:see|call) )?(?:all_)?steps(?:\(\))? and (?:recovery_)?points\(\)"
+    r"(?: list what exists)?": _LISTS,
+    r"list the steps with all_steps\(\)|see (?:all_)?steps\b(?:\(\))?": (
+        "deltackpt ls lists the steps"
     ),
-    (
-        r"restore the step itself: restore_latest\(wal=False\)",
-        "deltackpt show shows the step below it",
+    r"see step\.tables": "deltackpt show lists tables and slots",
+    r"restore a step: restore_latest\(wal=False\)": (
+        "deltackpt ls lists the steps, which do not need the WAL"
     ),
-    (
-        r"restore an older step: restore_latest\(\) falls back automatically",
-        "deltackpt verify reports which steps and recovery points are intact",
+    r"restore the step itself: restore_latest\(wal=False\)": (
+        "deltackpt show shows the step below it"
     ),
-    (
-        r"restore_latest\(\) falls back automatically to the previous recovery point",
-        "deltackpt verify reports which steps and recovery points are intact",
-    ),
-    (r": restore it, or call restore_latest\(\)", ""),
-    (r"restore_latest\(\) examines all of them", "deltackpt verify examines all of them"),
-)
+    r"(?:restore an older step: )?restore_latest\(\) falls back automatically"
+    r"(?: to the previous recovery point)?": _INTACT,
+    r": restore it, or call restore_latest\(\)": "",
+    r"restore_latest\(\) examines all of them": "deltackpt verify examines all of them",
+}
 
 
 def as_commands(text: str) -> str:
     """Returns the text of an error, with commands instead of Python calls."""
-    for pattern, command in _BY_COMMANDS:
+    for pattern, command in _COMMANDS.items():
         text = re.sub(pattern, command, text)
     return text
 
@@ -137,15 +130,76 @@ kafka_config = click.option(
     help="File of librdkafka settings (name=value lines), to read a WAL in Kafka.",
     metavar="FILE",
 )
+
+
+#: A function with the options of a command.
+Command = Callable[..., Any]
+
+
+class ReadSource(NamedTuple):
+    """A directory or bucket that a command reads, and the options to open it."""
+
+    directory: str
+    options: dict[str, Any]
+
+
+def reads(command: Command) -> Command:
+    """Adds DIRECTORY and the options to open it, which are passed as a ``ReadSource``."""
+
+    @root
+    @item
+    @endpoint
+    @kafka_config
+    @functools.wraps(command)
+    def run(directory: str, item: str, endpoint: str, wal: KafkaWal, **options: object) -> None:
+        how = {"item": item, "endpoint": endpoint, "wal": wal}
+        command(source=ReadSource(directory, how), **options)
+
+    return run
+
+
+class Output(NamedTuple):
+    """What a command prints: a value as JSON, which a function may return, or lines and tables.
+
+    The exit code is 1 if it ``failed``.
+    """
+
+    value: object
+    shown: Iterable[str | Listing]
+    failed: bool = False
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
-#: Minimum width of a table's last column; it is left out if the terminal is narrower.
-_LEAST_LAST = 24
+def show(as_json: bool, value: object, shown: Iterable[str | Listing]) -> None:
+    """Prints a value as JSON, or lines and tables."""
+    if as_json:
+        click.echo(json.dumps(plain(value() if callable(value) else value), indent=2))
+        return
+    for piece in shown:
+        if isinstance(piece, str):
+            click.echo(piece)
+        else:
+            print_table(piece)
+
+
+def prints(command: Callable[..., Output]) -> Callable[..., None]:
+    """Adds ``--json`` to a command, and prints its output."""
+
+    @as_json
+    @functools.wraps(command)
+    def run(as_json: bool, **options: object) -> None:
+        output = command(**options)
+        show(as_json, output.value, output.shown)
+        if output.failed:
+            sys.exit(1)
+
+    return run
 
 
 @contextlib.contextmanager
-def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a callback for bytes done and total; shows a bar on stderr if that is a terminal."""
     import rich.console  # Half the import time of numpy, and most commands show no progress.
     import rich.progress
@@ -158,17 +212,11 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
         rich.progress.TransferSpeedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
-    disable = quiet or not console.is_terminal
     with rich.progress.Progress(
-        *columns, console=console, transient=True, disable=disable
+        *columns, console=console, transient=True, disable=not console.is_terminal
     ) as shown:
         task = shown.add_task(label, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
-
-
-def print_json(value: object) -> None:
-    """Prints a value as JSON: dataclasses and named tuples as objects, numpy values as numbers."""
-    click.echo(json.dumps(plain(value), indent=2))
 
 
 def plain(value: Any) -> Any:
@@ -188,39 +236,19 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Prints a table; columns that contain only numbers are aligned to the right, None is ``-``.
-
-    If the table is too wide for the terminal, the last column is wrapped or left out. If stdout is
-    not a terminal, nothing is shortened.
-    """
+def print_table(table: Listing) -> None:
+    """Prints a table; columns that contain only numbers are aligned to the right, None is ``-``."""
     # Without rich: importing it would take a tenth of the time of ``ls``.
-    cells = [[_cell(value) for value in row] for row in rows]
-    lines = [list(columns), *cells]
+    lines = [[*table.columns], *([_cell(value) for value in row] for row in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = ["r" if _are_numbers(column) else "l" for column in zip(*rows)] or ["l"] * len(columns)
-    is_terminal = sys.stdout.isatty()
-    if is_terminal:
-        others = sum(widths[:-1]) + len(widths) - 1
-        left = shutil.get_terminal_size().columns - others
-        if left < min(widths[-1], _LEAST_LAST):
-            # Never cut numbers: leave out the text column at the end instead.
-            lines, widths = [line[:-1] for line in lines], widths[:-1]
-        else:
-            widths[-1] = min(widths[-1], left)
-    if title:
-        click.echo(f"\n{title}")
-    for number, (*line, last) in enumerate(lines):
-        for piece in textwrap.wrap(last, widths[-1]) or [""]:
-            aligned = (
-                cell.rjust(width) if side == "r" else cell.ljust(width)
-                for cell, width, side in zip([*line, piece], widths, sides)
-            )
-            text = " ".join(aligned).rstrip()
-            click.echo(click.style(text, bold=True) if number == 0 else text)
-            line = [""] * len(line)  # Only the last cell has more lines.
-        if is_terminal and number == 0:
-            click.echo("\u2500" * (sum(widths) + len(widths) - 1))
+    columns = [*zip(*table.lines)] or [()] * len(widths)
+    aligned = [str.rjust if _are_numbers(column) else str.ljust for column in columns]
+    if table.title:
+        click.echo(f"\n{table.title}")
+    for number, line in enumerate(lines):
+        cells = (align(cell, width) for align, cell, width in zip(aligned, line, widths))
+        text = " ".join(cells).rstrip()
+        click.echo(click.style(text, bold=True) if number == 0 else text)
 
 
 def _cell(value: object) -> str:

@@ -44,25 +44,16 @@ __all__ = [
     "open",
 ]
 
+_MODULES = {
+    ".changes": ("Diff", "TableDiff"),
+    ".checkpoints": ("Checkpoints", "open"),
+    ".dense_items": ("DenseItem", "DenseLeaf", "SavedLeaf"),
+    ".descriptions": ("ForkPoint", "Save", "Wal", "WalEpoch"),
+    ".history": ("History",),
+    ".lazy": ("LazyArray", "Statistics"),
+    ".step": ("Step", "Table"),
+}
 # Imported lazily: listing a directory needs few of them.
 __getattr__ = attributes(
-    __name__,
-    {
-        "Checkpoints": ".checkpoints",
-        "DenseItem": ".dense_items",
-        "DenseLeaf": ".dense_items",
-        "Diff": ".changes",
-        "ForkPoint": ".descriptions",
-        "History": ".history",
-        "LazyArray": ".lazy",
-        "Save": ".descriptions",
-        "SavedLeaf": ".dense_items",
-        "Statistics": ".lazy",
-        "Step": ".step",
-        "Table": ".step",
-        "TableDiff": ".changes",
-        "Wal": ".descriptions",
-        "WalEpoch": ".descriptions",
-        "open": ".checkpoints",
-    },
+    __name__, {name: module for module, names in _MODULES.items() for name in names}
 )

@@ -16,8 +16,8 @@ from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Layout, TableEntry
 from deltackpt.format.row_blocks import FieldSpec, Rows
-from deltackpt.inspect import descriptions
 from deltackpt.inspect.lazy import LazyArray, RowIndexCache, Saves
+from deltackpt.inspect.listing import Listing
 from deltackpt.reading import chains
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.units import count
@@ -142,7 +142,7 @@ class Diff:
         )
 
     def _repr_html_(self) -> str:
-        return _page(self)
+        return list_differences(self).html()
 
 
 def pandas() -> types.ModuleType:
@@ -359,27 +359,13 @@ def _wide(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(dtype)
 
 
-DIFF_COLUMNS = ("table", "rows changed", "share", "added", "median change", "99 %", "largest")
-
-
-def diff_lines(found: Diff) -> list[tuple[object, ...]]:
-    """Returns the tables of a diff as lines under ``DIFF_COLUMNS``, with l2 norms."""
+def list_differences(found: Diff) -> Listing:
+    """Returns a line for each table, with l2 norms of the rows' changes."""
+    quantiles = {0.5: "median change", 0.99: "99 %", 1.0: "largest"}
     lines: list[tuple[object, ...]] = []
     for name, changed in found.tables.items():
-        norms = changed.quantiles((0.5, 0.99, 1.0))
-        lines.append(
-            (
-                name,
-                len(changed.rows),
-                f"{changed.fraction:.2%}",
-                changed.added,
-                *(f"{norms[of]:.4g}" if norms else None for of in (0.5, 0.99, 1.0)),
-            )
-        )
-    return lines
-
-
-def _page(found: Diff) -> str:
-    """A diff: a line for each table."""
-    title = f"{found.field}: step {found.a} → {found.b}, l2 norms of the rows' changes"
-    return descriptions.table(DIFF_COLUMNS, diff_lines(found), title)
+        norms = changed.quantiles((*quantiles,))
+        shown = (f"{norms[of]:.4g}" if norms else None for of in quantiles)
+        lines.append((name, len(changed.rows), f"{changed.fraction:.2%}", changed.added, *shown))
+    columns = ("table", "rows changed", "share", "added", *quantiles.values())
+    return Listing(columns, lines, f"{found.field}: step {found.a} -> {found.b}")

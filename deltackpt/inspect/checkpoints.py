@@ -16,8 +16,8 @@ from deltackpt.errors import OptionError, RestoreError, StepGone, StepNotFound, 
 from deltackpt.format import chain, naming, row_blocks
 from deltackpt.format.manifest import SaveId, TableFigures, table_figures
 from deltackpt.format.row_blocks import PLAIN
-from deltackpt.inspect import descriptions
-from deltackpt.inspect.descriptions import SAVE_COLUMNS, Save, Wal, save_line, wal_of
+from deltackpt.inspect.descriptions import Save, Wal, list_saves, wal_of
+from deltackpt.inspect.listing import MOST_LINES
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import directory
 from deltackpt.ledger import steps as ledger_steps
@@ -441,9 +441,7 @@ class Checkpoints:
         path = self._at(step)
         with stored_saves.detect_removal(path, instead="open"), posix.typed_errors(path, "read"):
             chain = chains.read_chain(path, self.item)
-        if plan is None:
-            return rows_of_saves.Saves(chain, self._row_indices)
-        return rows_of_saves.PointSaves(chain, plan, self._row_indices)
+        return rows_of_saves.Saves(chain, self._row_indices, plan)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
@@ -461,7 +459,15 @@ class Checkpoints:
         return f"<Checkpoints {self.store_path}: {steps}, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
-        return _page(self)
+        """The first and last steps."""
+        steps = self.steps
+        half = MOST_LINES // 2
+        shown = steps if len(steps) <= MOST_LINES else [*steps[:half], *steps[-half:]]
+        saves = self.saves_of(shown)
+        title = f"{self.store_path}: {len(steps):,} steps, newest {self.newest}"
+        if len(shown) < len(steps):
+            title += f", {len(saves)} shown: the first and the last"
+        return list_saves(saves, title).html()
 
 
 def open(
@@ -507,14 +513,3 @@ def _chain_length(
         return None
     length = lengths.get(parent.save_id.step)
     return None if length is None else length + 1
-
-
-def _page(ck: Checkpoints) -> str:
-    """A directory's first and last steps as HTML."""
-    steps = ck.steps
-    shown = steps if len(steps) <= descriptions.MOST_LINES else descriptions.ends(steps)
-    lines = [save_line(save) for save in ck.saves_of(shown)]
-    title = f"{ck.store_path}: {len(steps):,} steps, newest {ck.newest}"
-    if len(shown) < len(steps):
-        title += f", {len(lines)} shown: the first and the last"
-    return descriptions.table(SAVE_COLUMNS, lines, title)

@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +27,9 @@ from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.format import naming
 from deltackpt.format.manifest import DenseEntry, path_name
 from deltackpt.format.row_blocks import PLAIN
-from deltackpt.inspect import descriptions
+from deltackpt.inspect.descriptions import shape_text
 from deltackpt.inspect.lazy import Saves
+from deltackpt.inspect.listing import Listing
 from deltackpt.lazy_import import LazyModule
 from deltackpt.reading import stored_dense, stored_saves
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
@@ -136,22 +136,19 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def _strings(self) -> dict[str, object]:
-        with self._detect_removal():
-            found = self._json(_STRINGS) if self._has(_STRINGS) else {}
-            self._check_exists()
-            return found
+        with self._reading():
+            return self._json(_STRINGS) if self._has(_STRINGS) else {}
 
     @functools.cached_property
     def _prng_impls(self) -> dict[str, str]:
         """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
-        with self._detect_removal():
+        with self._reading():
             for name in self._names_in(ARRAY_METADATAS):
                 if not name.startswith(f"{ARRAY_METADATAS}/process_"):
                     continue
                 with self._described_by(name):
                     found |= key_impls(self._json(name))
-            self._check_exists()
         return found
 
     @contextlib.contextmanager
@@ -163,18 +160,14 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found = f"{type(error).__name__}: {error}"
             raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
-    def _read_array(
-        self, key: Sequence[str], index: tuple[int | slice, ...] | EllipsisType
-    ) -> np.ndarray:
-        with self._detect_removal():
+    def _read_array(self, key: Sequence[str]) -> np.ndarray:
+        with self._reading():
             store = self._opened(key, data=True)
             try:
-                found = np.asarray(store[index].read().result())
+                return np.asarray(store.read().result())
             except ValueError as error:
                 name = f"{self._shown}/{'.'.join(key)}"
                 raise Damaged(name, "an array that can be read", str(error)) from error
-            self._check_exists()
-            return found
 
     def _opened(self, key: Sequence[str], *, data: bool) -> ts.TensorStore:
         name, metadata = ".".join(key), self._json(METADATA)
@@ -234,10 +227,8 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._parsed:
-            with self._detect_removal():
-                found = self._read_json(name)
-                self._check_exists()
-            self._parsed[name] = found
+            with self._reading():
+                self._parsed[name] = self._read_json(name)
         return self._parsed[name]
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -267,6 +258,13 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """Never mixes leaves of another save with the tables of this one."""
         if not self._exists():
             raise stored_saves.gone(self._dir.parent, instead="open")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Within, errors become ``StepGone`` if the step was removed, and it must exist after."""
+        with self._detect_removal():
+            yield
+            self._check_exists()
 
     def _detect_removal(self) -> contextlib.AbstractContextManager[None]:
         return stored_saves.detect_removal(self._dir.parent, exists=self._exists, instead="open")
@@ -340,15 +338,11 @@ class DenseLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> Any:
-        """Indexes like numpy; only integers and slices of step 1 read less than the whole array."""
+        """Indexes like numpy; reads the whole array."""
         shape, dtype = self._described
         if 0 in shape:
             return np.empty(shape, dtype)[index]
-        plain = _plain_index(index, shape)
-        if plain is None:
-            return self._item._read_array(self._key, ...)[index]
-        found = self._item._read_array(self._key, plain)
-        return found if found.ndim else found[()]
+        return self._item._read_array(self._key)[index]
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         found = np.asarray(self[...])
@@ -376,35 +370,8 @@ class DenseLeaf:
         return tuple(store.shape), store.dtype.numpy_dtype
 
 
-def _plain_index(index: object, shape: tuple[int, ...]) -> tuple[int | slice, ...] | None:
-    """Normalizes an index of integers and slices of step 1; None for any other index."""
-    pieces = list(index) if isinstance(index, tuple) else [index]
-    dots = [number for number, piece in enumerate(pieces) if piece is Ellipsis]
-    if len(dots) > 1 or len(pieces) - len(dots) > len(shape):
-        return None
-    if dots:
-        pieces[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(pieces) + 1)
-    found: list[int | slice] = []
-    for piece, length in zip(pieces, shape, strict=False):
-        if isinstance(piece, slice):
-            start, stop, step = piece.indices(length)
-            if step != 1 or stop <= start:  # With a step, TensorStore would keep the origin.
-                return None
-            found.append(slice(start, stop))
-        elif isinstance(piece, (int, np.integer)) and not isinstance(piece, bool):
-            if not -length <= piece < length:
-                return None
-            found.append(int(piece) % length)
-        else:
-            return None
-    return tuple(found)
-
-
-DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
-
-
-def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], str]:
-    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value."""
+def list_dense(leaves: Iterable[DenseLeaf]) -> Listing:
+    """Returns a line for each leaf with a value; the title counts the others."""
     shown, empty = [], 0
     for leaf in leaves:
         if leaf.kind in PLACEHOLDERS:
@@ -412,10 +379,11 @@ def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[object, ...]], 
         elif leaf.kind == "string":
             shown.append((leaf.name, repr(leaf.value), leaf.kind, None))
         else:
-            shape = descriptions.shape_text(leaf.shape)
+            shape = shape_text(leaf.shape)
             shown.append((leaf.name, shape, _dtype_text(leaf), size(leaf.nbytes)))
     kinds = "without a value: None, or empty, such as optax's MaskedNode and EmptyState"
-    return shown, f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+    title = f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+    return Listing(("dense leaf", "shape", "dtype", "bytes"), shown, title)
 
 
 def _dtype_text(leaf: DenseLeaf) -> str:
@@ -551,16 +519,18 @@ def _held(shard: DenseShard) -> Iterator[tuple[str, str, int, float]]:
                 yield name, codec, blocks, share * stored
 
 
-SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
-
-
-def saved_line(leaf: SavedLeaf) -> tuple[object, ...]:
-    """Returns a leaf as a line under ``SAVED_COLUMNS``."""
-    return (
-        leaf.name,
-        "+".join(leaf.codecs) or None,
-        leaf.blocks or None,
-        f"{leaf.blocks / leaf.total_blocks:.2%}" if leaf.total_blocks else None,
-        size(leaf.nbytes),
-        f"{leaf.nbytes / leaf.raw_bytes:.1%}" if leaf.raw_bytes else None,
-    )
+def list_saved(leaves: Iterable[SavedLeaf]) -> Listing:
+    """Returns a line for each leaf in a save."""
+    lines = [
+        (
+            leaf.name,
+            "+".join(leaf.codecs) or None,
+            leaf.blocks or None,
+            f"{leaf.blocks / leaf.total_blocks:.2%}" if leaf.total_blocks else None,
+            size(leaf.nbytes),
+            f"{leaf.nbytes / leaf.raw_bytes:.1%}" if leaf.raw_bytes else None,
+        )
+        for leaf in leaves
+    ]
+    columns = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
+    return Listing(columns, lines, "dense leaves in this save")

@@ -5,52 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Kind, SaveId, TableFigures
+from deltackpt.inspect.listing import Listing
 from deltackpt.reading.wal_index import EpochState, RecoveryPoint, WalState, coverings
 from deltackpt.storage.store import StorePath
 from deltackpt.units import size
-
-_T = TypeVar("_T")
-
-#: Maximum number of lines of a table in a notebook: the first and the last ones.
-MOST_LINES = 40
-
-
-def table(columns: Sequence[str], lines: Sequence[Sequence[object]], caption: str = "") -> str:
-    """Returns an HTML table; None is shown as an en dash, and long tables are cut in the middle."""
-    out = ['<table class="deltackpt" style="border-spacing:0.8em 0.2em">']
-    if caption:
-        out.append(f'<caption style="text-align:left">{html.escape(caption)}</caption>')
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    out.append(f"<thead><tr>{heads}</tr></thead><tbody>")
-    left_out = len(lines) - MOST_LINES
-    shown: list[Sequence[object] | None] = [*lines]
-    if left_out > 0:
-        shown = [*ends(lines)]
-        shown.insert(len(shown) // 2, None)
-    for line in shown:
-        if line is None:
-            text = f"… {left_out:,} more …"
-            out.append(f'<tr><td colspan="{len(columns)}">{text}</td></tr>')
-        else:
-            out.append(f"<tr>{''.join(_cell(value) for value in line)}</tr>")
-    out.append("</tbody></table>")
-    return "".join(out)
-
-
-def ends(values: Sequence[_T]) -> list[_T]:
-    """Returns the first and last ``MOST_LINES // 2`` values."""
-    half = MOST_LINES // 2
-    return [*values[:half], *values[-half:]]
 
 
 def utc(secs: float | None) -> str | None:
@@ -61,14 +28,6 @@ def utc(secs: float | None) -> str | None:
 def shape_text(shape: Sequence[int]) -> str:
     """Formats a shape, such as ``3 × 4``; that of a scalar is ``scalar``."""
     return " × ".join(f"{length:,}" for length in shape) or "scalar"
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "<td>–</td>"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f'<td style="text-align:right">{value:,}</td>'
-    return f"<td>{html.escape(str(value))}</td>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -146,14 +105,18 @@ class Save:
             return None
 
 
-SAVE_COLUMNS = (
+_SAVE_COLUMNS = (
     "step", "kind", "parent", "deltas", "rows", "share", "on disk", "codecs", "committed (UTC)",
     "reason",
 )  # fmt: skip
 
 
-def save_line(save: Save) -> tuple[object, ...]:
-    """Returns a step as a line for ``SAVE_COLUMNS``."""
+def list_saves(saves: Sequence[Save], title: str = "") -> Listing:
+    """Returns a line for each step."""
+    return Listing(_SAVE_COLUMNS, [_save_line(save) for save in saves], title)
+
+
+def _save_line(save: Save) -> tuple[object, ...]:
     kind = f"{save.kind} (compacted)" if save.compacted else save.kind
     codecs = "+".join(sorted({figures.codec for figures in save.tables}))
     dense = f"dense {'+'.join(save.dense_codecs)}" if save.dense_codecs else ""
@@ -171,12 +134,9 @@ def save_line(save: Save) -> tuple[object, ...]:
     )
 
 
-FIGURE_COLUMNS = ("table", "field", "codec", "rows", "on disk", "of raw", "error", "reason")
-
-
-def figure_lines(save: Save) -> list[tuple[object, ...]]:
-    """Returns each field of each table in a save as lines for ``FIGURE_COLUMNS``."""
-    return [
+def list_figures(save: Save) -> Listing:
+    """Returns a line for each field of each table in a save."""
+    lines = [
         (
             figures.table,
             figures.field,
@@ -189,6 +149,8 @@ def figure_lines(save: Save) -> list[tuple[object, ...]]:
         )
         for figures in save.tables
     ]
+    columns = ("table", "field", "codec", "rows", "on disk", "of raw", "error", "reason")
+    return Listing(columns, lines, "in this save")
 
 
 class ForkPoint(NamedTuple):
@@ -271,7 +233,7 @@ class Wal:
         return [point for one in self.epochs if one.live for point in one.recovery_points]
 
     def _repr_html_(self) -> str:
-        return table(EPOCH_COLUMNS, [epoch_line(one) for one in self.epochs])
+        return list_epochs(self).html()
 
 
 def wal_of(found: WalState, steps: Mapping[int, SaveId]) -> Wal:
@@ -305,14 +267,18 @@ def _epoch(state: EpochState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
     )
 
 
-EPOCH_COLUMNS = (
+_EPOCH_COLUMNS = (
     "epoch", "run", "resumed from", "processes", "records", "full recovery points", "newest",
     "on disk", "valid", "end of the records",
 )  # fmt: skip
 
 
-def epoch_line(epoch: WalEpoch) -> tuple[object, ...]:
-    """Returns a WAL epoch as a line for ``EPOCH_COLUMNS``."""
+def list_epochs(wal: Wal) -> Listing:
+    """Returns a line for each WAL epoch, newest first."""
+    return Listing(_EPOCH_COLUMNS, [_epoch_line(one) for one in wal.epochs], "write-ahead log")
+
+
+def _epoch_line(epoch: WalEpoch) -> tuple[object, ...]:
     resumed_from = None if epoch.base is None else f"step {epoch.base.step}"
     if (point := epoch.forked_from) is not None:
         resumed_from = f"recovery point {point.save_id.step} of epoch {point.epoch}"
@@ -331,11 +297,9 @@ def epoch_line(epoch: WalEpoch) -> tuple[object, ...]:
     )
 
 
-POINT_COLUMNS = ("recovery point", "epoch", "kind", "appended (UTC)")
-
-
-def point_lines(points: Sequence[RecoveryPoint]) -> list[tuple[object, ...]]:
-    """Returns recovery points as lines for ``POINT_COLUMNS``."""
-    return [
+def list_points(points: Sequence[RecoveryPoint]) -> Listing:
+    """Returns a line for each recovery point."""
+    lines = [
         (one.step, one.epoch, "full" if one.full else "soft", utc(one.unix_secs)) for one in points
     ]
+    return Listing(("recovery point", "epoch", "kind", "appended (UTC)"), lines)

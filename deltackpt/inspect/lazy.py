@@ -86,7 +86,7 @@ class LazyArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """Returns rows, or parts of them, like numpy.
 
         Raises:
@@ -94,10 +94,13 @@ class LazyArray:
           Damaged: a required object is missing or altered; it is named.
           StepGone: the step was removed while it was read.
         """
-        first, rest = _split_index(index, self.shape)
-        rows, within = _rows_asked_for(first, self.shape[0])
-        found = self.rows(rows)
-        return found[(*rest[0], within, *rest[1])]
+        np.broadcast_to(np.False_, self.shape)[index]  # Raises what numpy raises.
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        found = _rows_asked_for(first, len(self))
+        if found is None:
+            return np.asarray(self)[index]
+        rows, within = found
+        return self.rows(rows)[(within, *rest)]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self), self.batch_rows):
@@ -166,19 +169,26 @@ class LazyArray:
 
 
 class Saves:
-    """A chain for repeated reads, with caches."""
+    """A chain for repeated reads, with caches; ``plan`` leads from it to a recovery point."""
 
-    def __init__(self, saves: Sequence[StoredSave], row_indices: RowIndexCache | None = None):
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        row_indices: RowIndexCache | None = None,
+        plan: ReplayPlan | None = None,
+    ):
         """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
         self.chain = tuple(saves)
         self.row_indices = row_indices or RowIndexCache()
+        self.plan = plan
         #: Orbax's items that were read, which remember what they have verified, and their versions.
         self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
+        self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
     def name(self) -> str:
         """Name of the step or recovery point in errors."""
-        return self.target.step_dir.name
+        return self.target.step_dir.name if self.plan is None else str(self.plan.point)
 
     @property
     def target(self) -> StoredSave:
@@ -188,7 +198,7 @@ class Saves:
     @property
     def save_id(self) -> SaveId:
         """Id of the save; for a recovery point, of its WAL record."""
-        return self.target.info.save_id
+        return self.target.info.save_id if self.plan is None else self.plan.point.save_id
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -197,7 +207,14 @@ class Saves:
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """Returns the rows of a table in the WAL records above the chain, int64, ascending."""
-        return np.empty(0, np.int64)
+        if self.plan is None:
+            return np.empty(0, np.int64)
+        if table.group not in self._logged:
+            records = self._records(table.group)
+            seen, nothing = SeenRows(self.layout), Targets(())
+            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
+            self._logged[table.group] = seen.by_table()
+        return self._logged[table.group][table.name]
 
     def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> np.ndarray:
         """Reads some disjoint spans of rows of one field of a table, end to end."""
@@ -215,6 +232,8 @@ class Saves:
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
+        if self.plan is not None:
+            return dense_state.at_point(self.plan, wanted=wanted)
         return stored_dense.open_values(self.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
@@ -227,48 +246,8 @@ class Saves:
         return known[1]
 
     def _records(self, group: str) -> WalRows:
-        """The rows of a group in the records above the chain."""
-        return ()
-
-
-class PointSaves(Saves):
-    """A chain, and the WAL records that lead from its step to a recovery point."""
-
-    def __init__(
-        self,
-        saves: Sequence[StoredSave],
-        plan: ReplayPlan,
-        row_indices: RowIndexCache | None = None,
-    ):
-        super().__init__(saves, row_indices)
-        self.plan = plan
-        self._logged: dict[str, Mapping[str, np.ndarray]] = {}
-
-    @property
-    def name(self) -> str:
-        """See ``Saves``."""
-        return str(self.plan.point)
-
-    @property
-    def save_id(self) -> SaveId:
-        """Id of the recovery point's WAL record."""
-        return self.plan.point.save_id
-
-    def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """See ``Saves``."""
-        return dense_state.at_point(self.plan, wanted=wanted)
-
-    def logged_rows(self, table: TableEntry) -> np.ndarray:
-        """See ``Saves``."""
-        if table.group not in self._logged:
-            records = self._records(table.group)
-            seen, nothing = SeenRows(self.layout), Targets(())
-            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
-            self._logged[table.group] = seen.by_table()
-        return self._logged[table.group][table.name]
-
-    def _records(self, group: str) -> WalRows:
-        return wal_rows.layers_of(self.plan, self.layout, group)
+        """The rows of a group in the WAL records above the chain."""
+        return () if self.plan is None else wal_rows.layers_of(self.plan, self.layout, group)
 
 
 def targets_in(
@@ -318,69 +297,27 @@ class RowIndexCache:
                 self._nbytes -= self._held.popitem(last=False)[1].nbytes
 
 
-def _split_index(
-    index: Any, shape: tuple[int, ...]
-) -> tuple[Any, tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """The index of the rows, and the parts before it (new axes) and after it."""
-    ndim = len(shape)
-    pieces = list(index) if isinstance(index, tuple) else [index]
-    pieces = [np.asarray(piece) if isinstance(piece, list) else piece for piece in pieces]
-    taken = sum(_axes(piece) for piece in pieces)
-    dots = [number for number, piece in enumerate(pieces) if piece is Ellipsis]
-    if taken > ndim or len(dots) > 1:
-        raise IndexError(f"expected at most {ndim} indices and one '...', found {index!r}")
-    if dots:
-        pieces[dots[0] : dots[0] + 1] = [slice(None)] * (ndim - taken)
-    first = next((n for n, piece in enumerate(pieces) if _axes(piece)), None)
-    if first is None:
-        return slice(None), (tuple(pieces), ())
-    if isinstance(pieces[first], np.ndarray) and pieces[first].ndim > 1 and _is_mask(pieces[first]):
-        if pieces[first].shape != shape[: pieces[first].ndim]:
-            raise IndexError(f"expected a mask of {shape}, found one of {pieces[first].shape}")
-        pieces[first : first + 1] = pieces[first].nonzero()
-    return pieces[first], (tuple(pieces[:first]), tuple(pieces[first + 1 :]))
-
-
-def _axes(piece: object) -> int:
-    """Number of the array's axes that an index consumes."""
-    if piece is None or piece is Ellipsis:
-        return 0
-    return piece.ndim if isinstance(piece, np.ndarray) and _is_mask(piece) else 1
-
-
-def _is_mask(piece: np.ndarray) -> bool:
-    return piece.dtype == np.bool_
-
-
 def _rows_asked_for(
     index: object, total: int
-) -> tuple[range | np.ndarray, slice | np.ndarray | int]:
-    """Ascending rows to read, and the index that selects the requested ones from them."""
+) -> tuple[range | np.ndarray, slice | np.ndarray | int] | None:
+    """Ascending rows to read, and the index that selects the requested ones from them.
+
+    None for new axes, ellipses and masks of several axes. The index was checked by numpy.
+    """
     if isinstance(index, slice):
         rows = range(*index.indices(total))
-        if abs(rows.step) == 1:
-            within = slice(None, None, rows.step)
-            return (rows, within) if rows.step == 1 else (rows[::-1], within)
         ascending = rows if rows.step > 0 else rows[::-1]
-        return np.arange(ascending.start, ascending.stop, ascending.step), slice(
-            None, None, 1 if rows.step > 0 else -1
-        )
-    if isinstance(index, np.ndarray) and _is_mask(index):
-        if len(index) != total:
-            raise IndexError(f"expected a mask of {total} rows, found one of {len(index)}")
-        found = np.flatnonzero(index)
-        return found, np.arange(len(found))
-    asked = np.asarray(index)
-    if asked.dtype.kind not in "iu":
-        if asked.size:
-            raise IndexError(f"expected integers, slices or masks for rows, found {index!r}")
-        asked = asked.astype(np.int64)
-    asked = asked.astype(np.int64)
-    outside = asked[(asked < -total) | (asked >= total)]
-    if outside.size:
-        raise IndexError(f"expected rows within [0, {total}), found {int(outside.flat[0])}")
-    asked = np.where(asked < 0, asked + total, asked)
-    rows, within = np.unique(asked, return_inverse=True)
+        within = slice(None, None, 1 if rows.step > 0 else -1)
+        return ascending if ascending.step == 1 else np.array(ascending, np.int64), within
+    chosen = np.array(index, np.int64) if isinstance(index, list) and not index else index
+    chosen = np.asarray(chosen)
+    if chosen.dtype == np.bool_ and chosen.ndim == 1:
+        rows = np.flatnonzero(chosen)
+        return rows, np.arange(len(rows))
+    if chosen.dtype.kind not in "iu":
+        return None
+    asked = chosen.astype(np.int64)
+    rows, within = np.unique(np.where(asked < 0, asked + total, asked), return_inverse=True)
     return rows, within.reshape(asked.shape) if asked.ndim else int(within.reshape(-1)[0])
 
 

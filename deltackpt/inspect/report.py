@@ -2,19 +2,21 @@
 """Writes an HTML page about a checkpoint directory: its contents, and what can be restored.
 
 The page is a single self-contained file without scripts, external fonts or external images; a
-content security policy forbids them. Plots are SVG in the page's text color, which follows the
-light or dark mode of the system.
+content security policy forbids them. Plots are embedded SVG images.
 
 Importing this module needs the extra ``plots``.
 """
 
 from __future__ import annotations
 
+import base64
+import collections
 import dataclasses
 import html
+import io
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,15 +24,11 @@ import numpy as np
 from deltackpt.__about__ import __version__
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import naming, row_blocks
-from deltackpt.inspect import descriptions, pictures, plots
-from deltackpt.inspect.dense_items import (
-    DENSE_COLUMNS,
-    PLACEHOLDERS,
-    SAVED_COLUMNS,
-    dense_lines,
-    saved_line,
-)
-from deltackpt.inspect.descriptions import EPOCH_COLUMNS, SAVE_COLUMNS, epoch_line, save_line
+from deltackpt.format.manifest import TableFigures
+from deltackpt.inspect import plots
+from deltackpt.inspect.dense_items import PLACEHOLDERS, list_dense, list_saved
+from deltackpt.inspect.descriptions import list_epochs, list_saves, shape_text, utc
+from deltackpt.inspect.listing import Listing
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.units import count, size
@@ -38,14 +36,10 @@ from deltackpt.units import count, size
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from deltackpt.format.manifest import TableFigures
     from deltackpt.inspect import Checkpoints, Save, Step
-    from deltackpt.inspect.dense_items import SavedLeaf
-    from deltackpt.reading.wal_index import RecoveryPoint
 
-#: Lines of the table of steps; the page counts the older ones that are left out.
+#: Lines of the table of steps, and of dense leaves, each of which must be opened for its shape.
 _MOST_STEPS = 1000
-#: Dense leaves in the table; each must be opened for its shape.
 _MOST_LEAVES = 500
 _MOST_WARNINGS = 20
 
@@ -90,228 +84,197 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
       >>> write(open("/data/run-17"), "report.html").restorable  # doctest: +SKIP
       1200
     """
-    facts = _gathered(ck)
-    drawn, missing = _drawn(ck, facts)
-    warnings = (*_warnings(facts), *missing)
-    text = _page(ck, facts, drawn, warnings).encode()
+    page = _Page(ck)
+    text = page.text().encode()
     target = posix.user_path(path)
     DurableDir(target.parent).write(target, text)
     return Report(
         path=os.fspath(path),
         nbytes=len(text),
-        steps=len(facts.saves),
-        compacted=len(facts.compacted),
-        newest=facts.saves[-1].step if facts.saves else None,
-        restorable=None if facts.step is None else facts.step.step,
-        warnings=warnings,
+        steps=len(page.saves),
+        compacted=len(page.compacted),
+        newest=page.saves[-1].step if page.saves else None,
+        restorable=None if page.step is None else page.step.step,
+        warnings=tuple(page.warnings),
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Facts:
+class _Page:
     """A snapshot of a directory, so that all parts of the page agree."""
 
-    saves: Sequence[Save]
-    compacted: Mapping[int, int]  #: Bytes on disk.
-    step: Step | None  #: The newest with an intact chain.
-    problems: Mapping[int, str]
-    fields: Mapping[str, Sequence[tuple[Save, TableFigures]]]
-    dense: Sequence[Sequence[object]] = ()  #: Under ``DENSE_COLUMNS``.
-    dense_note: str = ""
-    dense_saved: Sequence[SavedLeaf] = ()
-    wal: Sequence[Sequence[object]] = ()  #: Under ``EPOCH_COLUMNS``, newest first.
-    point: RecoveryPoint | None = None  #: The newest full one.
-    unread: Sequence[str] = ()
-
-    @property
-    def busiest(self) -> str | None:
-        """The table with the most rows in deltas."""
-        if self.step is None:
-            return None
-        rows = {
-            name: sum(f.rows for save, f in held if save.kind == "delta" and _is_values(f))
-            for name, held in self.fields.items()
-            if name in self.step.tables
+    def __init__(self, ck: Checkpoints):
+        self._ck = ck
+        self.saves = ck.saves
+        self.compacted = ck.compacted
+        self._problems = {save.step: save.problem for save in self.saves if save.problem}
+        #: The newest step with an intact chain.
+        self.step = self._newest_intact()
+        self.warnings = [*self._restore_warnings()] if self.saves else ["No step was saved yet."]
+        self._cards = [*self._summary()]
+        #: Id and heading of each section, and its contents.
+        self._sections = {
+            ("plots", "Plots"): "".join(self._drawn()),
+            ("tables", "Tables"): self._tables(),
+            ("dense", "Dense leaves"): self._readable("dense leaves are", self._dense),
+            ("wal", "Write-ahead log"): self._readable("write-ahead log is", self._wal),
+            ("steps", "Steps"): self._steps(),
         }
+
+    def text(self) -> str:
+        sections = {key: text for key, text in self._sections.items() if text}
+        warnings = "".join(f"<li>{html.escape(text)}</li>" for text in self.warnings)
+        return _PAGE.format(
+            name=html.escape(self._ck.store_path.name),
+            path=html.escape(str(self._ck.store_path)),
+            item=html.escape(self._ck.item),
+            links="".join(f'<a href="#{at}">{name}</a>' for at, name in sections),
+            cards="".join(
+                f"<div><dt>{label}</dt><dd><b>{html.escape(value)}</b>"
+                f"<small>{html.escape(detail)}</small></dd></div>"
+                for label, value, detail in self._cards
+            ),
+            warnings=f'<ul class="warnings">{warnings}</ul>' if warnings else "",
+            sections="".join(
+                f'<h2 id="{at}">{name}</h2>{text}' for (at, name), text in sections.items()
+            ),
+            version=__version__,
+            made=utc(time.time()),
+        )
+
+    def _newest_intact(self) -> Step | None:
+        for save in reversed(self.saves):
+            try:
+                if save.step not in self._problems:
+                    return self._ck.at(save.step)
+            except RestoreError as error:  # Retention may have removed it: try an older one.
+                self._problems[save.step] = str(error)
+        return None
+
+    def _restore_warnings(self) -> Iterator[str]:
+        newest = self.saves[-1].step
+        if self.step is None:
+            yield "No step can be restored."
+        elif self.step.step != newest:
+            yield f"Step {newest:,} cannot be restored; the newest that can is {self.step.step:,}."
+        for step, problem in sorted(self._problems.items())[-_MOST_WARNINGS:]:
+            yield f"Step {step:,}: {problem}"
+        if (older := len(self._problems) - _MOST_WARNINGS) > 0:
+            yield f"{count(older, 'older step')} cannot be restored either: see the table of steps."
+
+    def _summary(self) -> Iterator[tuple[str, str, str]]:
+        """Label, value and detail of each figure at the top of the page."""
+        saves = self.saves
+        if not saves:
+            yield "steps", "none", ""
+            return
+        newest = saves[-1]
+        at = utc(newest.committed_at)
+        yield "newest step", f"{newest.step:,}", f"committed {at} UTC" if at else ""
+        if self.step is None:
+            yield "restorable", "none", "no chain is intact, by manifests"
+        else:
+            value = "yes" if self.step.step == newest.step else f"{self.step.step:,}"
+            yield "restorable", value, f"{_read_for(self.step)}, by manifests"
+        yield "saves", f"{len(saves):,}", plots.kinds(saves)
+        written = plots.disk_bytes(saves, self.compacted)
+        detail = f"{size(newest.disk_bytes)} for the newest step"
+        if self.compacted:
+            bases = count(len(self.compacted), "compacted base")
+            detail += f", {size(sum(self.compacted.values()))} for {bases}"
+        yield "on disk", size(written), detail
+        full = _full_bytes(saves, self.compacted)
+        if full > written:
+            detail = f"{size(full)} if every save were a base"
+            yield "saved by deltas", f"{1 - written / full:.1%}", detail
+        shares = [s.rows / s.total_rows for s in saves if s.kind == "delta" and s.total_rows]
+        if shares:
+            yield "rows in a delta", f"{np.median(shares):.2%}", "of all rows, median"
+
+    def _drawn(self) -> Iterator[str]:
+        saves, table = self.saves, self._busiest()
+        wanted: dict[str, Callable[[], Figure]] = {
+            "Saves": lambda: plots.timeline(saves, compacted=self.compacted),
+            "Chains": lambda: plots.chain_lengths(saves),
+        }
+        if table is not None:
+            wanted["Touched rows"] = lambda: plots.touched_fraction(saves)
+            wanted["Where rows are touched"] = lambda: plots.activity(self._ck, table)
+            wanted["Drift of rows"] = lambda: plots.drift(self._ck, table)
+        if any(figures.relative_error for save in saves for figures in save.tables):
+            wanted["Codec errors"] = lambda: plots.codec_error(saves)
+        for heading, draw in wanted.items():
+            try:
+                yield _image(draw())
+            except RestoreError as error:
+                self.warnings.append(f"The plot “{heading}” is left out: {error}")
+
+    def _busiest(self) -> str | None:
+        """The table with the most rows in deltas."""
+        rows = dict.fromkeys(() if self.step is None else self.step.tables, 0)
+        for save in self.saves:
+            for figures in save.tables if save.kind == "delta" else ():
+                if figures.table in rows and figures.field == row_blocks.VALUES:
+                    rows[figures.table] += figures.rows
         return max(rows, key=lambda name: rows[name]) if any(rows.values()) else None
 
+    def _tables(self) -> str:
+        by_table = collections.defaultdict[str, list[TableFigures]](list)
+        for save in self.saves:
+            for figures in save.tables:
+                by_table[figures.table].append(figures)
+        lines: list[tuple[object, ...]] = []
+        for name, table in {} if self.step is None else self.step.tables.items():
+            held = by_table[name]
+            error = max((figures.relative_error for figures in held), default=0.0)
+            lines.append(
+                (
+                    name,
+                    shape_text(table.shape),
+                    table.dtype.name,
+                    ", ".join(table.slots) or None,
+                    ", ".join(sorted({figures.codec for figures in held})) or None,
+                    sum(figures.rows for figures in held if figures.field == row_blocks.VALUES),
+                    size(sum(figures.nbytes for figures in held)),
+                    f"{error:.2%}" if error else "none",
+                )
+            )
+        return Listing(_TABLE_COLUMNS, lines).html(len(lines))
 
-def _gathered(ck: Checkpoints) -> _Facts:
-    saves = ck.saves
-    fields: dict[str, list[tuple[Save, TableFigures]]] = {}
-    for save in saves:
-        for figures in save.tables:
-            fields.setdefault(figures.table, []).append((save, figures))
-    problems = {save.step: save.problem for save in saves if save.problem}
-    step = None
-    for save in reversed(saves):
-        if save.step in problems:
-            continue
+    def _readable(self, what: str, describe: Callable[[], str]) -> str:
+        """Returns a section; if it cannot be read, warns and leaves it out."""
         try:
-            step = ck.at(save.step)
-            break
-        except RestoreError as error:  # Retention may have removed it: try an older one.
-            problems[save.step] = str(error)
-    unread: list[str] = []
-    dense, note, saved = [], "", ()
-    lines, point = [], None
-    try:
-        if step is not None:
-            (dense, note), saved = _dense_lines(step), step.dense_saved
-    except (RestoreError, StorageError) as error:
-        unread.append(f"The dense leaves are not shown: {error}")
-    try:
-        wal = ck.wal
-        lines = [epoch_line(one) for one in wal.epochs]
-        point = next((one for one in wal.recovery_points() if one.full), None)
+            return describe()
+        except (RestoreError, StorageError) as error:
+            self.warnings.append(f"The {what} not shown: {error}")
+            return ""
+
+    def _dense(self) -> str:
+        leaves = [] if self.step is None else list(self.step.dense.values())
+        held = [leaf for leaf in leaves if leaf.kind not in PLACEHOLDERS]
+        note = list_dense(leaf for leaf in leaves if leaf.kind in PLACEHOLDERS).title
+        if len(held) > _MOST_LEAVES:
+            note = f"and {len(held) - _MOST_LEAVES:,} more leaves {note}"
+        text = list_dense(held[:_MOST_LEAVES]).html(_MOST_LEAVES) if held else ""
+        text += f"<p>{html.escape(note)}</p>" if note else ""
+        if self.step is not None and self.step.dense_saved:
+            text += list_saved(self.step.dense_saved).html(_MOST_LEAVES)
+        return text
+
+    def _wal(self) -> str:
+        wal = self._ck.wal
         if wal.problem:
-            unread.append(f"The valid recovery points cannot be determined: {wal.problem}")
-    except (RestoreError, StorageError) as error:
-        unread.append(f"The write-ahead log is not shown: {error}")
-    return _Facts(
-        saves=saves,
-        compacted=ck.compacted,
-        step=step,
-        problems=dict(sorted(problems.items())),
-        fields=fields,
-        dense=dense,
-        dense_note=note,
-        dense_saved=saved,
-        wal=lines,
-        point=point,
-        unread=unread,
-    )
+            text = f"The valid recovery points cannot be determined: {wal.problem}"
+            self.warnings.append(text)
+        for point in [one for one in wal.recovery_points() if one.full][:1]:
+            detail = f"appended {utc(point.unix_secs)} UTC"
+            self._cards.append(("newest recovery point", f"{point.step:,}", detail))
+        return list_epochs(wal).html() if wal.epochs else ""
 
-
-def _dense_lines(step: Step) -> tuple[list[tuple[object, ...]], str]:
-    """Lines under ``DENSE_COLUMNS``, and a note about the leaves without a line."""
-    leaves = list(step.dense.values())
-    held = [leaf for leaf in leaves if leaf.kind not in PLACEHOLDERS]
-    lines, _ = dense_lines(held[:_MOST_LEAVES])
-    _, note = dense_lines(leaf for leaf in leaves if leaf.kind in PLACEHOLDERS)
-    if further := len(held) - _MOST_LEAVES:
-        note = f"and {further:,} more leaves {note}" if further > 0 else note
-    return lines, note
-
-
-def _warnings(facts: _Facts) -> Iterator[str]:
-    if not facts.saves:
-        yield "No step was saved yet."
-        return
-    newest = facts.saves[-1].step
-    if facts.step is None:
-        yield "No step can be restored."
-    elif facts.step.step != newest:
-        yield f"Step {newest:,} cannot be restored; the newest that can is {facts.step.step:,}."
-    yield from facts.unread
-    for step, problem in list(facts.problems.items())[-_MOST_WARNINGS:]:
-        yield f"Step {step:,}: {problem}"
-    if len(facts.problems) > _MOST_WARNINGS:
-        older = len(facts.problems) - _MOST_WARNINGS
-        yield f"{count(older, 'older step')} cannot be restored either: see the table of steps."
-
-
-def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
-    """(plots as HTML, warnings about those that could not be drawn)."""
-    saves, table = facts.saves, facts.busiest
-    wanted: list[tuple[str, str, Callable[[], Figure]]] = [
-        ("timeline", "Saves", lambda: plots.timeline(saves, compacted=facts.compacted)),
-        ("chains", "Chains", lambda: plots.chain_lengths(saves)),
-    ]
-    if table is not None:
-        wanted += [
-            ("touched", "Touched rows", lambda: plots.touched_fraction(ck)),
-            ("activity", "Where rows are touched", lambda: plots.activity(ck, table)),
-            ("drift", "Drift of rows", lambda: plots.drift(ck, table)),
-        ]
-    if any(f.relative_error for held in facts.fields.values() for _, f in held):
-        wanted.append(("errors", "Codec errors", lambda: plots.codec_error(saves)))
-    drawn, missing = [], []
-    for name, heading, draw in wanted:
-        try:
-            element = pictures.svg(draw(), name)
-        except RestoreError as error:
-            missing.append(f"The plot “{heading}” is left out: {error}")
-            continue
-        drawn.append(f'<figure aria-label="{heading}">{element}</figure>')
-    return drawn, missing
-
-
-def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequence[str]) -> str:
-    name = html.escape(ck.store_path.name)
-    return _PAGE.format(
-        name=name,
-        path=html.escape(str(ck.store_path)),
-        item=html.escape(ck.item),
-        style=_STYLE,
-        version=__version__,
-        made=descriptions.utc(time.time()),
-        cards="".join(_card(*card) for card in _cards(facts)),
-        warnings=_list(warnings),
-        pictures="".join(drawn),
-        tables=_table(_TABLE_COLUMNS, _table_lines(facts)),
-        further="".join(_further(facts)),
-        links="".join(f'<a href="#{at}">{name}</a>' for at, name in _sections(facts)),
-        steps=_steps(facts),
-    )
-
-
-def _sections(facts: _Facts) -> Iterator[tuple[str, str]]:
-    """(id, name) of the sections that only some directories have."""
-    if facts.dense or facts.dense_note:
-        yield "dense", "Dense leaves"
-    if facts.wal:
-        yield "wal", "Write-ahead log"
-
-
-def _further(facts: _Facts) -> Iterator[str]:
-    for at, name in _sections(facts):
-        yield f'<h2 id="{at}">{name}</h2>'
-        if at == "wal":
-            yield _table(EPOCH_COLUMNS, facts.wal)
-            continue
-        if facts.dense:
-            yield _table(DENSE_COLUMNS, facts.dense)
-        if facts.dense_note:
-            yield f"<p>{html.escape(facts.dense_note)}.</p>"
-        if facts.dense_saved:
-            yield "<h3>Blocks in the newest save</h3>"
-            yield _table(SAVED_COLUMNS, map(saved_line, facts.dense_saved[:_MOST_LEAVES]))
-
-
-def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
-    """(label, value, detail, class) of each card at the top of the page."""
-    saves = facts.saves
-    if not saves:
-        yield "steps", "none", "", ""
-        return
-    newest = saves[-1]
-    at = descriptions.utc(newest.committed_at)
-    yield "newest step", f"{newest.step:,}", f"committed {at} UTC" if at else "", ""
-    if facts.step is None:
-        yield "restorable", "none", "no chain is intact, by manifests", "bad"
-    else:
-        well = facts.step.step == newest.step
-        value, kind = ("yes", "good") if well else (f"{facts.step.step:,}", "bad")
-        yield "restorable", value, f"{_read_for(facts.step)}, by manifests", kind
-    if facts.point is not None:
-        at = descriptions.utc(facts.point.unix_secs)
-        yield "newest recovery point", f"{facts.point.step:,}", f"appended {at} UTC", ""
-    yield "saves", f"{len(saves):,}", plots.kinds(saves), ""
-    compacted = sum(facts.compacted.values())
-    written = plots.disk_bytes(saves, facts.compacted)
-    more = f"{size(newest.disk_bytes)} for the newest step"
-    if facts.compacted:
-        bases = count(len(facts.compacted), "compacted base")
-        more += f", {size(compacted)} for {bases}"
-    yield "on disk", size(written), more, ""
-    full = _full_bytes(saves, facts.compacted)
-    if full > written:
-        more = f"{size(full)} if every save were a base"
-        yield "saved by deltas", f"{1 - written / full:.1%}", more, ""
-    shares = [s.rows / s.total_rows for s in saves if s.kind == "delta" and s.total_rows]
-    if shares:
-        yield "rows in a delta", f"{np.median(shares):.2%}", "of all rows, median", ""
+    def _steps(self) -> str:
+        shown = self.saves[: -_MOST_STEPS - 1 : -1]
+        older = len(self.saves) - len(shown)
+        note = f"<p>{count(older, 'older step')} not shown.</p>" if older else ""
+        return list_saves(shown).html(_MOST_STEPS) + note
 
 
 def _read_for(step: Step) -> str:
@@ -334,159 +297,18 @@ def _full_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
     return total
 
 
+def _image(figure: Figure) -> str:
+    """A plot as an image whose alternative text is the title."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    data = base64.b64encode(buffer.getvalue()).decode()
+    title = html.escape(figure.axes[0].get_title(loc="left"))
+    return f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
+
+
 _TABLE_COLUMNS = (
     "table", "shape", "dtype", "slots", "codecs", "rows written", "on disk", "largest error",
 )  # fmt: skip
-
-
-def _table_lines(facts: _Facts) -> Iterator[tuple[object, ...]]:
-    if facts.step is None:
-        return
-    for name, table in facts.step.tables.items():
-        held = [figures for _, figures in facts.fields.get(name, ())]
-        error = max((figures.relative_error for figures in held), default=0.0)
-        yield (
-            name,
-            " × ".join(f"{length:,}" for length in table.shape),
-            table.dtype.name,
-            ", ".join(table.slots) or None,
-            ", ".join(sorted({figures.codec for figures in held})) or None,
-            sum(figures.rows for figures in held if _is_values(figures)),
-            size(sum(figures.nbytes for figures in held)),
-            f"{error:.2%}" if error else "none",
-        )
-
-
-def _steps(facts: _Facts) -> str:
-    """The table of steps, the newest first, and the number of those that it leaves out."""
-    shown = facts.saves[: -_MOST_STEPS - 1 : -1]
-    bad = frozenset(number for number, save in enumerate(shown) if save.step in facts.problems)
-    older = len(facts.saves) - len(shown)
-    note = f"<p>{count(older, 'older step')} not shown.</p>" if older else ""
-    return _table(SAVE_COLUMNS, map(save_line, shown), bad) + note
-
-
-def _is_values(figures: TableFigures) -> bool:
-    return figures.field == row_blocks.VALUES
-
-
-def _card(label: str, value: str, more: str, kind: str) -> str:
-    return (
-        f'<div class="card {kind}"><dt>{html.escape(label)}</dt>'
-        f"<dd><b>{html.escape(value)}</b><small>{html.escape(more)}</small></dd></div>"
-    )
-
-
-def _list(warnings: Sequence[str]) -> str:
-    if not warnings:
-        return ""
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in warnings)
-    return f'<ul class="warnings">{items}</ul>'
-
-
-def _table(
-    columns: Sequence[str], lines: Iterable[Sequence[object]], bad: frozenset[int] = frozenset()
-) -> str:
-    """A table with numbers aligned to the right; the lines at indices in ``bad`` are marked."""
-    cells = [[_cell(value) for value in line] for line in lines]
-    body = "".join(
-        f"<tr{' class=bad' if number in bad else ''}>{''.join(line)}</tr>\n"
-        for number, line in enumerate(cells)
-    )
-    heads = []
-    for number, name in enumerate(columns):
-        right = bool(cells) and all(line[number].startswith((_NUMBER, _NONE)) for line in cells)
-        heads.append(f'<th scope="col"{" class=n" if right else ""}>{html.escape(name)}</th>')
-    kind = f"of-{columns[0].replace(' ', '-')}-{len(columns)}"
-    return (
-        f"<style>{_labels(kind, columns)}</style>"
-        f'<div class="scroll" tabindex="0"><table class="{kind}">'
-        f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _labels(kind: str, columns: Sequence[str]) -> str:
-    """Styles that label each value of a table on a narrow page, which shows rows as lists."""
-    rules = (
-        f".{kind} td:nth-child({number})::before {{ content: '{name}'; }}"
-        for number, name in enumerate(columns, start=1)
-    )
-    return f"@media ({_NARROW}) {{ {' '.join(rules)} }}"
-
-
-#: Narrower pages show each table row as a list, to avoid scrolling sideways.
-_NARROW = "max-width: 60rem"
-#: Values of at most this many characters are not wrapped.
-_SHORT = 12
-_NUMBER = "<td class=n>"
-_NONE = "<td>–</td>"
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return _NONE
-    text = f"{value:,}" if isinstance(value, int) else html.escape(str(value))
-    if text[:1].isdigit():
-        return f"{_NUMBER}{text}</td>"
-    return f"{'<td class=s>' if len(text) <= _SHORT else '<td>'}{text}</td>"
-
-
-_STYLE = (
-    """
-:root { color-scheme: light dark; --ink: #1b1d21; --faint: #5f6570; --paper: #ffffff;
-  --card: #f4f5f7; --line: #dfe2e7; --good: #00734f; --bad: #b33c00; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --faint: #9aa1ad; --paper: #15171b;
-  --card: #1f2228; --line: #343942; --good: #3ccf9f; --bad: #ff8a4c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 3rem; max-width: 82rem; color: var(--ink);
-  background: var(--paper); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
-h2 { margin: 2.4rem 0 .8rem; font-size: 1.2rem; }
-header p { margin: .2rem 0 0; color: var(--faint); overflow-wrap: anywhere; }
-nav { margin-top: .6rem; } nav a { margin-right: 1rem; color: inherit; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .7rem;
-  margin: 1.4rem 0 0; }
-.card { padding: .7rem .9rem; background: var(--card); border-radius: .5rem;
-  border-left: 3px solid var(--line); }
-.card.good { border-color: var(--good); } .card.bad { border-color: var(--bad); }
-.card.good b { color: var(--good); } .card.bad b { color: var(--bad); }
-dt { color: var(--faint); font-size: .8rem; } dd { margin: 0; }
-dd b { display: block; font-size: 1.4rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
-dd small { color: var(--faint); }
-.verify { margin: .7rem 0 0; color: var(--faint); font-size: .85rem; }
-.warnings { margin: 1.4rem 0 0; padding: .7rem 1rem .7rem 2rem; border-radius: .5rem;
-  border: 1px solid var(--bad); overflow-wrap: anywhere; }
-figure { margin: 0 0 1.6rem; } figure svg { display: block; width: 100%; height: auto; }
-h3 { margin: 1.4rem 0 .6rem; font-size: 1rem; }
-.scroll { max-height: 32rem; overflow: hidden auto; border: 1px solid var(--line);
-  border-radius: .5rem; }
-table { width: 100%; border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere;
-  border-bottom: 1px solid var(--line); }
-th { position: sticky; top: 0; background: var(--card); font-weight: 600; }
-th.n, td.n { text-align: right; } td.n { font-variant-numeric: tabular-nums; }
-td.n, td.s { white-space: nowrap; }
-th { overflow-wrap: normal; }
-tr.bad td { color: var(--bad); }
-footer { margin-top: 2.4rem; color: var(--faint); font-size: .8rem; }
-@media print { :root { color-scheme: light; --ink: #000; --faint: #444; --paper: #fff;
-  --card: #fff; --line: #bbb; --good: #00573c; --bad: #8a2e00; }
-  body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
-  .scroll { max-height: none; overflow: visible; } th { position: static; }
-  td, th { white-space: normal; padding: .1rem .5rem; } figure, tr, .card { break-inside: avoid; }
-  .card { border: 1px solid var(--line); } }
-"""
-    f"@media screen and ({_NARROW}) {{"
-    """
-  thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
-  table, tbody, tr { display: block; }
-  tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
-  td, td.n, td.s { display: grid; grid-template-columns: 9rem 1fr; gap: .8rem; border: 0;
-    padding: .1rem .8rem; text-align: left; white-space: normal; }
-  td::before { color: var(--faint); }
-}
-"""
-)
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -496,26 +318,25 @@ _PAGE = """<!doctype html>
  style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}: checkpoints</title>
-<style>{style}</style>
+<style>
+body {{ margin: 0 auto; padding: 2rem 1.25rem; max-width: 82rem; color: #1b1d21; background: #fff;
+  font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }}
+small, dt, footer {{ color: #5f6570; }} nav a {{ margin-right: 1rem; }}
+dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .7rem; }}
+dd {{ margin: 0; }} dd b {{ display: block; font-size: 1.4rem; }}
+.warnings {{ color: #b33c00; }} img {{ display: block; width: 100%; }}
+table {{ width: 100%; font-size: .85rem; }} th, td {{ text-align: left; vertical-align: top; }}
+</style>
 </head>
 <body>
-<header>
 <h1>{name}</h1>
 <p>{path}, item {item}</p>
-<nav><a href="#plots">Plots</a><a href="#tables">Tables</a>{links}
-<a href="#steps">Steps</a></nav>
-</header>
+<nav>{links}</nav>
 <dl>{cards}</dl>
-<p class="verify">Based on manifests: they show which saves a restore needs, and that these
-exist. <code>deltackpt verify</code> reads every byte.</p>
+<p><small>Based on manifests: they show which saves a restore needs, and that these exist.
+<code>deltackpt verify</code> reads every byte.</small></p>
 {warnings}
-<h2 id="plots">Plots</h2>
-{pictures}
-<h2 id="tables">Tables</h2>
-{tables}
-{further}
-<h2 id="steps">Steps</h2>
-{steps}
+{sections}
 <footer>Generated by deltackpt {version} at {made} UTC.</footer>
 </body>
 </html>

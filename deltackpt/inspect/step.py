@@ -17,20 +17,19 @@ from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import manifest, naming, row_blocks
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.row_blocks import FieldSpec
-from deltackpt.inspect import descriptions
 from deltackpt.inspect.dense_items import (
-    DENSE_COLUMNS,
     METADATA,
-    SAVED_COLUMNS,
     DenseItem,
     DenseLeaf,
     DenseOfBlocks,
     SavedLeaf,
-    dense_lines,
+    list_dense,
+    list_saved,
     saved_leaves,
-    saved_line,
 )
-from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
+from deltackpt.inspect.descriptions import shape_text
+from deltackpt.inspect.lazy import LazyArray, Saves
+from deltackpt.inspect.listing import Listing
 from deltackpt.reading import stored_saves
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
@@ -66,6 +65,12 @@ class Table(LazyArray):
         self.key = self.field(self.key_field) if self.key_field else None
         self.leaves = {field: manifest.path_name(path) for field, path in table.leaves.items()}
 
+    @property
+    def fields(self) -> dict[str, LazyArray]:
+        """The lazy arrays by field: ``values``, the table itself, and each ``slot.<name>``."""
+        slots = {row_blocks.slot_field(name): slot for name, slot in self.slots.items()}
+        return {row_blocks.VALUES: self, **slots}
+
     def rows_of(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns the rows of some ids; reads the whole key column.
 
@@ -99,16 +104,12 @@ class Table(LazyArray):
         Raises:
           TemplateMismatch: the field does not exist.
         """
-        if name == row_blocks.VALUES:
-            return self
-        slot = name.removeprefix(row_blocks.slot_field(""))
-        if slot not in self.slots:
-            fields = [row_blocks.VALUES, *(row_blocks.slot_field(slot) for slot in self.slots)]
+        if name not in self.fields:
             raise TemplateMismatch(
-                f"table {self.name}: expected one of the fields {fields}, found {name!r}; choose "
-                "one of them"
+                f"table {self.name}: expected one of the fields {[*self.fields]}, found {name!r}; "
+                "choose one of them"
             )
-        return self.slots[slot]
+        return self.fields[name]
 
     def _repr_html_(self) -> str:
         return _table_page(self)
@@ -144,7 +145,7 @@ class Step:
     @property
     def point(self) -> RecoveryPoint | None:
         """The recovery point; None for a step."""
-        return self._saves.plan.point if isinstance(self._saves, PointSaves) else None
+        return None if self._saves.plan is None else self._saves.plan.point
 
     @property
     def save_id(self) -> str:
@@ -313,37 +314,21 @@ class Step:
         )
 
     def _repr_html_(self) -> str:
-        return _page(self)
+        listings = [list_fields(self), list_dense(self.dense.values())]
+        if self.dense_saved:
+            listings.append(list_saved(self.dense_saved))
+        return "".join(listing.html() for listing in listings if listing.lines)
 
 
-def _page(step: Step) -> str:
-    chain = " → ".join(step.reads)
-    pieces = [
-        descriptions.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")
+def list_fields(step: Step) -> Listing:
+    """Returns a line for each table and slot of a step."""
+    lines = [
+        (name, field, shape_text(held.shape), held.dtype.name, size(held.nbytes))
+        for name, table in step.tables.items()
+        for field, held in table.fields.items()
     ]
-    lines, empty = dense_lines(step.dense.values())
-    if lines:
-        pieces.append(descriptions.table(DENSE_COLUMNS, lines, empty))
-    if step.dense_saved:
-        lines = [saved_line(leaf) for leaf in step.dense_saved]
-        pieces.append(descriptions.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
-    return "".join(pieces)
-
-
-FIELD_COLUMNS = ("table", "field", "shape", "dtype", "bytes")
-
-
-def field_lines(step: Step) -> list[tuple[object, ...]]:
-    """Returns the tables and slots of a step as lines for ``FIELD_COLUMNS``."""
-    found: list[tuple[object, ...]] = []
-    for name, values in step.tables.items():
-        fields: dict[str, LazyArray] = {"values": values}
-        fields |= {f"slot.{slot}": held for slot, held in values.slots.items()}
-        found += [
-            (name, field, descriptions.shape_text(held.shape), held.dtype.name, size(held.nbytes))
-            for field, held in fields.items()
-        ]
-    return found
+    title = f"step {step.step}, reads {' → '.join(step.reads)}"
+    return Listing(("table", "field", "shape", "dtype", "bytes"), lines, title)
 
 
 def _table_page(found: Table) -> str:
@@ -356,9 +341,8 @@ def _table_page(found: Table) -> str:
         (row, *(f"{value:.6g}" for value in first[row, :shown].tolist()), *more)
         for row in range(rows)
     ]
-    slots = ", ".join(found.slots) or "none"
     title = (
-        f"{found.name}: {descriptions.shape_text(found.shape)} {found.dtype.name}, "
-        f"{size(found.nbytes)}, slots: {slots}"
+        f"{found.name}: {shape_text(found.shape)} {found.dtype.name}, {size(found.nbytes)}, "
+        f"slots: {', '.join(found.slots) or 'none'}"
     )
-    return descriptions.table(columns, lines, title)
+    return Listing(columns, lines, title).html()

@@ -40,7 +40,3 @@ __getattr__ = attributes(
         "import_orbax": ".orbax_import",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -20,9 +20,9 @@ from deltackpt.__about__ import __version__
 from deltackpt.errors import MissingExtra, OptionError, TemplateMismatch
 from deltackpt.format import naming, row_blocks
 from deltackpt.inspect import LazyArray, Step, Table
-from deltackpt.interchange.target import Exported, counter, exported, local_path, published
+from deltackpt.interchange.target import Exported, exported, local_path, published, widened
 from deltackpt.options import KafkaWal
-from deltackpt.reading.reader import Progress
+from deltackpt.reading.reader import Progress, ProgressMeter
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,7 +100,7 @@ def export_parquet(
         total = sum(
             (spans[name].stop - spans[name].start) * _row_bytes(columns[name]) for name in chosen
         )
-        count = counter(progress, total)
+        count = ProgressMeter(progress, total).add
         with published(goal) as temporary:
             for name in chosen:
                 path = temporary / f"{urllib.parse.quote(name, safe='')}.parquet"
@@ -161,16 +161,11 @@ def _columns(table: Table, slots: bool) -> list[_Column]:
 
 
 def _column_dtype(array: LazyArray) -> np.dtype:
-    dtype = array.dtype
-    if dtype.name in _KNOWN:
+    if (dtype := widened(array.dtype, _KNOWN)) is not None:
         return dtype
-    if dtype.name.startswith(("int", "uint")):
-        return np.dtype(np.int8 if dtype.name.startswith("int") else np.uint8)
-    if "float" in dtype.name:
-        return np.dtype(np.float32)
     raise OptionError(
-        f"table {array.name}: expected a dtype that Parquet supports, found {dtype.name}; leave "
-        "the table out"
+        f"table {array.name}: expected a dtype that Parquet supports, found {array.dtype.name}; "
+        "leave the table out"
     )
 
 

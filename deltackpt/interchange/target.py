@@ -8,14 +8,15 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from deltackpt.errors import OptionError, OutOfSpace, StorageError, TargetExists, UnsupportedRoot
 from deltackpt.format import naming
 from deltackpt.inspect import Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
-from deltackpt.reading.reader import Progress
 from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_tree, temporary_beside
 
@@ -63,17 +64,13 @@ def chosen(step: Step, patterns: str | Sequence[str]) -> set[str]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name for name in every if naming.matches(pattern, name)}
         if not matched and pattern != "**":
-            held = (name for name in every if not _is_placeholder(step, name))
+            empty = {name for name, leaf in step.dense.items() if leaf.kind in PLACEHOLDERS}
             raise OptionError(
                 f"step {step.step}: expected a leaf that matches {pattern!r}, found\n"
-                f"{naming.listed(held)}\nask for some of these"
+                f"{naming.listed(every - empty)}\nask for some of these"
             )
         found |= matched
     return found
-
-
-def _is_placeholder(step: Step, name: str) -> bool:
-    return name in step.dense and step.dense[name].kind in PLACEHOLDERS
 
 
 @contextlib.contextmanager
@@ -99,17 +96,14 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
             raise
 
 
-def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Returns a function that adds to the bytes done, and reports them with the total."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return count
+def widened(dtype: np.dtype, known: Container[str]) -> np.dtype | None:
+    """Returns a dtype that a format knows by name, if necessary a wider one; None without one."""
+    if dtype.name in known:
+        return dtype
+    if dtype.name.startswith(("int", "uint")):
+        return np.dtype(np.int8 if dtype.name.startswith("int") else np.uint8)
+    is_short_float = "float" in dtype.name and dtype.itemsize <= 2
+    return np.dtype(np.float32) if is_short_float else None
 
 
 @contextlib.contextmanager

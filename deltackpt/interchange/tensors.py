@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
-import ml_dtypes
 import numpy as np
 
 from deltackpt import inspect
@@ -20,9 +19,9 @@ from deltackpt.format import dtypes
 from deltackpt.format.dtypes import SafetensorsTensor
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
 from deltackpt.inspect.dense_items import PLACEHOLDERS
-from deltackpt.interchange.target import Exported, chosen, counter, exported, local_path, published
+from deltackpt.interchange.target import Exported, chosen, exported, local_path, published, widened
 from deltackpt.options import KafkaWal
-from deltackpt.reading.reader import Progress
+from deltackpt.reading.reader import Progress, ProgressMeter
 
 _SHARD_BYTES = 4 << 30
 _WITHOUT_TENSOR = (*PLACEHOLDERS, "string")
@@ -104,7 +103,7 @@ def export_safetensors(
             "deltackpt": __version__,
         }
         shards = _shards(tensors, shard_bytes)
-        count = counter(progress, total)
+        count = ProgressMeter(progress, total).add
         with published(goal, needed_bytes=total) as temporary:
             weight_map = {}
             for number, shard in enumerate(shards, start=1):
@@ -140,25 +139,12 @@ def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
             f"{name}: expected another leaf name, found the name of safetensors' metadata entry; "
             "rename the leaf, or export to Orbax"
         )
-    if dtype.name in dtypes.NAMES:
-        return dtype
-    if dtype.itemsize == 1:
-        for wide in (np.int8, np.uint8, np.float32):
-            if _holds(np.dtype(wide), dtype):
-                return np.dtype(wide)
+    if (stored := widened(dtype, dtypes.NAMES)) is not None:
+        return stored
     raise OptionError(
         f"{name}: expected a dtype that safetensors supports, found {dtype.name}; cast the leaf "
         "before you save it, or export to Orbax"
     )
-
-
-def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Whether a type represents every value of another type of at most 8 bits."""
-    try:
-        lowest, highest = (ml_dtypes.iinfo(narrow).min, ml_dtypes.iinfo(narrow).max)
-    except ValueError:
-        return wide.kind == "f"
-    return wide.kind != "f" and np.iinfo(wide).min <= lowest and highest <= np.iinfo(wide).max
 
 
 def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:

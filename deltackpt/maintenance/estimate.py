@@ -9,42 +9,35 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
-import itertools
 import os
+import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
-from deltackpt.format import manifest, naming, row_blocks
-from deltackpt.format.manifest import Layout
-from deltackpt.format.row_blocks import FieldSpec, GroupEntry, Rows, Segment, Span, StoredRows
-from deltackpt.layers import row_indices
+from deltackpt.format import row_blocks
+from deltackpt.format.manifest import Layout, TableFigures, table_figures
+from deltackpt.format.row_blocks import GroupEntry, Span
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import steps
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, stored_dense, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
-from deltackpt.reading.stored_saves import StoredSave, StoredShard
+from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import host_memory
-from deltackpt.storage import digests
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
 
-#: Limits of stored bytes and (roughly) time for sampling tables.
+#: Limits of bytes and (roughly) time for sampling tables, and WAL records.
 _SAMPLE_BYTES = 64 << 20
 _SAMPLE_SECS = 1.0
-#: Limit of the bytes of dense files that are read.
-_DENSE_BYTES = 16 << 20
-#: Memory limit for merging a sample: rows of a delta may be far from each other.
-_WINDOW_BYTES = 256 << 20
-#: Chunks of an array in a sample: as many as a restore reads at a time.
-_CHUNKS = 2
+#: Bytes of rows that are merged at a time: those of a chunk, which may be compressed.
+_WINDOW_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,7 @@ class SavePlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """One table with its slots; files of several tables are divided in proportion to rows."""
+    """One table with its slots; files of several tables are divided in proportion to their data."""
 
     table: str
     rows: int
@@ -75,20 +68,19 @@ class TablePlan:
 class Estimate:
     """Predicted duration of a restore, with the current contents of the page cache.
 
-    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices. All but
-    ``records_secs`` are extrapolated from a sample.
+    Excludes dense leaves and the transfer to devices. All but ``records_secs`` are extrapolated
+    from a sample.
     """
 
     records_secs: float
     tables_secs: float
-    dense_secs: float
     sampled_share: float
     wal_secs: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Total predicted seconds."""
-        return self.records_secs + self.tables_secs + self.dense_secs + self.wal_secs
+        return self.records_secs + self.tables_secs + self.wal_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +107,7 @@ def restore_plan(
     directory: str | os.PathLike[str],
     step: int | RecoveryPoint | None = None,
     *,
-    item: str = naming.EMBEDDINGS_ITEM,
+    item: str | None = None,
     endpoint: str | None = None,
     wal: KafkaWal | None = None,
 ) -> RestorePlan:
@@ -132,20 +124,15 @@ def restore_plan(
         step_dir = opened.at(step)
         with stored_saves.detect_removal(step_dir, instead="ask for"):
             started = time.perf_counter()
-            walked = chains.read_chain(step_dir, item)
+            walked = chains.read_chain(step_dir, opened.item)
             with chains.detect_chain_removal(walked):
-                stored = [
-                    # The digests are read for this.
-                    _StoredSegment(save, shard, segment, shard.arrays.files_of(segment))
-                    for save in walked
-                    for shard in save.shards()
-                    for segment in shard.record.segments
-                ]
+                # The digests are read for the sizes of files.
+                described = [_described(save) for save in walked]
                 records_secs = time.perf_counter() - started
                 if plan is not None:
-                    return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
-                dense = _other_files(step_dir, item) | _dense_files(walked)
-                return _plan(step, walked, stored, dense, records_secs)
+                    return _with_log(_plan(step, walked, described, {}, records_secs), plan)
+                dense = _other_files(step_dir, opened.item) | _dense_files(walked)
+                return _plan(step, walked, described, dense, records_secs)
 
 
 def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
@@ -173,99 +160,63 @@ def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _StoredSegment:
-    save: StoredSave
-    shard: StoredShard
-    segment: Segment
-    files: Mapping[str, int]
+#: A save, and the figures of its tables.
+_Described = tuple[SavePlan, Sequence[TableFigures]]
 
-    @property
-    def group(self) -> GroupEntry:
-        return self.shard.groups[self.segment.group]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
-    @property
-    def field_bytes(self) -> int:
-        """Stored bytes of its fields, before any compression, as in ``reader``."""
-        entries = self.segment.arrays
-        return sum(entry.nbytes for entry in entries if entry.name != naming.GAPS)
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
-        return tuple(spec.codec for spec in specs)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether its rows count as rows of tables; those split over column segments do once."""
-        return row_blocks.VALUES in self.segment.fields and self.segment.columns[0] == 0
-
-    @functools.cached_property
-    def rows(self) -> dict[str, int]:
-        members = manifest.tables_of_group(self.group, self.save.head.tables)
-        for encoding in self.segment.encodings:
-            return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-        rows = row_indices.segment_rows(self.shard, self.segment)
-        spans = [(table.offset, table.offset + table.rows) for table in members]
-        slices = zip(members, row_blocks.row_slices(rows, spans), strict=True)
-        return {table.name: held.stop - held.start for table, held in slices}
+def _described(save: StoredSave) -> _Described:
+    files = collections.Counter[str]()
+    for shard in save.shards():
+        for segment in shard.record.segments:
+            files.update(shard.arrays.files_of(segment))
+    segments = [segment for record in save.manifests for segment in record.segments]
+    figures = table_figures(save.head.groups, save.head.tables, segments)
+    found = SavePlan(
+        name=save.name if save.compacted else save.info.step_dir,
+        kind=save.info.kind,
+        compacted=save.compacted,
+        rows=sum(one.rows for one in figures if one.field == row_blocks.VALUES),
+        nbytes=files.total(),
+        file_count=len(files),
+        codecs=tuple(sorted({codec for one in figures for codec in one.codec.split("+")})),
+    )
+    return found, figures
 
 
 def _plan(
     step: int,
     saves: Sequence[StoredSave],
-    stored: Sequence[_StoredSegment],
+    described: Sequence[_Described],
     dense: Mapping[StorePath, int],
     records_secs: float,
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
-    chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
-    tables_secs, share = _sampled(stored)
+    tables_secs, share = _sampled(saves)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
         step=step,
-        chain=chain,
-        tables=tuple(_table_plans(saves[-1].layout, stored)),
-        bytes_read=sum(save.nbytes for save in chain),
-        file_count=sum(save.file_count for save in chain),
+        chain=tuple(save for save, _ in described),
+        tables=tuple(_table_plans(saves[-1].layout, described)),
+        bytes_read=sum(save.nbytes for save, _ in described),
+        file_count=sum(save.file_count for save, _ in described),
         memory_bytes=nbytes,
         dense_bytes=sum(dense.values()),
         dense_file_count=len(dense),
         merged_bytes=nbytes + sum(value.nbytes for value in stored_dense.listed(saves[-1])),
-        estimate=Estimate(
-            records_secs=records_secs,
-            tables_secs=tables_secs,
-            dense_secs=_dense_secs(dense),
-            sampled_share=share,
-        ),
+        estimate=Estimate(records_secs=records_secs, tables_secs=tables_secs, sampled_share=share),
     )
 
 
-def _save_plan(save: StoredSave, stored: Sequence[_StoredSegment]) -> SavePlan:
-    return SavePlan(
-        name=save.name if save.compacted else save.info.step_dir,
-        kind=save.info.kind,
-        compacted=save.compacted,
-        rows=sum(sum(one.rows.values()) for one in stored if one.is_counted),
-        nbytes=sum(one.nbytes for one in stored),
-        file_count=len({name for one in stored for name in one.files}),
-        codecs=tuple(sorted({codec for one in stored for codec in one.codecs})),
-    )
-
-
-def _table_plans(target: Layout, stored: Iterable[_StoredSegment]) -> Iterator[TablePlan]:
+def _table_plans(target: Layout, described: Sequence[_Described]) -> Iterator[TablePlan]:
     """The tables of a step, with the sizes of their data in the chain."""
     nbytes: dict[str, float] = collections.defaultdict(float)
     rows: dict[str, int] = collections.Counter()
-    for one in stored:
-        for name, count in one.rows.items():
-            nbytes[name] += one.nbytes * count / max(1, one.segment.count)
-            rows[name] += count if one.is_counted else 0
+    for save, figures in described:
+        total = sum(one.nbytes for one in figures)
+        for one in figures:
+            nbytes[one.table] += save.nbytes * one.nbytes / max(1, total)
+            rows[one.table] += one.rows if one.field == row_blocks.VALUES else 0
     groups = target.group_by_name
     for table in target.tables:
         yield TablePlan(
@@ -300,101 +251,33 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
     return found
 
 
-def _dense_secs(dense: Mapping[StorePath, int]) -> float:
-    """Time to check the dense files, extrapolated by bytes from some of them."""
-    started, read = time.perf_counter(), 0
-    for path, nbytes in dense.items():
-        if read and read + nbytes > _DENSE_BYTES:
+def _sampled(saves: Sequence[StoredSave]) -> tuple[float, float]:
+    """Predicts the seconds to read and merge a chain, from windows of rows; adds their share."""
+    windows: list[tuple[GroupEntry, Span]] = []
+    for group in saves[-1].layout.groups:
+        rows = max(1, _WINDOW_BYTES // max(1, group.row_bytes))
+        starts = range(0, group.rows, rows)
+        windows += [(group, (start, min(start + rows, group.rows))) for start in starts]
+    total = sum(group.rows * group.row_bytes for group in saves[-1].layout.groups)
+    # Some rows are touched more often than others, and such rows may be neighbors.
+    random.Random(0).shuffle(windows)
+    started, sampled, secs = time.perf_counter(), 0, 0.0
+    for group, (first, last) in windows:
+        if sampled > _SAMPLE_BYTES or (sampled and secs > _SAMPLE_SECS):
             break
-        digests.digest_file(path)
-        read += path.length()
-    return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
-
-
-#: Segments that are read at the same speed: kind of save, and codecs.
-_Kind = tuple[str, ...]
-
-
-def _sampled(stored: Iterable[_StoredSegment]) -> tuple[float, float]:
-    """Predicts the seconds to read and merge a chain; adds the sampled share of its bytes."""
-    kinds: dict[_Kind, list[_StoredSegment]] = collections.defaultdict(list)
-    for one in stored:
-        kinds[one.save.info.kind, *one.codecs].append(one)
-    # It is an upper bound: it counts rows that newer saves replace, which a restore skips.
-    total = {kind: sum(one.field_bytes for one in found) for kind, found in kinds.items()}
-    seconds: dict[_Kind, float] = collections.defaultdict(float)
-    nbytes: dict[_Kind, int] = collections.Counter()
-    started = time.perf_counter()
-    for kind, sample in _in_turn(kinds, total):
-        if nbytes and (
-            sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
-        ):
-            break
-        secs, read = _measured(sample)
-        seconds[kind] += secs
-        nbytes[kind] += read
-    read, whole = sum(nbytes.values()), sum(total.values())
-    mean = sum(seconds.values()) / max(1, read)
-    estimate = sum(
-        count * (seconds[kind] / nbytes[kind] if nbytes[kind] else mean)
-        for kind, count in total.items()
-    )
-    return estimate, read / max(1, whole)
-
-
-def _in_turn(
-    kinds: Mapping[_Kind, Sequence[_StoredSegment]], total: Mapping[_Kind, int]
-) -> Iterator[tuple[_Kind, _StoredSegment]]:
-    """Yields segments of all kinds in turn, the largest of each kind first."""
-    order = sorted(kinds, key=lambda kind: -total[kind])
-    largest = (sorted(kinds[kind], key=lambda one: -one.field_bytes) for kind in order)
-    for samples in itertools.zip_longest(*largest):
-        yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
-
-
-def _measured(sample: _StoredSegment) -> tuple[float, int]:
-    """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
-    save, shard, segment, group = sample.save, sample.shard, sample.segment, sample.group
-    specs = [spec for spec in group.fields if spec.name in segment.fields]
-    started = time.perf_counter()
-    rows = _first_rows(shard, segment)
-    seconds = time.perf_counter() - started
-    first = row_blocks.reach(rows)[0]
-    most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
-    rows = rows[row_blocks.row_slice(rows, first, first + most)]
-    span = row_blocks.reach(rows)
-    targets = Targets([_target(group, spec, span, segment) for spec in specs])
-    if save.info.kind == "delta":
-        # A delta is merged into memory that is mapped; a base is read into fresh memory.
-        for target in targets.all:
-            target.buffer.fill(0)
-
-    def indices(found: StoredShard, of: Segment, targets: Targets) -> StoredRows | None:
-        return StoredRows(rows) if (found, of) == (shard, segment) else None
-
-    started = time.perf_counter()
-    nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
-    return seconds + time.perf_counter() - started, nbytes
-
-
-def _first_rows(shard: StoredShard, segment: Segment) -> Rows:
-    """The rows of the first chunks of a segment; reads few other row indices."""
-    arrays = [entry for entry in segment.arrays if entry.name != naming.GAPS]
-    largest = max(arrays, key=lambda entry: entry.nbytes)
-    count = min(segment.count, _CHUNKS * largest.chunk_rows)
-    total = shard.groups[segment.group].rows
-    stop = total * count // max(1, segment.count)
-    while True:
-        rows = row_indices.rows_within(shard, segment, (0, stop)).rows
-        if len(rows) >= count or stop >= total:
-            return rows[:count]
-        stop = 2 * stop + 1
-
-
-def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
-    split = group.columns(spec) is not None
-    held = segment.spec(group, spec.name)
-    buffer = host_memory.empty_buffer(
-        (span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype)
-    )
-    return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
+        shapes = {spec: (last - first, *spec.trailing) for spec in group.fields}
+        targets = [
+            Target(
+                group.name,
+                spec.name,
+                (first, last),
+                group.columns(spec),
+                host_memory.empty_buffer(shape, codecs.dtype_of(spec.dtype)),
+            )
+            for spec, shape in shapes.items()
+        ]
+        reader.fill(saves, Targets(targets))
+        sampled += (last - first) * group.row_bytes
+        secs = time.perf_counter() - started
+    share = sampled / total if total else 1.0
+    return secs / share if share else 0.0, share

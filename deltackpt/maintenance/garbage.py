@@ -11,15 +11,14 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import inventory, stored_saves
+from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_locations import WalFolder
-from deltackpt.storage import digests
-from deltackpt.storage.store import DirIdentity, StorePath
+from deltackpt.storage.store import StorePath
 
 
 def remove_wal_epoch(at: WalFolder, number: int) -> None:
@@ -80,20 +79,17 @@ class Retention:
 
 #: Keeps every step.
 KEEP_ALL = Retention()
-#: Folder of a save, its identity, and whether inside deltackpt's item, to the damage there.
-Checked = dict[tuple[str, DirIdentity, bool], Damaged | None]
 
 
 class GarbageFinder:
     """Finds the steps and compacted bases that can be removed."""
 
-    def __init__(self, opened: Steps, retention: Retention, checked: Checked):
-        """Initializes the search; reads nothing, and will update ``checked``."""
+    def __init__(self, opened: Steps, retention: Retention):
+        """Initializes the search; reads nothing."""
         self._root = opened
         self._at = opened.store_path
         self._item = opened.item
         self._retention = retention
-        self._checked = checked
         self._notes: list[str] = []
 
     def find(self) -> tuple[list[Removable], list[str]]:
@@ -115,12 +111,12 @@ class GarbageFinder:
             if not steps and not unneeded:
                 break
             ends = [name for name, info in bases.items() if info.save_id in needed]
-            damaged = [name for name in ends if self._is_damaged_base(name)]
+            damaged = [name for name in ends if self._is_damaged(name)]
             if not damaged:
                 break
             # A damaged base replaces nothing: the steps below it are needed.
             bases = {name: info for name, info in bases.items() if name not in damaged}
-        if (steps or unneeded) and not self._keeps_an_intact_chain(infos, keep, bases):
+        if (steps or unneeded) and not any(map(self._is_intact, sorted(keep, reverse=True))):
             self._notes.append("every step and base stays: no kept step is intact")
             return [], self._notes
         if extra := sorted(live - keep):
@@ -172,67 +168,28 @@ class GarbageFinder:
         found = (at.name for at in folders if (at / naming.manifest_name(0)).is_file())
         return {*found} - {self._item}
 
-    def _keeps_an_intact_chain(
-        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
-    ) -> bool:
-        """Whether a kept step can be restored; notes why newer ones cannot."""
-        by_id = {info.save_id: info for info in infos.values()}
-        replaced = _ids(bases.values())
-        for step in sorted(keep, reverse=True):
-            damage = self._damage(self._at / str(step), inside=False)
-            needs_older_dense = self._needs_older_dense(step)
-            info: SaveInfo | None = infos[step]
-            while damage is None and info is not None:
-                if info.save_id in replaced:
-                    return True  # The base was checked already.
-                damage = self._damage(self._at / info.step_dir)
-                if damage is None and needs_older_dense:
-                    damage = self._damage(self._at / info.step_dir, inside=False)
-                if damage is None and info.parent is None:
-                    return True
-                info, parent = None, info.parent
-                if damage is None and parent is not None:
-                    if parent.save_id in replaced:
-                        return True
-                    info = by_id.get(parent.save_id)
-            self._notes.append(f"step {step} cannot be restored: {damage or 'its chain is broken'}")
-        return False
+    def _is_intact(self, step: int) -> bool:
+        """Reads everything that a restore of a step reads; notes why it cannot be restored."""
+        # Not imported above: trainers remove WAL epochs with this module, and verify nothing.
+        from deltackpt.maintenance.verify import broken_by
 
-    def _needs_older_dense(self, step: int) -> bool:
-        """Whether the dense leaves of a step need those of earlier saves in its chain."""
-        try:
-            found = stored_saves.read_save(self._at / str(step), self._item)
-        except (RestoreError, StorageError):
-            return False
-        return found.needs_older_dense
+        if reason := broken_by(self._root, step):
+            self._notes.append(f"step {step} cannot be restored: {reason}")
+        return not reason
 
-    def _is_damaged_base(self, name: str) -> bool:
-        damage = self._damage(self._at / naming.COMPACTED / name)
-        if damage is not None:
-            self._notes.append(f"{naming.COMPACTED}/{name} stays because it is damaged: {damage}")
-        return damage is not None
+    def _is_damaged(self, name: str) -> bool:
+        """Reads a compacted base; notes that it stays if it is damaged."""
+        from deltackpt.maintenance.verify_save import committed_saves, verify_save
 
-    def _damage(self, folder: StorePath, *, inside: bool = True) -> Damaged | None:
-        """The first damage in deltackpt's item of a step, or in the rest of the step."""
-        shown = folder.below(self._at)
-        identity = (folder / self._item).dir_identity()
-        if identity is None:
-            return Damaged(shown, "a save", "none: it was removed")
-        key = (shown, identity, inside)
-        if key not in self._checked:
-            found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
-            below = f"{self._item}/"
-            wanted = {
-                name: of for name, of in found.files.items() if name.startswith(below) == inside
-            }
-            damage = [
-                one
-                for one in found.damage
-                if one.object_name.startswith(f"{shown}/{below}") == inside
-            ]
-            damage += digests.check_files(folder, wanted, shown=shown, unreadable=True)
-            self._checked[key] = damage[0] if damage else None
-        return self._checked[key]
+        shown = f"{naming.COMPACTED}/{name}"
+        damage = ["it was removed"]
+        for save in committed_saves(self._root):
+            if save.name == shown:
+                report, _ = verify_save(save, lambda nbytes: None)
+                damage = [str(one) for one in report.problems if one.stops != "nothing"]
+        if damage:
+            self._notes.append(f"{shown} stays because it is damaged: {damage[0]}")
+        return bool(damage)
 
 
 def removable_at(at: StorePath, kind: Kind, reason: str) -> Removable:

@@ -29,7 +29,6 @@ from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.maintenance import compact, garbage
 from deltackpt.maintenance.garbage import (
     KEEP_ALL,
-    Checked,
     GarbageFinder,
     Removable,
     Retention,
@@ -70,7 +69,7 @@ def collectable(
     endpoint: str | None = None,
 ) -> Collectable:
     """Finds what nothing needs, on request with rolled-back runs; changes nothing."""
-    return _find_garbage(_opened(directory, item, endpoint), retention, rolled_back, {})
+    return _find_garbage(_opened(directory, item, endpoint), retention, rolled_back)
 
 
 def collect(
@@ -87,19 +86,18 @@ def collect(
     Raises ``InUse`` if a trainer may be running, unless ``offline`` asserts that none is. After
     ``FencedError``, because a trainer started during the removal, the rest stays.
     """
-    opened, checked = _opened(directory, item, endpoint), Checked()
-    first = _find_garbage(opened, retention, rolled_back, checked)
-    if first.in_use is not None and not offline:
+    opened = _opened(directory, item, endpoint)
+    leftovers, in_use = opened.leftovers(), opened.in_use()
+    if in_use is not None and not offline:
         raise InUse(
-            f"{first.directory}: expected no running trainer, found {first.in_use}; a running "
-            "trainer removes garbage itself. If you know that it has ended, use --offline"
+            f"{opened.steps}: expected no running trainer, found {in_use}; a running trainer "
+            "removes garbage itself. If you know that it has ended, use --offline"
         )
-    found = opened.collect(lambda: _find_garbage(opened, retention, rolled_back, checked))
+    found = opened.collect(lambda: _find_garbage(opened, retention, rolled_back))
     # Taking the lease of a directory has removed its leftovers.
     known = {removable.name for removable in found.removable}
-    cut = (entry for entry in first.removable if entry.kind.startswith("interrupted "))
-    removed = (*(entry for entry in cut if entry.name not in known), *found.removable)
-    return dataclasses.replace(found, removable=removed, in_use=first.in_use)
+    removed = (*(entry for entry in leftovers if entry.name not in known), *found.removable)
+    return dataclasses.replace(found, removable=removed, in_use=in_use)
 
 
 def _opened(
@@ -111,11 +109,11 @@ def _opened(
 
 
 def _find_garbage(
-    opened: _Directory | _Bucket, retention: Retention, rolled_back: bool, checked: Checked
+    opened: _Directory | _Bucket, retention: Retention, rolled_back: bool
 ) -> Collectable:
     found = opened.leftovers()
     reason = opened.in_use()
-    unneeded, notes = GarbageFinder(opened.steps, retention, checked).find()
+    unneeded, notes = GarbageFinder(opened.steps, retention).find()
     found += unneeded
     if rolled_back:
         found += opened.rolled_back()

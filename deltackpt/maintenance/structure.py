@@ -98,9 +98,7 @@ def _dense_problems(shard: StoredShard, dense_shard: DenseShard) -> Iterator[tup
         elif segment.count != (total := row_blocks.plain_bytes(dense_shard.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
     for group, rows in held.items():
-        starts, stops, reached = row_blocks.sorted_spans(rows)
-        twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
-        if twice:
+        if twice := _rows_in_two(*row_blocks.sorted_spans(rows)):
             yield f"{folder}", f"each block of {group} in one segment", f"{twice} in two"
 
 
@@ -128,7 +126,7 @@ def _coverage_problems(
         found = held.get((group.name, spec.name), [])
         for columns, rows in _by_columns(group, spec, found):
             starts, stops, reached = row_blocks.sorted_spans(rows)
-            twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+            twice = _rows_in_two(starts, stops, reached)
             missing = group.rows - (sum(map(len, rows)) - twice)
             name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
             if twice:
@@ -138,6 +136,10 @@ def _coverage_problems(
                 first = int(holes[0] if len(holes) else reached[-1])
                 text = f"{missing} rows in none, the first of them {first}"
                 yield name, f"all {group.rows} rows", text
+
+
+def _rows_in_two(starts: np.ndarray, stops: np.ndarray, reached: np.ndarray) -> int:
+    return int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
 
 
 def _by_columns(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
-    DamagedKeys,
     DeltackptError,
     ForeignDirectory,
     RestoreError,
@@ -41,7 +40,7 @@ from deltackpt.maintenance.verify_save import (
     problem_of,
     verify_save,
 )
-from deltackpt.maintenance.verify_wal import PointVerdict, WalReport, verify_wal
+from deltackpt.maintenance.verify_wal import PointVerdict, verify_wal
 from deltackpt.reading import reader, stored_saves
 from deltackpt.reading.reader import Progress, ProgressMeter
 from deltackpt.reading.shard_arrays import is_of_dense_segment
@@ -105,6 +104,15 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
+def broken_by(opened: Steps, step: int) -> str:
+    """Reads everything that a restore of a step needs; returns what breaks it, if anything."""
+    audit = _Audit(opened, [step], None)
+    if any(verdict.restorable for verdict in audit.run()):
+        return ""
+    damage = (one for save in audit.reports for one in save.problems if one.stops != "nothing")
+    return str(next(damage, "its chain is broken"))
+
+
 def _refuse_foreign(opened: Steps) -> None:
     """Raises ForeignDirectory if deltackpt wrote none of the steps."""
     first = None
@@ -143,25 +151,26 @@ def _verified(
             f"{opened}: expected the steps {sorted(gone)} to exist until they were verified, "
             "found them removed; choose steps that exist"
         )
-    others, notes, log = (), (), WalReport()
+    points: tuple[PointVerdict, ...] = ()
+    problems = [found for save in audit.reports for found in save.problems]
+    notes, file_count = [*audit.notes], sum(save.file_count for save in audit.reports)
     if steps is None:
         log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
         if isinstance(opened, BucketSteps):
-            others = tuple(map(_journal_problem, opened.journal.audit()))
+            problems[:0] = map(_journal_problem, opened.journal.audit())
         elif isinstance(opened, Root):
-            others, notes = _outside(opened.path)
+            others, of_others = _outside(opened.path)
+            problems[:0], notes = others, [*notes, *of_others]
+        points, file_count = log.points, file_count + log.file_count
+        problems, notes = [*problems, *log.problems], [*notes, *log.notes]
     return RootReport(
         directory=str(opened),
         steps=verdicts,
         saves=audit.reports,
-        points=log.points,
-        problems=(
-            *others,
-            *(found for save in audit.reports for found in save.problems),
-            *log.problems,
-        ),
-        notes=(*audit.notes, *notes, *log.notes),
-        file_count=sum(save.file_count for save in audit.reports) + log.file_count,
+        points=points,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        file_count=file_count,
         bytes_read=audit.meter.done,
         seconds=time.perf_counter() - started,
     )
@@ -287,16 +296,16 @@ class _Audit:
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
             else:
-                broken += self._without_dense(step, read[::-1])
-                broken += [] if broken else self._with_shared_rows(step, read[::-1])
+                broken += self._broken_together(step, read[::-1])
                 if not broken:
                     return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
 
-    def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
-        """Saves of a chain that make its dense leaves incomplete."""
+    def _broken_together(self, step: int, read: Sequence[str]) -> list[str]:
+        """Saves that make dense leaves of a chain incomplete; the step if an id has two rows."""
         try:
-            item = StoredItem([self._found[name][0].read() for name in read])
+            saves = [self._found[name][0].read() for name in read]
+            item = StoredItem(saves)
             if item.missing and item.base is not None:
                 base = item.base.save
                 if self._has_damaged_item(base.step_dir.name) and not base.compacted:
@@ -304,18 +313,8 @@ class _Audit:
             if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
                 return [oldest]
             item.check()
+            reader.verify_keys(saves)
         except (Damaged, ForeignDirectory) as error:
-            self._add(step, error)
-            return [str(step)]
-        except (RestoreError, StorageError):
-            return [str(step)]  # Removed since, or reported for the save itself.
-        return []
-
-    def _with_shared_rows(self, step: int, read: Sequence[str]) -> list[str]:
-        """Returns the step itself if an id has two rows in it."""
-        try:
-            reader.verify_keys([self._found[name][0].read() for name in read])
-        except DamagedKeys as error:
             self._add(step, error)
             return [str(step)]
         except (RestoreError, StorageError):
@@ -380,7 +379,7 @@ class _Audit:
         return None
 
 
-def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+def _outside(path: Path) -> tuple[list[Problem], list[str]]:
     """Problems and notes of what is in the directory besides the steps."""
     problems, notes = [], []
     for name in sorted(os.listdir(path)):
@@ -403,7 +402,7 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
             notes.append(f"{name}: a save that was interrupted, or is running")
         elif name != naming.LOG and not is_known(name):
             notes.append(f"{name}: written by neither deltackpt nor Orbax")
-    return tuple(problems), tuple(notes)
+    return problems, notes
 
 
 def _journal_problem(error: Damaged) -> Problem:

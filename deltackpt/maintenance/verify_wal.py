@@ -54,34 +54,23 @@ class PointVerdict:
         return self.step is not None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WalReport:
-    """Result for the write-ahead log; ``notes`` are not damage.
+def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalAudit:
+    """Checks the valid epochs of a WAL; ``steps`` are those that can be restored."""
+    audit = WalAudit(opened, read_wal_state(opened.wal_location), meter)
+    audit.verify_epochs()
+    audit.points = audit.verdicts(steps)
+    return audit
+
+
+class WalAudit:
+    """The verification of a write-ahead log, and its result; ``notes`` are not damage.
 
     ``points`` lacks those whose records were trimmed because a newer step replaces them.
     """
 
-    points: tuple[PointVerdict, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = ()
-    file_count: int = 0
-
-
-def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: ProgressMeter) -> WalReport:
-    """Checks the valid epochs of a WAL; ``steps`` are those that can be restored."""
-    audit = _WalAudit(opened, read_wal_state(opened.wal_location), meter)
-    audit.verify_epochs()
-    points = audit.verdicts(steps)
-    return WalReport(
-        points=points,
-        problems=tuple(audit.problems),
-        notes=tuple(audit.notes),
-        file_count=audit.file_count,
-    )
-
-
-class _WalAudit:
     def __init__(self, opened: Steps, found: WalState, meter: ProgressMeter):
+        """Reads no records yet."""
+        self.points: tuple[PointVerdict, ...] = ()
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.file_count = 0
@@ -94,6 +83,7 @@ class _WalAudit:
         self._trimmed: set[SaveId] = set()
 
     def verify_epochs(self) -> None:
+        """Reads every valid record."""
         found, forked_from = self._found, None
         if found.problem is not None:
             name = naming.epoch_name(found.epochs[0].number)
@@ -182,6 +172,7 @@ class _WalAudit:
             self._own[point.save_id] = self._add_error(Damaged(name, expected, found))
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
+        """Returns whether each full recovery point can be restored."""
         index = self._found.index
         if index is None:
             return ()

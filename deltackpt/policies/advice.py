@@ -262,8 +262,7 @@ def advise_regime(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     mtbr_secs: float
     step_secs: float
     max_overhead: float
@@ -271,23 +270,6 @@ class _Run:
 
 #: One figure, or an array of one figure for each ratio.
 _Figures = float | np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Terms:
-    """The loss at given ratios, as a function of the finest interval T; arrays over the ratios.
-
-    ``times`` are in T; ``replay_secs`` is the part of a restore that is proportional to 1 / T,
-    times T; ``late_secs`` from the newest save of the finest kind until it is durable;
-    ``shortest_secs`` bounds T by persist times.
-    """
-
-    times: Sequence[_Figures]
-    stall_secs: _Figures
-    replay_secs: _Figures
-    fixed_secs: _Figures
-    late_secs: _Figures
-    shortest_secs: _Figures
 
 
 def _dominated(wal: Cost, delta: Cost | None) -> bool:
@@ -299,75 +281,94 @@ def _dominated(wal: Cost, delta: Cost | None) -> bool:
     )
 
 
-def _terms(
-    kinds: Sequence[RecoveryKind], costs: Mapping[RecoveryKind, Cost], ratios: Sequence[_Figures]
-) -> _Terms:
-    times: list[_Figures] = [1]
-    for ratio in ratios:
-        times.append(times[-1] * ratio)
-    by_kind = dict(zip(kinds, times, strict=True))
-    # One save is under way at a time, so steps are durable as late as deltas and bases on average.
-    late = costs["base"].persist_secs
-    stalls = sum(costs[kind].stall_secs / by_kind[kind] for kind in kinds)
-    if "delta" in kinds:
-        late = costs["delta"].persist_secs + (late - costs["delta"].persist_secs) / ratios[-1]
-        stalls = stalls - costs["delta"].stall_secs / by_kind["base"]
-    replay, fixed = 0.0, costs["base"].restore_secs
-    for kind, time, ratio in zip(kinds, times, ratios, strict=False):
-        below = late if kind == "wal" else costs["base"].persist_secs
-        replay = replay + costs[kind].restore_secs * below / time
-        fixed = fixed + costs[kind].restore_secs * (ratio - 1) / 2
-    shortest = 0.0
-    for kind in kinds:
-        shortest = np.maximum(shortest, costs[kind].persist_secs / by_kind[kind])
-    return _Terms(
-        times=times,
-        stall_secs=stalls,
-        replay_secs=replay,
-        fixed_secs=fixed,
-        late_secs=costs["wal"].persist_secs if "wal" in kinds else late,
-        shortest_secs=shortest,
-    )
+class _Loss:
+    """The loss of some kinds at given ratios, as a function of the finest interval T.
 
+    Figures are arrays over the ratios. ``times`` are in T. A restore takes ``_fixed_secs``, and
+    ``_replay_secs`` / T. The newest save of the finest kind is durable after ``_late_secs``.
+    """
 
-def _shares(
-    terms: _Terms, interval_secs: _Figures, run: _Run
-) -> tuple[_Figures, _Figures, _Figures]:
-    return (
-        terms.stall_secs / interval_secs,
-        (interval_secs / 2 + terms.late_secs) / run.mtbr_secs,
-        (terms.fixed_secs + terms.replay_secs / interval_secs) / run.mtbr_secs,
-    )
+    def __init__(
+        self,
+        kinds: Sequence[RecoveryKind],
+        costs: Mapping[RecoveryKind, Cost],
+        ratios: Sequence[_Figures],
+        run: _Run,
+    ):
+        self._run = run
+        self.times: list[_Figures] = [1]
+        for ratio in ratios:
+            self.times.append(self.times[-1] * ratio)
+        by_kind = dict(zip(kinds, self.times, strict=True))
+        # One save is under way at a time, so steps are durable as late as deltas and bases on
+        # average.
+        late = costs["base"].persist_secs
+        stalls: _Figures = sum(costs[kind].stall_secs / by_kind[kind] for kind in kinds)
+        if "delta" in kinds:
+            late = costs["delta"].persist_secs + (late - costs["delta"].persist_secs) / ratios[-1]
+            stalls = stalls - costs["delta"].stall_secs / by_kind["base"]
+        self.stall_secs = stalls
+        self._late_secs = costs["wal"].persist_secs if "wal" in kinds else late
+        self._replay_secs: _Figures = 0.0
+        self._fixed_secs: _Figures = costs["base"].restore_secs
+        for kind, time, ratio in zip(kinds, self.times, ratios, strict=False):
+            below = late if kind == "wal" else costs["base"].persist_secs
+            self._replay_secs = self._replay_secs + costs[kind].restore_secs * below / time
+            self._fixed_secs = self._fixed_secs + costs[kind].restore_secs * (ratio - 1) / 2
+        #: Bounds T by persist times.
+        self.shortest_secs: _Figures = 0.0
+        for kind in kinds:
+            persist = costs[kind].persist_secs / by_kind[kind]
+            self.shortest_secs = np.maximum(self.shortest_secs, persist)
 
+    def shares(self, steps: _Figures) -> tuple[_Figures, _Figures, _Figures]:
+        """Shares of stalls, repeated work and restores, if T is so many steps."""
+        interval_secs, mtbr_secs = steps * self._run.step_secs, self._run.mtbr_secs
+        return (
+            self.stall_secs / interval_secs,
+            (interval_secs / 2 + self._late_secs) / mtbr_secs,
+            (self._fixed_secs + self._replay_secs / interval_secs) / mtbr_secs,
+        )
 
-def _best(terms: _Terms, run: _Run) -> _Figures:
-    """Returns the finest interval that loses least, in whole steps."""
-    bound = np.maximum(terms.shortest_secs, terms.stall_secs / run.max_overhead)
-    # A quotient of seconds is not exactly whole where the seconds are.
-    fewest = np.maximum(1, np.ceil(bound / run.step_secs * (1 - 1e-12)))
-    wanted = _optimum(terms, run) / run.step_secs
-    below = np.maximum(fewest, np.floor(wanted))
-    above = np.maximum(fewest, np.ceil(wanted))
-    lost = [sum(_shares(terms, steps * run.step_secs, run)) for steps in (below, above)]
-    return np.where(lost[0] <= lost[1], below, above)
+    def optimum_secs(self) -> _Figures:
+        return np.sqrt(2 * self._run.mtbr_secs * self.stall_secs + 2 * self._replay_secs)
 
-
-def _optimum(terms: _Terms, run: _Run) -> _Figures:
-    return np.sqrt(2 * run.mtbr_secs * terms.stall_secs + 2 * terms.replay_secs)
+    def best_steps(self) -> _Figures:
+        """The T that loses least, in whole steps."""
+        run = self._run
+        bound = np.maximum(self.shortest_secs, self.stall_secs / run.max_overhead)
+        # A quotient of seconds is not exactly whole where the seconds are.
+        fewest = np.maximum(1, np.ceil(bound / run.step_secs * (1 - 1e-12)))
+        wanted = self.optimum_secs() / run.step_secs
+        below, above = (np.maximum(fewest, near(wanted)) for near in (np.floor, np.ceil))
+        return np.where(sum(self.shares(below)) <= sum(self.shares(above)), below, above)
 
 
 def _least(kinds: Sequence[RecoveryKind], costs: Mapping[RecoveryKind, Cost], run: _Run) -> Regime:
     """Returns the regime of some kinds that loses least."""
     ratios = np.meshgrid(*[_RATIOS] * (len(kinds) - 1), indexing="ij", sparse=True)
-    terms = _terms(kinds, costs, ratios)
-    lost = sum(_shares(terms, _best(terms, run) * run.step_secs, run))
+    loss = _Loss(kinds, costs, ratios, run)
+    lost = sum(loss.shares(loss.best_steps()))
     place = np.unravel_index(np.argmin(lost), np.shape(lost))
     chosen = [int(_RATIOS[index]) for index in place]
-    terms = _terms(kinds, costs, chosen)
-    steps = int(_best(terms, run))
-    stall, rework, restore = _shares(terms, steps * run.step_secs, run)
-    reasons = [_finest_reason(kinds, costs, terms, run)]
-    reasons += [
+    loss = _Loss(kinds, costs, chosen, run)
+    steps = int(loss.best_steps())
+    stall, rework, restore = map(float, loss.shares(steps))
+    name, persist, stalls = _NAMES[kinds[0]], costs[kinds[0]].persist_secs, float(loss.stall_secs)
+    finest = longest(
+        {
+            f"the optimum for stalls of {stalls:.3g} s and a restart every {run.mtbr_secs:g} s": (
+                float(loss.optimum_secs())
+            ),
+            f"the budget of {run.max_overhead:.2%} for stalls of {stalls:.3g} s": (
+                stalls / run.max_overhead
+            ),
+            f"a {name} is durable only after {persist:g} s": persist,
+            "coarser kinds are not durable sooner": float(loss.shortest_secs),
+            f"a step takes {run.step_secs:g} s": run.step_secs,
+        }
+    )
+    reasons = [finest.reason] + [
         f"one for {ratio:,} {_NAMES[finer]}s: stalls and longer restores together cost least"
         for finer, ratio in zip(kinds, chosen, strict=False)
     ]
@@ -375,32 +376,9 @@ def _least(kinds: Sequence[RecoveryKind], costs: Mapping[RecoveryKind, Cost], ru
         kind: Advice(
             interval_secs=steps * time * run.step_secs, reason=reason, every_steps=steps * time
         )
-        for kind, time, reason in zip(kinds, map(int, terms.times), reasons, strict=True)
+        for kind, time, reason in zip(kinds, map(int, loss.times), reasons, strict=True)
     }
-    return Regime(
-        **advice,
-        stall_share=float(stall),
-        rework_share=float(rework),
-        restore_share=float(restore),
-    )
-
-
-def _finest_reason(
-    kinds: Sequence[RecoveryKind], costs: Mapping[RecoveryKind, Cost], terms: _Terms, run: _Run
-) -> str:
-    name, persist = _NAMES[kinds[0]], costs[kinds[0]].persist_secs
-    return longest(
-        {
-            f"the optimum for stalls of {float(terms.stall_secs):.3g} s and a restart every "
-            f"{run.mtbr_secs:g} s": float(_optimum(terms, run)),
-            f"the budget of {run.max_overhead:.2%} for stalls of {float(terms.stall_secs):.3g} s": (
-                float(terms.stall_secs) / run.max_overhead
-            ),
-            f"a {name} is durable only after {persist:g} s": persist,
-            "coarser kinds are not durable sooner": float(terms.shortest_secs),
-            f"a step takes {run.step_secs:g} s": run.step_secs,
-        }
-    ).reason
+    return Regime(**advice, stall_share=stall, rework_share=rework, restore_share=restore)
 
 
 def _reasons(regimes: Sequence[Regime], wal: Cost | None, delta: Cost | None) -> list[str]:

@@ -355,10 +355,8 @@ class BitWidthPolicy:
         Raises:
           OptionError: an argument is not a positive finite number.
         """
-        for name, value in (
-            ("mean_secs_between_failures", mean_secs_between_failures),
-            ("run_secs", run_secs),
-        ):
+        given = {"mean_secs_between_failures": mean_secs_between_failures, "run_secs": run_secs}
+        for name, value in given.items():
             if not is_at_least_zero(value) or value == 0:
                 raise OptionError(f"{name}: expected a positive finite number, found {value!r}")
         return cls(expected_restores=run_secs / mean_secs_between_failures, codecs=codecs)

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from deltackpt.lazy_import import LazyModule
 from deltackpt.maintenance.doctor import machine
-from deltackpt.maintenance.doctor.machine import SCHEME, SCRATCH, Area, Finding, file_text
+from deltackpt.maintenance.doctor.machine import SCHEME, Area, Finding
 
 if TYPE_CHECKING:
     from deltackpt.maintenance.doctor import contents as _contents
@@ -33,68 +32,32 @@ def examine(
     ``wal`` reads WAL records in Kafka.
     """
     found: list[Finding] = []
-    if directory is not None:
-        where = os.fspath(directory)
-        scheme = SCHEME.match(where)
-        is_file = scheme is None or scheme[0].lower().startswith("file:")
-        # Packages for buckets may be missing, and are not needed for a directory.
-        if not is_file or where.startswith("{"):
-            found += _unless_missing(
-                "directory",
-                "bucket",
-                lambda: _contents.bucket_findings(where, read_only=read_only, endpoint=endpoint),
+    where = "" if directory is None else os.fspath(directory)
+    scheme = SCHEME.match(where)
+    # Packages for buckets may be missing, and are not needed for a directory.
+    if where.startswith("{") or (scheme and scheme[0].lower() != "file:/"):
+        found += _checked(
+            "directory", "bucket", lambda: _contents.bucket_findings(where, read_only, endpoint)
+        )
+    elif where:
+        found += _checked(
+            "directory", "contents", lambda: _contents.content_findings(where, read_only, wal)
+        )
+        if scheme is None:
+            found += _checked(
+                "directory", "file system", lambda: machine.file_system_findings(where, read_only)
             )
-        else:
-            found += _examine_directory(where, read_only=read_only, wal=wal)
-    found += [machine.memory_finding(), machine.open_files_finding()]
-    found += machine.huge_page_findings()
-    found += machine.version_findings()
-    found += _unless_missing("software", "checksums", machine.checksum_findings)
-    found += _unless_missing("software", "kernels", machine.kernel_findings)
+    found += _checked("machine", "limits", machine.machine_findings)
+    found += _checked("software", "versions", machine.version_findings)
+    found += _checked("software", "kernels", machine.kernel_findings)
     return tuple(found)
 
 
-def _unless_missing(
-    area: Area, subject: str, look: Callable[[], Iterable[Finding]]
-) -> Iterable[Finding]:
+def _checked(area: Area, subject: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Runs a check; if a package that it needs is missing, returns this as a finding."""
     try:
-        return list(look())
+        found = list(look())
     except ImportError as error:
         action = "install the missing package: pip install deltackpt"
-        found = f"cannot be checked: {error}"
-        return [Finding(subject, "problem", found, action=action, area=area)]
-
-
-# The directory.
-
-
-def _examine_directory(
-    directory: str, *, read_only: bool, wal: KafkaWal | None
-) -> Iterator[Finding]:
-    yield from _unless_missing(
-        "directory",
-        "contents",
-        lambda: _contents.content_findings(directory, read_only=read_only, wal=wal),
-    )
-    if SCHEME.match(directory):
-        return
-    path = Path(os.path.expanduser(directory)).absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    mount = machine.mount_of(os.path.realpath(existing), file_text("/proc/self/mountinfo"))
-    yield machine.file_system_finding(mount, read_only=read_only)
-    yield from machine.room_findings(existing)
-    if read_only or existing != path or not os.access(path, os.W_OK | os.X_OK):
-        return
-    try:
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path) as scratch:
-            yield from machine.semantics_findings(Path(scratch))
-            yield machine.fsync_finding(*machine.measured_fsync_secs(Path(scratch)))
-    except OSError as error:
-        yield Finding(
-            "writing",
-            "problem",
-            os.strerror(error.errno or 0),
-            "A trainer cannot save here.",
-            "check the owner, the permissions and the mount of the directory",
-        )
+        found = [Finding(subject, "problem", f"cannot be checked: {error}", action=action)]
+    return [dataclasses.replace(finding, area=area) for finding in found]

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +15,9 @@ from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.row_blocks import PLAIN
 from deltackpt.ledger.directory import Root, is_leftover
-from deltackpt.ledger.lease import read_lease
+from deltackpt.ledger.lease import read_lease, utc
 from deltackpt.ledger.steps import Steps, in_both, losses_of
-from deltackpt.maintenance.doctor.machine import SCHEME, SCRATCH, Finding, ago_text
+from deltackpt.maintenance.doctor.machine import Finding
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.wal_index import (
@@ -37,14 +35,98 @@ from deltackpt.storage.store import store_path
 if TYPE_CHECKING:
     from deltackpt.options import KafkaWal
 
+#: A lag of a process beyond which a warning is emitted: it delays recovery points.
+_BEHIND_SECS = 60.0
+#: Replaying less than this takes hardly any time.
+_LEAST_BASE_BYTES = 16 << 20
 
-def dense_findings(opened: Steps) -> Iterator[Finding]:
+
+def content_findings(
+    directory: str, read_only: bool, wal: KafkaWal | None = None
+) -> Iterator[Finding]:
+    """Checks the steps of a directory, its WAL, leftovers and lease."""
+    path = Path(os.path.expanduser(directory)).absolute()
+    if not path.exists():
+        yield Finding(
+            "directory",
+            "warning",
+            f"{path}: does not exist",
+            "A trainer creates it. The findings below are for its parent directory.",
+            f"check the spelling, or: mkdir -p {path}",
+        )
+        return
+    try:
+        with contextlib.closing(Root.open(directory, read_only=True)) as opened:
+            steps = sorted(opened.steps())
+            known = {step: info.save_id for step, info in opened.saves().items() if info}
+            of_dense = [*_dense_findings(opened)]
+        entries = sorted(os.listdir(path))
+    except (DeltackptError, OSError) as error:
+        meaning = "Trainers and readers cannot open it."
+        yield Finding("directory", "problem", str(error), meaning)
+        return
+    writable = read_only or os.access(path, os.W_OK | os.X_OK)
+    yield Finding(
+        "directory",
+        "problem",
+        str(path) if writable else f"{path}: not writable for this user",
+        "Steps can be restored (access='read'), but not saved.",
+        "check its owner and permissions, or run this as the trainer",
+    ).ok_if(writable)
+    yield _steps_finding(steps)
+    yield from of_dense
+    with contextlib.ExitStack() as held:
+        if wal is not None:
+            opened.topics = held.enter_context(contextlib.closing(WalTopics(wal.config)))
+        yield from _wal_findings(opened, known)
+    yield from _leftovers(path, entries)
+    yield from _lease(path, entries)
+
+
+def bucket_findings(url: str, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
+    """Checks a bucket; unless ``read_only``, probes its conditional writes too."""
+    from deltackpt.ledger.journal import Journal
+    from deltackpt.ledger.opening import refuse_foreign
+    from deltackpt.storage import buckets
+
+    try:
+        root = buckets.locate(url, endpoint=endpoint).open()
+        journal = Journal(root)
+        state = journal.state()
+        if not state.entry.number:
+            refuse_foreign(root)
+        left = journal.find_leftovers(state)
+        if not read_only:
+            buckets.probe(root)
+    except (DeltackptError, OSError) as error:
+        meaning = "Trainers and readers cannot open it, or a trainer's commits can fail."
+        yield Finding("bucket", "problem", str(error), meaning)
+        return
+    commits = "not checked (read-only)" if read_only else "work as commits need"
+    yield Finding("bucket", "ok", f"{root}: conditional writes {commits}")
+    for problem in journal.problems:
+        meaning = "An object of the bucket was removed or altered: find out what did this."
+        yield Finding("journal", "problem", str(problem), meaning)
+    yield _steps_finding([*state.steps])
+    count = sum(map(len, left.values()))
+    found = f"{count} objects of {len(left)} interrupted uploads" if left else "none"
+    yield Finding("leftovers", "note", found, "The next trainer deletes them.").ok_if(not left)
+    found = "no trainer has used this bucket" if state.claim is None else str(state.claim.lease)
+    yield Finding("claim", "ok", found)
+
+
+def _steps_finding(steps: Sequence[int]) -> Finding:
+    newest = f", newest {steps[-1]}" if steps else ""
+    return Finding("steps", "ok", f"{len(steps)} committed{newest}")
+
+
+def _dense_findings(opened: Steps) -> Iterator[Finding]:
     """Checks the newest step's manifest, and the block indices of dense leaves; reads no data."""
     newest = opened.newest_step()
     if newest is None:
         return
+    at = opened.at(newest)
     try:
-        at = opened.at(newest)
         if stored_saves.read_save(at, opened.item).head.dense_blocks is None:
             return
     except (Damaged, FormatMismatch) as error:
@@ -70,24 +152,17 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
             "deltackpt verify reports restorable steps; the next base starts a new chain",
         )
         return
-    deltas, nbytes = len(item.shards), sum(shard.record.nbytes for shard in shards)
+    nbytes = sum(shard.record.nbytes for shard in shards)
     where = f", and the rest from {item.base.save.name}" if item.base and item.missing else ""
     yield Finding(
         "dense leaves",
         "ok",
-        f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
+        f"step {newest} stores them in the shards of {units.count(len(item.shards), 'delta')}, "
         f"{units.size(nbytes)} before compression{where}",
-        figures={"deltas": deltas, "nbytes": nbytes, "from_base": bool(item.missing)},
     )
 
 
-#: A lag of a process beyond which a warning is emitted: it delays recovery points.
-_BEHIND_SECS = 60.0
-#: Replaying less than this takes hardly any time.
-_LEAST_BASE_BYTES = 16 << 20
-
-
-def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
+def _wal_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
     """Checks the WAL; yields nothing without one."""
     try:
         found = read_wal_state(opened.wal_location)
@@ -118,37 +193,17 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         except Damaged as error:
             text = "The newest recovery point cannot be restored."
             yield Finding("WAL to replay", "problem", str(error), text)
-    if needless := found.needless(steps):
-        yield Finding(
-            "obsolete WAL epochs",
-            "note",
-            f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
-            "Records of earlier runs that no restore needs; they use space.",
-            "none: the trainer removes them at its next steps, or deltackpt gc does",
-            figures={"epochs": sorted(needless)},
-        )
 
 
 def _summary(found: WalState) -> Finding:
     assert found.index is not None
     points = [point for point in found.index.points() if point.full]
-    nbytes = sum(one.nbytes for one in found.epochs)
     newest = "no full recovery point"
     if points:
-        age = ago_text(time.time() - points[0].unix_secs)
         counted = units.count(len(points), "full recovery point")
-        newest = f"{counted}, newest {points[0].step}, {age}"
-    return Finding(
-        "WAL",
-        "ok",
-        f"{units.count(len(found.epochs), 'epoch')}, {units.size(nbytes)}; {newest}",
-        figures={
-            "epochs": len(found.epochs),
-            "full_recovery_points": len(points),
-            "newest_recovery_point": points[0].step if points else None,
-            "nbytes": nbytes,
-        },
-    )
+        newest = f"{counted}, newest {points[0].step} of {utc(points[0].unix_secs)}"
+    nbytes = units.size(sum(one.nbytes for one in found.epochs))
+    return Finding("WAL", "ok", f"{units.count(len(found.epochs), 'epoch')}, {nbytes}; {newest}")
 
 
 def _places(logs: WalReader, view: EpochView) -> Iterator[Finding]:
@@ -178,26 +233,21 @@ def _processes(view: EpochView) -> Iterator[Finding]:
     if not records:
         return
     first = max(records, key=lambda record: record.save_id.attempt)
-    behind = {
-        process: None if record is None else first.unix_secs - record.unix_secs
-        for process, record in newest.items()
-        if record is None or record.save_id.attempt < first.save_id.attempt
-    }
-    late = {one: secs for one, secs in behind.items() if secs is None or secs > _BEHIND_SECS}
-    if not behind:
-        return
-    texts = [
-        f"{process} has no record" if secs is None else f"{process} is {secs:.0f} s behind"
-        for process, secs in behind.items()
-    ]
-    yield Finding(
-        "WAL processes",
-        "warning" if late else "note",
-        f"of {view.head.process_count}, " + ", ".join(texts),
-        "A recovery point needs the records of all processes; newer ones are lost.",
-        "check the disks and program logs of these processes" if late else "",
-        figures={"behind_secs": behind},
-    )
+    texts, late = [], False
+    for process, record in newest.items():
+        if record is None:
+            texts, late = [*texts, f"{process} has no record"], True
+        elif record.save_id.attempt < first.save_id.attempt:
+            secs = first.unix_secs - record.unix_secs
+            texts, late = [*texts, f"{process} is {secs:.0f} s behind"], late or secs > _BEHIND_SECS
+    if texts:
+        yield Finding(
+            "WAL processes",
+            "warning" if late else "note",
+            f"of {view.head.process_count}, {', '.join(texts)}",
+            "A recovery point needs the records of all processes; newer ones are lost.",
+            "check the disks and program logs of these processes" if late else "",
+        )
 
 
 def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
@@ -212,14 +262,12 @@ def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
             f"{len(found)}, the first: {found[0].error}",
             "Recovery points after a gap cannot be restored from a step before it.",
             "run deltackpt verify to list them; save a step, which needs no WAL",
-            figures={"count": len(found)},
         )
 
 
 def _length(plan: ReplayPlan) -> Finding:
     """Compares the bytes that a restore replays with the size of a base."""
-    groups = plan.view.head.groups
-    base = sum(group.rows * group.row_bytes for group in groups) + sum(
+    base = sum(group.rows * group.row_bytes for group in plan.view.head.groups) + sum(
         value.nbytes
         for record in plan.last_records.values()
         if record.dense is not None
@@ -232,107 +280,7 @@ def _length(plan: ReplayPlan) -> Finding:
         f"{units.size(base)}",
         "A restore reads more WAL than a full base would be.",
         "save() more often, or lower WalOptions.max_wal_ratio",
-        figures={"wal_bytes": plan.nbytes, "base_bytes": base},
     ).ok_if(plan.nbytes <= max(base, _LEAST_BASE_BYTES))
-
-
-def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
-    """Checks a bucket; unless ``read_only``, probes its conditional writes too."""
-    from deltackpt.ledger.journal import Journal
-    from deltackpt.ledger.opening import refuse_foreign
-    from deltackpt.storage import buckets
-
-    try:
-        root = buckets.locate(url, endpoint=endpoint).open()
-        journal, started = Journal(root), time.perf_counter()
-        state = journal.state()
-        secs = time.perf_counter() - started
-        if not state.entry.number:
-            refuse_foreign(root)
-        left = journal.find_leftovers(state)
-        if not read_only:
-            buckets.probe(root)
-    except (DeltackptError, OSError) as error:
-        meaning = "Trainers and readers cannot open it, or a trainer's commits can fail."
-        yield Finding("bucket", "problem", str(error), meaning)
-        return
-    commits = "not checked (read-only)" if read_only else "work as commits need"
-    yield Finding(
-        "bucket",
-        "ok",
-        f"{root}: journal read in {secs * 1e3:.0f} ms; conditional writes {commits}",
-        figures={"journal_secs": secs, "entry": state.entry.number},
-    )
-    for problem in journal.problems:
-        meaning = "An object of the bucket was removed or altered: find out what did this."
-        yield Finding("journal", "problem", str(problem), meaning)
-    yield _steps_finding([*state.steps])
-    count = sum(map(len, left.values()))
-    yield Finding(
-        "leftovers",
-        "note",
-        f"{count} objects of {len(left)} interrupted uploads" if left else "none",
-        "The next trainer deletes them.",
-        figures={"objects": count},
-    ).ok_if(not left)
-    found = "no trainer has used this bucket"
-    if state.claim is not None:
-        lease = state.claim.lease
-        age = ago_text(time.time() - lease.since_secs)
-        found = f"epoch {lease.epoch}, by process {lease.pid} on {lease.host}, {age}"
-    yield Finding("claim", "ok", found)
-
-
-def _steps_finding(steps: Sequence[int]) -> Finding:
-    newest = steps[-1] if steps else None
-    return Finding(
-        "steps",
-        "ok",
-        f"{len(steps)} committed" + (f", newest {newest}" if steps else ""),
-        figures={"steps": len(steps), "newest_step": newest},
-    )
-
-
-def content_findings(
-    directory: str, *, read_only: bool, wal: KafkaWal | None = None
-) -> Iterator[Finding]:
-    """Checks the steps of a directory, its WAL, leftovers and lease."""
-    path = Path(os.path.expanduser(directory)).absolute()
-    if not SCHEME.match(directory) and not path.exists():
-        yield Finding(
-            "directory",
-            "warning",
-            f"{path}: does not exist",
-            "A trainer creates it. The findings below are for its parent directory.",
-            f"check the spelling, or: mkdir -p {path}",
-        )
-        return
-    try:
-        with contextlib.closing(Root.open(directory, read_only=True)) as opened:
-            steps = sorted(opened.steps())
-            known = {step: info.save_id for step, info in opened.saves().items() if info}
-            of_dense = [*dense_findings(opened)]
-        entries = sorted(os.listdir(path))
-    except (DeltackptError, OSError) as error:
-        meaning = "Trainers and readers cannot open it."
-        yield Finding("directory", "problem", str(error), meaning)
-        return
-    writable = read_only or os.access(path, os.W_OK | os.X_OK)
-    yield Finding(
-        "directory",
-        "problem",
-        str(path) if writable else f"{path}: not writable for this user",
-        "Steps can be restored (access='read'), but not saved.",
-        "check its owner and permissions, or run this as the trainer",
-    ).ok_if(writable)
-    yield _steps_finding(steps)
-    yield from of_dense
-    with contextlib.ExitStack() as held:
-        if wal is not None:
-            opened.topics = held.enter_context(contextlib.closing(WalTopics(wal.config)))
-        yield from log_findings(opened, known)
-    yield from _leftovers(path, entries)
-    yield from _lease(path, entries)
 
 
 def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
@@ -361,18 +309,11 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             "A compaction in progress, or an interrupted one.",
             "none: the next compaction removes leftovers",
         ),
-        (
-            "interrupted measurements",
-            [path / name for name in entries if name.startswith(SCRATCH)],
-            "A deltackpt doctor was killed while it measured.",
-            f"unless another one is running: rm -r {path}/{SCRATCH}*",
-        ),
     ):
         if found:
             shown = ", ".join(entry.name for entry in found[:5])
             text = f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}"
-            figures = {"count": len(found)}
-            yield Finding(subject, "note", text, meaning, action, figures=figures)
+            yield Finding(subject, "note", text, meaning, action)
 
 
 def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
@@ -392,17 +333,14 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             f"epoch {newest}, not signed",
             "A trainer is starting, or was killed while it started.",
             "none: the next trainer takes the next epoch",
-            figures={"epoch": newest},
         )
         return
-    runs = lease.runs
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
-    state = {True: ", which is running", False: ", which has ended", None: ""}[runs]
+    state = {True: ", which is running", False: ", which has ended", None: ""}[lease.runs]
     yield Finding(
         "lease",
         "note",
-        f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",
+        f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since "
+        f"{utc(lease.since_secs)}",
         "Another trainer that opens the directory fences this one.",
         "use a separate directory for each trainer",
-        figures={**dataclasses.asdict(lease), "runs": runs},
-    ).ok_if(runs is False)
+    ).ok_if(lease.runs is False)
