@@ -33,8 +33,8 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
-from deltackpt.handlers.items import json_args, sorted_handlers
-from deltackpt.lazy_import import LazyModule
+from deltackpt.handlers.items import Items, json_args, sorted_handlers
+from deltackpt.lazy_import import LazyModule, ocp
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
@@ -42,7 +42,7 @@ from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, S
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore.step_reader import Items, RowRanges, Service
+from deltackpt.restore.sources import Service
 from deltackpt.save import exits, pending_save
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
@@ -52,6 +52,7 @@ from deltackpt.session.restoring import Restorer
 from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
+from deltackpt.session.step_reader import RowRanges
 from deltackpt.state import placement
 from deltackpt.state.tables import Tables
 from deltackpt.state.touch_state import Marks, TouchState, match_marks
@@ -61,8 +62,6 @@ from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
@@ -186,7 +185,7 @@ class CheckpointManager:
                 taking=lambda: end_others(exits.close_others),
             )
 
-        self._run = Run.start(
+        self._run = Run(
             directory,
             item,
             choice,

@@ -9,13 +9,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
 from deltackpt.errors import OptionError
 from deltackpt.format import naming
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.commit import StepWriters
 from deltackpt.state import paths
@@ -23,10 +23,8 @@ from deltackpt.state.tables import Tables
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.posix import fsync_tree
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
+#: Item name to the argument for its handler.
+Items = Mapping[str, object]
 
 
 class HandlerItem:

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -74,6 +74,10 @@ class RowSource(Protocol):
           ServiceError: the source cannot provide it; storage still can.
         """
         ...
+
+
+#: Sources of tables to try before storage; see ``CheckpointManager.restore_latest``.
+Service = RowSource | Literal["auto"] | None
 
 
 def find(directory: str | os.PathLike[str], item: str) -> RowSource | None:

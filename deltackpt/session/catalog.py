@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from deltackpt.errors import Damaged, OptionError, RestoreError, StepNotFound
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers.item_reader import OrbaxItems
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.policies.save_policies import PreservationPolicy
 from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import WalReader, coverings
@@ -22,11 +22,6 @@ from deltackpt.session import retention
 from deltackpt.session.run import Run
 from deltackpt.state import tables
 from deltackpt.storage.store import StorePath
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 Metrics = Mapping[str, float]
 #: A metric's name, or what makes a number of all metrics of a step.

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from deltackpt import coordination, events, units
 from deltackpt.errors import (
@@ -23,18 +23,17 @@ from deltackpt.errors import (
     StorageError,
     TableSelectionError,
 )
-from deltackpt.format.manifest import SaveId
 from deltackpt.format.naming import PyTree
 from deltackpt.format.wal_format import Continues
 from deltackpt.handlers.item_reader import OrbaxItems
-from deltackpt.handlers.items import restore_args
+from deltackpt.handlers.items import Items, restore_args
+from deltackpt.lazy_import import ocp
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore import step_reader
 from deltackpt.restore.placing import same_tables
-from deltackpt.restore.step_reader import Found, Items, Loaded, RowRanges, Service, StepReader
+from deltackpt.restore.sources import Service
 from deltackpt.save import dense_layout, pending_save, tracking_audit
 from deltackpt.save.dense_save import DenseKeeper
 from deltackpt.save.lineage import Clocks, Reading, new_run
@@ -42,12 +41,11 @@ from deltackpt.session import partial
 from deltackpt.session.restore_choice import FailedChoices, RestoreChoice, RestoreChooser
 from deltackpt.session.restored import RestoredState, same_leaves, to_compare
 from deltackpt.session.run import Run
+from deltackpt.session.step_reader import RowRanges, StepReader
 from deltackpt.state import tables, touch_state
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.ocdbt import ZARRAY
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 _T = TypeVar("_T")
 
@@ -62,18 +60,10 @@ class Restorer:
         """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
         self._run = run
         self._extra = extra
+        self._others = OrbaxItems(run.root, extra)
         #: Objects of a bucket's journal that were already reported as damaged.
         self._reported: set[str] = set()
         self._chooser = RestoreChooser(run)
-        limits = run.options.timeouts
-        self._steps = StepReader(
-            run.root,
-            run.item,
-            run.choice,
-            others=OrbaxItems(run.root, extra),
-            share=(run.coordinator.index, run.coordinator.count),
-            service_secs=limits.service_secs,
-        )
 
     def newest(
         self,
@@ -271,24 +261,22 @@ class Restorer:
         """Reads rows of tables only; see ``CheckpointManager.read``."""
         started = time.perf_counter()
 
-        def read() -> tuple[Loaded, float, float]:
-            found, found_at = self._find(step, None, ranges, None)
+        def read() -> StepReader:
             with contextlib.ExitStack() as held:
-                return *self._load(found, progress, held), found_at
+                return self._read(step, None, progress, held, rows=ranges)
 
         try:
-            loaded, read_at, found_at = self._from_any_copy(step, read)
+            found = self._from_any_copy(step, read)
         except Exception as error:
             self._run.emit_failure("restore", step, error, started)
             raise
-        merged = loaded.tables
-        seconds = self._emit_event(step, merged, started, found_at, read_at)
+        merged = found.tables
         return ReadRows(
             step=step,
             tables=merged.fields,
             chain=tuple(info.save_id.step for info in merged.chain),
             bytes_read=merged.bytes_read,
-            seconds=seconds,
+            seconds=self._emit_event(step, found, started),
         )
 
     def state(self, step: int, template: PyTree, progress: Progress | None) -> ReadState:
@@ -309,32 +297,32 @@ class Restorer:
                 raise
         return read()
 
-    def _find(
+    def _read(
         self,
         step: int,
-        template: PyTree,
-        rows: RowRanges | None,
-        service: Service,
+        template: PyTree | Split,
+        progress: Progress | None,
+        held: contextlib.ExitStack,
+        *,
+        rows: RowRanges | None = None,
+        service: Service = None,
         point: RecoveryPoint | None = None,
-    ) -> tuple[Found, float]:
-        with self._run.coordinator.together(f"finding step {step}"):
-            self._run.root.await_readable(step)
-            wal = self._chooser.pop_wal()
-            found = self._steps.locate(step, template, rows, service, point, wal)
-        return found, time.perf_counter()
-
-    def _load(
-        self, found: Found, progress: Progress | None, held: contextlib.ExitStack
-    ) -> tuple[Loaded, float]:
-        own = dataclasses.astuple(found.target.info.save_id)
-        agreed = SaveId(*self._run.coordinator.agree("choosing a save", own))
-        straight = self._run.coordinator.gather("reading dense leaves", found.straight is not None)
-        # Straight: without Orbax's handler, which needs all processes.
-        if not all(straight):
-            found = dataclasses.replace(found, straight=None)
-        with self._run.coordinator.together(f"restoring step {found.step}"):
-            loaded = self._steps.load(found, agreed, progress, held)
-        return loaded, time.perf_counter()
+    ) -> StepReader:
+        """Reads a step, or rows of it; ``held`` closes the sources of additional items."""
+        wal = self._chooser.pop_wal()
+        found = StepReader(
+            self._run,
+            self._others,
+            step,
+            template,
+            rows=rows,
+            service=service,
+            point=point,
+            wal=wal,
+        )
+        found.find()
+        found.load(progress, held)
+        return found
 
     def _restore(
         self,
@@ -348,23 +336,20 @@ class Restorer:
         step, point = choice.number, choice.point
         # A recovery point has its own items; the given arguments are for a step.
         items = None if point is not None else restore_args(items, self._extra, run.item)
-        found, found_at = self._find(choice.step, template, None, service, point)
         with contextlib.ExitStack() as held:
-            loaded, read_at = self._load(found, progress, held)
-            merged = loaded.tables
+            found = self._read(choice.step, template, progress, held, service=service, point=point)
             drawn = run.coordinator.agree("a new run", new_run())
-            identity = touch_state.identity_of(drawn)
-            state, fresh = step_reader.joined(template, found, loaded, identity)
+            state, fresh = found.state(touch_state.identity_of(drawn))
             extra: dict[str, object] = {}
             if items:
                 with run.coordinator.together(f"restoring items of step {step}"):
-                    extra = self._steps.items(found, items, loaded.files)
+                    extra = found.items(items)
                     found.check_stays()
-            if loaded.point is not None:
-                extra = loaded.point.items_for(run.coordinator.index, run.coordinator.count)
+            if found.recorded is not None:
+                extra = found.recorded.items_for(run.coordinator.index, run.coordinator.count)
         if not run.options.read_only:
-            fresh = self._start_run_from(choice, found, loaded, state, fresh, drawn)
-        seconds = self._emit_event(step, merged, started, found_at, read_at)
+            fresh = self._start_run_from(choice, found, state, fresh, drawn)
+        merged = found.tables
         return Restored(
             step=step,
             state=state,
@@ -373,9 +358,9 @@ class Restorer:
             chain=tuple(info.save_id.step for info in merged.chain),
             skipped=(),
             source=self._sources(merged, point),
-            service_error=loaded.problem,
+            service_error=found.problem,
             bytes_read=merged.bytes_read,
-            seconds=seconds,
+            seconds=self._emit_event(step, found, started),
             point=point,
         )
 
@@ -388,35 +373,32 @@ class Restorer:
             return ("directory",) * len(merged.chain) + log
         return *(tiers.steps.source_of(info.save_id) for info in merged.chain), *log
 
-    def _emit_event(
-        self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
-    ) -> float:
+    def _emit_event(self, step: int, found: StepReader, started: float) -> float:
         """Emits the event of a restore that ends now; returns its duration in seconds."""
-        now = time.perf_counter()
+        now, merged = time.perf_counter(), found.tables
         event = events.RestoreEvent(
             step=step,
             process=coordination.process_index(),
             chain=tuple(info.save_id.step for info in merged.chain),
             source=merged.source,
             bytes_read=merged.bytes_read,
-            find_secs=found_at - started,
-            read_secs=read_at - found_at,
-            place_secs=now - read_at,
+            find_secs=found.found_at - started,
+            read_secs=found.read_at - found.found_at,
+            place_secs=now - found.read_at,
             total_secs=now - started,
         )
         self._run.emit(event)
         return event.total_secs
 
-    def _equals(self, choice: RestoreChoice, split: tables.Split) -> bool:
+    def _equals(self, choice: RestoreChoice, split: Split) -> bool:
         """Returns whether a state equals a step or recovery point, which is read again."""
         what = f"comparing the state with step {choice.step}"
         try:
-            found, _ = self._find(choice.step, to_compare(split), None, None, choice.point)
             with contextlib.ExitStack() as held:
-                loaded, _ = self._load(found, None, held)
+                found = self._read(choice.step, to_compare(split), None, held, point=choice.point)
                 with self._run.coordinator.together(what):
-                    same = same_leaves(loaded.dense, split.dense)
-                    same = same and same_tables(loaded.tables, split.fields)
+                    same = same_leaves(found.dense, split.dense)
+                    same = same and same_tables(found.tables, split.fields)
         except (RestoreError, TableSelectionError):
             return False  # It was removed or damaged, or has other leaves.
         except DeltackptError:
@@ -431,14 +413,13 @@ class Restorer:
     def _start_run_from(
         self,
         choice: RestoreChoice,
-        found: Found,
-        loaded: Loaded,
+        found: StepReader,
         state: PyTree,
         fresh: TouchState | None,
         drawn: str,
     ) -> TouchState | None:
         """Makes a restored step the parent of the next save, of the new run ``drawn``."""
-        run, merged = self._run, loaded.tables
+        run, merged = self._run, found.tables
         continues = None
         if found.plan is not None:
             point = found.plan.point
@@ -480,25 +461,23 @@ class Restorer:
             run=drawn,
             sample=sample,
             parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
-            replayed=None if loaded.point is None else loaded.point.rows,
+            replayed=None if found.recorded is None else found.recorded.rows,
             continues=continues,
         )
         state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
         run.note_restored(found.step, state_at)
-        if run.dense is not None and loaded.point is None and found.expected is not None:
-            self._keep_references(run.dense, found, loaded, split)
+        if run.dense is not None and found.recorded is None and found.expected is not None:
+            self._keep_references(run.dense, found, split)
         return fresh
 
-    def _keep_references(
-        self, keeper: DenseKeeper, found: Found, loaded: Loaded, split: tables.Split
-    ) -> None:
+    def _keep_references(self, keeper: DenseKeeper, found: StepReader, split: Split) -> None:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         # Dense leaves of a delta in Orbax's item may go with a compaction: the next are whole.
         if not split.layout.dense or not found.target.has_dense:
             return
         try:
-            chain = found.saves or chains.read_chain(found.target.step_dir, run.item)
+            chain = found.chain or chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
             described = stored_dense.open_values(
                 chain, lambda key: key.endswith(f"/{ZARRAY}")
@@ -512,7 +491,7 @@ class Restorer:
             split.layout.dense,
             run.coordinator.index,
             {key: bytes(data) for key, data in described.items()},
-            loaded.chunks,
+            found.chunks,
         )
 
 

@@ -16,18 +16,14 @@ from deltackpt import coordination
 from deltackpt.errors import RestoreError
 from deltackpt.format import chain
 from deltackpt.format.manifest import SaveId
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.ledger.directory import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
 from deltackpt.policies.save_policies import PreservationPolicy
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
     from deltackpt.session.run import Run
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 _logger = logging.getLogger(__name__)
 

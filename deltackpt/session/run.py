@@ -323,33 +323,11 @@ def _steps_of(opened: Steps | ReplicationClient) -> Steps:
     return opened if isinstance(opened, Steps) else opened.steps
 
 
-@dataclasses.dataclass(eq=False)
 class Run:
     """State shared by the saves and restores of a manager."""
 
-    options: ManagerOptions
-    event_handlers: tuple[events.EventHandler, ...]
-    root: Steps  # everything that is committed
-    replication: ReplicationClient | None  # None without tiers
-    item: str  # name of the item with the tables
-    choice: Tables
-    coordinator: Coordinator
-    lineage: Lineage
-    runtime: Runtime
-    tracking: RowTracking
-    newest: int | None  # the newest step: first as process 0 found it, then every committed one
-    #: The step that the next save continues from, if it is not the newest one.
-    restored: int | None = None
-    dense: DenseKeeper | None = None  # for leaves that deltas store as changed blocks
-    wal: WalHooks = dataclasses.field(default_factory=WalHooks)
-    topic: Topic | None = None  # of a WAL in Kafka
-    #: The restored state, and where training continued from it.
-    restored_state: tuple[object, RestoredState] | None = None
-    is_emitting: bool = False  # whether event handlers are being called
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         directory: str | os.PathLike[str],
         item: str,
         choice: Tables,
@@ -357,33 +335,40 @@ class Run:
         event_handlers: tuple[events.EventHandler, ...],
         open_root: OpenRoot,
         take_over: Callable[[], None],
-    ) -> Run:
+    ):
         """Begins a new run on a root, which process 0 opens before the others.
 
         Every process checks the options before any lease is taken, and then calls ``take_over``.
         """
-        coordinator, what = _coordinator(directory, options), _opening(directory)
-        with coordinator.together(what, fatal=True):
-            threads = options.background.threads or _THREADS
-            runtime = Runtime(
+        self.options, self.event_handlers = options, event_handlers
+        self.item = item  # name of the item with the tables
+        self.choice = choice
+        #: The step that the next save continues from, if it is not the newest one.
+        self.restored: int | None = None
+        #: The restored state, and where training continued from it.
+        self.restored_state: tuple[object, RestoredState] | None = None
+        self.is_emitting = False  # whether event handlers are being called
+        self.wal = WalHooks()
+        self.coordinator, what = _coordinator(directory, options), _opening(directory)
+        has_blocks = options.dense.deltas == "blocks"
+        with self.coordinator.together(what, fatal=True):
+            count, threads = self.coordinator.count, options.background.threads or _THREADS
+            self.runtime = Runtime(
                 threads,
-                size=max(2 * threads, FSYNCS, min(READS, coordinator.count)) + 1,
+                size=max(2 * threads, FSYNCS, min(READS, count)) + 1,
                 memory_bytes=options.writes.staging_bytes,
                 bytes_per_sec=options.background.bytes_per_sec,
                 cpus=options.background.cpus,
                 name="deltackpt-save",
             )
-            dense = keeper(options.dense, runtime)
-            tracking = RowTracking(
-                options.deltas.tracking,
-                dense_blocks=options.dense.deltas == "blocks",
-                may_stop=options.wal is None,
+            #: For leaves that deltas store as changed blocks.
+            self.dense = keeper(options.dense, self.runtime) if has_blocks else None
+            self.tracking = RowTracking(
+                options.deltas.tracking, dense_blocks=has_blocks, may_stop=options.wal is None
             )
-            if coordinator.count > 1 and not (
-                options.read_only or (options.tiers or Tiers()).shared
-            ):
+            if count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
                 _require_shared_log(options.wal)
-            topic = _topic(options, coordinator.count)
+            self.topic = _topic(options, count)  # of a WAL in Kafka
             take_over()
         opened: list[Steps | ReplicationClient] = []
 
@@ -392,48 +377,42 @@ class Run:
             return _steps_of(opened[0]).newest_step()
 
         try:
-            newest = coordinator.from_process_0(what, first, fatal=True)
-            with coordinator.together(what, fatal=True):
+            #: The newest step: first as process 0 found it, then every committed one.
+            self.newest = self.coordinator.from_process_0(what, first, fatal=True)
+            with self.coordinator.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root = _steps_of(opened[0])
-            replication = None if isinstance(opened[0], Steps) else opened[0]
-            if topic is not None:
-                root.topics = WalTopics(topic.config)
+            #: What has to be closed: the directory, or the tiers that replicate it.
+            [self.opened] = opened
+            replication = self.replication
+            if self.topic is not None:
+                self.root.topics = WalTopics(self.topic.config)
             if replication is not None and replication.no_shared_fs:
-                replication.join(functools.partial(coordinator.gather, what))
-                newest = coordinator.from_process_0(what, root.newest_step, fatal=True)
-            lineage = Lineage(
+                replication.join(functools.partial(self.coordinator.gather, what))
+                self.newest = self.coordinator.from_process_0(
+                    what, self.root.newest_step, fatal=True
+                )
+            self.lineage = Lineage(
                 options.deltas.policy,
                 uploaded=None if replication is None else replication.steps,
                 item=item,
-                run=coordinator.agree("a new run", new_run()),
+                run=self.coordinator.agree("a new run", new_run()),
                 compacted=options.deltas.bases == "compacted",
             )
         except BaseException:
             for one in opened:
                 one.abandon()
             raise
-        return cls(
-            options=options,
-            event_handlers=event_handlers,
-            root=root,
-            replication=replication,
-            item=item,
-            choice=choice,
-            coordinator=coordinator,
-            lineage=lineage,
-            runtime=runtime,
-            tracking=tracking,
-            newest=newest,
-            dense=dense if options.dense.deltas == "blocks" else None,
-            topic=topic,
-        )
 
     @property
-    def opened(self) -> Steps | ReplicationClient:
-        """Returns what was opened, and has to be closed."""
-        return self.root if self.replication is None else self.replication
+    def replication(self) -> ReplicationClient | None:
+        """Returns the tiers, if there are any."""
+        return None if isinstance(self.opened, Steps) else self.opened
+
+    @property
+    def root(self) -> Steps:
+        """Returns everything that is committed."""
+        return _steps_of(self.opened)
 
     @property
     def no_shared_fs(self) -> bool:

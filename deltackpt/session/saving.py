@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -32,6 +31,7 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.lazy_import import ocp
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.resources.runtime import Task, no_thread
@@ -50,9 +50,6 @@ from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 #: Names by which Orbax finds the handlers of items; the classes would import Orbax.
 _ORBAX_HANDLERS = {
