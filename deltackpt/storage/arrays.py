@@ -12,22 +12,17 @@ import errno
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.row_blocks import ArrayEntry
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ts
 from deltackpt.resources import host_memory
 from deltackpt.storage.digests import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.store import FileStore, Missing, StorePath, store_path
-
-if TYPE_CHECKING:
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
 
 #: System errors that mean a missing or inaccessible chunk, so that an older step may work. Running
 #: out of descriptors or memory is not one of them.

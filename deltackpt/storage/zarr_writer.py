@@ -9,23 +9,18 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.row_blocks import ArrayEntry
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ts
 from deltackpt.resources.runtime import Task
 from deltackpt.storage import arrays, posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import CRC_BYTES
 from deltackpt.storage.shard_writer import StoredArrays, write_array
-
-if TYPE_CHECKING:
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
 
 #: Row indices in a chunk: a reader that needs a few of them reads one.
 _CHUNK_ROWS = 1 << 18
