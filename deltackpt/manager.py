@@ -48,7 +48,7 @@ from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
-from deltackpt.session.restoring import Restorer
+from deltackpt.session.restoring import RestoreArguments, Restorer
 from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
@@ -645,7 +645,8 @@ class CheckpointManager:
         abstract_state = placement.resolved(abstract_state)
         with self._use():
             self._wait_or_warn()
-            return self._restorer.newest(abstract_state, items, progress, service, wal=wal)
+            arguments = RestoreArguments(abstract_state, items, progress, service)
+            return self._restorer.newest(arguments, wal=wal)
 
     def restore(
         self,
@@ -676,7 +677,8 @@ class CheckpointManager:
         abstract_state = placement.resolved(abstract_state)
         with self._use():
             self._wait_or_warn()
-            return self._restorer.restore_one(requested, abstract_state, items, progress, service)
+            arguments = RestoreArguments(abstract_state, items, progress, service)
+            return self._restorer.restore_one(requested, arguments)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
         """Reads rows of some tables of a step, without the rest of the state.

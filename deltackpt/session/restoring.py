@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from deltackpt import coordination, events, units
 from deltackpt.errors import (
@@ -53,6 +53,15 @@ _T = TypeVar("_T")
 _LISTINGS = 10
 
 
+class RestoreArguments(NamedTuple):
+    """The arguments of a restore other than what to restore."""
+
+    template: PyTree
+    items: Items | None
+    progress: Progress | None
+    service: Service
+
+
 class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
@@ -65,25 +74,15 @@ class Restorer:
         self._reported: set[str] = set()
         self._chooser = RestoreChooser(run)
 
-    def newest(
-        self,
-        template: PyTree,
-        items: Items | None,
-        progress: Progress | None,
-        service: Service,
-        *,
-        wal: bool,
-    ) -> Restored | None:
+    def newest(self, arguments: RestoreArguments, *, wal: bool) -> Restored | None:
         """Restores the newest intact step or recovery point; see ``restore_latest``."""
         started, tried = time.perf_counter(), FailedChoices()
         choice = self._chooser.newest(tried, wal=wal)
         while choice is not None:
             began = time.perf_counter()
-            self._report_lost(tried, choice.number, began)
             try:
                 result = self._from_any_copy(
-                    choice.step,
-                    lambda choice=choice: self._restore(choice, template, items, progress, service),
+                    choice.step, functools.partial(self._restore, choice, arguments)
                 )
             except Exception as error:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
@@ -93,7 +92,6 @@ class Restorer:
             else:
                 skipped = self._report_skipped(tried, result.step, began, started)
                 return dataclasses.replace(result, skipped=skipped)
-        self._report_lost(tried, -1, started)
         self._raise_if_none_intact(tried, started)
         return None
 
@@ -122,7 +120,10 @@ class Restorer:
         error = self._chooser.wal_damage(choice, error)
         lost = self._chooser.lost_with(tried, choice, error)
         error = _with_lost(error, lost)
-        tried.add_lost((one for one in lost if one != choice.step), error)
+        for one in lost:
+            if one != choice.step:
+                tried.steps.add(one)
+                tried.lost_with.setdefault(one, error)
         self._run.emit_failure("skip", step, error, began)
         tried.skip(choice, error)
         if not isinstance(error, ForeignDirectory):
@@ -134,8 +135,8 @@ class Restorer:
         self, tried: FailedChoices, restored: int, began: float, started: float
     ) -> tuple[tuple[int, RestoreError], ...]:
         """Reports what is newer than the restored step but not intact; returns it."""
-        run = self._run
-        for foreign, error in tried.skipped:
+        run, skipped = self._run, self._skipped(tried, restored, started)
+        for foreign, error in skipped:
             if isinstance(error, ForeignDirectory):
                 events.warn(f"step {foreign} is skipped: {error}")
         for lost, error in tried.lost:
@@ -146,12 +147,12 @@ class Restorer:
         newer = sorted((one for one in unusable.items() if one[0] > restored), reverse=True)
         for number, error in newer:
             run.emit_failure("skip", number, error, began, log_message=True)
-        return (*newer, *tried.skipped, *tried.lost_points, *self._lost(restored))
+        return (*newer, *skipped, *tried.lost_points, *self._lost(restored))
 
     def _raise_if_none_intact(self, tried: FailedChoices, started: float) -> None:
         """Raises why no step was restored, unless none was ever committed."""
         run, gone = self._run, tried.gone
-        skipped = [*tried.skipped, *tried.lost_points, *self._lost(-1)]
+        skipped = [*self._skipped(tried, -1, started), *tried.lost_points, *self._lost(-1)]
         if gone and not skipped:
             run.emit_failure("restore", gone[0][0], gone[0][1], started)
             raise gone[0][1]
@@ -175,10 +176,14 @@ class Restorer:
         run.emit_failure("restore", None, error, started)
         raise error
 
-    def _report_lost(self, tried: FailedChoices, above: int, started: float) -> None:
-        """Reports the steps above a number that a damaged save of another step has lost."""
-        for step, error in tried.pop_lost(above):
+    def _skipped(
+        self, tried: FailedChoices, above: int, started: float
+    ) -> list[tuple[int, RestoreError]]:
+        """Returns what was skipped, newest first; reports steps that another's damage has lost."""
+        lost = [(step, error) for step, error in tried.lost_with.items() if step > above]
+        for step, error in sorted(lost, key=_number, reverse=True):
             self._run.emit_failure("skip", step, error, started)
+        return sorted([*tried.skipped, *lost], key=_number, reverse=True)
 
     def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
         """Returns steps above one that a damaged journal lost; reports all its problems."""
@@ -208,27 +213,18 @@ class Restorer:
             run.emit_failure("skip", step, error, started)
         return found
 
-    def restore_one(
-        self,
-        requested: int | RecoveryPoint,
-        template: PyTree,
-        items: Items | None,
-        progress: Progress | None,
-        service: Service,
-    ) -> Restored:
+    def restore_one(self, requested: int | RecoveryPoint, arguments: RestoreArguments) -> Restored:
         """Restores one step or recovery point; see ``CheckpointManager.restore``."""
         started = time.perf_counter()
-        step = requested if isinstance(requested, int) else requested.step
         try:
-            return self._retry_if_replaced(
-                requested, lambda choice: self._restore(choice, template, items, progress, service)
-            )
+            return self._retry_if_replaced(requested, arguments)
         except Exception as error:
+            step = requested if isinstance(requested, int) else requested.step
             self._run.emit_failure("restore", step, error, started)
             raise
 
     def _retry_if_replaced(
-        self, requested: int | RecoveryPoint, read: Callable[[RestoreChoice], Restored]
+        self, requested: int | RecoveryPoint, arguments: RestoreArguments
     ) -> Restored:
         """Reads what was requested; retries if another step replaced the one it replays onto."""
         choice = self._chooser.find_requested(requested)
@@ -236,7 +232,9 @@ class Restorer:
         # step makes the point restorable.
         for _ in range(_LISTINGS):
             try:
-                return self._from_any_copy(choice.step, lambda choice=choice: read(choice))
+                return self._from_any_copy(
+                    choice.step, functools.partial(self._restore, choice, arguments)
+                )
             except RestoreError as error:
                 if not error.another_step_may_do:
                     raise
@@ -262,8 +260,8 @@ class Restorer:
         started = time.perf_counter()
 
         def read() -> StepReader:
-            with contextlib.ExitStack() as held:
-                return self._read(step, None, progress, held, rows=ranges)
+            with self._read(step, None, progress, rows=ranges) as found:
+                return found
 
         try:
             found = self._from_any_copy(step, read)
@@ -281,8 +279,8 @@ class Restorer:
 
     def state(self, step: int, template: PyTree, progress: Progress | None) -> ReadState:
         """Reads leaves by their paths; see ``CheckpointManager.read_state``."""
-        run, items = self._run, OrbaxItems(self._run.root, {})
-        return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
+        items = OrbaxItems(self._run.root, {})
+        return partial.read_state(self._run, step, template, items, self.rows, progress)
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
         """Reads a step; retries from another copy if a local copy is damaged."""
@@ -297,47 +295,32 @@ class Restorer:
                 raise
         return read()
 
+    @contextlib.contextmanager
     def _read(
         self,
         step: int,
         template: PyTree | Split,
         progress: Progress | None,
-        held: contextlib.ExitStack,
         *,
         rows: RowRanges | None = None,
         service: Service = None,
         point: RecoveryPoint | None = None,
-    ) -> StepReader:
-        """Reads a step, or rows of it; ``held`` closes the sources of additional items."""
-        wal = self._chooser.pop_wal()
-        found = StepReader(
-            self._run,
-            self._others,
-            step,
-            template,
-            rows=rows,
-            service=service,
-            point=point,
-            wal=wal,
-        )
-        found.find()
-        found.load(progress, held)
-        return found
+    ) -> Iterator[StepReader]:
+        """Reads a step, or rows of it; its additional items can be read inside."""
+        wal, others = self._chooser.pop_wal(), self._others
+        found = StepReader(self._run, others, step, template, rows, service, point, wal)
+        with found.held:
+            found.find()
+            found.load(progress)
+            yield found
 
-    def _restore(
-        self,
-        choice: RestoreChoice,
-        template: PyTree,
-        items: Items | None,
-        progress: Progress | None,
-        service: Service,
-    ) -> Restored:
+    def _restore(self, choice: RestoreChoice, arguments: RestoreArguments) -> Restored:
         run, started = self._run, time.perf_counter()
         step, point = choice.number, choice.point
         # A recovery point has its own items; the given arguments are for a step.
+        template, items, progress, service = arguments
         items = None if point is not None else restore_args(items, self._extra, run.item)
-        with contextlib.ExitStack() as held:
-            found = self._read(choice.step, template, progress, held, service=service, point=point)
+        with self._read(choice.step, template, progress, service=service, point=point) as found:
             drawn = run.coordinator.agree("a new run", new_run())
             state, fresh = found.state(touch_state.identity_of(drawn))
             extra: dict[str, object] = {}
@@ -394,8 +377,7 @@ class Restorer:
         """Returns whether a state equals a step or recovery point, which is read again."""
         what = f"comparing the state with step {choice.step}"
         try:
-            with contextlib.ExitStack() as held:
-                found = self._read(choice.step, to_compare(split), None, held, point=choice.point)
+            with self._read(choice.step, to_compare(split), None, point=choice.point) as found:
                 with self._run.coordinator.together(what):
                     same = same_leaves(found.dense, split.dense)
                     same = same and same_tables(found.tables, split.fields)
@@ -493,6 +475,10 @@ class Restorer:
             {key: bytes(data) for key, data in described.items()},
             found.chunks,
         )
+
+
+def _number(one: tuple[int, RestoreError]) -> int:
+    return one[0]
 
 
 def _with_lost(error: RestoreError, lost: Sequence[int]) -> RestoreError:

@@ -97,6 +97,8 @@ class StepReader:
     files: ItemFiles | None = None
     #: The state at ``point``; without its dense leaves if they were read from storage.
     recorded: RecordedState | None = None
+    #: Closes ``files``.
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     read_at: float = 0.0
 
     def find(self) -> None:
@@ -163,12 +165,8 @@ class StepReader:
             raise DamagedWal(str(at), what, "some missing", record=point.save_id)
         return found
 
-    def load(self, progress: Progress | None, held: contextlib.ExitStack) -> None:
-        """Reads merged tables, and dense leaves.
-
-        ``progress`` gets the bytes read and the total; ``held`` closes the sources of additional
-        items.
-        """
+    def load(self, progress: Progress | None) -> None:
+        """Reads merged tables, and dense leaves; ``progress`` gets the bytes read and the total."""
         coordinator = self.run.coordinator
         own = dataclasses.astuple(self.target.info.save_id)
         agreed = SaveId(*coordinator.agree("choosing a save", own))
@@ -177,14 +175,14 @@ class StepReader:
         if not all(straight):
             self.straight = None
         with coordinator.together(f"restoring step {self.step}"), self._detect_removal():
-            self._load(progress, held)
+            self._load(progress)
             if {agreed, self.tables.chain[-1].save_id} != {self.target.info.save_id}:
                 raise stored_saves.gone(self.target.step_dir)
             self.check_stays()
         self.read_at = time.perf_counter()
 
-    def _load(self, progress: Progress | None, held: contextlib.ExitStack) -> None:
-        merged, files = self._from_memory(held)
+    def _load(self, progress: Progress | None) -> None:
+        merged, files = self._from_memory()
         is_complete = self.recorded is not None
         if files is None and not is_complete and self.rows is None and self.source is not None:
             # ``find`` left the checks to the source, but other processes may have read from
@@ -192,7 +190,7 @@ class StepReader:
             self.run.root.check_step_files(self.target.step_dir)
         replay_from = None if is_complete else self.plan
         if self.recorded is not None and self.target.layout.dense:
-            files = held.enter_context(contextlib.closing(DenseFiles(self.recorded.dense)))
+            files = self.held.enter_context(contextlib.closing(DenseFiles(self.recorded.dense)))
         self.files = files
         # Orbax mostly waits for its own threads, and the merge for memory.
         with Runtime() as runtime:
@@ -292,16 +290,14 @@ class StepReader:
             at, exists=lambda: stored_saves.exists(at, save_id, self.run.item)
         )
 
-    def _from_memory(
-        self, held: contextlib.ExitStack
-    ) -> tuple[RestoredTables | None, ItemFiles | None]:
+    def _from_memory(self) -> tuple[RestoredTables | None, ItemFiles | None]:
         """Returns tables, and files, from the source; sets a complete recovery point."""
         merged, files = None, None
         if self.source is not None:
             try:
                 with self._tables_of_source(self.wanted) as merged:
                     if self.plan is None:
-                        files = self._files(merged, held)
+                        files = self._files(merged)
                     elif merged.point and merged.files is not None:
                         self.recorded = dense_state.state_of(merged.files, merged.layout)
             except Exception as error:
@@ -321,7 +317,7 @@ class StepReader:
             ask = functools.partial(ask, point=self.plan.point)
         return ask() if files else ask(files=False)
 
-    def _files(self, merged: RestoredTables, held: contextlib.ExitStack) -> StepFiles | None:
+    def _files(self, merged: RestoredTables) -> StepFiles | None:
         """The source's files other than tables, with dense leaves verified and ready to restore."""
         if merged.files is None:
             return None
@@ -332,7 +328,7 @@ class StepReader:
                 raise Damaged(shown, "its dense leaves in memory", "none")
             dense = DenseFiles(values)
         files = StepFiles(merged.files, shown, dense)
-        held.callback(files.close)
+        self.held.callback(files.close)
         if self.target.layout.dense:
             files.folder(naming.DENSE_ITEM)
         return files
