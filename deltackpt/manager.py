@@ -33,8 +33,8 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
-from deltackpt.handlers.items import Items, json_args, sorted_handlers
-from deltackpt.lazy_import import LazyModule, ocp
+from deltackpt.handlers.items import Handlers, Items, json_args, sorted_handlers
+from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
@@ -54,7 +54,6 @@ from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
 from deltackpt.session.step_reader import RowRanges
 from deltackpt.state import placement
-from deltackpt.state.tables import Tables
 from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
@@ -132,7 +131,7 @@ class CheckpointManager:
         try:
             check_arguments(directory, options, event_handlers)
             saves_to = None if options.read_only else _saves_to(directory, options)
-            item, choice, extra = sorted_handlers(handlers)
+            checked = sorted_handlers(handlers)
         except (OptionError, UnsupportedRoot) as error:
             known = options if isinstance(options, ManagerOptions) else ManagerOptions()
             refuse(directory, known, error)
@@ -153,16 +152,14 @@ class CheckpointManager:
         self._warnings = events.CallWarnings()
         start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
         with self._warnings.deferred(), start:
-            self._open(directory, saves_to, item, choice, options, extra, event_handlers)
+            self._open(directory, saves_to, checked, options, event_handlers)
 
     def _open(
         self,
         directory: str | os.PathLike[str],
         saves_to: Path | None,
-        item: str,
-        choice: Tables,
+        handlers: Handlers,
         options: ManagerOptions,
-        extra: dict[str, ocp.CheckpointHandler],
         event_handlers: tuple[events.EventHandler, ...],
     ) -> None:
         """Opens all resources or none."""
@@ -173,10 +170,10 @@ class CheckpointManager:
 
         def open_root(writing: bool) -> Steps | ReplicationClient:
             if (local := buckets.file_path(directory)) is not None:
-                return Root.open(local, item=item, read_only=not writing, confirmed=False)
+                return Root.open(local, item=handlers.item, read_only=not writing, confirmed=False)
             return startup.open_bucket(
                 directory,
-                item=item,
+                item=handlers.item,
                 options=options,
                 writing=writing,
                 process=coordination.process_index(),
@@ -187,8 +184,7 @@ class CheckpointManager:
 
         self._run = Run(
             directory,
-            item,
-            choice,
+            handlers,
             options,
             event_handlers,
             open_root,
@@ -205,8 +201,8 @@ class CheckpointManager:
                     self._recorder = self._run.wal = Recorder(self._run)
                 elif not self._read_only:
                     self._run.wal = EndedWal(self._run)
-                self._saver = Saver(self._run, extra, self)
-                self._restorer = Restorer(self._run, extra)
+                self._saver = Saver(self._run, self)
+                self._restorer = Restorer(self._run)
                 self._catalog = Catalog(self._run)
                 self._termination = coordination.Termination()
             with coordinator.together(what, fatal=True):
@@ -643,8 +639,7 @@ class CheckpointManager:
         """
         _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             arguments = RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.newest(arguments, wal=wal)
 
@@ -675,8 +670,7 @@ class CheckpointManager:
         _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
         requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             arguments = RestoreArguments(abstract_state, items, progress, service)
             return self._restorer.restore_one(requested, arguments)
 
@@ -699,8 +693,7 @@ class CheckpointManager:
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             return self._restorer.rows(step, tables, progress)
 
     def read_state(
@@ -729,8 +722,7 @@ class CheckpointManager:
         """
         step = _as_step(step)
         template = placement.resolved(template)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
@@ -786,8 +778,7 @@ class CheckpointManager:
           FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
-        with self._use(writing=True):
-            self._wait_or_warn()
+        with self._use(writing=True, reading=True):
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
@@ -908,13 +899,6 @@ class CheckpointManager:
         if failure is not None:
             raise failure.error(None) from failure.cause
 
-    def _wait_or_warn(self) -> None:
-        """Waits for the save and the WAL; warns of failures, so that a restore can proceed."""
-        self._saved_by_append = None
-        self._saver.wait_finished_or_warn()
-        if self._recorder is not None:
-            self._recorder.wait_durable_or_warn()
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else "read-only" if self._read_only else "open"
         return f"<CheckpointManager of {self._root}, {state}>"
@@ -944,14 +928,22 @@ class CheckpointManager:
         )
 
     @contextlib.contextmanager
-    def _use(self, *, writing: bool = False) -> Iterator[None]:
-        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
+    def _use(self, *, writing: bool = False, reading: bool = False) -> Iterator[None]:
+        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover.
+
+        Before ``reading`` steps, waits for the save and the WAL; only warns of their failures.
+        """
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
         with placement.neutral(), self._lock, self._warnings.deferred():
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
                 with self._run.coordinator.alive():
+                    if reading:
+                        self._saved_by_append = None
+                        self._saver.wait_finished_or_warn()
+                        if self._recorder is not None:
+                            self._recorder.wait_durable_or_warn()
                     yield
             except (SaveFailed, AppendFailed, StorageError) as error:
                 # For example, the new trainer has removed the directory of a save in flight.

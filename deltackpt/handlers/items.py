@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -116,10 +116,16 @@ def _awaited(call: Any, runtime: Runtime) -> Any:
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 
 
-def sorted_handlers(
-    handlers: Mapping[str, Any] | None,
-) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
-    """Returns name and tables of deltackpt's item, and the other handlers."""
+class Handlers(NamedTuple):
+    """The name and the tables of deltackpt's item, and the handlers of additional items."""
+
+    item: str
+    tables: Tables
+    others: dict[str, ocp.CheckpointHandler]
+
+
+def sorted_handlers(handlers: Mapping[str, Any] | None) -> Handlers:
+    """Checks the handlers that a manager is opened with."""
     if handlers is not None and not isinstance(handlers, Mapping):
         raise OptionError(
             "handlers: expected a mapping of item names to handlers, found "
@@ -152,7 +158,7 @@ def sorted_handlers(
                 f"handlers[{name!r}]: expected an Orbax CheckpointHandler, such as "
                 f"ocp.JsonCheckpointHandler(), found {_kind(handler)}"
             )
-    return item, chosen, others
+    return Handlers(item, chosen, others)
 
 
 def save_args(

@@ -88,7 +88,7 @@ class FailedChoices:
         self.gone: list[tuple[int, RestoreError]] = []
         #: Saves with damaged files that every chain with them reads.
         self.damaged: set[DamagedSave] = set()
-        #: Steps that need a damaged save, which are not tried, with the error that has shown it.
+        #: Steps that need a damaged save and were not passed yet, with the error that has shown it.
         self.lost_with: dict[int, RestoreError] = {}
 
     @property

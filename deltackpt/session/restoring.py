@@ -27,7 +27,6 @@ from deltackpt.format.naming import PyTree
 from deltackpt.format.wal_format import Continues
 from deltackpt.handlers.item_reader import OrbaxItems
 from deltackpt.handlers.items import Items, restore_args
-from deltackpt.lazy_import import ocp
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
@@ -65,11 +64,10 @@ class RestoreArguments(NamedTuple):
 class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
-        """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
+    def __init__(self, run: Run):
+        """Reads nothing yet."""
         self._run = run
-        self._extra = extra
-        self._others = OrbaxItems(run.root, extra)
+        self._others = OrbaxItems(run.root, run.extra)
         #: Objects of a bucket's journal that were already reported as damaged.
         self._reported: set[str] = set()
         self._chooser = RestoreChooser(run)
@@ -80,6 +78,7 @@ class Restorer:
         choice = self._chooser.newest(tried, wal=wal)
         while choice is not None:
             began = time.perf_counter()
+            self._report_lost(tried, choice.number, began)
             try:
                 result = self._from_any_copy(
                     choice.step, functools.partial(self._restore, choice, arguments)
@@ -92,6 +91,7 @@ class Restorer:
             else:
                 skipped = self._report_skipped(tried, result.step, began, started)
                 return dataclasses.replace(result, skipped=skipped)
+        self._report_lost(tried, -1, started)
         self._raise_if_none_intact(tried, started)
         return None
 
@@ -135,8 +135,8 @@ class Restorer:
         self, tried: FailedChoices, restored: int, began: float, started: float
     ) -> tuple[tuple[int, RestoreError], ...]:
         """Reports what is newer than the restored step but not intact; returns it."""
-        run, skipped = self._run, self._skipped(tried, restored, started)
-        for foreign, error in skipped:
+        run = self._run
+        for foreign, error in tried.skipped:
             if isinstance(error, ForeignDirectory):
                 events.warn(f"step {foreign} is skipped: {error}")
         for lost, error in tried.lost:
@@ -147,12 +147,12 @@ class Restorer:
         newer = sorted((one for one in unusable.items() if one[0] > restored), reverse=True)
         for number, error in newer:
             run.emit_failure("skip", number, error, began, log_message=True)
-        return (*newer, *skipped, *tried.lost_points, *self._lost(restored))
+        return (*newer, *tried.skipped, *tried.lost_points, *self._lost(restored))
 
     def _raise_if_none_intact(self, tried: FailedChoices, started: float) -> None:
         """Raises why no step was restored, unless none was ever committed."""
         run, gone = self._run, tried.gone
-        skipped = [*self._skipped(tried, -1, started), *tried.lost_points, *self._lost(-1)]
+        skipped = [*tried.skipped, *tried.lost_points, *self._lost(-1)]
         if gone and not skipped:
             run.emit_failure("restore", gone[0][0], gone[0][1], started)
             raise gone[0][1]
@@ -176,14 +176,11 @@ class Restorer:
         run.emit_failure("restore", None, error, started)
         raise error
 
-    def _skipped(
-        self, tried: FailedChoices, above: int, started: float
-    ) -> list[tuple[int, RestoreError]]:
-        """Returns what was skipped, newest first; reports steps that another's damage has lost."""
-        lost = [(step, error) for step, error in tried.lost_with.items() if step > above]
-        for step, error in sorted(lost, key=_number, reverse=True):
-            self._run.emit_failure("skip", step, error, started)
-        return sorted([*tried.skipped, *lost], key=_number, reverse=True)
+    def _report_lost(self, tried: FailedChoices, above: int, started: float) -> None:
+        """Skips the steps above a number that a damaged save of another step has lost."""
+        for step in sorted((step for step in tried.lost_with if step > above), reverse=True):
+            tried.skipped.append((step, tried.lost_with.pop(step)))
+            self._run.emit_failure("skip", *tried.skipped[-1], started)
 
     def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
         """Returns steps above one that a damaged journal lost; reports all its problems."""
@@ -319,7 +316,7 @@ class Restorer:
         step, point = choice.number, choice.point
         # A recovery point has its own items; the given arguments are for a step.
         template, items, progress, service = arguments
-        items = None if point is not None else restore_args(items, self._extra, run.item)
+        items = None if point is not None else restore_args(items, run.extra, run.item)
         with self._read(choice.step, template, progress, service=service, point=point) as found:
             drawn = run.coordinator.agree("a new run", new_run())
             state, fresh = found.state(touch_state.identity_of(drawn))
@@ -475,10 +472,6 @@ class Restorer:
             {key: bytes(data) for key, data in described.items()},
             found.chunks,
         )
-
-
-def _number(one: tuple[int, RestoreError]) -> int:
-    return one[0]
 
 
 def _with_lost(error: RestoreError, lost: Sequence[int]) -> RestoreError:

@@ -19,6 +19,7 @@ from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import DeltackptError, OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
+from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
@@ -30,7 +31,7 @@ from deltackpt.save.dense_save import DenseKeeper, codings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.restored import RestoredState
-from deltackpt.state.tables import Split, Tables
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
 from deltackpt.storage.kafka import Topic
@@ -329,8 +330,7 @@ class Run:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        item: str,
-        choice: Tables,
+        handlers: Handlers,
         options: ManagerOptions,
         event_handlers: tuple[events.EventHandler, ...],
         open_root: OpenRoot,
@@ -341,8 +341,8 @@ class Run:
         Every process checks the options before any lease is taken, and then calls ``take_over``.
         """
         self.options, self.event_handlers = options, event_handlers
-        self.item = item  # name of the item with the tables
-        self.choice = choice
+        #: Name of the item with the tables, which leaves they are, handlers of additional items.
+        self.item, self.choice, self.extra = handlers
         #: The step that the next save continues from, if it is not the newest one.
         self.restored: int | None = None
         #: The restored state, and where training continued from it.
@@ -395,7 +395,7 @@ class Run:
             self.lineage = Lineage(
                 options.deltas.policy,
                 uploaded=None if replication is None else replication.steps,
-                item=item,
+                item=self.item,
                 run=self.coordinator.agree("a new run", new_run()),
                 compacted=options.deltas.bases == "compacted",
             )

@@ -31,7 +31,6 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
-from deltackpt.lazy_import import ocp
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.resources.runtime import Task, no_thread
@@ -63,10 +62,9 @@ _REPORTS = 1000
 class Saver:
     """Starts saves and waits for them; one caller at a time. ``_write`` runs on another thread."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
+    def __init__(self, run: Run, owner: object):
         """Starts nothing yet; ``owner``, the manager, is kept alive while a save is in flight."""
         self._run = run
-        self._extra = extra
         self._owner = owner
         self._retention = retention.policy_of(run.options)
         #: The save that was not waited for yet.
@@ -98,7 +96,7 @@ class Saver:
         """Waits for the previous save and starts one; see ``CheckpointManager.save``."""
         run = self._run
         if arguments.items is not None:
-            items = save_args(arguments.items, self._extra, run.item)
+            items = save_args(arguments.items, self._run.extra, run.item)
             arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
@@ -234,7 +232,7 @@ class Saver:
             if item is not None:
                 items[naming.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
-            items[name] = self._start_item(step, attempt, name, self._extra[name], args)
+            items[name] = self._start_item(step, attempt, name, self._run.extra[name], args)
         if arguments.metrics and naming.METRICS not in items:
             items[naming.METRICS] = Metrics(arguments.metrics)
         pending.wait_copied()
@@ -371,7 +369,7 @@ class Saver:
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
-        handlers |= {name: _typestr(handler) for name, handler in self._extra.items()}
+        handlers |= {name: _typestr(handler) for name, handler in self._run.extra.items()}
         metadata = {
             "item_handlers": {name: handlers[name] for name in items},
             "metrics": dict(arguments.metrics or {}),
@@ -555,7 +553,7 @@ class Saver:
     def close(self) -> None:
         """Stops the threads once they are done, and closes the handlers."""
         self._run.runtime.close(wait=False)
-        for handler in self._extra.values():
+        for handler in self._run.extra.values():
             if hasattr(handler, "close"):
                 handler.close()
 
