@@ -39,7 +39,13 @@ from deltackpt.integrations.t5x.model import (
     flat,
     leaves_of,
 )
-from deltackpt.integrations.t5x.settings import Settings, Wait, checkpoints, policy_of, resume_with
+from deltackpt.integrations.t5x.settings import (
+    BestByMetric,
+    Settings,
+    Wait,
+    checkpoints,
+    resume_with,
+)
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
@@ -183,22 +189,27 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._newest_link = self._processes.from_process_0(
             "looking for checkpoints", lambda: max(self._links.steps(), default=None)
         )
-        kept = policy_of(
-            self._links.model_dir,
-            keep,
-            force_keep_period,
-            metric_name_to_monitor,
-            metric_mode,
-            keep_checkpoints_without_metrics,
-        )
         self._options = settings.options
-        if kept is not None:
+        if keep is not None:
             if self._options.max_to_keep or self._options.preservation_policy:
                 raise OptionError(
                     "options.max_to_keep, options.preservation_policy: expected neither together "
                     "with keep, force_keep_period or metric_name_to_monitor of T5X's save "
                     "configuration, found both; set one of them"
                 )
+            policies = ocp.checkpoint_managers
+            kept = policies.LatestN(keep)
+            if metric_name_to_monitor is not None:
+                kept = BestByMetric(
+                    model_dir=self._links.model_dir,
+                    metric=metric_name_to_monitor,
+                    mode=metric_mode,
+                    keep=keep,
+                    keep_without=keep_checkpoints_without_metrics,
+                )
+            if force_keep_period is not None:
+                every = policies.EveryNSteps(force_keep_period)
+                kept = policies.AnyPreservationPolicy([kept, every])
             self._options = dataclasses.replace(self._options, preservation_policy=kept)
         data_layout = partitioner.get_data_layout()
         self._handlers: dict[str, ocp.CheckpointHandler] = {}
