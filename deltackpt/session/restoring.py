@@ -415,8 +415,7 @@ class Restorer:
         sample, split = None, tables.split(state, run.choice)
         kept = merged if found.expected is None else split
         run.tracking.restored(
-            kept.fields,
-            kept.layout,
+            kept,
             has_touch_state=bool(split.marks),
             recorded=recorded,
             identity=hashed,
@@ -443,8 +442,9 @@ class Restorer:
             replayed=None if found.recorded is None else found.recorded.rows,
             continues=continues,
         )
+        run.restored = found.step
         state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
-        run.note_restored(found.step, state_at)
+        run.restored_state = run.position, state_at
         if run.dense is not None and found.recorded is None and found.expected is not None:
             self._keep_references(run.dense, found, split)
         return fresh

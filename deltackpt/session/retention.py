@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from deltackpt import coordination
-from deltackpt.errors import RestoreError
-from deltackpt.format import chain
+from deltackpt.errors import Damaged, RestoreError
+from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import ocp
 from deltackpt.ledger.directory import Kept
@@ -32,6 +32,7 @@ class StepMetadata(TypedDict, total=False):
     """The part of Orbax's metadata of a step that policies use."""
 
     metrics: dict[str, float] | None
+    custom_metadata: dict[str, Any] | None
     commit_timestamp_nsecs: int | None  # since 1970
 
 
@@ -148,10 +149,21 @@ def policy_of(options: ManagerOptions) -> PreservationPolicy | None:
     return None if policy == ocp.checkpoint_managers.LatestN(None) else policy
 
 
-def _metadata(root: Steps, step: int) -> StepMetadata:
-    """Returns what a step was saved with; empty if that cannot be parsed."""
+def read_metadata(root: Steps, step: int) -> StepMetadata:
+    """Returns what a step was saved with; raises Damaged if that cannot be parsed."""
+    data, name = root.metadata(step), str(root.at(step) / naming.STEP_METADATA)
     try:
-        found: StepMetadata = json.loads(root.metadata(step))
-    except (RestoreError, ValueError):
+        found: StepMetadata = json.loads(data)
+    except ValueError as error:
+        raise Damaged(name, "JSON", f"{len(data)} bytes: {error}") from error
+    if not isinstance(found, dict):
+        raise Damaged(name, "a JSON object", type(found).__name__)
+    return found
+
+
+def _metadata(root: Steps, step: int) -> StepMetadata:
+    """Returns the metadata of a step; empty if it cannot be read."""
+    try:
+        return read_metadata(root, step)
+    except RestoreError:
         return {}
-    return found if isinstance(found, dict) else {}

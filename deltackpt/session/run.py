@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import jax.numpy as jnp
@@ -23,10 +22,10 @@ from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
-from deltackpt.save.commit import StepWriters
 from deltackpt.save.dense_save import DenseKeeper, codings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.pending_save import Embeddings
@@ -35,7 +34,7 @@ from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
 from deltackpt.storage.kafka import Topic
-from deltackpt.tracking.fingerprints import Fields, RowTracker
+from deltackpt.tracking.fingerprints import RowTracker
 
 if TYPE_CHECKING:
     from deltackpt.tiers.replication import ReplicationClient
@@ -116,8 +115,7 @@ class RowTracking:
 
     def restored(
         self,
-        fields: Fields,
-        layout: Layout,
+        kept: Split | RestoredTables,
         *,
         has_touch_state: bool,
         recorded: TrackingName,
@@ -131,13 +129,13 @@ class RowTracking:
         if self._mode == "auto":
             if has_touch_state or recorded == "touched" or self.stopped:
                 self.tracker = None
-            elif self.tracker is None and self._is_worthwhile(layout):
+            elif self.tracker is None and self._is_worthwhile(kept.layout):
                 self.tracker = RowTracker()
-                self._log_cost(layout)
+                self._log_cost(kept.layout)
         self.hashed_before_restore |= self._hashed
         self._left, self._hashed, self._used = None, False, None
         if self.tracker is not None:
-            self.tracker.start(fields, layout, identity)
+            self.tracker.start(kept.fields, kept.layout, identity)
 
     def accepts_touch_state(self, recorded: TrackingName) -> bool:
         """Returns whether the next save may use the TouchState of the restored step.
@@ -447,17 +445,6 @@ class Run:
         if self.replication is not None:
             self.replication.start_run(self.lineage.newest_committed, self.lineage.run)
 
-    def writers(self, temporary: Path, attempt: int) -> StepWriters:
-        """Returns the processes that write an attempt at a step in this run."""
-        return StepWriters(
-            coordinator=self.coordinator,
-            key=f"{self.lineage.run}-{attempt}",
-            temporary=temporary,
-            runtime=self.runtime,
-            shared_fs=not self.no_shared_fs,
-            fsync=self.fsync,
-        )
-
     @property
     def fsync(self) -> bool:
         """Returns whether steps are fsynced."""
@@ -507,18 +494,14 @@ class Run:
         if self.tracking.has_left:
             self.lineage.distrust(HASHED)
 
-    def note_restored(self, step: int, state: RestoredState) -> None:
-        """Records what training continues from."""
-        self.restored = step
-        self.restored_state = self._position, state
-
     @property
-    def _position(self) -> tuple[object, ...]:
+    def position(self) -> tuple[object, ...]:
+        """Returns what training continues from."""
         return self.restored, self.lineage.newest_committed, self.lineage.forked_from
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process."""
-        if self.restored_state is None or self.restored_state[0] != self._position:
+        if self.restored_state is None or self.restored_state[0] != self.position:
             return False  # Training keeps a state that it had before the last restore.
         marked, hashed = self.lineage.distrusted is not None, False
         if self.tracking.tracker is not None:

@@ -35,7 +35,7 @@ from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.resources.runtime import Task, no_thread
 from deltackpt.save import commit, dense_layout, pending_save
-from deltackpt.save.commit import Item, StepTransaction
+from deltackpt.save.commit import Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
@@ -45,7 +45,6 @@ from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
@@ -176,9 +175,16 @@ class Saver:
             raise
         run.wal.saved()
         run.tracking.saved()
-        if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
+        # Arrays of numpy can change in place while a base is written.
+        on_devices = all(isinstance(array, jax.Array) for array in arrays_of(split))
+        if run.options.deltas.base_snapshot == "block" or not on_devices:
+            limit = run.options.timeouts.save_secs
             with run.runtime.pace.lifted():
-                self._wait_released(pending, step)
+                if not pending.released.wait(limit):
+                    raise WaitTimeout(
+                        f"step {step}: expected its tables to be written within {limit} s "
+                        "(timeouts.save_secs), found the write still running; check the storage"
+                    )
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
@@ -302,7 +308,14 @@ class Saver:
             final=run.local.step_dir(step),
             items=items,
             tables=run.item,
-            writers=run.writers(temporary, attempt),
+            writers=StepWriters(
+                coordinator=run.coordinator,
+                key=f"{run.lineage.run}-{attempt}",
+                temporary=temporary,
+                runtime=run.runtime,
+                shared_fs=not run.no_shared_fs,
+                fsync=run.fsync,
+            ),
             own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
@@ -428,14 +441,6 @@ class Saver:
                 f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
                 "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
                 'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
-            )
-
-    def _wait_released(self, pending: PendingSave, step: int) -> None:
-        limit = self._run.options.timeouts.save_secs
-        if not pending.released.wait(limit):
-            raise WaitTimeout(
-                f"step {step}: expected its tables to be written within {limit} s "
-                "(timeouts.save_secs), found the write still running; check the storage"
             )
 
     def _not_now(self, step: int, started: float) -> Saved:
@@ -603,19 +608,6 @@ def _release(items: Mapping[str, Item]) -> None:
             item.abandon()
         elif isinstance(item, DenseLeaves):
             item.release()
-
-
-#: Whether states of a layout have tables or slots that can change in place.
-_host_arrays: ByLayout[bool] = ByLayout()
-
-
-def _has_host_arrays(split: Split) -> bool:
-    """Returns whether a table or slot can change in place while a base is written."""
-    return _host_arrays.get(
-        split.layout,
-        None,
-        lambda: not all(isinstance(array, jax.Array) for array in arrays_of(split)),
-    )
 
 
 def _typestr(handler: object) -> str:
