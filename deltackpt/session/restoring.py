@@ -276,8 +276,7 @@ class Restorer:
 
     def state(self, step: int, template: PyTree, progress: Progress | None) -> ReadState:
         """Reads leaves by their paths; see ``CheckpointManager.read_state``."""
-        items = OrbaxItems(self._run.root, {})
-        return partial.read_state(self._run, step, template, items, self.rows, progress)
+        return partial.read_state(self._run, step, template, self._others, self.rows, progress)
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
         """Reads a step; retries from another copy if a local copy is damaged."""

@@ -238,7 +238,7 @@ class Saver:
             if item is not None:
                 items[naming.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
-            items[name] = self._start_item(step, attempt, name, self._run.extra[name], args)
+            items[name] = self._start_item(step, attempt, name, run.extra[name], args)
         if arguments.metrics and naming.METRICS not in items:
             items[naming.METRICS] = Metrics(arguments.metrics)
         pending.wait_copied()
