@@ -354,10 +354,9 @@ class CheckpointManager:
         with self._use(writing=True):
             split = self._saver.split_all(state, touched)
             if (tracker := self._run.tracking.chosen(split, touched)) is not None:
-                marks = (Marks("", tracker.touched),)
+                clocks = pending_save.clocks_of(split, (Marks("", tracker.touched),))
             else:
-                marks = Embeddings(split=split, touched=touched).marks
-            clocks = pending_save.clocks_of(split, marks)
+                clocks = self._run.clocks(split, touched)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: PyTree, *, touched: TouchState | None = None) -> bool:
@@ -594,7 +593,7 @@ class CheckpointManager:
         with self._use():
             if self._recorder is not None:
                 self._recorder.wait_trimmed()
-            return self._restorer.points()
+            return self._restorer.chooser.points()
 
     # Restoring.
 

@@ -70,12 +70,12 @@ class Restorer:
         self._others = OrbaxItems(run.root, run.extra)
         #: Objects of a bucket's journal that were already reported as damaged.
         self._reported: set[str] = set()
-        self._chooser = RestoreChooser(run)
+        self.chooser = RestoreChooser(run)
 
     def newest(self, arguments: RestoreArguments, *, wal: bool) -> Restored | None:
         """Restores the newest intact step or recovery point; see ``restore_latest``."""
         started, tried = time.perf_counter(), FailedChoices()
-        choice = self._chooser.newest(tried, wal=wal)
+        choice = self.chooser.newest(tried, wal=wal)
         while choice is not None:
             began = time.perf_counter()
             self._report_lost(tried, choice.number, began)
@@ -108,17 +108,17 @@ class Restorer:
         step = choice.number
         # List again: if a running trainer removed the step's chain or the point's WAL records,
         # there is a successor, possibly with the same step.
-        again = self._chooser.newest(tried, wal=wal)
+        again = self.chooser.newest(tried, wal=wal)
         is_gone = again is not None and again != choice and again.number >= step
-        is_removed = self._chooser.is_gone(error)
-        is_gone = is_gone or is_removed or self._chooser.is_rolled_back(choice)
+        is_removed = self.chooser.is_gone(error)
+        is_gone = is_gone or is_removed or self.chooser.is_rolled_back(choice)
         # No limit if there is another choice: a trainer may remove steps faster.
         is_replaced = is_removed and again not in (None, choice)
         if is_gone and (is_replaced or len(tried.gone) < _LISTINGS):
             tried.gone.append((step, error))
             return again
-        error = self._chooser.wal_damage(choice, error)
-        lost = self._chooser.lost_with(tried, choice, error)
+        error = self.chooser.wal_damage(choice, error)
+        lost = self.chooser.lost_with(tried, choice, error)
         error = _with_lost(error, lost)
         for one in lost:
             if one != choice.step:
@@ -129,7 +129,7 @@ class Restorer:
         if not isinstance(error, ForeignDirectory):
             what = "step" if choice.point is None else "recovery point"
             events.warn(f"{what} {step} is skipped, it is not intact: {error}")
-        return self._chooser.newest(tried, wal=wal)
+        return self.chooser.newest(tried, wal=wal)
 
     def _report_skipped(
         self, tried: FailedChoices, restored: int, began: float, started: float
@@ -224,7 +224,7 @@ class Restorer:
         self, requested: int | RecoveryPoint, arguments: RestoreArguments
     ) -> Restored:
         """Reads what was requested; retries if another step replaced the one it replays onto."""
-        choice = self._chooser.find_requested(requested)
+        choice = self.chooser.find_requested(requested)
         # A step below a recovery point may be removed, and its WAL records trimmed, while a later
         # step makes the point restorable.
         for _ in range(_LISTINGS):
@@ -235,22 +235,18 @@ class Restorer:
             except RestoreError as error:
                 if not error.another_step_may_do:
                     raise
-                again = self._chooser.find_existing(requested)
+                again = self.chooser.find_existing(requested)
                 if again is None:
                     # WAL records that are gone without a later step are lost, not trimmed.
                     newest = self._run.root.newest_step()
                     is_trimmed = newest is not None and newest >= choice.number
-                    is_gone = self._chooser.is_gone(error, is_trimmed=is_trimmed)
-                    if is_gone or self._chooser.is_rolled_back(choice):
-                        raise self._chooser.gone_error(requested) from error
+                    is_gone = self.chooser.is_gone(error, is_trimmed=is_trimmed)
+                    if is_gone or self.chooser.is_rolled_back(choice):
+                        raise self.chooser.gone_error(requested) from error
                 if again is None or again == choice:
                     raise
                 choice = again
-        raise self._chooser.gone_error(requested)
-
-    def points(self) -> list[RecoveryPoint]:
-        """See ``CheckpointManager.recovery_points``."""
-        return self._chooser.points()
+        raise self.chooser.gone_error(requested)
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Reads rows of tables only; see ``CheckpointManager.read``."""
@@ -303,7 +299,7 @@ class Restorer:
         point: RecoveryPoint | None = None,
     ) -> Iterator[StepReader]:
         """Reads a step, or rows of it; its additional items can be read inside."""
-        wal, others = self._chooser.pop_wal(), self._others
+        wal, others = self.chooser.pop_wal(), self._others
         found = StepReader(self._run, others, step, template, rows, service, point, wal)
         with found.held:
             found.find()
@@ -323,7 +319,6 @@ class Restorer:
             if items:
                 with run.coordinator.together(f"restoring items of step {step}"):
                     extra = found.items(items)
-                    found.check_stays()
             if found.recorded is not None:
                 extra = found.recorded.items_for(run.coordinator.index, run.coordinator.count)
         if not run.options.read_only:

@@ -27,7 +27,7 @@ from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
 from deltackpt.save.dense_save import DenseKeeper, codings
-from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.lineage import Clocks, Lineage, new_run
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.restored import RestoredState
 from deltackpt.state.tables import Split
@@ -499,6 +499,10 @@ class Run:
         """Returns what training continues from."""
         return self.restored, self.lineage.newest_committed, self.lineage.forked_from
 
+    def clocks(self, split: Split, touched: TouchState | None) -> Clocks:
+        """Returns the clocks of the TouchStates of a state."""
+        return pending_save.clocks_of(split, Embeddings(split=split, touched=touched).marks)
+
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process."""
         if self.restored_state is None or self.restored_state[0] != self.position:
@@ -509,8 +513,7 @@ class Run:
             # A row that changed may have changed back.
             hashed = not any(int(jnp.max(each)) for each in stamps)
         else:
-            marks = Embeddings(split=split, touched=touched).marks
-            clocks = pending_save.clocks_of(split, marks)
+            clocks = self.clocks(split, touched)
             marked = marked or any(reading.clock for reading in clocks.readings)
         return self.restored_state[1].is_same(split, self.coordinator, marked=marked, hashed=hashed)
 

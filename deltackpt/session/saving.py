@@ -409,8 +409,7 @@ class Saver:
         if self._run.tracking.tracker is not None or not lineage.can_go_back:
             # Reading the clocks waits for the step that computes them.
             return
-        marks = Embeddings(split=split, touched=touched).marks
-        if lineage.go_back(pending_save.clocks_of(split, marks)):
+        if lineage.go_back(self._run.clocks(split, touched)):
             self._run.restored = lineage.restored
             if self._run.tracking.hashed_before_restore:
                 lineage.distrust(HASHED)

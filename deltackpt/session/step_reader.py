@@ -178,7 +178,7 @@ class StepReader:
             self._load(progress)
             if {agreed, self.tables.chain[-1].save_id} != {self.target.info.save_id}:
                 raise stored_saves.gone(self.target.step_dir)
-            self.check_stays()
+            stored_saves.check_exists(self.target)
         self.read_at = time.perf_counter()
 
     def _load(self, progress: Progress | None) -> None:
@@ -219,12 +219,11 @@ class StepReader:
                 self.recorded = RecordedState(DenseValues({}, {}), items, seen.by_table())
         self.tables = merged
 
-    def check_stays(self) -> None:
-        """Raises ``StepGone`` if the step is another save now."""
-        stored_saves.check_exists(self.target)
-
     def items(self, items: Items) -> dict[str, object]:
-        """Reads additional items of the step, by name, with an argument for each item's handler."""
+        """Reads additional items of the step, by name, with an argument for each item's handler.
+
+        Raises ``StepGone`` if the step is another save now.
+        """
         step_dir, files = self.target.step_dir, self.files
         with self._detect_removal():
 
@@ -237,7 +236,8 @@ class StepReader:
                     f"{', '.join(missing)}; restore without them"
                 )
             restored = self.others.items(self.step, items, files)
-            return {name: restored[name] for name in items}
+        stored_saves.check_exists(self.target)
+        return {name: restored[name] for name in items}
 
     def state(self, identity: int) -> tuple[PyTree, TouchState | None]:
         """Builds the whole state with a fresh TouchState; nested dicts without a template."""
