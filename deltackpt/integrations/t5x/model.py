@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,49 @@ from deltackpt.errors import TemplateMismatch
 from deltackpt.format.naming import Leaf, PyTree, listed
 from deltackpt.integrations.t5x.settings import state_utils
 
-#: T5X's own classes, which have no types: its train state and its partitioner.
-TrainState = Any
-Partitioner = Any
+
+class TrainState(Protocol):
+    """The part of T5X's train state that is used; ``step`` is its number of training steps."""
+
+    @property
+    def step(self) -> Leaf:
+        """Number of training steps."""
+        ...
+
+    def state_dict(self) -> dict[str, PyTree]:
+        """Returns the leaves in nested dicts."""
+        ...
+
+    def restore_state(self, state_dict: Mapping[str, PyTree]) -> TrainState:
+        """Returns the state with other leaves."""
+        ...
+
+
+class DataLayout(Protocol):
+    """The part of T5X's data layout that is used: the shard of the data of this process."""
+
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
+
+
+class Partitioner(Protocol):
+    """The part of T5X's partitioner that is used."""
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of the devices."""
+        ...
+
+    def get_data_layout(self) -> DataLayout:
+        """Returns which part of the data this process reads."""
+        ...
+
+    def get_mesh_axes(self, train_state: TrainState) -> TrainState:
+        """Returns the state with a partition spec in place of each leaf."""
+        ...
+
+
 #: A state transformation of T5X: it receives state dicts, and returns a changed one.
 Transformation = Callable[..., PyTree]
 
