@@ -32,7 +32,7 @@ class StepMetadata(TypedDict, total=False):
     """The part of Orbax's metadata of a step that policies use."""
 
     metrics: dict[str, float] | None
-    custom_metadata: dict[str, Any] | None
+    custom_metadata: dict[str, object] | None
     commit_timestamp_nsecs: int | None  # since 1970
 
 
