@@ -7,6 +7,7 @@ what was found and what to do next.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -15,53 +16,48 @@ _Error = TypeVar("_Error", bound=BaseException)
 class DeltackptError(Exception):
     """Base class of every error that deltackpt raises on purpose."""
 
+    #: By default the name of the class, without "Error", as words joined by hyphens. Private
+    #: subclasses in other modules inherit it.
     code: ClassVar[str] = "deltackpt"
     #: Whether it is uncertain, after a save failed with it, which rows were touched. If so, the
     #: next save is a base.
     leaves_doubt: bool = False
 
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__ and "code" not in vars(cls):
+            words = re.findall("[A-Z][a-z]*", cls.__name__.removesuffix("Error"))
+            cls.code = "-".join(words).lower()
+
 
 class OptionError(DeltackptError, ValueError):
     """An option or argument has an invalid value."""
-
-    code = "option"
 
 
 class TableSelectionError(DeltackptError, ValueError):
     """The requested tables or slots cannot be selected from the state."""
 
-    code = "table-selection"
-
 
 class UnsupportedLeaf(DeltackptError, TypeError):
     """The state contains a leaf that cannot be stored; nothing was written."""
-
-    code = "unsupported-leaf"
 
 
 class TrackingError(DeltackptError):
     """Changed rows are not marked as touched, or the ``TouchState`` does not fit the tables."""
 
-    code = "tracking"
     leaves_doubt = True
 
 
 class VocabularyFull(DeltackptError, ValueError):
     """There are more new ids than free rows; nothing was assigned."""
 
-    code = "vocabulary-full"
-
 
 class ClosedError(DeltackptError, RuntimeError):
     """The manager was closed, or is used in a forked child or in its own event handler."""
-
-    code = "closed"
 
 
 class SaveFailed(DeltackptError):
     """A background save failed; the previous step is intact and no touched row is lost."""
 
-    code = "save-failed"
     #: The ``Saved`` of the call that raised this, which did save; None from
     #: ``wait_until_finished()``.
     saved: object = None
@@ -69,8 +65,6 @@ class SaveFailed(DeltackptError):
 
 class TrackingFailed(SaveFailed, TrackingError):
     """A background save was abandoned because changed rows were not marked; the next is a base."""
-
-    code = "tracking-failed"
 
 
 class ErrorBudgetExceeded(DeltackptError):
@@ -88,8 +82,6 @@ class WaitTimeout(DeltackptError, TimeoutError):
 class ProcessMissing(WaitTimeout):
     """Another process did not complete its shard of a save in time; ``processes`` lists which."""
 
-    code = "process-missing"
-
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
         self.processes = processes
         super().__init__(message)
@@ -97,8 +89,6 @@ class ProcessMissing(WaitTimeout):
 
 class ProcessFailed(DeltackptError):
     """Another process failed in its shard of a save and reported why; nothing was committed."""
-
-    code = "process-failed"
 
     def __init__(self, message: str, *, leaves_doubt: bool = False):
         self.leaves_doubt = leaves_doubt
@@ -108,62 +98,44 @@ class ProcessFailed(DeltackptError):
 class Disagreement(DeltackptError):
     """Processes called ``save()`` with different states or arguments; nothing was committed."""
 
-    code = "disagreement"
     leaves_doubt = True
 
 
 class FencedError(DeltackptError):
     """Another trainer took over the checkpoint directory, or the directory was replaced."""
 
-    code = "fenced"
-
 
 class StorageError(DeltackptError, OSError):
     """The store failed: it is full, read-only or unreachable."""
-
-    code = "storage"
 
 
 class OutOfSpace(StorageError):
     """There is too little free space for the requested save."""
 
-    code = "out-of-space"
-
 
 class UnsupportedRoot(DeltackptError, ValueError):
     """deltackpt cannot commit on the scheme or file system of the checkpoint directory."""
-
-    code = "unsupported-root"
 
 
 class TargetExists(DeltackptError, FileExistsError):
     """The target of an export or import already exists; nothing was changed."""
 
-    code = "target-exists"
-
 
 class AlreadyCompacting(DeltackptError):
     """Another process is compacting the checkpoint directory."""
-
-    code = "already-compacting"
 
 
 class InUse(DeltackptError):
     """A trainer, a copy or a garbage collection uses the directory, or may be using it."""
 
-    code = "in-use"
-
 
 class TargetDiffers(DeltackptError):
     """The target of a copy has a different save under the name of a copied one."""
-
-    code = "target-differs"
 
 
 class RestoreError(DeltackptError):
     """Base class of errors about a stored step."""
 
-    code = "restore"
     #: Whether restoring an older step may succeed.
     another_step_may_do: ClassVar[bool] = True
 
@@ -171,44 +143,31 @@ class RestoreError(DeltackptError):
 class StepNotFound(RestoreError, LookupError):
     """The step was never committed."""
 
-    code = "step-not-found"
-
 
 class StepGone(RestoreError):
     """The step, or a parent of it, was removed while it was being read."""
-
-    code = "step-gone"
 
 
 class ForeignDirectory(RestoreError):
     """The directory was not written by deltackpt."""
 
-    code = "foreign-directory"
-
 
 class FormatMismatch(RestoreError):
     """Another version of deltackpt wrote the data: ``FormatTooNew`` or ``FormatTooOld``."""
 
-    code = "format-mismatch"
     another_step_may_do = False
 
 
 class FormatTooNew(FormatMismatch):
     """The step needs a newer version of deltackpt."""
 
-    code = "format-too-new"
-
 
 class FormatTooOld(FormatMismatch):
     """A development version of deltackpt wrote the data; this version cannot read it."""
 
-    code = "format-too-old"
-
 
 class Damaged(RestoreError):
     """A stored object is missing, truncated or altered; ``object_name`` names it."""
-
-    code = "damaged"
 
     def __init__(self, object_name: str, expected: str, found: str, action: str = ""):
         self.object_name = object_name
@@ -224,13 +183,9 @@ class Damaged(RestoreError):
 class DamagedKeys(Damaged):
     """An id has two rows in the key column of a table."""
 
-    code = "damaged-keys"
-
 
 class DamagedWal(Damaged):
     """A WAL record is missing or altered; ``record`` is the save id of the one that needs it."""
-
-    code = "damaged-wal"
 
     def __init__(
         self, object_name: str, expected: str, found: str, action: str = "", record: object = None
@@ -251,13 +206,9 @@ class DamagedWal(Damaged):
 class AppendFailed(DeltackptError):
     """WAL records could not be made durable; no touched row is lost."""
 
-    code = "append-failed"
-
 
 class WalBehind(DeltackptError):
     """Processes lag behind with their WAL; ``processes`` lists which. Reported, never raised."""
-
-    code = "wal-behind"
 
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
         self.processes = processes
@@ -267,62 +218,43 @@ class WalBehind(DeltackptError):
 class BrokenChain(RestoreError):
     """A delta's parent is missing, or is not the save that the delta was made against."""
 
-    code = "broken-chain"
-
 
 class NoIntactStep(RestoreError):
     """Steps were committed, but none of them is intact."""
-
-    code = "no-intact-step"
 
 
 class TemplateMismatch(RestoreError, ValueError):
     """The abstract state does not match the step."""
 
-    code = "template-mismatch"
     another_step_may_do = False
 
 
 class MissingExtra(DeltackptError, ImportError):
     """A feature needs a package that is not installed; the message names the extra."""
 
-    code = "missing-extra"
-
 
 class ServiceError(DeltackptError):
     """Base class of errors of a hot standby; storage is not affected."""
-
-    code = "service"
 
 
 class ServiceUnavailable(ServiceError):
     """No hot standby with the step answered in time."""
 
-    code = "service-unavailable"
-
 
 class ServiceMismatch(ServiceError):
     """The hot standby serves another directory or run, or has another version or other options."""
-
-    code = "service-mismatch"
 
 
 class VersionExpired(ServiceError):
     """A version of served rows was kept open for too long and has been replaced."""
 
-    code = "version-expired"
-
 
 class TooLittleMemory(ServiceError):
     """The rows of a replica do not fit into its memory."""
 
-    code = "too-little-memory"
-
 
 class PatchMismatch(DeltackptError, ValueError):
     """A patch is for another version, or for other tensors."""
-
-    code = "patch-mismatch"
 
 
 def without_frames(error: _Error) -> _Error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class LazyModule(types.ModuleType):
@@ -33,3 +33,11 @@ def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], obje
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__
+
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+    import tensorstore as ts
+else:
+    ocp = LazyModule("orbax.checkpoint")
+    ts = LazyModule("tensorstore")

@@ -33,7 +33,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
-from deltackpt.handlers.items import json_args, sorted_handlers
+from deltackpt.handlers.items import Handlers, Items, json_args, sorted_handlers
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
@@ -42,18 +42,18 @@ from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved, S
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore.step_reader import Items, RowRanges, Service
+from deltackpt.restore.sources import Service
 from deltackpt.save import exits, pending_save
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.save.tracking_audit import TrackingVerifier
 from deltackpt.session import save_call
 from deltackpt.session.catalog import Catalog, Metric, Mode
-from deltackpt.session.restoring import Restorer
+from deltackpt.session.restoring import RestoreArguments, Restorer
 from deltackpt.session.run import Run, check_arguments, refuse
 from deltackpt.session.save_call import Failure, SaveArguments
 from deltackpt.session.saving import Saver
+from deltackpt.session.step_reader import RowRanges
 from deltackpt.state import placement
-from deltackpt.state.tables import Tables
 from deltackpt.state.touch_state import Marks, TouchState, match_marks
 from deltackpt.storage import buckets
 from deltackpt.wal import record_batch
@@ -61,8 +61,6 @@ from deltackpt.wal.epoch import EndedWal
 from deltackpt.wal.recorder import Recorder
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
     from deltackpt.tiers import startup
     from deltackpt.tiers.replication import ReplicationClient
 else:  # A local directory needs none of it.
@@ -133,7 +131,7 @@ class CheckpointManager:
         try:
             check_arguments(directory, options, event_handlers)
             saves_to = None if options.read_only else _saves_to(directory, options)
-            item, choice, extra = sorted_handlers(handlers)
+            checked = sorted_handlers(handlers)
         except (OptionError, UnsupportedRoot) as error:
             known = options if isinstance(options, ManagerOptions) else ManagerOptions()
             refuse(directory, known, error)
@@ -154,16 +152,14 @@ class CheckpointManager:
         self._warnings = events.CallWarnings()
         start = contextlib.nullcontext() if saves_to is None else exits.starting(saves_to)
         with self._warnings.deferred(), start:
-            self._open(directory, saves_to, item, choice, options, extra, event_handlers)
+            self._open(directory, saves_to, checked, options, event_handlers)
 
     def _open(
         self,
         directory: str | os.PathLike[str],
         saves_to: Path | None,
-        item: str,
-        choice: Tables,
+        handlers: Handlers,
         options: ManagerOptions,
-        extra: dict[str, ocp.CheckpointHandler],
         event_handlers: tuple[events.EventHandler, ...],
     ) -> None:
         """Opens all resources or none."""
@@ -174,10 +170,10 @@ class CheckpointManager:
 
         def open_root(writing: bool) -> Steps | ReplicationClient:
             if (local := buckets.file_path(directory)) is not None:
-                return Root.open(local, item=item, read_only=not writing, confirmed=False)
+                return Root.open(local, item=handlers.item, read_only=not writing, confirmed=False)
             return startup.open_bucket(
                 directory,
-                item=item,
+                item=handlers.item,
                 options=options,
                 writing=writing,
                 process=coordination.process_index(),
@@ -186,10 +182,9 @@ class CheckpointManager:
                 taking=lambda: end_others(exits.close_others),
             )
 
-        self._run = Run.start(
+        self._run = Run(
             directory,
-            item,
-            choice,
+            handlers,
             options,
             event_handlers,
             open_root,
@@ -206,8 +201,8 @@ class CheckpointManager:
                     self._recorder = self._run.wal = Recorder(self._run)
                 elif not self._read_only:
                     self._run.wal = EndedWal(self._run)
-                self._saver = Saver(self._run, extra, self)
-                self._restorer = Restorer(self._run, extra)
+                self._saver = Saver(self._run, self)
+                self._restorer = Restorer(self._run)
                 self._catalog = Catalog(self._run)
                 self._termination = coordination.Termination()
             with coordinator.together(what, fatal=True):
@@ -359,10 +354,9 @@ class CheckpointManager:
         with self._use(writing=True):
             split = self._saver.split_all(state, touched)
             if (tracker := self._run.tracking.chosen(split, touched)) is not None:
-                marks = (Marks("", tracker.touched),)
+                clocks = pending_save.clocks_of(split, (Marks("", tracker.touched),))
             else:
-                marks = Embeddings(split=split, touched=touched).marks
-            clocks = pending_save.clocks_of(split, marks)
+                clocks = self._run.clocks(split, touched)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: PyTree, *, touched: TouchState | None = None) -> bool:
@@ -599,7 +593,7 @@ class CheckpointManager:
         with self._use():
             if self._recorder is not None:
                 self._recorder.wait_trimmed()
-            return self._restorer.points()
+            return self._restorer.chooser.points()
 
     # Restoring.
 
@@ -644,9 +638,9 @@ class CheckpointManager:
         """
         _refuse_orbax_args(abstract_state, "restore_latest(abstract_state)")
         abstract_state = placement.resolved(abstract_state)
-        with self._use():
-            self._wait_or_warn()
-            return self._restorer.newest(abstract_state, items, progress, service, wal=wal)
+        with self._use(reading=True):
+            arguments = RestoreArguments(abstract_state, items, progress, service)
+            return self._restorer.newest(arguments, wal=wal)
 
     def restore(
         self,
@@ -675,9 +669,9 @@ class CheckpointManager:
         _refuse_orbax_args(abstract_state, "restore(step, abstract_state)")
         requested = step if isinstance(step, RecoveryPoint) else _as_step(step)
         abstract_state = placement.resolved(abstract_state)
-        with self._use():
-            self._wait_or_warn()
-            return self._restorer.restore_one(requested, abstract_state, items, progress, service)
+        with self._use(reading=True):
+            arguments = RestoreArguments(abstract_state, items, progress, service)
+            return self._restorer.restore_one(requested, arguments)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
         """Reads rows of some tables of a step, without the rest of the state.
@@ -698,8 +692,7 @@ class CheckpointManager:
           RestoreError: the step cannot be read, or does not have these tables or rows.
         """
         step = _as_step(step)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             return self._restorer.rows(step, tables, progress)
 
     def read_state(
@@ -728,8 +721,7 @@ class CheckpointManager:
         """
         step = _as_step(step)
         template = placement.resolved(template)
-        with self._use():
-            self._wait_or_warn()
+        with self._use(reading=True):
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
@@ -785,8 +777,7 @@ class CheckpointManager:
           FencedError: another trainer took over the directory.
         """
         step = _as_step(step)
-        with self._use(writing=True):
-            self._wait_or_warn()
+        with self._use(writing=True, reading=True):
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
@@ -907,13 +898,6 @@ class CheckpointManager:
         if failure is not None:
             raise failure.error(None) from failure.cause
 
-    def _wait_or_warn(self) -> None:
-        """Waits for the save and the WAL; warns of failures, so that a restore can proceed."""
-        self._saved_by_append = None
-        self._saver.wait_finished_or_warn()
-        if self._recorder is not None:
-            self._recorder.wait_durable_or_warn()
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else "read-only" if self._read_only else "open"
         return f"<CheckpointManager of {self._root}, {state}>"
@@ -943,14 +927,22 @@ class CheckpointManager:
         )
 
     @contextlib.contextmanager
-    def _use(self, *, writing: bool = False) -> Iterator[None]:
-        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover."""
+    def _use(self, *, writing: bool = False, reading: bool = False) -> Iterator[None]:
+        """Runs one call at a time, outside the caller's JAX contexts; detects a takeover.
+
+        Before ``reading`` steps, waits for the save and the WAL; only warns of their failures.
+        """
         self._check_process()  # In a forked child, the thread that holds the lock may not exist.
         with placement.neutral(), self._lock, self._warnings.deferred():
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
                 with self._run.coordinator.alive():
+                    if reading:
+                        self._saved_by_append = None
+                        self._saver.wait_finished_or_warn()
+                        if self._recorder is not None:
+                            self._recorder.wait_durable_or_warn()
                     yield
             except (SaveFailed, AppendFailed, StorageError) as error:
                 # For example, the new trainer has removed the directory of a save in flight.

@@ -35,6 +35,7 @@ WaitFor = Literal["remote", "peers", "staging"]
 
 #: Shorter messages are mostly overhead.
 _LEAST_CHUNK_BYTES = 4096
+_PATH = (str, os.PathLike)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,22 +88,13 @@ def _check_positive(
             raise _wrong(options, name, f"a positive {what}{limit}")
 
 
-def _check_kind(options: object, kinds: type | tuple[type, ...], *attributes: str) -> None:
-    of = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+def _check_kind(options: object, kinds: tuple[type, ...], expected: str, *attributes: str) -> None:
     for name in attributes:
         if not isinstance(found := getattr(options, name), kinds):
             raise OptionError(
-                f"{type(options).__name__}.{name}: expected {of}, found {type(found).__name__}"
+                f"{type(options).__name__}.{name}: expected {expected}, found "
+                f"{type(found).__name__}"
             )
-
-
-def _check_path(options: object, name: str, *, optional: bool = True) -> None:
-    found = getattr(options, name)
-    if not (isinstance(found, (str, os.PathLike)) or (optional and found is None)):
-        raise OptionError(
-            f"{type(options).__name__}.{name}: expected a path{' or None' if optional else ''}, "
-            f"found {type(found).__name__}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +127,7 @@ class DeltaOptions:
 
     def __post_init__(self) -> None:
         _check_known(self, tracking=Tracking, bases=Bases, base_snapshot=BaseSnapshot)
-        _check_kind(self, bool, "tracking_audit")
+        _check_kind(self, (bool,), "bool", "tracking_audit")
         if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
             raise _wrong(self, "policy", "a base-or-delta policy such as Consecutive()")
 
@@ -186,7 +178,7 @@ class Extents:
 
     def __post_init__(self) -> None:
         block = 4096
-        _check_path(self, "directory", optional=False)
+        _check_kind(self, _PATH, "a path", "directory")
         _check_at_least_one(self, "nbytes", "extent_bytes")
         if self.extent_bytes < 2 * block or self.extent_bytes % block:
             raise _wrong(self, "extent_bytes", f"a multiple of {block} of at least {2 * block}")
@@ -281,21 +273,18 @@ class Tiers:
     def __post_init__(self) -> None:
         _check_known(self, wait_for=WaitFor)
         _check_at_least_one(self, "max_staging_bytes", "keep_local")
-        for name, kinds in (("extents", (Extents,)), ("peers", (Copies, Erasure))):
-            found = getattr(self, name)
-            if not (found is None or isinstance(found, kinds)):
-                expected = " or ".join(f"a deltackpt.tiers.{kind.__name__}" for kind in kinds)
-                raise OptionError(
-                    f"Tiers.{name}: expected {expected}, or None, found {type(found).__name__}"
-                )
+        expected = "a deltackpt.tiers.Extents, or None"
+        _check_kind(self, (Extents, type(None)), expected, "extents")
+        expected = "a deltackpt.tiers.Copies or a deltackpt.tiers.Erasure, or None"
+        _check_kind(self, (Copies, Erasure, type(None)), expected, "peers")
         if self.wait_for == "peers" and self.peers is None:
             raise OptionError(
                 "Tiers.wait_for: expected peers to wait for, found none; pass "
                 "peers=Copies(copies=1)"
             )
-        _check_path(self, "staging_dir")
-        _check_kind(self, bool, "shared")
-        _check_kind(self, (str, type(None)), "endpoint")
+        _check_kind(self, (*_PATH, type(None)), "a path or None", "staging_dir")
+        _check_kind(self, (bool,), "bool", "shared")
+        _check_kind(self, (str, type(None)), "str or NoneType", "endpoint")
         redaction.check_endpoint(self.endpoint)
         if self.bytes_per_sec is not None:
             _check_positive(self, "bytes_per_sec", what="number of bytes per second")
@@ -351,7 +340,7 @@ class LocalWal:
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "segment_bytes")
-        _check_path(self, "directory")
+        _check_kind(self, (*_PATH, type(None)), "a path or None", "directory")
         if self.directory is not None:
             # Epoch headers contain it, and are read from other working directories.
             object.__setattr__(self, "directory", os.path.abspath(posix.user_path(self.directory)))
@@ -486,8 +475,8 @@ class Dense:
     def __post_init__(self) -> None:
         _check_known(self, deltas=DenseDeltas)
         _check_at_least_one(self, "max_reference_bytes")
-        _check_kind(self, bool, "skip_unchanged")
-        _check_kind(self, (str, Mapping), "codec")
+        _check_kind(self, (bool,), "bool", "skip_unchanged")
+        _check_kind(self, (str, Mapping), "str or Mapping", "codec")
         for name in _codecs_of(self):
             if name not in block_codecs.names():
                 raise OptionError(
@@ -552,7 +541,7 @@ class ManagerOptions:
                     f"{name}={kind.__name__}({example})"
                 )
         _check_known(self, access=Access)
-        _check_kind(self, bool, "multiprocess")
+        _check_kind(self, (bool,), "bool", "multiprocess")
         if not (self.multiprocess or self.read_only):
             raise OptionError(
                 "ManagerOptions.multiprocess: expected True if access is 'write', found False; "

@@ -14,7 +14,7 @@ from many_worker import Worker
 
 from deltackpt import RecoveryPoint, WalOptions
 from deltackpt.errors import DamagedWal
-from deltackpt.restore.step_reader import StepReader
+from deltackpt.session.step_reader import StepReader
 from deltackpt.testing import Disk
 from deltackpt.wal import KafkaWal, LocalWal, segment_files
 from deltackpt.wal.writer import WalWriter
@@ -143,11 +143,11 @@ class Logger(Worker):
             return
         real = StepReader.load
 
-        def load(reader: StepReader, found: Any, *arguments: Any) -> Any:
-            for _, one in () if found.plan is None else found.plan.records:
+        def load(reader: StepReader, *arguments: Any) -> None:
+            for _, one in () if reader.plan is None else reader.plan.records:
                 if one.save_id.step == record:
                     raise DamagedWal("its record", "the bytes", "others", record=one.save_id)
-            return real(reader, found, *arguments)
+            real(reader, *arguments)
 
         StepReader.load = load
 

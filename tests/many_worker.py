@@ -45,10 +45,10 @@ from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
 from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
-from deltackpt.restore import placing, step_reader
+from deltackpt.restore import placing
 from deltackpt.save import commit, exits, pending_save
 from deltackpt.save import shard as save_shard
-from deltackpt.session import saving
+from deltackpt.session import saving, step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
 
@@ -805,7 +805,7 @@ POINTS: dict[str, Point] = {
     "snapshot": _before(pending_save, "capture"),
     "listing steps": _before(Root, "steps"),
     "reading arrays": _before(StoredShard, "read_into"),
-    "reading dense leaves": _before(step_reader.StepReader, "_dense"),
+    "reading dense leaves": _before(step_reader.StepReader, "_read_dense"),
     "reading through Orbax": _before(orbax_dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),
 }

@@ -22,7 +22,7 @@ from deltackpt import touched
 from deltackpt.errors import BrokenChain, Damaged, NoIntactStep
 from deltackpt.maintenance.compact import compact
 from deltackpt.reading import stored_saves
-from deltackpt.restore.step_reader import StepReader
+from deltackpt.session.step_reader import StepReader
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import stored_chunks
@@ -92,11 +92,11 @@ class Restore:
 
     def __init__(self, root: Path | str, states: list[dict], expected: int | None, **options):
         self.read: list[int] = []
-        real = StepReader.locate
+        real = StepReader.find
 
-        def find(reader, step, *arguments):
-            self.read.append(step)
-            return real(reader, step, *arguments)
+        def find(reader):
+            self.read.append(reader.step)
+            real(reader)
 
         events = EventHandler()
         managed = deltackpt.ManagerOptions(access="read", **options)
@@ -104,7 +104,7 @@ class Restore:
             deltackpt.CheckpointManager(
                 root, handlers=HANDLERS, options=managed, event_handlers=(events,)
             ) as manager,
-            mock.patch.object(StepReader, "locate", find),
+            mock.patch.object(StepReader, "find", find),
             pytest.warns(UserWarning) as warned,
             pytest.raises(NoIntactStep) if expected is None else contextlib.nullcontext(),
         ):

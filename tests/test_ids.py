@@ -32,7 +32,7 @@ import deltackpt
 from deltackpt import errors, inspect, policies, touched, vocab
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.row_blocks import FieldSpec, GroupEntry
-from deltackpt.handlers import split, table_item
+from deltackpt.handlers import split, v1
 from deltackpt.maintenance import compact, verify
 from deltackpt.reading import bounds, inventory, stored_saves
 from deltackpt.restore import placing
@@ -233,7 +233,7 @@ def test_an_id_with_rows_on_two_processes_is_found_by_the_one_that_checks_its_ta
 
     def read(index: int) -> None:
         wanted = placing.AbstractEmbeddings(tables=fields)
-        assert table_item.load_item(tmp_path / "1" / "embeddings", wanted).placed == {}
+        assert v1.load_item(tmp_path / "1" / "embeddings", wanted).placed == {}
 
     # Real processes place only their own shards.
     with job.running(), mock.patch.object(placing, "place", lambda merged, templates: {}):

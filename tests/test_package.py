@@ -127,11 +127,8 @@ print([m for m in unused if m in sys.modules])
 
 #: Modules below 120 lines that stay, by reason.
 SMALL_MODULES = {
-    # Orbax records these paths in checkpoints.
+    # Orbax records its path in checkpoints.
     "handlers/v0.py",
-    "handlers/v1.py",
-    # What both of them share.
-    "handlers/table_item.py",
     # The only list of Orbax's private names.
     "handlers/orbax_private.py",
     # Imported by name, so that what is below imports no Ray.

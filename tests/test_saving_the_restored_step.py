@@ -20,6 +20,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed, StorageError, TableSelectionError
 from deltackpt.session.restoring import Restorer
+from deltackpt.session.step_reader import StepReader
 
 P = jax.sharding.PartitionSpec
 TABLES = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "sums/{name}"}})
@@ -248,7 +249,7 @@ def test_a_step_that_cannot_be_compared_raises_a_typed_error_and_loses_nothing(
         model.commit(manager, 20, state)
         found = manager.restore_latest(state)
         assert found is not None
-        with mock.patch.object(Restorer, "_load", side_effect=cause):
+        with mock.patch.object(StepReader, "load", side_effect=cause):
             with pytest.raises(expected):
                 manager.save(20, COPIES["copied"](found.state))
         assert manager.save(20, COPIES["copied"](found.state)).kind is None

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import deltackpt
 from deltackpt.errors import DamagedKeys, ServiceUnavailable
 from deltackpt.reading import chains, reader
+from deltackpt.session.step_reader import StepReader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
@@ -133,7 +134,7 @@ def test_a_process_reads_the_ids_of_others_from_the_source_too(tmp_path, fails):
         manager.save(1, state)
         manager.wait_until_finished()
         # It checks the ids of the only table, as the first of two processes would.
-        with mock.patch.object(manager._restorer._steps, "_share", (0, 2)):
+        with mock.patch.object(StepReader, "_share", (0, 2)):
             if fails:  # Storage has the ids.
                 assert manager.restore(1, state, service=Keyed()).step == 1
             else:

@@ -14,8 +14,9 @@ import functools
 import itertools
 import json
 import math
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +29,14 @@ from deltackpt.format.naming import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.format.records import MOST_ZSTD_RATIO
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.orbax_dense import StoredLeaf
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
 from deltackpt.reading.stored_dense import DenseValues, StoredItem
 from deltackpt.resources import host_memory
 from deltackpt.restore.sources import DenseFiles
-from deltackpt.restore.step_reader import DenseRead
 from deltackpt.state import placement
 from deltackpt.state.paths import nest
 from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 #: Containers without leaves, by their names in Orbax's metadata.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
@@ -77,6 +72,17 @@ _MADE_UP_BYTES = 64 << 20
 KeyPath = tuple[str, ...]
 #: Half-open ranges along each axis.
 _Box = tuple[tuple[int, int], ...]
+
+
+class DenseRead(NamedTuple):
+    """Dense leaves that were read, as nested dicts.
+
+    ``chunks``: for leaves placed on devices, keys of Orbax's database to the (bytes,) uint8 buffers
+    they were read into. The buffers must not be modified: on the CPU a leaf may alias one.
+    """
+
+    leaves: dict[str, Any]
+    chunks: Mapping[str, np.ndarray] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
@@ -14,25 +14,20 @@ from deltackpt import coordination
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import naming
 from deltackpt.handlers import orbax_dense
-from deltackpt.handlers.dense_leaves import StoredLeaves
-from deltackpt.lazy_import import LazyModule
+from deltackpt.handlers.dense_leaves import DenseRead, StoredLeaves
+from deltackpt.handlers.items import Items
+from deltackpt.lazy_import import ocp
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, orbax_values, stored_saves
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.restore.sources import DenseFiles, ItemFiles
-from deltackpt.restore.step_reader import DenseRead, Items
 from deltackpt.storage.store import FileStore, store_path
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 
 class OrbaxItems:
-    """The ``ItemReader`` of a manager."""
+    """Reads items other than tables. All processes make the same calls in the same order."""
 
     def __init__(self, root: Steps, handlers: Mapping[str, Any]):
         """Reads nothing yet; ``handlers`` are those of additional items."""
@@ -46,7 +41,11 @@ class OrbaxItems:
         files: ItemFiles | None = None,
         chain: Sequence[StoredSave] | None = None,
     ) -> DenseRead:
-        """See ``ItemReader.dense``."""
+        """Reads the dense leaves of a committed step, with the shardings of ``abstract``.
+
+        None reads everything as numpy arrays. All processes must call it; ``files`` replaces
+        storage. ``chain`` is the step's if it is known.
+        """
         if isinstance(files, DenseFiles):
             return _leaves(files, step).restored(abstract, step)
         if files is None and (chain := self._of_blocks(step, chain)) is not None:
@@ -65,7 +64,11 @@ class OrbaxItems:
     def straight(
         self, step: int, abstract: dict[str, Any] | None, *, verify: bool = True
     ) -> Callable[[], DenseRead] | None:
-        """See ``ItemReader.straight``, for a step with an Orbax item."""
+        """Returns a reader of the dense leaves of an Orbax item that needs no other process.
+
+        None if the caller must verify the files and call ``dense``. ``verify``: the reader verifies
+        them.
+        """
         at = self._root.at(step)
         try:
             save = stored_saves.read_save(at, self._root.item)
@@ -112,7 +115,7 @@ class OrbaxItems:
             return orbax_dense.abstract(orbax_dense.handler().metadata(item_dir))
 
     def items(self, step: int, items: Items, files: ItemFiles | None = None) -> Mapping[str, Any]:
-        """See ``ItemReader.items``."""
+        """Reads additional items that a committed step holds, with all other processes."""
         return {name: self._item(step, name, args, files) for name, args in sorted(items.items())}
 
     def _item(self, step: int, name: str, args: Any, files: ItemFiles | None) -> Any:

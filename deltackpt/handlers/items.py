@@ -9,13 +9,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from deltackpt.errors import OptionError
 from deltackpt.format import naming
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.commit import StepWriters
 from deltackpt.state import paths
@@ -23,10 +23,8 @@ from deltackpt.state.tables import Tables
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.posix import fsync_tree
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
+#: Item name to the argument for its handler.
+Items = Mapping[str, object]
 
 
 class HandlerItem:
@@ -118,10 +116,16 @@ def _awaited(call: Any, runtime: Runtime) -> Any:
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 
 
-def sorted_handlers(
-    handlers: Mapping[str, Any] | None,
-) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
-    """Returns name and tables of deltackpt's item, and the other handlers."""
+class Handlers(NamedTuple):
+    """The name and the tables of deltackpt's item, and the handlers of additional items."""
+
+    item: str
+    tables: Tables
+    others: dict[str, ocp.CheckpointHandler]
+
+
+def sorted_handlers(handlers: Mapping[str, Any] | None) -> Handlers:
+    """Checks the handlers that a manager is opened with."""
     if handlers is not None and not isinstance(handlers, Mapping):
         raise OptionError(
             "handlers: expected a mapping of item names to handlers, found "
@@ -154,7 +158,7 @@ def sorted_handlers(
                 f"handlers[{name!r}]: expected an Orbax CheckpointHandler, such as "
                 f"ocp.JsonCheckpointHandler(), found {_kind(handler)}"
             )
-    return item, chosen, others
+    return Handlers(item, chosen, others)
 
 
 def save_args(

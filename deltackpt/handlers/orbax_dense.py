@@ -14,7 +14,7 @@ import json
 import re
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,12 @@ from etils import epath
 
 from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp, ts
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.restore.template_check import NOTHING, mismatch
 from deltackpt.save import dense_layout
 from deltackpt.save.dense_layout import EMPTY_ARRAY
 from deltackpt.state import paths, placement
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
-    ocp = LazyModule("orbax.checkpoint")
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _MISSING = object()

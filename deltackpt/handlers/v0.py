@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt.handlers import table_item, v1
+from deltackpt.handlers import v1
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
     CommitFutureAwaitingContractedSignals,
@@ -52,7 +52,7 @@ class DeltaHandler(AsyncCheckpointHandler):
 
     def restore(self, directory: epath.Path, args: DeltaRestore | None = None) -> RestoredTables:
         """Reads the chain of a step and merges it."""
-        return table_item.load_item(Path(directory), args.item if args is not None else None)
+        return v1.load_item(Path(directory), args.item if args is not None else None)
 
     def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
         """Returns shapes and dtypes of the tables and slots of a step."""

@@ -12,11 +12,14 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from deltackpt import coordination
 from deltackpt.coordination import Coordinator
+from deltackpt.errors import TemplateMismatch
 from deltackpt.format import naming
-from deltackpt.handlers import table_item
+from deltackpt.format.naming import Leaf
 from deltackpt.reading import stored_saves
-from deltackpt.reading.reader import RestoredTables
+from deltackpt.reading.chains import read_chain
+from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables, verify_keys
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
 from deltackpt.save import pending_save
@@ -56,6 +59,36 @@ def step_number(step_dir: Path) -> int:
     return naming.as_step(int(found[1])) if found else 0
 
 
+@placement.neutral()
+def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
+    """Restores the tables of a committed step, without a manager."""
+    saves = read_chain(item_dir.parent, item_dir.name)
+    if abstract is None or abstract.tables is None:
+        return restore_tables(saves)
+    stored = placing.abstract_of(saves[-1]).tables or {}
+    tables = placement.resolved(abstract.tables)
+    for name, fields in tables.items():
+        for field, leaf in fields.items():
+            _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
+            placing.check_width(f"table {name}, {field}", leaf)
+    wanted = placing.wanted_of(tables)
+    merged = restore_tables(saves, wanted=wanted)
+    check_keys(merged)
+    share = coordination.process_index(), coordination.process_count()
+    if share[1] > 1:
+        verify_keys(saves, known=wanted, share=share)
+    return dataclasses.replace(merged, placed=placing.place(merged, tables))
+
+
+def _check_leaf(name: str, field: str, wanted: Leaf, stored: Leaf | None) -> None:
+    found = None if stored is None else (tuple(stored.shape), stored.dtype)
+    if found != (tuple(wanted.shape), wanted.dtype):
+        raise TemplateMismatch(
+            f"table {name}, {field}: expected {wanted.dtype}{wanted.shape} as in the template, "
+            f"found {found or 'no such array'} in the step; use the shapes that metadata() returns"
+        )
+
+
 class DeltaCheckpointableHandler:
     """Saves ``Embeddings``; loads ``RestoredTables``, as ``AbstractEmbeddings`` requests.
 
@@ -90,7 +123,7 @@ class DeltaCheckpointableHandler:
 
         # A task, not a coroutine: Orbax drops it unawaited where another item fails.
         return asyncio.ensure_future(
-            asyncio.to_thread(table_item.load_item, item_dir, abstract_checkpointable)
+            asyncio.to_thread(load_item, item_dir, abstract_checkpointable)
         )
 
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:

@@ -30,7 +30,7 @@ from deltackpt.format.row_blocks import PLAIN
 from deltackpt.inspect.descriptions import shape_text
 from deltackpt.inspect.lazy import Saves
 from deltackpt.inspect.listing import Listing
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ts
 from deltackpt.reading import stored_dense, stored_saves
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseShard, DenseValues
@@ -44,9 +44,6 @@ from deltackpt.units import count, size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
 
 METADATA = naming.PYTREE_METADATA
 _STRINGS = "_strings.json"

@@ -119,19 +119,9 @@ def report_grown(step: int, tables: GrownTables) -> None:
 
 def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
-    if not isinstance(template, jax.Array):
-        [(box, buffer)] = held.items()
+    for box, piece in _local_boxes(template):
         first = len(box.within(stored))
-        if isinstance(template, MemberRows):
-            template.take(np.asarray(box.within(box.rows[1]))[first:], buffer[first:])
-        else:
-            buffer[first:] = template[first:]
-        return
-    pieces = placement.local_arrays(template)
-    for device, box in placement.device_boxes(template).items():
-        first = max(0, stored - box.rows[0])
-        if first < box.rows[1] - box.rows[0]:
-            held[box][first:] = np.asarray(pieces[device])[first:]
+        held[box][first:] = np.asarray(piece)[first:]
 
 
 def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:

@@ -12,12 +12,11 @@ system, one item at a time and only on request.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -31,10 +30,6 @@ from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.storage import digests, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import Value
-
-#: Defines ``row_source(directory, item)``. Entry points would also work, but take 20 to 40 ms to
-#: list.
-_FINDER = "deltackpt.service.discovery"
 
 
 class RowSource(Protocol):
@@ -76,28 +71,11 @@ class RowSource(Protocol):
         ...
 
 
-def find(directory: str | os.PathLike[str], item: str) -> RowSource | None:
-    """Returns the source that this process can reach for a directory, or None.
-
-    Raises:
-      ServiceError: there is one, but it is unusable.
-    """
-    return importlib.import_module(_FINDER).row_source(directory, item)
+#: Sources of tables to try before storage; see ``CheckpointManager.restore_latest``.
+Service = RowSource | Literal["auto"] | None
 
 
 _MEMORY = Path("/dev/shm")
-
-
-class ItemFiles(Protocol):
-    """Items of a step that are available without storage."""
-
-    def __contains__(self, item: str) -> bool:
-        """Returns whether there is an item of that name."""
-        ...
-
-    def folder(self, item: str) -> Path:
-        """Returns a folder with the files of an item, and no others."""
-        ...
 
 
 class DenseFiles:
@@ -126,12 +104,11 @@ class DenseFiles:
         return DenseValues(found, self._found.files)
 
     def folder(self, item: str) -> Path:
-        """See ``ItemFiles``."""
+        """Returns a folder with the files of the item, and no others."""
         if self._folder is None:
             found = self._found
             nbytes = sum(value.nbytes for value in found.values.values())
-            place = _place(2 * nbytes)
-            self._folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            self._folder = _temporary(2 * nbytes)
             folder = Path(self._folder.name, item)
             batch = FileBatch(Path(self._folder.name), fsync=False)
             batch.make(folder)
@@ -183,8 +160,7 @@ class StepFiles:
             for name in names:
                 shown = f"{self._shown}/{name}"
                 digests.check_bytes(self._found(name).data, self._digests[name], shown)
-            place = _place(sum(self._files[name].nbytes for name in names))
-            self._folders[item] = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            self._folders[item] = _temporary(sum(self._files[name].nbytes for name in names))
             for name in names:
                 path = Path(self._folders[item].name, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,10 +180,14 @@ class StepFiles:
         return self._files[name]
 
 
-def _place(nbytes: int) -> Path | None:
-    """A memory file system with room for twice as many bytes; otherwise the default directory."""
-    try:
+#: Items of a step that are available without storage.
+ItemFiles = DenseFiles | StepFiles
+
+
+def _temporary(nbytes: int) -> tempfile.TemporaryDirectory[str]:
+    """Creates a directory, in memory if its file system has room for twice as many bytes."""
+    place = None
+    with contextlib.suppress(OSError):
         found = os.statvfs(_MEMORY)
-    except OSError:
-        return None
-    return _MEMORY if found.f_bavail * found.f_frsize > 2 * nbytes else None
+        place = _MEMORY if found.f_bavail * found.f_frsize > 2 * nbytes else None
+    return tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)

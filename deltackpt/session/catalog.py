@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from deltackpt.errors import Damaged, OptionError, RestoreError, StepNotFound
-from deltackpt.format import chain, naming
+from deltackpt.format import chain
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers.item_reader import OrbaxItems
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.policies.save_policies import PreservationPolicy
 from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import WalReader, coverings
@@ -22,11 +21,6 @@ from deltackpt.session import retention
 from deltackpt.session.run import Run
 from deltackpt.state import tables
 from deltackpt.storage.store import StorePath
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 Metrics = Mapping[str, float]
 #: A metric's name, or what makes a number of all metrics of a step.
@@ -41,17 +35,10 @@ class Catalog:
         self._run = run
         self._items = OrbaxItems(run.root, {})
 
-    def metadata(self, step: int) -> Mapping[str, Any]:
+    def metadata(self, step: int) -> retention.StepMetadata:
         """Returns Orbax's metadata of a step: ``metrics``, ``custom_metadata``, and timestamps."""
-        name = str(self._check(step) / naming.STEP_METADATA)
-        data = self._run.root.metadata(step)
-        try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise Damaged(name, "JSON", f"{len(data)} bytes: {error}") from error
-        if not isinstance(found, dict):
-            raise Damaged(name, "a JSON object", type(found).__name__)
-        return found
+        self._check(step)
+        return retention.read_metadata(self._run.root, step)
 
     def best(self, metric: Metric | None, mode: Mode) -> int | None:
         """Returns the step with the best metric; see ``CheckpointManager.best_step``."""
@@ -60,7 +47,7 @@ class Catalog:
         if metric is None:
             metric, mode = self._of_retention()
         of = metric if callable(metric) else lambda found: found[metric]
-        best: tuple[float, int] | None = None
+        ranked: list[tuple[float, int]] = []
         for known in retention.committed_steps(self._run.root):
             metrics = known.metrics
             if metrics is None or (isinstance(metric, str) and metric not in metrics):
@@ -73,10 +60,9 @@ class Catalog:
                     f"best_step: expected a number as the metric of step {known.step}, found "
                     f"{found!r}; name a metric that is a number at all steps"
                 ) from error
-            one = (value if mode == "max" else -value, known.step)
-            if value == value and (best is None or one > best):  # NaN is never the best.
-                best = one
-        return None if best is None else best[1]
+            if value == value:  # NaN is never the best.
+                ranked.append((value if mode == "max" else -value, known.step))
+        return max(ranked)[1] if ranked else None
 
     def _of_retention(self) -> tuple[Metric, Mode]:
         policy = _best_n(retention.policy_of(self._run.options))

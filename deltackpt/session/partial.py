@@ -14,11 +14,11 @@ from deltackpt.format.manifest import KeyPath, Layout, dense_at
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.item_reader import OrbaxItems
-from deltackpt.ledger.steps import Steps
 from deltackpt.outcomes import ReadRows, ReadState
 from deltackpt.reading import stored_saves
 from deltackpt.reading.reader import Progress
 from deltackpt.restore import placing
+from deltackpt.session.run import Run
 from deltackpt.state import paths, placement, touch_state
 
 #: Reads rows of tables: ``Restorer.rows``.
@@ -26,18 +26,17 @@ ReadTables = Callable[[int, Mapping[str, None], Progress | None], ReadRows]
 
 
 def read_state(
+    run: Run,
     step: int,
     template: PyTree,
-    root: Steps,
-    item: str,
     items: OrbaxItems,
     read: ReadTables,
     progress: Progress | None,
 ) -> ReadState:
     """Returns leaves of a step by path; see ``CheckpointManager.read_state``."""
     paths.check_template(template)
-    root.await_readable(step)
-    save = stored_saves.read_save(root.at(step), item)
+    run.root.await_readable(step)
+    save = stored_saves.read_save(run.root.at(step), run.item)
     flat = paths.flatten_with_paths(template, _stays)
     wanted = {
         _place(path): position

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from deltackpt.errors import (
@@ -90,25 +89,12 @@ class FailedChoices:
         #: Saves with damaged files that every chain with them reads.
         self.damaged: set[DamagedSave] = set()
         #: Steps that need a damaged save and were not passed yet, with the error that has shown it.
-        self._lost_with: dict[int, RestoreError] = {}
+        self.lost_with: dict[int, RestoreError] = {}
 
     @property
     def lost_points(self) -> list[tuple[int, RestoreError]]:
         """Returns the entries of ``lost`` that made recovery points unrestorable."""
         return [(step, error) for step, error in self.lost if step is not None]
-
-    def add_lost(self, steps: Iterable[int], error: RestoreError) -> None:
-        """Records steps that need a save that is damaged; they are not tried."""
-        for step in steps:
-            self.steps.add(step)
-            self._lost_with.setdefault(step, error)
-
-    def pop_lost(self, above: int) -> list[tuple[int, RestoreError]]:
-        """Returns the lost steps above a number, newest first, each once; they are skipped."""
-        found = sorted((step for step in self._lost_with if step > above), reverse=True)
-        reported = [(step, self._lost_with.pop(step)) for step in found]
-        self.skipped += reported
-        return reported
 
     def skip(self, choice: RestoreChoice, error: RestoreError) -> None:
         """Records an error of a choice, in its WAL records or in its step."""

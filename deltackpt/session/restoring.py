@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from deltackpt import coordination, events, units
 from deltackpt.errors import (
@@ -23,18 +23,16 @@ from deltackpt.errors import (
     StorageError,
     TableSelectionError,
 )
-from deltackpt.format.manifest import SaveId
 from deltackpt.format.naming import PyTree
 from deltackpt.format.wal_format import Continues
 from deltackpt.handlers.item_reader import OrbaxItems
-from deltackpt.handlers.items import restore_args
+from deltackpt.handlers.items import Items, restore_args
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.restore import step_reader
 from deltackpt.restore.placing import same_tables
-from deltackpt.restore.step_reader import Found, Items, Loaded, RowRanges, Service, StepReader
+from deltackpt.restore.sources import Service
 from deltackpt.save import dense_layout, pending_save, tracking_audit
 from deltackpt.save.dense_save import DenseKeeper
 from deltackpt.save.lineage import Clocks, Reading, new_run
@@ -42,12 +40,11 @@ from deltackpt.session import partial
 from deltackpt.session.restore_choice import FailedChoices, RestoreChoice, RestoreChooser
 from deltackpt.session.restored import RestoredState, same_leaves, to_compare
 from deltackpt.session.run import Run
+from deltackpt.session.step_reader import RowRanges, StepReader
 from deltackpt.state import tables, touch_state
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.ocdbt import ZARRAY
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 _T = TypeVar("_T")
 
@@ -55,45 +52,36 @@ _T = TypeVar("_T")
 _LISTINGS = 10
 
 
+class RestoreArguments(NamedTuple):
+    """The arguments of a restore other than what to restore."""
+
+    template: PyTree
+    items: Items | None
+    progress: Progress | None
+    service: Service
+
+
 class Restorer:
     """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
-        """Reads nothing yet; ``extra`` are handlers of additional items, by name."""
+    def __init__(self, run: Run):
+        """Reads nothing yet."""
         self._run = run
-        self._extra = extra
+        self._others = OrbaxItems(run.root, run.extra)
         #: Objects of a bucket's journal that were already reported as damaged.
         self._reported: set[str] = set()
-        self._chooser = RestoreChooser(run)
-        limits = run.options.timeouts
-        self._steps = StepReader(
-            run.root,
-            run.item,
-            run.choice,
-            others=OrbaxItems(run.root, extra),
-            share=(run.coordinator.index, run.coordinator.count),
-            service_secs=limits.service_secs,
-        )
+        self.chooser = RestoreChooser(run)
 
-    def newest(
-        self,
-        template: PyTree,
-        items: Items | None,
-        progress: Progress | None,
-        service: Service,
-        *,
-        wal: bool,
-    ) -> Restored | None:
+    def newest(self, arguments: RestoreArguments, *, wal: bool) -> Restored | None:
         """Restores the newest intact step or recovery point; see ``restore_latest``."""
         started, tried = time.perf_counter(), FailedChoices()
-        choice = self._chooser.newest(tried, wal=wal)
+        choice = self.chooser.newest(tried, wal=wal)
         while choice is not None:
             began = time.perf_counter()
             self._report_lost(tried, choice.number, began)
             try:
                 result = self._from_any_copy(
-                    choice.step,
-                    lambda choice=choice: self._restore(choice, template, items, progress, service),
+                    choice.step, functools.partial(self._restore, choice, arguments)
                 )
             except Exception as error:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
@@ -120,25 +108,28 @@ class Restorer:
         step = choice.number
         # List again: if a running trainer removed the step's chain or the point's WAL records,
         # there is a successor, possibly with the same step.
-        again = self._chooser.newest(tried, wal=wal)
+        again = self.chooser.newest(tried, wal=wal)
         is_gone = again is not None and again != choice and again.number >= step
-        is_removed = self._chooser.is_gone(error)
-        is_gone = is_gone or is_removed or self._chooser.is_rolled_back(choice)
+        is_removed = self.chooser.is_gone(error)
+        is_gone = is_gone or is_removed or self.chooser.is_rolled_back(choice)
         # No limit if there is another choice: a trainer may remove steps faster.
         is_replaced = is_removed and again not in (None, choice)
         if is_gone and (is_replaced or len(tried.gone) < _LISTINGS):
             tried.gone.append((step, error))
             return again
-        error = self._chooser.wal_damage(choice, error)
-        lost = self._chooser.lost_with(tried, choice, error)
+        error = self.chooser.wal_damage(choice, error)
+        lost = self.chooser.lost_with(tried, choice, error)
         error = _with_lost(error, lost)
-        tried.add_lost((one for one in lost if one != choice.step), error)
+        for one in lost:
+            if one != choice.step:
+                tried.steps.add(one)
+                tried.lost_with.setdefault(one, error)
         self._run.emit_failure("skip", step, error, began)
         tried.skip(choice, error)
         if not isinstance(error, ForeignDirectory):
             what = "step" if choice.point is None else "recovery point"
             events.warn(f"{what} {step} is skipped, it is not intact: {error}")
-        return self._chooser.newest(tried, wal=wal)
+        return self.chooser.newest(tried, wal=wal)
 
     def _report_skipped(
         self, tried: FailedChoices, restored: int, began: float, started: float
@@ -186,9 +177,10 @@ class Restorer:
         raise error
 
     def _report_lost(self, tried: FailedChoices, above: int, started: float) -> None:
-        """Reports the steps above a number that a damaged save of another step has lost."""
-        for step, error in tried.pop_lost(above):
-            self._run.emit_failure("skip", step, error, started)
+        """Skips the steps above a number that a damaged save of another step has lost."""
+        for step in sorted((step for step in tried.lost_with if step > above), reverse=True):
+            tried.skipped.append((step, tried.lost_with.pop(step)))
+            self._run.emit_failure("skip", *tried.skipped[-1], started)
 
     def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
         """Returns steps above one that a damaged journal lost; reports all its problems."""
@@ -218,83 +210,69 @@ class Restorer:
             run.emit_failure("skip", step, error, started)
         return found
 
-    def restore_one(
-        self,
-        requested: int | RecoveryPoint,
-        template: PyTree,
-        items: Items | None,
-        progress: Progress | None,
-        service: Service,
-    ) -> Restored:
+    def restore_one(self, requested: int | RecoveryPoint, arguments: RestoreArguments) -> Restored:
         """Restores one step or recovery point; see ``CheckpointManager.restore``."""
         started = time.perf_counter()
-        step = requested if isinstance(requested, int) else requested.step
         try:
-            return self._retry_if_replaced(
-                requested, lambda choice: self._restore(choice, template, items, progress, service)
-            )
+            return self._retry_if_replaced(requested, arguments)
         except Exception as error:
+            step = requested if isinstance(requested, int) else requested.step
             self._run.emit_failure("restore", step, error, started)
             raise
 
     def _retry_if_replaced(
-        self, requested: int | RecoveryPoint, read: Callable[[RestoreChoice], Restored]
+        self, requested: int | RecoveryPoint, arguments: RestoreArguments
     ) -> Restored:
         """Reads what was requested; retries if another step replaced the one it replays onto."""
-        choice = self._chooser.find_requested(requested)
+        choice = self.chooser.find_requested(requested)
         # A step below a recovery point may be removed, and its WAL records trimmed, while a later
         # step makes the point restorable.
         for _ in range(_LISTINGS):
             try:
-                return self._from_any_copy(choice.step, lambda choice=choice: read(choice))
+                return self._from_any_copy(
+                    choice.step, functools.partial(self._restore, choice, arguments)
+                )
             except RestoreError as error:
                 if not error.another_step_may_do:
                     raise
-                again = self._chooser.find_existing(requested)
+                again = self.chooser.find_existing(requested)
                 if again is None:
                     # WAL records that are gone without a later step are lost, not trimmed.
                     newest = self._run.root.newest_step()
                     is_trimmed = newest is not None and newest >= choice.number
-                    is_gone = self._chooser.is_gone(error, is_trimmed=is_trimmed)
-                    if is_gone or self._chooser.is_rolled_back(choice):
-                        raise self._chooser.gone_error(requested) from error
+                    is_gone = self.chooser.is_gone(error, is_trimmed=is_trimmed)
+                    if is_gone or self.chooser.is_rolled_back(choice):
+                        raise self.chooser.gone_error(requested) from error
                 if again is None or again == choice:
                     raise
                 choice = again
-        raise self._chooser.gone_error(requested)
-
-    def points(self) -> list[RecoveryPoint]:
-        """See ``CheckpointManager.recovery_points``."""
-        return self._chooser.points()
+        raise self.chooser.gone_error(requested)
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Reads rows of tables only; see ``CheckpointManager.read``."""
         started = time.perf_counter()
 
-        def read() -> tuple[Loaded, float, float]:
-            found, found_at = self._find(step, None, ranges, None)
-            with contextlib.ExitStack() as held:
-                return *self._load(found, progress, held), found_at
+        def read() -> StepReader:
+            with self._read(step, None, progress, rows=ranges) as found:
+                return found
 
         try:
-            loaded, read_at, found_at = self._from_any_copy(step, read)
+            found = self._from_any_copy(step, read)
         except Exception as error:
             self._run.emit_failure("restore", step, error, started)
             raise
-        merged = loaded.tables
-        seconds = self._emit_event(step, merged, started, found_at, read_at)
+        merged = found.tables
         return ReadRows(
             step=step,
             tables=merged.fields,
             chain=tuple(info.save_id.step for info in merged.chain),
             bytes_read=merged.bytes_read,
-            seconds=seconds,
+            seconds=self._emit_event(step, found, started),
         )
 
     def state(self, step: int, template: PyTree, progress: Progress | None) -> ReadState:
         """Reads leaves by their paths; see ``CheckpointManager.read_state``."""
-        run, items = self._run, OrbaxItems(self._run.root, {})
-        return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
+        return partial.read_state(self._run, step, template, self._others, self.rows, progress)
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
         """Reads a step; retries from another copy if a local copy is damaged."""
@@ -309,62 +287,43 @@ class Restorer:
                 raise
         return read()
 
-    def _find(
+    @contextlib.contextmanager
+    def _read(
         self,
         step: int,
-        template: PyTree,
-        rows: RowRanges | None,
-        service: Service,
-        point: RecoveryPoint | None = None,
-    ) -> tuple[Found, float]:
-        with self._run.coordinator.together(f"finding step {step}"):
-            self._run.root.await_readable(step)
-            wal = self._chooser.pop_wal()
-            found = self._steps.locate(step, template, rows, service, point, wal)
-        return found, time.perf_counter()
-
-    def _load(
-        self, found: Found, progress: Progress | None, held: contextlib.ExitStack
-    ) -> tuple[Loaded, float]:
-        own = dataclasses.astuple(found.target.info.save_id)
-        agreed = SaveId(*self._run.coordinator.agree("choosing a save", own))
-        straight = self._run.coordinator.gather("reading dense leaves", found.straight is not None)
-        # Straight: without Orbax's handler, which needs all processes.
-        if not all(straight):
-            found = dataclasses.replace(found, straight=None)
-        with self._run.coordinator.together(f"restoring step {found.step}"):
-            loaded = self._steps.load(found, agreed, progress, held)
-        return loaded, time.perf_counter()
-
-    def _restore(
-        self,
-        choice: RestoreChoice,
-        template: PyTree,
-        items: Items | None,
+        template: PyTree | Split,
         progress: Progress | None,
-        service: Service,
-    ) -> Restored:
+        *,
+        rows: RowRanges | None = None,
+        service: Service = None,
+        point: RecoveryPoint | None = None,
+    ) -> Iterator[StepReader]:
+        """Reads a step, or rows of it; its additional items can be read inside."""
+        wal, others = self.chooser.pop_wal(), self._others
+        found = StepReader(self._run, others, step, template, rows, service, point, wal)
+        with found.held:
+            found.find()
+            found.load(progress)
+            yield found
+
+    def _restore(self, choice: RestoreChoice, arguments: RestoreArguments) -> Restored:
         run, started = self._run, time.perf_counter()
         step, point = choice.number, choice.point
         # A recovery point has its own items; the given arguments are for a step.
-        items = None if point is not None else restore_args(items, self._extra, run.item)
-        found, found_at = self._find(choice.step, template, None, service, point)
-        with contextlib.ExitStack() as held:
-            loaded, read_at = self._load(found, progress, held)
-            merged = loaded.tables
+        template, items, progress, service = arguments
+        items = None if point is not None else restore_args(items, run.extra, run.item)
+        with self._read(choice.step, template, progress, service=service, point=point) as found:
             drawn = run.coordinator.agree("a new run", new_run())
-            identity = touch_state.identity_of(drawn)
-            state, fresh = step_reader.joined(template, found, loaded, identity)
+            state, fresh = found.state(touch_state.identity_of(drawn))
             extra: dict[str, object] = {}
             if items:
                 with run.coordinator.together(f"restoring items of step {step}"):
-                    extra = self._steps.items(found, items, loaded.files)
-                    found.check_stays()
-            if loaded.point is not None:
-                extra = loaded.point.items_for(run.coordinator.index, run.coordinator.count)
+                    extra = found.items(items)
+            if found.recorded is not None:
+                extra = found.recorded.items_for(run.coordinator.index, run.coordinator.count)
         if not run.options.read_only:
-            fresh = self._start_run_from(choice, found, loaded, state, fresh, drawn)
-        seconds = self._emit_event(step, merged, started, found_at, read_at)
+            fresh = self._start_run_from(choice, found, state, fresh, drawn)
+        merged = found.tables
         return Restored(
             step=step,
             state=state,
@@ -373,9 +332,9 @@ class Restorer:
             chain=tuple(info.save_id.step for info in merged.chain),
             skipped=(),
             source=self._sources(merged, point),
-            service_error=loaded.problem,
+            service_error=found.problem,
             bytes_read=merged.bytes_read,
-            seconds=seconds,
+            seconds=self._emit_event(step, found, started),
             point=point,
         )
 
@@ -388,35 +347,31 @@ class Restorer:
             return ("directory",) * len(merged.chain) + log
         return *(tiers.steps.source_of(info.save_id) for info in merged.chain), *log
 
-    def _emit_event(
-        self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
-    ) -> float:
+    def _emit_event(self, step: int, found: StepReader, started: float) -> float:
         """Emits the event of a restore that ends now; returns its duration in seconds."""
-        now = time.perf_counter()
+        now, merged = time.perf_counter(), found.tables
         event = events.RestoreEvent(
             step=step,
             process=coordination.process_index(),
             chain=tuple(info.save_id.step for info in merged.chain),
             source=merged.source,
             bytes_read=merged.bytes_read,
-            find_secs=found_at - started,
-            read_secs=read_at - found_at,
-            place_secs=now - read_at,
+            find_secs=found.found_at - started,
+            read_secs=found.read_at - found.found_at,
+            place_secs=now - found.read_at,
             total_secs=now - started,
         )
         self._run.emit(event)
         return event.total_secs
 
-    def _equals(self, choice: RestoreChoice, split: tables.Split) -> bool:
+    def _equals(self, choice: RestoreChoice, split: Split) -> bool:
         """Returns whether a state equals a step or recovery point, which is read again."""
         what = f"comparing the state with step {choice.step}"
         try:
-            found, _ = self._find(choice.step, to_compare(split), None, None, choice.point)
-            with contextlib.ExitStack() as held:
-                loaded, _ = self._load(found, None, held)
+            with self._read(choice.step, to_compare(split), None, point=choice.point) as found:
                 with self._run.coordinator.together(what):
-                    same = same_leaves(loaded.dense, split.dense)
-                    same = same and same_tables(loaded.tables, split.fields)
+                    same = same_leaves(found.dense, split.dense)
+                    same = same and same_tables(found.tables, split.fields)
         except (RestoreError, TableSelectionError):
             return False  # It was removed or damaged, or has other leaves.
         except DeltackptError:
@@ -431,14 +386,13 @@ class Restorer:
     def _start_run_from(
         self,
         choice: RestoreChoice,
-        found: Found,
-        loaded: Loaded,
+        found: StepReader,
         state: PyTree,
         fresh: TouchState | None,
         drawn: str,
     ) -> TouchState | None:
         """Makes a restored step the parent of the next save, of the new run ``drawn``."""
-        run, merged = self._run, loaded.tables
+        run, merged = self._run, found.tables
         continues = None
         if found.plan is not None:
             point = found.plan.point
@@ -455,8 +409,7 @@ class Restorer:
         sample, split = None, tables.split(state, run.choice)
         kept = merged if found.expected is None else split
         run.tracking.restored(
-            kept.fields,
-            kept.layout,
+            kept,
             has_touch_state=bool(split.marks),
             recorded=recorded,
             identity=hashed,
@@ -480,25 +433,24 @@ class Restorer:
             run=drawn,
             sample=sample,
             parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
-            replayed=None if loaded.point is None else loaded.point.rows,
+            replayed=None if found.recorded is None else found.recorded.rows,
             continues=continues,
         )
+        run.restored = found.step
         state_at = RestoredState.from_split(split, functools.partial(self._equals, choice))
-        run.note_restored(found.step, state_at)
-        if run.dense is not None and loaded.point is None and found.expected is not None:
-            self._keep_references(run.dense, found, loaded, split)
+        run.restored_state = run.position, state_at
+        if run.dense is not None and found.recorded is None and found.expected is not None:
+            self._keep_references(run.dense, found, split)
         return fresh
 
-    def _keep_references(
-        self, keeper: DenseKeeper, found: Found, loaded: Loaded, split: tables.Split
-    ) -> None:
+    def _keep_references(self, keeper: DenseKeeper, found: StepReader, split: Split) -> None:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         # Dense leaves of a delta in Orbax's item may go with a compaction: the next are whole.
         if not split.layout.dense or not found.target.has_dense:
             return
         try:
-            chain = found.saves or chains.read_chain(found.target.step_dir, run.item)
+            chain = found.chain or chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
             described = stored_dense.open_values(
                 chain, lambda key: key.endswith(f"/{ZARRAY}")
@@ -512,7 +464,7 @@ class Restorer:
             split.layout.dense,
             run.coordinator.index,
             {key: bytes(data) for key, data in described.items()},
-            loaded.chunks,
+            found.chunks,
         )
 
 

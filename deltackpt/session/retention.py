@@ -9,25 +9,21 @@ import datetime
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from deltackpt import coordination
-from deltackpt.errors import RestoreError
-from deltackpt.format import chain
+from deltackpt.errors import Damaged, RestoreError
+from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ocp
 from deltackpt.ledger.directory import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
 from deltackpt.policies.save_policies import PreservationPolicy
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
     from deltackpt.session.run import Run
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +32,7 @@ class StepMetadata(TypedDict, total=False):
     """The part of Orbax's metadata of a step that policies use."""
 
     metrics: dict[str, float] | None
+    custom_metadata: dict[str, object] | None
     commit_timestamp_nsecs: int | None  # since 1970
 
 
@@ -87,6 +84,7 @@ def enforce(policy: PreservationPolicy, run: Run) -> None:
     If the manifest of a step cannot be read, nothing is removed. Saves that the lineage protects
     are kept regardless of the policy. Raises StorageError.
     """
+    # Before the steps: what is committed meanwhile is still protected.
     protected = run.lineage.protected()
     steps = committed_steps(run.root)
     if isinstance(policy, LatestN):
@@ -94,24 +92,21 @@ def enforce(policy: PreservationPolicy, run: Run) -> None:
     else:
         context = ocp.checkpoint_managers.PreservationContext()
         wanted = list(_nan_is_worst(policy).should_preserve(steps, context=context))
-    if not all(wanted):
-        run.ledger.remove_steps(_surplus(steps, wanted, run.root, protected))
+    stay = [one.step for one, stays in zip(steps, wanted, strict=True) if stays]
+    surplus = {one.step for one in steps}.difference(stay)
+    if surplus:
+        run.ledger.remove_steps(_unneeded(surplus, stay, run.root, protected))
     # Last: a full disk gets room first.
     newest = max((checkpoint.step for checkpoint in steps), default=-1)
-    stay = tuple(one.step for one, stays in zip(steps, wanted, strict=True) if stays)
-    run.local.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=stay))
+    run.local.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=tuple(stay)))
 
 
-def _surplus(
-    steps: Sequence[CommittedStep],
-    wanted: Sequence[bool],
-    root: Steps,
-    protected: frozenset[SaveId],
+def _unneeded(
+    surplus: Collection[int], stay: Iterable[int], root: Steps, protected: frozenset[SaveId]
 ) -> list[int]:
-    """Returns the steps that a policy does not keep, and that no kept step needs."""
+    """Returns the surplus steps that no step that stays needs."""
     infos = root.saves()
-    unreadable = [step for step, info in infos.items() if info is None]
-    if unreadable:
+    if unreadable := [step for step, info in infos.items() if info is None]:
         process = coordination.process_index()
         _logger.warning(
             "process %d: steps %s cannot be read: retention keeps every step",
@@ -121,17 +116,9 @@ def _surplus(
         )
         return []
     known = {step: info for step, info in infos.items() if info is not None}
-    keep = [
-        known[checkpoint.step].save_id
-        for checkpoint, stays in zip(steps, wanted, strict=True)
-        if stays and checkpoint.step in known
-    ]
+    keep = [known[step].save_id for step in stay if step in known]
     live = chain.live_set(keep, known.values(), protected, root.compacted())
-    return [
-        checkpoint.step
-        for checkpoint, stays in zip(steps, wanted, strict=True)
-        if not stays and checkpoint.step in known and known[checkpoint.step].save_id not in live
-    ]
+    return [step for step in surplus if step in known and known[step].save_id not in live]
 
 
 def _nan_is_worst(policy: Any) -> PreservationPolicy:
@@ -162,10 +149,21 @@ def policy_of(options: ManagerOptions) -> PreservationPolicy | None:
     return None if policy == ocp.checkpoint_managers.LatestN(None) else policy
 
 
-def _metadata(root: Steps, step: int) -> StepMetadata:
-    """Returns what a step was saved with; empty if that cannot be parsed."""
+def read_metadata(root: Steps, step: int) -> StepMetadata:
+    """Returns what a step was saved with; raises Damaged if that cannot be parsed."""
+    data, name = root.metadata(step), str(root.at(step) / naming.STEP_METADATA)
     try:
-        found: StepMetadata = json.loads(root.metadata(step))
-    except (RestoreError, ValueError):
+        found: StepMetadata = json.loads(data)
+    except ValueError as error:
+        raise Damaged(name, "JSON", f"{len(data)} bytes: {error}") from error
+    if not isinstance(found, dict):
+        raise Damaged(name, "a JSON object", type(found).__name__)
+    return found
+
+
+def _metadata(root: Steps, step: int) -> StepMetadata:
+    """Returns the metadata of a step; empty if it cannot be read."""
+    try:
+        return read_metadata(root, step)
+    except RestoreError:
         return {}
-    return found if isinstance(found, dict) else {}

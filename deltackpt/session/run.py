@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import jax.numpy as jnp
@@ -19,22 +18,23 @@ from deltackpt import coordination, events, units
 from deltackpt.coordination import Coordinator
 from deltackpt.errors import DeltackptError, OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import Layout, SaveId, TrackingName
+from deltackpt.handlers.items import Handlers
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, Tracking, WalOptions
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import pending_save
-from deltackpt.save.commit import StepWriters
 from deltackpt.save.dense_save import DenseKeeper, codings
-from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.lineage import Clocks, Lineage, new_run
 from deltackpt.save.pending_save import Embeddings
 from deltackpt.session.restored import RestoredState
-from deltackpt.state.tables import Split, Tables
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.storage import buckets
 from deltackpt.storage.kafka import Topic
-from deltackpt.tracking.fingerprints import Fields, RowTracker
+from deltackpt.tracking.fingerprints import RowTracker
 
 if TYPE_CHECKING:
     from deltackpt.tiers.replication import ReplicationClient
@@ -115,8 +115,7 @@ class RowTracking:
 
     def restored(
         self,
-        fields: Fields,
-        layout: Layout,
+        kept: Split | RestoredTables,
         *,
         has_touch_state: bool,
         recorded: TrackingName,
@@ -130,13 +129,13 @@ class RowTracking:
         if self._mode == "auto":
             if has_touch_state or recorded == "touched" or self.stopped:
                 self.tracker = None
-            elif self.tracker is None and self._is_worthwhile(layout):
+            elif self.tracker is None and self._is_worthwhile(kept.layout):
                 self.tracker = RowTracker()
-                self._log_cost(layout)
+                self._log_cost(kept.layout)
         self.hashed_before_restore |= self._hashed
         self._left, self._hashed, self._used = None, False, None
         if self.tracker is not None:
-            self.tracker.start(fields, layout, identity)
+            self.tracker.start(kept.fields, kept.layout, identity)
 
     def accepts_touch_state(self, recorded: TrackingName) -> bool:
         """Returns whether the next save may use the TouchState of the restored step.
@@ -323,67 +322,51 @@ def _steps_of(opened: Steps | ReplicationClient) -> Steps:
     return opened if isinstance(opened, Steps) else opened.steps
 
 
-@dataclasses.dataclass(eq=False)
 class Run:
     """State shared by the saves and restores of a manager."""
 
-    options: ManagerOptions
-    event_handlers: tuple[events.EventHandler, ...]
-    root: Steps  # everything that is committed
-    replication: ReplicationClient | None  # None without tiers
-    item: str  # name of the item with the tables
-    choice: Tables
-    coordinator: Coordinator
-    lineage: Lineage
-    runtime: Runtime
-    tracking: RowTracking
-    newest: int | None  # the newest step: first as process 0 found it, then every committed one
-    #: The step that the next save continues from, if it is not the newest one.
-    restored: int | None = None
-    dense: DenseKeeper | None = None  # for leaves that deltas store as changed blocks
-    wal: WalHooks = dataclasses.field(default_factory=WalHooks)
-    topic: Topic | None = None  # of a WAL in Kafka
-    #: The restored state, and where training continued from it.
-    restored_state: tuple[object, RestoredState] | None = None
-    is_emitting: bool = False  # whether event handlers are being called
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         directory: str | os.PathLike[str],
-        item: str,
-        choice: Tables,
+        handlers: Handlers,
         options: ManagerOptions,
         event_handlers: tuple[events.EventHandler, ...],
         open_root: OpenRoot,
         take_over: Callable[[], None],
-    ) -> Run:
+    ):
         """Begins a new run on a root, which process 0 opens before the others.
 
         Every process checks the options before any lease is taken, and then calls ``take_over``.
         """
-        coordinator, what = _coordinator(directory, options), _opening(directory)
-        with coordinator.together(what, fatal=True):
-            threads = options.background.threads or _THREADS
-            runtime = Runtime(
+        self.options, self.event_handlers = options, event_handlers
+        #: Name of the item with the tables, which leaves they are, handlers of additional items.
+        self.item, self.choice, self.extra = handlers
+        #: The step that the next save continues from, if it is not the newest one.
+        self.restored: int | None = None
+        #: The restored state, and where training continued from it.
+        self.restored_state: tuple[object, RestoredState] | None = None
+        self.is_emitting = False  # whether event handlers are being called
+        self.wal = WalHooks()
+        self.coordinator, what = _coordinator(directory, options), _opening(directory)
+        has_blocks = options.dense.deltas == "blocks"
+        with self.coordinator.together(what, fatal=True):
+            count, threads = self.coordinator.count, options.background.threads or _THREADS
+            self.runtime = Runtime(
                 threads,
-                size=max(2 * threads, FSYNCS, min(READS, coordinator.count)) + 1,
+                size=max(2 * threads, FSYNCS, min(READS, count)) + 1,
                 memory_bytes=options.writes.staging_bytes,
                 bytes_per_sec=options.background.bytes_per_sec,
                 cpus=options.background.cpus,
                 name="deltackpt-save",
             )
-            dense = keeper(options.dense, runtime)
-            tracking = RowTracking(
-                options.deltas.tracking,
-                dense_blocks=options.dense.deltas == "blocks",
-                may_stop=options.wal is None,
+            #: For leaves that deltas store as changed blocks.
+            self.dense = keeper(options.dense, self.runtime) if has_blocks else None
+            self.tracking = RowTracking(
+                options.deltas.tracking, dense_blocks=has_blocks, may_stop=options.wal is None
             )
-            if coordinator.count > 1 and not (
-                options.read_only or (options.tiers or Tiers()).shared
-            ):
+            if count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
                 _require_shared_log(options.wal)
-            topic = _topic(options, coordinator.count)
+            self.topic = _topic(options, count)  # of a WAL in Kafka
             take_over()
         opened: list[Steps | ReplicationClient] = []
 
@@ -392,48 +375,42 @@ class Run:
             return _steps_of(opened[0]).newest_step()
 
         try:
-            newest = coordinator.from_process_0(what, first, fatal=True)
-            with coordinator.together(what, fatal=True):
+            #: The newest step: first as process 0 found it, then every committed one.
+            self.newest = self.coordinator.from_process_0(what, first, fatal=True)
+            with self.coordinator.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root = _steps_of(opened[0])
-            replication = None if isinstance(opened[0], Steps) else opened[0]
-            if topic is not None:
-                root.topics = WalTopics(topic.config)
+            #: What has to be closed: the directory, or the tiers that replicate it.
+            [self.opened] = opened
+            replication = self.replication
+            if self.topic is not None:
+                self.root.topics = WalTopics(self.topic.config)
             if replication is not None and replication.no_shared_fs:
-                replication.join(functools.partial(coordinator.gather, what))
-                newest = coordinator.from_process_0(what, root.newest_step, fatal=True)
-            lineage = Lineage(
+                replication.join(functools.partial(self.coordinator.gather, what))
+                self.newest = self.coordinator.from_process_0(
+                    what, self.root.newest_step, fatal=True
+                )
+            self.lineage = Lineage(
                 options.deltas.policy,
                 uploaded=None if replication is None else replication.steps,
-                item=item,
-                run=coordinator.agree("a new run", new_run()),
+                item=self.item,
+                run=self.coordinator.agree("a new run", new_run()),
                 compacted=options.deltas.bases == "compacted",
             )
         except BaseException:
             for one in opened:
                 one.abandon()
             raise
-        return cls(
-            options=options,
-            event_handlers=event_handlers,
-            root=root,
-            replication=replication,
-            item=item,
-            choice=choice,
-            coordinator=coordinator,
-            lineage=lineage,
-            runtime=runtime,
-            tracking=tracking,
-            newest=newest,
-            dense=dense if options.dense.deltas == "blocks" else None,
-            topic=topic,
-        )
 
     @property
-    def opened(self) -> Steps | ReplicationClient:
-        """Returns what was opened, and has to be closed."""
-        return self.root if self.replication is None else self.replication
+    def replication(self) -> ReplicationClient | None:
+        """Returns the tiers, if there are any."""
+        return None if isinstance(self.opened, Steps) else self.opened
+
+    @property
+    def root(self) -> Steps:
+        """Returns everything that is committed."""
+        return _steps_of(self.opened)
 
     @property
     def no_shared_fs(self) -> bool:
@@ -467,17 +444,6 @@ class Run:
         """Records for the tiers, before a run's first save or WAL, what it resumes from; once."""
         if self.replication is not None:
             self.replication.start_run(self.lineage.newest_committed, self.lineage.run)
-
-    def writers(self, temporary: Path, attempt: int) -> StepWriters:
-        """Returns the processes that write an attempt at a step in this run."""
-        return StepWriters(
-            coordinator=self.coordinator,
-            key=f"{self.lineage.run}-{attempt}",
-            temporary=temporary,
-            runtime=self.runtime,
-            shared_fs=not self.no_shared_fs,
-            fsync=self.fsync,
-        )
 
     @property
     def fsync(self) -> bool:
@@ -528,18 +494,18 @@ class Run:
         if self.tracking.has_left:
             self.lineage.distrust(HASHED)
 
-    def note_restored(self, step: int, state: RestoredState) -> None:
-        """Records what training continues from."""
-        self.restored = step
-        self.restored_state = self._position, state
-
     @property
-    def _position(self) -> tuple[object, ...]:
+    def position(self) -> tuple[object, ...]:
+        """Returns what training continues from."""
         return self.restored, self.lineage.newest_committed, self.lineage.forked_from
+
+    def clocks(self, split: Split, touched: TouchState | None) -> Clocks:
+        """Returns the clocks of the TouchStates of a state."""
+        return pending_save.clocks_of(split, Embeddings(split=split, touched=touched).marks)
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state and its TouchState are the restored ones, on every process."""
-        if self.restored_state is None or self.restored_state[0] != self._position:
+        if self.restored_state is None or self.restored_state[0] != self.position:
             return False  # Training keeps a state that it had before the last restore.
         marked, hashed = self.lineage.distrusted is not None, False
         if self.tracking.tracker is not None:
@@ -547,8 +513,7 @@ class Run:
             # A row that changed may have changed back.
             hashed = not any(int(jnp.max(each)) for each in stamps)
         else:
-            marks = Embeddings(split=split, touched=touched).marks
-            clocks = pending_save.clocks_of(split, marks)
+            clocks = self.clocks(split, touched)
             marked = marked or any(reading.clock for reading in clocks.readings)
         return self.restored_state[1].is_same(split, self.coordinator, marked=marked, hashed=hashed)
 

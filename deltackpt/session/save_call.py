@@ -9,24 +9,19 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, SaveFailed, TrackingFailed
 from deltackpt.format.naming import Leaf
-from deltackpt.lazy_import import LazyModule
+from deltackpt.handlers.items import Items
+from deltackpt.lazy_import import ocp
 from deltackpt.outcomes import Saved
-from deltackpt.restore.step_reader import Items
 from deltackpt.save.commit import Committed
 from deltackpt.save.pending_save import PendingSave, RefusedSave
 from deltackpt.session import retention
 from deltackpt.session.retention import CommittedStep, StepMetadata
 from deltackpt.session.run import Run
 from deltackpt.state.touch_state import TouchState
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = LazyModule("orbax.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -36,7 +35,7 @@ from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.resources.runtime import Task, no_thread
 from deltackpt.save import commit, dense_layout, pending_save
-from deltackpt.save.commit import Item, StepTransaction
+from deltackpt.save.commit import Item, StepTransaction, StepWriters
 from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.pending_save import Embeddings, PendingSave, RefusedSave, SaveReport
@@ -46,13 +45,9 @@ from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 #: Names by which Orbax finds the handlers of items; the classes would import Orbax.
 _ORBAX_HANDLERS = {
@@ -66,10 +61,9 @@ _REPORTS = 1000
 class Saver:
     """Starts saves and waits for them; one caller at a time. ``_write`` runs on another thread."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
+    def __init__(self, run: Run, owner: object):
         """Starts nothing yet; ``owner``, the manager, is kept alive while a save is in flight."""
         self._run = run
-        self._extra = extra
         self._owner = owner
         self._retention = retention.policy_of(run.options)
         #: The save that was not waited for yet.
@@ -101,7 +95,7 @@ class Saver:
         """Waits for the previous save and starts one; see ``CheckpointManager.save``."""
         run = self._run
         if arguments.items is not None:
-            items = save_args(arguments.items, self._extra, run.item)
+            items = save_args(arguments.items, self._run.extra, run.item)
             arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
@@ -181,9 +175,16 @@ class Saver:
             raise
         run.wal.saved()
         run.tracking.saved()
-        if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
+        # Arrays of numpy can change in place while a base is written.
+        on_devices = all(isinstance(array, jax.Array) for array in arrays_of(split))
+        if run.options.deltas.base_snapshot == "block" or not on_devices:
+            limit = run.options.timeouts.save_secs
             with run.runtime.pace.lifted():
-                self._wait_released(pending, step)
+                if not pending.released.wait(limit):
+                    raise WaitTimeout(
+                        f"step {step}: expected its tables to be written within {limit} s "
+                        "(timeouts.save_secs), found the write still running; check the storage"
+                    )
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
@@ -237,7 +238,7 @@ class Saver:
             if item is not None:
                 items[naming.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
-            items[name] = self._start_item(step, attempt, name, self._extra[name], args)
+            items[name] = self._start_item(step, attempt, name, run.extra[name], args)
         if arguments.metrics and naming.METRICS not in items:
             items[naming.METRICS] = Metrics(arguments.metrics)
         pending.wait_copied()
@@ -307,7 +308,14 @@ class Saver:
             final=run.local.step_dir(step),
             items=items,
             tables=run.item,
-            writers=run.writers(temporary, attempt),
+            writers=StepWriters(
+                coordinator=run.coordinator,
+                key=f"{run.lineage.run}-{attempt}",
+                temporary=temporary,
+                runtime=run.runtime,
+                shared_fs=not run.no_shared_fs,
+                fsync=run.fsync,
+            ),
             own_files=lambda: self._own_files(step, items, arguments, begun_ns),
             check=run.check_lease,
         )
@@ -374,7 +382,7 @@ class Saver:
     ) -> dict[str, bytes]:
         """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {self._run.item: naming.TABLES_HANDLER, **_ORBAX_HANDLERS}
-        handlers |= {name: _typestr(handler) for name, handler in self._extra.items()}
+        handlers |= {name: _typestr(handler) for name, handler in self._run.extra.items()}
         metadata = {
             "item_handlers": {name: handlers[name] for name in items},
             "metrics": dict(arguments.metrics or {}),
@@ -401,8 +409,7 @@ class Saver:
         if self._run.tracking.tracker is not None or not lineage.can_go_back:
             # Reading the clocks waits for the step that computes them.
             return
-        marks = Embeddings(split=split, touched=touched).marks
-        if lineage.go_back(pending_save.clocks_of(split, marks)):
+        if lineage.go_back(self._run.clocks(split, touched)):
             self._run.restored = lineage.restored
             if self._run.tracking.hashed_before_restore:
                 lineage.distrust(HASHED)
@@ -433,14 +440,6 @@ class Saver:
                 f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
                 "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
                 'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
-            )
-
-    def _wait_released(self, pending: PendingSave, step: int) -> None:
-        limit = self._run.options.timeouts.save_secs
-        if not pending.released.wait(limit):
-            raise WaitTimeout(
-                f"step {step}: expected its tables to be written within {limit} s "
-                "(timeouts.save_secs), found the write still running; check the storage"
             )
 
     def _not_now(self, step: int, started: float) -> Saved:
@@ -558,7 +557,7 @@ class Saver:
     def close(self) -> None:
         """Stops the threads once they are done, and closes the handlers."""
         self._run.runtime.close(wait=False)
-        for handler in self._extra.values():
+        for handler in self._run.extra.values():
             if hasattr(handler, "close"):
                 handler.close()
 
@@ -608,19 +607,6 @@ def _release(items: Mapping[str, Item]) -> None:
             item.abandon()
         elif isinstance(item, DenseLeaves):
             item.release()
-
-
-#: Whether states of a layout have tables or slots that can change in place.
-_host_arrays: ByLayout[bool] = ByLayout()
-
-
-def _has_host_arrays(split: Split) -> bool:
-    """Returns whether a table or slot can change in place while a base is written."""
-    return _host_arrays.get(
-        split.layout,
-        None,
-        lambda: not all(isinstance(array, jax.Array) for array in arrays_of(split)),
-    )
 
 
 def _typestr(handler: object) -> str:

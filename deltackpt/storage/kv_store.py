@@ -12,10 +12,10 @@ import contextlib
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from deltackpt.errors import StorageError
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ts
 from deltackpt.storage.store import (
     DEADLINE_SECS,
     Exists,
@@ -30,11 +30,6 @@ from deltackpt.storage.store import (
     unanswered,
     untrusted,
 )
-
-if TYPE_CHECKING:
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
 
 #: The generation of a missing object, for a write only if absent.
 _ABSENT = b"\x02"

@@ -21,20 +21,15 @@ import math
 import urllib.parse
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import Damaged, Disagreement, StorageError
 from deltackpt.format.naming import DENSE_NODES
-from deltackpt.lazy_import import LazyModule
+from deltackpt.lazy_import import ts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import Reachable
-
-if TYPE_CHECKING:
-    import tensorstore as ts
-else:
-    ts = LazyModule("tensorstore")
 
 _MANIFEST = "manifest.ocdbt"
 

@@ -24,7 +24,6 @@ from deltackpt.errors import (
     OptionError,
     RestoreError,
     SaveFailed,
-    StepGone,
     TemplateMismatch,
 )
 from deltackpt.format import naming
@@ -40,7 +39,13 @@ from deltackpt.integrations.t5x.model import (
     flat,
     leaves_of,
 )
-from deltackpt.integrations.t5x.settings import Settings, Wait, checkpoints, policy_of, resume_with
+from deltackpt.integrations.t5x.settings import (
+    BestByMetric,
+    Settings,
+    Wait,
+    checkpoints,
+    resume_with,
+)
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
@@ -184,22 +189,27 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._newest_link = self._processes.from_process_0(
             "looking for checkpoints", lambda: max(self._links.steps(), default=None)
         )
-        kept = policy_of(
-            self._links.model_dir,
-            keep,
-            force_keep_period,
-            metric_name_to_monitor,
-            metric_mode,
-            keep_checkpoints_without_metrics,
-        )
         self._options = settings.options
-        if kept is not None:
+        if keep is not None:
             if self._options.max_to_keep or self._options.preservation_policy:
                 raise OptionError(
                     "options.max_to_keep, options.preservation_policy: expected neither together "
                     "with keep, force_keep_period or metric_name_to_monitor of T5X's save "
                     "configuration, found both; set one of them"
                 )
+            policies = ocp.checkpoint_managers
+            kept = policies.LatestN(keep)
+            if metric_name_to_monitor is not None:
+                kept = BestByMetric(
+                    model_dir=self._links.model_dir,
+                    metric=metric_name_to_monitor,
+                    mode=metric_mode,
+                    keep=keep,
+                    keep_without=keep_checkpoints_without_metrics,
+                )
+            if force_keep_period is not None:
+                every = policies.EveryNSteps(force_keep_period)
+                kept = policies.AnyPreservationPolicy([kept, every])
             self._options = dataclasses.replace(self._options, preservation_policy=kept)
         data_layout = partitioner.get_data_layout()
         self._handlers: dict[str, ocp.CheckpointHandler] = {}
@@ -287,7 +297,11 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._at, self._newest_link, self._unnamed = step, step, False
         if self._keeps_names(self._writer):
             self._links.match([*self._committed(), step])
-        self._raise_or_warn(self._writer, failure)
+        if failure is not None:
+            if not _handles_exception():
+                raise failure
+            self._wait(self._writer)
+            events.warn(str(failure))
         return True
 
     def wait_until_finished(self) -> None:
@@ -470,15 +484,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             self._at = None
             raise
 
-    def _raise_or_warn(self, writer: CheckpointManager, failure: SaveFailed | None) -> None:
-        """Raises the failure of an earlier save, unless an exception is being handled."""
-        if failure is None:
-            return
-        if not _handles_exception():
-            raise failure
-        self._wait(writer)
-        events.warn(str(failure))
-
     def _saved_form(
         self, train_state: TrainState, transformation_fns: Sequence[Transformation]
     ) -> dict[str, PyTree]:
@@ -558,7 +563,13 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         links = StepLinks(model_dir)
         is_stock = number in links.others() or not links.root.is_dir()
         if is_stock and self._is_own(links) and self._writer is not None:
-            self._check_none_above(number)
+            # Otherwise the run cannot continue from it.
+            if above := [found for found in self._committed() if found > number]:
+                raise OptionError(
+                    f"{self._links.model_dir}: expected no deltackpt step after "
+                    f"checkpoint_{number}, which T5X itself wrote, found {above}; resume from "
+                    f"checkpoint_{above[-1]}, or move {self._links.root} away to roll back"
+                )
         return os.fspath(path), is_stock
 
     def _is_own(self, links: StepLinks) -> bool:
@@ -579,20 +590,11 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
         return found
 
-    def _check_none_above(self, step: int) -> None:
-        """Checks that a run can continue from a checkpoint that T5X wrote."""
-        above = [found for found in self._committed() if found > step]
-        if above:
-            raise OptionError(
-                f"{self._links.model_dir}: expected no deltackpt step after checkpoint_{step}, "
-                f"which T5X itself wrote, found {above}; resume from checkpoint_{above[-1]}, or "
-                f"move {self._links.root} away to roll back"
-            )
-
     def _restore_data(self, step: inspect.Step) -> None:
         if self._dataset_iterator is None:
             return
-        with stored_saves.detect_removal(step.path, exists=lambda: _exists(step)):
+        with stored_saves.detect_removal(step.path):
+            step.check_exists()  # It may be another save of the number since it was opened.
             self._check_position(step)
             # If a file is missing or altered, the iterator is not moved.
             files = stored_saves.read_save(step.path).head.files
@@ -670,14 +672,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
         finally:
             stock.close()
-
-
-def _exists(step: inspect.Step) -> bool:
-    """Returns whether a step is still the save that was opened."""
-    with contextlib.suppress(StepGone):
-        step.check_exists()
-        return True
-    return False
 
 
 def _handles_exception() -> bool:

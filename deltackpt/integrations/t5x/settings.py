@@ -17,7 +17,6 @@ import orbax.checkpoint as ocp
 
 from deltackpt.errors import MissingExtra, OptionError
 from deltackpt.options import ManagerOptions
-from deltackpt.policies.save_policies import PreservationPolicy
 from deltackpt.state.groups import CodecOption
 
 try:
@@ -74,27 +73,6 @@ def _metric_values(model_dir: Path, metric: str, steps: Sequence[int]) -> dict[i
     """Returns the values of a summary by step, without NaN."""
     found = checkpoints.populate_metrics_for_steps(os.fspath(model_dir), metric, steps)
     return {step: float(value) for step, value in found.items() if not np.isnan(value)}
-
-
-def policy_of(
-    model_dir: Path,
-    keep: int | None,
-    force_keep_period: int | None,
-    metric: str | None,
-    mode: Literal["max", "min"],
-    keep_without: bool,
-) -> PreservationPolicy | None:
-    """Returns the preservation policy for T5X's arguments; None keeps all steps."""
-    if keep is None:
-        return None
-    policy = _policies.LatestN(keep)
-    if metric is not None:
-        policy = BestByMetric(
-            model_dir=model_dir, metric=metric, mode=mode, keep=keep, keep_without=keep_without
-        )
-    if force_keep_period is None:
-        return policy
-    return _policies.AnyPreservationPolicy([policy, _policies.EveryNSteps(force_keep_period)])
 
 
 Wait = Literal["deferred", "each"]
