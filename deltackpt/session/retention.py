@@ -17,6 +17,7 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import chain
 from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import LazyModule
+from deltackpt.ledger import directory
 from deltackpt.ledger.directory import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
@@ -99,7 +100,8 @@ def enforce(policy: PreservationPolicy, run: Run) -> None:
     # Last: a full disk gets room first.
     newest = max((checkpoint.step for checkpoint in steps), default=-1)
     stay = tuple(one.step for one, stays in zip(steps, wanted, strict=True) if stays)
-    run.local.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=stay))
+    note = Kept(policy=type(policy).__name__, newest=newest, steps=stay)
+    directory.write_kept(run.local.path, note)
 
 
 def _surplus(
