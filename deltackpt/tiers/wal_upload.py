@@ -292,8 +292,7 @@ class WalUpload:
     def _known(self, ref: WalRef, journal: Journal) -> dict[str, list[PieceRange]]:
         """The uploaded records of a WAL epoch: listed once, as only this process uploads."""
         if ref.prefix not in self._sent:
-            found = pieces_at(journal.root / ref.prefix)
-            self._sent[ref.prefix] = {segment: [*one.every] for segment, one in found.items()}
+            self._sent[ref.prefix] = pieces_at(journal.root / ref.prefix)
         return self._sent[ref.prefix]
 
 
