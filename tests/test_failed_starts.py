@@ -457,7 +457,7 @@ def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_has_started(
     live.check_lease()
     with opened(tmp_path) as second:
         assert not flight.exists()
-        lent = second._root.newest_lease()
+        lent = second._run.local.newest_lease()
         assert lent is not None and lent.pid == os.getpid()
 
 

@@ -40,7 +40,7 @@ from deltackpt import RecoveryPoint, WalOptions, inspect
 from deltackpt.errors import DeltackptError, FencedError
 from deltackpt.format import naming
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.uploaded_wal import pieces_at
+from deltackpt.ledger.uploaded_wal import contiguous, pieces_at
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import StorePath
 from deltackpt.tiers import wal_upload
@@ -373,7 +373,7 @@ def test_altered_staged_records_are_not_uploaded(alone, one):
     upload_all(one)
     [ref] = one.journal().known.entry.logs
     [pieces] = pieces_at(one.place() / ref.prefix).values()
-    assert pieces.length == bounds_of(segment.read_bytes())[first.number][1]
+    assert contiguous(pieces)[-1].end == bounds_of(segment.read_bytes())[first.number][1]
     assert one.newest() == 1
 
 
@@ -428,7 +428,7 @@ def dies_before_it_notes(one: Logging) -> StorePath:
     [ref] = one.journal().known.entry.logs
     at = one.place() / ref.prefix
     [(segment, pieces)] = pieces_at(at).items()
-    return at / segment / naming.piece_name(pieces.every[-1])
+    return at / segment / naming.piece_name(pieces[-1])
 
 
 @pytest.mark.parametrize("how", HOWS)

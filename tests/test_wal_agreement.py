@@ -318,7 +318,8 @@ def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up():
 
 def test_processes_that_are_all_idle_are_not_behind():
     watch = LagWatch(10.0)
-    assert not any(watch.poll(float(second), [7, 8, 7]) for second in range(9))
-    assert watch.poll(11.0, [7, 8, 7]) == (0, 2)
+    assert not any(watch.look(float(second), lambda: [7, 8, 7]) for second in range(9))
+    error = watch.look(11.0, lambda: [7, 8, 7])
+    assert error is not None and error.processes == (0, 2)
     rested = LagWatch(10.0)
-    assert not any(rested.poll(float(second), [8, 8, 8]) for second in range(100))
+    assert not any(rested.look(float(second), lambda: [8, 8, 8]) for second in range(100))

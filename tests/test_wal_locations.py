@@ -16,7 +16,7 @@ from deltackpt.format.naming import PieceRange
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import WalRef
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.uploaded_wal import Pieces, UploadedWal, UploadedWals
+from deltackpt.ledger.uploaded_wal import UploadedWal, UploadedWals, contiguous
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.storage.store import FileStore, store_path
@@ -154,7 +154,7 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
 
 
 def test_pieces_without_the_start_of_their_segment_are_ignored():
-    assert Pieces.from_ranges([PieceRange(5, 9, 1)]).length == 0
+    assert contiguous([PieceRange(5, 9, 1)]) == ()
     assert naming.piece_range(naming.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
     assert naming.piece_range("5-9.1") is None
 

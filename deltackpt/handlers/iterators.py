@@ -27,6 +27,7 @@ from deltackpt.handlers.orbax_private import (
     CommitFutureAwaitingContractedSignals,
 )
 from deltackpt.storage import posix
+from deltackpt.storage.store import store_path
 
 
 @runtime_checkable
@@ -117,7 +118,7 @@ class IteratorHandler(AsyncCheckpointHandler):
                 "with the number of processes that saved, or leave the data out of the restore "
                 "and place the iterators yourself"
             )
-        return posix.read_bytes(path)
+        return store_path(path).read()
 
 
 @ocp.args.register_with_handler(IteratorHandler, for_save=True)

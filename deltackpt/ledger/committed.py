@@ -7,12 +7,13 @@ object that is read completely is verified.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import google_crc32c
 
@@ -43,6 +44,14 @@ _FETCHERS = 4
 _T = TypeVar("_T")
 
 
+class _Unit(NamedTuple):
+    """The files of a unit, which stay as they are."""
+
+    prefix: str
+    digests: Mapping[str, Digest]
+    segmented: Sequence[str]  # Names of the files that are stored in segments.
+
+
 def object_name(name: str, file: Digest, number: int) -> str:
     """Returns the name of one of a file's objects, below its prefix."""
     return name if file.length <= SEGMENT_BYTES else f"{SEGMENTS}/{name}/{number:06}"
@@ -65,9 +74,7 @@ class CommittedStore(ReadOnlyStore):
         self._journal = journal
         self._hidden = hidden
         self._refresh = refresh
-        self._digests: dict[str, dict[str, Digest]] = {}
-        #: Files stored in segments, by prefix.
-        self._segmented: dict[str, list[str]] = {}
+        self._units: dict[str, _Unit] = {}
         self._lock = threading.Lock()
 
     @property
@@ -126,45 +133,34 @@ class CommittedStore(ReadOnlyStore):
         for unit in self.units(refresh=not folder):
             own = f"{unit.name}/"
             if inside.startswith(own) or (deep and own.startswith(inside)):
-                files = (own + name for name in self._unit_digests(unit))
+                files = (own + name for name in self._open(unit).digests)
                 yield from (key for key in files if key.startswith(inside))
             elif own.startswith(inside):
                 yield own
 
     def dir_identity(self, folder: str) -> DirIdentity | None:
         """See ``Store``; a prefix belongs to one upload."""
-        unit, below = _unit_of(folder) or (None, "")
+        unit, below = _unit_of(folder)
         if unit is None:
             inside = tuple(self.folders(folder))
             return DirIdentity((self.url, folder), inside) if inside or not folder else None
-        prefix = self._prefix_of(unit)
-        if prefix is None:
-            return None
-        if below:
-            try:
-                known = self._unit_digests(unit)
-            except Missing:
-                return None
-            if not any(name.startswith(f"{below}/") for name in known):
-                return None
-        return DirIdentity((prefix, below), prefix)
+        with contextlib.suppress(Missing):
+            prefix = self._prefix_of(unit)
+            if not below or any(name.startswith(f"{below}/") for name in self._open(unit).digests):
+                return DirIdentity((prefix, below), prefix)
+        return None
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``; files stored in segments are not available through TensorStore."""
-        unit, below = _unit_of(folder) or (None, "")
-        prefix = None if unit is None else self._prefix_of(unit)
-        if unit is None or prefix is None:
+        key, below = _unit_of(folder)
+        if key is None:
             raise Missing(f"{self.url}/{folder}")
         # Queried for each chunk that TensorStore reads, although few units have such files.
-        segmented = self._segmented.get(prefix)
-        if segmented is None:
-            found = self._unit_digests(unit).items()
-            segmented = [name for name, digest in found if digest.length > SEGMENT_BYTES]
-            self._segmented[prefix] = segmented
-        if any(not below or name.startswith(f"{below}/") for name in segmented):
+        unit = self._open(key)
+        if any(not below or name.startswith(f"{below}/") for name in unit.segmented):
             return None
-        at = self._at(prefix, below) if below else self._journal.root / prefix
-        return at.kvstore()
+        at = self._journal.root / unit.prefix
+        return (at / below if below else at).kvstore()
 
     def fetch(
         self, folder: str, target: Path, wanted: Callable[[str], bool] = lambda name: True
@@ -201,52 +197,51 @@ class CommittedStore(ReadOnlyStore):
 
     def digests(self, unit: ObjectKey) -> dict[str, Digest]:
         """Returns the digests of all files of a unit; Missing if there is no such unit."""
-        return dict(self._unit_digests(unit))
+        return dict(self._open(unit).digests)
 
-    def _prefix_of(self, unit: ObjectKey) -> str | None:
-        """The prefix of a unit; reads the journal again for an unknown step."""
-        found = self._journal.known.catalog.get(unit)
-        if found is None:
-            return self.units().get(unit) if self._refresh and unit.item is None else None
-        return None if (unit, found.save_id) in self._hidden() else found.prefix
+    def _prefix_of(self, unit: ObjectKey) -> str:
+        """The prefix of a unit, or Missing; reads the journal again for an unknown step."""
+        found, prefix = self._journal.known.catalog.get(unit), None
+        if found is None and self._refresh and unit.item is None:
+            prefix = self.units().get(unit)
+        elif found is not None and (unit, found.save_id) not in self._hidden():
+            prefix = found.prefix
+        if prefix is None:
+            raise Missing(f"{self.url}/{unit.name}")
+        return prefix
 
     def _at(self, prefix: str, name: str) -> StorePath:
         return self._journal.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:
-        unit, name = _unit_of(key) or (None, "")
-        prefix = None if unit is None else self._prefix_of(unit)
-        if unit is None or prefix is None or not name:
-            raise Missing(f"{self.url}/{key}")
-        found = self._unit_digests(unit).get(name)
-        if found is None:
-            raise Missing(f"{self.url}/{key}")
-        return prefix, name, found
+        unit, name = _unit_of(key)
+        with contextlib.suppress(Missing):
+            if unit is not None and name in (opened := self._open(unit)).digests:
+                return opened.prefix, name, opened.digests[name]
+        raise Missing(f"{self.url}/{key}")
 
-    def _unit_digests(self, unit: ObjectKey) -> dict[str, Digest]:
+    def _open(self, unit: ObjectKey) -> _Unit:
+        """Returns a unit, of which the digests are read once."""
         prefix = self._prefix_of(unit)
-        if prefix is None:
-            raise Missing(f"{self.url}/{unit.name}")
-        known = self._digests.get(prefix)
+        known = self._units.get(prefix)
         if known is None:
             asked = f"{unit.name}/{COMMIT}"
-            known = self._read_committed(prefix, asked, lambda: self._read_digests(unit, prefix))
+            known = self._read_committed(prefix, asked, lambda: self._read_unit(unit, prefix))
             with self._lock:
-                self._digests[prefix] = known
-                while len(self._digests) > _KEPT_UNITS:
-                    oldest = next(iter(self._digests))
-                    del self._digests[oldest]
-                    self._segmented.pop(oldest, None)
+                self._units[prefix] = known
+                while len(self._units) > _KEPT_UNITS:
+                    del self._units[next(iter(self._units))]
         return known
 
-    def _read_digests(self, unit: ObjectKey, prefix: str) -> dict[str, Digest]:
+    def _read_unit(self, unit: ObjectKey, prefix: str) -> _Unit:
         at = self._at(prefix, COMMIT)
-        data, found = at.store.get(at.key), self._journal.known.catalog.get(unit)
+        data, known = at.store.get(at.key), self._journal.known.catalog.get(unit)
         crc32c = google_crc32c.value(data)
-        if found is not None and found.prefix == prefix and found.crc32c != crc32c:
-            raise Damaged(at.shown(), f"crc32c {found.crc32c:08x}", f"crc32c {crc32c:08x}")
-        record = digests.digests_from(data, name=at.shown())
-        return {name: record.digest(name) for name in record.files}
+        if known is not None and known.prefix == prefix and known.crc32c != crc32c:
+            raise Damaged(at.shown(), f"crc32c {known.crc32c:08x}", f"crc32c {crc32c:08x}")
+        found = digests.digests_from(data, name=at.shown()).by_path()
+        segmented = [name for name, digest in found.items() if digest.length > SEGMENT_BYTES]
+        return _Unit(prefix, found, segmented)
 
     def _read_committed(self, prefix: str, key: str, read: Callable[[], _T]) -> _T:
         """Calls ``read``; if the object is missing, names the reason: retired or damaged."""
@@ -260,11 +255,11 @@ class CommittedStore(ReadOnlyStore):
 
 
 @functools.lru_cache(4096)
-def _unit_of(key: str) -> tuple[ObjectKey, str] | None:
-    """The unit that contains a key, and the key's name below it; None if there is none."""
+def _unit_of(key: str) -> tuple[ObjectKey | None, str]:
+    """The unit that contains a key, if there is one, and the key's name below it."""
     folder, *components = key.split("/")
     item = None
     if folder == naming.COMPACTED and len(components) > 1:
         folder, item, *components = components
     step = naming.step_number(folder)
-    return None if step is None else (ObjectKey(step, item), "/".join(components))
+    return None if step is None else ObjectKey(step, item), "/".join(components)

@@ -21,7 +21,7 @@ import dataclasses
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,16 +34,15 @@ from deltackpt.errors import (
     UnsupportedRoot,
 )
 from deltackpt.format import chain, manifest, naming
-from deltackpt.format.manifest import SaveId, SaveInfo
+from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import lease
 from deltackpt.ledger.lease import DirectoryLease, Lease
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import stored_saves
-from deltackpt.reading.wal_locations import WalFolder, WalLocation
 from deltackpt.storage import posix, redaction
 from deltackpt.storage.posix import DurableDir, fsync_path
-from deltackpt.storage.store import FileStore, StorePath, store_path
+from deltackpt.storage.store import FileStore, StorePath
 
 if TYPE_CHECKING:
     from deltackpt import events
@@ -193,11 +192,6 @@ class Root(Steps):
         """The directory of the WAL."""
         return self.path / naming.LOG
 
-    @property
-    def wal_location(self) -> WalLocation:
-        """See ``Steps``."""
-        return WalFolder(store_path(self.wal_dir), self.topics)
-
     def step_dir(self, step: int) -> Path:
         """Returns the path to which a step is renamed."""
         return self.path / str(step)
@@ -240,23 +234,10 @@ class Root(Steps):
         newest = max(lease.epochs(self.path), default=None)
         return None if newest is None else lease.read_lease(self.path / naming.lease_name(newest))
 
-    def check_lease(self) -> None:
-        """Checks that no other trainer has taken the lease; raises FencedError.
-
-        While a newer trainer starts, it waits for the outcome.
-        """
+    def check_lease(self, *, wait: bool = True, is_starting: bool = False) -> None:
+        """Checks that no other trainer has taken the lease; see ``DirectoryLease.check``."""
         if self._lease is not None:
-            self._lease.check()
-
-    def check_lease_now(self) -> None:
-        """Like ``check_lease``, but does not wait for newer trainers that have not started yet."""
-        if self._lease is not None:
-            self._lease.check(wait=False)
-
-    def check_start(self) -> None:
-        """Like ``check_lease``, for a starting trainer; a newer start here supersedes it."""
-        if self._lease is not None:
-            self._lease.check(is_starting=True)
+            self._lease.check(wait=wait, is_starting=is_starting)
 
     def roll_back(self, step: int, run: str) -> list[int]:
         """Un-commits every step after ``step``, with a warning; returns them.
@@ -275,7 +256,12 @@ class Root(Steps):
             # A trainer that has lost the lease must not move its successor's steps.
             self.check_lease()
             self.set_aside(found, aside / str(found))
-        self._move_bases_aside(step, aside)
+        for name in stored_saves.compacted_bases(self.store_path, self.item):
+            if int(name) > step:
+                self._dir.publish(
+                    naming.compacted_dir(self.path / name, self.item),
+                    naming.compacted_dir(aside / name, self.item),
+                )
         events.warn(
             f"{self.path}: resuming from step {step}, the later steps {sorted(later)} were moved "
             f"to {naming.ROLLED_BACK}/{run}"
@@ -288,17 +274,6 @@ class Root(Steps):
         common.publish(self.step_dir(step), target)
         with self._lock:
             self._known.pop(str(step), None)
-
-    def _move_bases_aside(self, step: int, aside: Path) -> None:
-        """Moves the compacted bases of later steps aside together with the steps."""
-        bases = stored_saves.compacted_bases(self.store_path, self.item)
-        for name in bases:
-            number = naming.step_number(name)
-            if number is not None and number > step:
-                self._dir.publish(
-                    naming.compacted_dir(self.step_dir(number), self.item),
-                    naming.compacted_dir(aside / name, self.item),
-                )
 
     def remove_leftovers(self) -> None:
         """Removes leftovers of interrupted saves and deletions, if the lease is held.
@@ -314,10 +289,6 @@ class Root(Steps):
         self.empty_trash()
         for emptied in self._dir.entries(self.path / naming.TRASH):
             self._dir.remove(emptied)
-
-    def write_kept(self, kept: Kept | None) -> None:
-        """Records which steps the trainer's policy keeps; None means every step."""
-        write_kept(self.path, kept)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """Removes committed steps; no remaining step may need one of them.
@@ -393,37 +364,29 @@ class Root(Steps):
             self._collect_own(protected)
 
     def _collect_own(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        # The first compaction creates it.
-        has_bases = os.path.isdir(self.path / naming.COMPACTED)
-        if has_bases and (bases := self._compacted()):
-            # Computed after the bases were listed: a save with one of them as its parent is by now
-            # committed or in flight, or did not begin.
-            in_flight, saves = protected(), self.saves().values()
-            infos = [info for info in saves if info is not None]
-            if len(infos) == len(saves):
-                self._drop_bases(bases, infos, in_flight)
-        # If the lease is lost, the next save reports it.
-        if self._trash() and self._lease is not None and self._lease.is_newest():
-            self.empty_trash()
-
-    def _drop_bases(
-        self,
-        bases: Mapping[str, SaveInfo],
-        infos: Sequence[SaveInfo],
-        in_flight: frozenset[SaveId],
-    ) -> None:
-        ids = {info.save_id for info in bases.values()}
-        needed = chain.needed_bases(infos, in_flight, ids)
-        dropped = [name for name, info in bases.items() if info.save_id not in needed]
-        if not dropped:
-            return
-        with contextlib.suppress(FencedError):
-            self.check_lease()
+        with contextlib.suppress(FencedError):  # The next save reports it.
             trash = self.new_trash()
-            for name in dropped:
+            for name in self._unneeded_bases(protected):
+                self.check_lease()
                 base = naming.compacted_dir(self.path / name, self.item)
                 self._discard(self._dir, base, trash / name)
                 self._dir.remove_empty(base.parent)  # Unless another item has a base.
+        if self._trash() and self._lease is not None and self._lease.is_newest():
+            self.empty_trash()
+
+    def _unneeded_bases(self, protected: Callable[[], frozenset[SaveId]]) -> list[str]:
+        """Returns the steps whose compacted bases no chain uses; none if a save is unreadable."""
+        # The first compaction creates the folder.
+        if not os.path.isdir(self.path / naming.COMPACTED) or not (bases := self._compacted()):
+            return []
+        # Computed after the bases were listed: a save with one of them as its parent is by now
+        # committed or in flight, or did not begin.
+        in_flight, saves = protected(), self.saves().values()
+        infos = [info for info in saves if info is not None]
+        if len(infos) < len(saves):
+            return []
+        needed = chain.needed_bases(infos, in_flight, {one.save_id for one in bases.values()})
+        return [name for name, info in bases.items() if info.save_id not in needed]
 
     def close(self) -> None:
         """Finishes deletions. The lease remains; the next trainer takes the next epoch."""

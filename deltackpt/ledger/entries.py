@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
@@ -209,6 +209,14 @@ class State:
         """The newest claim; None if there was never one."""
         return self.entry.claims[-1] if self.entry.claims else None
 
+    def claim_of(self, holder: str | None) -> LeaseClaim | None:
+        """Returns the claim of a holder, or None."""
+        return next((one for one in self.entry.claims if one.lease.holder == holder), None)
+
+    def claims_after(self, claim: LeaseClaim) -> tuple[LeaseClaim, ...]:
+        """Returns the claims that followed one."""
+        return tuple(one for one in self.entry.claims if one.lease.epoch > claim.lease.epoch)
+
     @property
     def trainer(self) -> LeaseClaim | None:
         """The claim of the trainer that may be running; None if none can be.
@@ -260,7 +268,7 @@ class State:
             committed[run] = max(attempt, committed.pop(run, -1))
         return dataclasses.replace(
             self.entry,
-            catalog=tuple(every[unit] for unit in sorted(every, key=_order)),
+            catalog=tuple(sorted(every.values(), key=lambda one: (one.step, one.item or ""))),
             committed=dict([*committed.items()][-MOST_RUNS:]),
         )
 
@@ -281,10 +289,6 @@ class State:
     def exists(self, save_id: SaveId) -> bool:
         """Returns whether a save, or its compacted base, is committed."""
         return any(one.save_id == save_id for one in self.catalog.values())
-
-
-def _order(unit: ObjectKey) -> tuple[int, str]:
-    return unit.step, unit.item or ""
 
 
 def to_bytes(entry: Entry) -> bytes:
@@ -332,12 +336,11 @@ def check(name: str, catalog: Iterable[CatalogEntry]) -> None:
             raise Damaged(name, f"a save of step {one.step}", f"save id {one.save_id}")
 
 
-def _check_logs(name: str, logs: Iterable[WalRef]) -> None:
-    numbers = []
+def _check_logs(name: str, logs: Sequence[WalRef]) -> None:
     for one in logs:
         match = _LOG.fullmatch(one.prefix)
         if match is None or int(match[1]) != one.epoch:
             raise Damaged(name, f"a prefix of WAL epoch {one.epoch}", records.shown(one.prefix))
-        numbers.append(one.epoch)
+    numbers = [one.epoch for one in logs]
     if numbers != sorted(set(numbers)):
         raise Damaged(name, "WAL epochs with ascending numbers", f"numbers {numbers[-5:]}")

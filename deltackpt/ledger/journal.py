@@ -111,7 +111,7 @@ class Journal(JournalView):
         self.is_replaced = False
 
         def change(state: State) -> Entry | None:
-            if any(one.lease.holder == holder for one in state.entry.claims):
+            if state.claim_of(holder) is not None:
                 return None
             if after_epoch not in (None, state.epoch):
                 raise InUse(
@@ -123,11 +123,10 @@ class Journal(JournalView):
             return dataclasses.replace(state.entry, claims=claims)
 
         state = self._change(change)
-        for one in state.entry.claims:
-            if one.lease.holder == holder:
-                self._claim = one
-                return one
-        raise self._fenced(state.claim, holder)  # More claims followed than an entry keeps.
+        self._claim = state.claim_of(holder)
+        if self._claim is None:  # More claims followed than an entry keeps.
+            raise self._fenced(state.claim, holder)
+        return self._claim
 
     def start(self) -> None:
         """Ends the pending state of the claim; does not wait for newer trainers that start."""
@@ -140,8 +139,7 @@ class Journal(JournalView):
             started = tuple(_started(one) if one.lease.holder == holder else one for one in claims)
             return None if started == claims else dataclasses.replace(state.entry, claims=started)
 
-        found = self._change(change).entry.claims
-        self._claim = next(one for one in found if one.lease.holder == holder)
+        self._claim = self._change(change).claim_of(holder) or self._claim
 
     def withdraw(self) -> None:
         """Removes the claim that ``claim`` took: the previous trainer holds the directory again.
@@ -151,20 +149,15 @@ class Journal(JournalView):
         """
 
         def change(state: State) -> Entry | None:
-            claims = state.entry.claims
-            own = [
-                number
-                for number, one in enumerate(claims)
-                if one.lease.holder == self._claimed_holder
-            ]
-            if not own or claims[own[0]].began:
+            claims, own = state.entry.claims, state.claim_of(self._claimed_holder)
+            if own is None or own.began or own == claims[0]:
                 return None
-            before, later = claims[: own[0]], claims[own[0] + 1 :]
             # If the later ones are withdrawn too, this one must not fence the previous trainer.
-            if not before or not all(one.lease.pending for one in later):
+            if not all(one.lease.pending for one in state.claims_after(own)):
                 return None
-            withdrawn = max(claims[own[0]].lease.epoch, state.entry.withdrawn)
-            return dataclasses.replace(state.entry, claims=(*before, *later), withdrawn=withdrawn)
+            left = tuple(one for one in claims if one != own)
+            withdrawn = max(own.lease.epoch, state.entry.withdrawn)
+            return dataclasses.replace(state.entry, claims=left, withdrawn=withdrawn)
 
         if self._claimed_holder is not None:
             self._change(change)
@@ -407,12 +400,12 @@ class Journal(JournalView):
             at = self.root / prefix
             at.store.delete(at.store.keys(at.key))
 
-    def _delete_old_entries(self, *, least: int) -> None:
+    def _delete_old_entries(self) -> None:
         """Deletes old entries once enough newer ones exist."""
         newest = self._known.entry.number
         with self._lock:
             old = {number for number in self._older if number <= newest - KEPT_ENTRIES}
-            if len(old) < least:
+            if len(old) < _DELETED_AT_ONCE:
                 return
             self._older -= old
         # A failed deletion is harmless.
@@ -487,7 +480,7 @@ class Journal(JournalView):
         self._stale = False
         # Anything else that was sent under this number, or an earlier one, has lost.
         self._sent = {one: number for one, number in self._sent.items() if number > entry.number}
-        self._delete_old_entries(least=_DELETED_AT_ONCE)
+        self._delete_old_entries()
         return state
 
     def _put(self, entry: Entry, before: Entry) -> bool:
@@ -530,10 +523,8 @@ class Journal(JournalView):
 
     def _superseded(self, state: State, holder: str | None) -> FencedError:
         """The error of a holder whose claim is not the newest; ``_Pending`` if it may be again."""
-        error = self._fenced(state.claim, holder)
-        claims = state.entry.claims
-        own = [number for number, one in enumerate(claims) if one.lease.holder == holder]
-        later = claims[own[0] + 1 :] if own else ()
+        error, own = self._fenced(state.claim, holder), state.claim_of(holder)
+        later = () if own is None else state.claims_after(own)
         if later and all(one.lease.pending for one in later) and not self._lost:
             return _Pending(str(error), {one.lease.epoch: one.lease for one in later})
         return error

@@ -41,6 +41,7 @@ from deltackpt.errors import (
 from deltackpt.format import manifest, naming
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
+from deltackpt.storage.store import store_path
 
 
 @contextlib.contextmanager
@@ -366,7 +367,7 @@ def epochs(path: Path) -> Iterator[int]:
 
 def read_lease(path: Path) -> Lease:
     """Reads a directory's holder; Damaged if the lease was not signed or is altered."""
-    lease = manifest.from_bytes(posix.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+    lease = manifest.from_bytes(store_path(path).read(), Lease, name=path.name, magic=_MAGIC)
     if not 0 <= lease.since_secs < _MOST_SECS:
         raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
     return lease

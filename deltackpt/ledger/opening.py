@@ -19,7 +19,6 @@ from deltackpt.format import naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.ledger.view import JOURNAL, JournalView
@@ -65,11 +64,6 @@ class BucketSteps(Steps):
     def lost_steps(self) -> dict[int, Damaged]:
         """See ``Steps``."""
         return self.journal.lost_saves
-
-    def newest_lease(self) -> Lease | None:
-        """See ``Steps``."""
-        claim = self.journal.known.claim
-        return None if claim is None else claim.lease
 
 
 def open_steps(

@@ -28,7 +28,6 @@ from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.committed import CommittedStore
 from deltackpt.ledger.entries import COMMIT, prefix_step
-from deltackpt.ledger.lease import Lease
 from deltackpt.reading import inventory, stored_saves
 from deltackpt.reading.shard_arrays import is_of_dense_segment
 from deltackpt.reading.wal_index import (
@@ -260,10 +259,6 @@ class Steps:
     def lost_steps(self) -> dict[int, Damaged]:
         """Returns steps that may have been committed, according to the remaining records."""
         return {}
-
-    def newest_lease(self) -> Lease | None:
-        """Returns the lease holder; None if there was never one, or it is unknown."""
-        return None
 
     def close(self) -> None:
         """Closes everything that is open."""

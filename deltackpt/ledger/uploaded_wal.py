@@ -7,8 +7,8 @@ segment ends where the next piece is missing, as a torn one does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import google_crc32c
 
@@ -35,31 +35,7 @@ HEAD = "head.msgpack"
 HEAD_COPY = "head.copy.msgpack"
 
 
-class Pieces(NamedTuple):
-    """The contiguous pieces of a segment from its beginning, and all existing pieces."""
-
-    whole: tuple[PieceRange, ...]
-    every: tuple[PieceRange, ...]
-
-    @property
-    def length(self) -> int:
-        """The length of the segment."""
-        return self.whole[-1].end if self.whole else 0
-
-    @classmethod
-    def from_ranges(cls, found: Iterable[PieceRange]) -> Pieces:
-        """Parses piece names; overlapping pieces hold the same bytes in the overlap."""
-        every = tuple(sorted(found, key=lambda one: (one.start, -one.end)))
-        whole: list[PieceRange] = []
-        end = 0
-        for one in every:
-            if one.start <= end < one.end:
-                whole.append(one)
-                end = one.end
-        return cls(tuple(whole), every)
-
-
-def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
+def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, list[PieceRange]]:
     """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing."""
     found: dict[str, list[PieceRange]] = {}
     at = epoch / folder if folder else epoch
@@ -68,7 +44,22 @@ def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
         piece = naming.piece_range(name)
         if piece is not None and segment:
             found.setdefault(segment, []).append(piece)
-    return {segment: Pieces.from_ranges(pieces) for segment, pieces in found.items()}
+    return found
+
+
+def contiguous(pieces: Iterable[PieceRange]) -> tuple[PieceRange, ...]:
+    """Returns the pieces of a segment up to the first gap; overlaps hold the same bytes."""
+    found: list[PieceRange] = []
+    end = 0
+    for one in sorted(pieces, key=lambda one: (one.start, -one.end)):
+        if one.start <= end < one.end:
+            found.append(one)
+            end = one.end
+    return tuple(found)
+
+
+def _end(pieces: Sequence[PieceRange]) -> int:
+    return pieces[-1].end if pieces else 0
 
 
 def _is_progress(key: str) -> bool:
@@ -80,7 +71,8 @@ class UploadedWal(ReadOnlyStore):
 
     def __init__(self, at: StorePath):
         self._at = at
-        self._known: Mapping[str, Pieces] = {}
+        #: The contiguous pieces of each segment.
+        self._known: dict[str, tuple[PieceRange, ...]] = {}
 
     @property
     def url(self) -> str:
@@ -100,11 +92,11 @@ class UploadedWal(ReadOnlyStore):
         if _is_progress(key):
             at = self._at / key
             return at.store.read_into(at.key, start, buffers, whole=whole)
-        found = self._pieces(key)
+        pieces = self._pieces(key)
         wanted = sum(buffer.nbytes for buffer in buffers)
-        first = first_byte(f"{self.url}/{key}", start, wanted, found.length, whole=whole)
-        for number, at_byte, inside in split(first, buffers, (one.end for one in found.whole)):
-            piece = found.whole[number]
+        first = first_byte(f"{self.url}/{key}", start, wanted, _end(pieces), whole=whole)
+        for number, at_byte, inside in split(first, buffers, (one.end for one in pieces)):
+            piece = pieces[number]
             at = self._at / key / naming.piece_name(piece)
             at.store.read_into(at.key, at_byte - piece.start, inside)
 
@@ -112,15 +104,16 @@ class UploadedWal(ReadOnlyStore):
         """See ``Store``."""
         if _is_progress(key):
             return NBYTES
-        return self._pieces(key).length
+        return _end(self._pieces(key))
 
     def version(self, key: str) -> Hashable:
         """See ``Store``."""
-        return self._pieces(key).whole
+        return self._pieces(key)
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
-        fresh = pieces_at(self._at, folder)
+        found = pieces_at(self._at, folder)
+        fresh = {segment: contiguous(pieces) for segment, pieces in found.items()}
         inside = f"{folder}/" if folder else ""
         others = {key: one for key, one in self._known.items() if not key.startswith(inside)}
         self._known = others | fresh
@@ -131,14 +124,10 @@ class UploadedWal(ReadOnlyStore):
         found = self.keys(folder)
         return DirIdentity((self.url, folder), tuple(found)) if found else None
 
-    def _pieces(self, key: str) -> Pieces:
-        found = self._known.get(key)
-        if found is None:
-            self.keys(key.rpartition("/")[0])
-            found = self._known.get(key)
-        if found is None:
+    def _pieces(self, key: str) -> tuple[PieceRange, ...]:
+        if key not in self._known and key not in self.keys(key.rpartition("/")[0]):
             raise Missing(f"{self.url}/{key}")
-        return found
+        return self._known[key]
 
 
 class UploadedWals:

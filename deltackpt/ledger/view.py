@@ -133,10 +133,8 @@ class JournalView:
 
     def _readable(self, number: int, listed: _Listed, is_same: bool) -> Entry | None:
         """Returns an entry, read from its copy if it has one; None if neither can be read."""
-        problem: Damaged | None = None
-        if number not in listed.entries:
-            at = self.root / entry_name(number)
-            problem = Damaged(at.shown(), "an entry", "no such file")
+        missing = Damaged(self._at(number).shown(), "an entry", "no such file")
+        problem = None if number in listed.entries else missing
         # A copy belongs to an entry that was in force. If that was lost, a delayed write may put
         # another in its place, so an entry without a copy is listed again after it was read.
         for is_copy in (True, False):
@@ -157,11 +155,9 @@ class JournalView:
                     if again.entries - listed.entries or again.copies - listed.copies:
                         raise Missing(str(self._at(number)))
                 return found
-        at = self.root / entry_name(number)
         if not is_same:
-            raise Missing(str(at))  # A copy of it may have been put since.
-        problem = problem or Damaged(at.shown(), "an entry", "no such file")
-        self._lost[number] = self._record_problem(problem, _LOST)
+            raise Missing(str(self._at(number)))  # A copy of it may have been put since.
+        self._lost[number] = self._record_problem(problem or missing, _LOST)
         return None
 
     def _record_problem(self, problem: Damaged, action: str) -> Damaged:

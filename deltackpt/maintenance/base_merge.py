@@ -37,7 +37,7 @@ from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.shard_writer import StoredField
-from deltackpt.storage.store import StorePath
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.storage.zarr_writer import ZarrSegmentSink
 
 #: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
@@ -109,7 +109,7 @@ def written_shard(plan: CompactionPlan, number: int) -> WrittenShard | None:
     if not folder.is_dir():
         return None
     path = folder / naming.manifest_name(number)
-    data = posix.read_bytes(path)
+    data = store_path(path).read()
     record = manifest.from_bytes(data, name=posix.object_name(path))
     held = digests.read_item_digests(folder, record)
     nbytes = len(data) + (folder / naming.digests_name(number)).stat().st_size

@@ -103,7 +103,7 @@ def collect(
 def _opened(
     directory: str | os.PathLike[str], item: str, endpoint: str | None
 ) -> _Directory | _Bucket:
-    if buckets.is_path(directory):
+    if buckets.file_path(directory) is not None:
         return _Directory(directory, item)
     return _Bucket(directory, item, endpoint)
 

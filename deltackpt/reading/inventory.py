@@ -215,7 +215,7 @@ def _digests_of(item_dir: StorePath, record: Manifest) -> dict[str, Digest]:
     if record.layer is not None:
         return {naming.layer_name(record.process): _digest_of(record.layer)}
     known = digests.read_item_digests(item_dir, record)
-    return {path: known.digest(path) for path in known.files}
+    return known.by_path()
 
 
 def _digest_of(layer: LayerRef) -> Digest:

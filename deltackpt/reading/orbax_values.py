@@ -392,7 +392,7 @@ def _digests_of(step_dir: StorePath, files: digests.Files) -> Mapping[str, Diges
 
 def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
     known = digests.read_item_digests(save.item_dir, save.head)
-    return _of_item({name: known.digest(name) for name in known.files})
+    return _of_item(known.by_path())
 
 
 def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:

@@ -41,6 +41,7 @@ from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.shard_writer import shard_entry
+from deltackpt.storage.store import store_path
 
 #: A process reports that all its files of the step are written; process 0 also reports the commit.
 Phase = Literal["written", "done"]
@@ -91,7 +92,7 @@ class StepWriters:
         if self.count == 1 or self.shared_fs:
             return {}
         found = {path.relative_to(self.temporary).as_posix(): path for path in paths}
-        return {name: posix.read_bytes(path) for name, path in found.items()}
+        return {name: store_path(path).read() for name, path in found.items()}
 
     def report(self, phase: Phase, records: Mapping[str, bytes | None]) -> None:
         """Reports that this process is done with a phase, with files that the receivers store.
@@ -150,7 +151,7 @@ class StepWriters:
         shards, owned = [shard_entry(own, 0)], [own.owned_cells]
         stamps = {key: (0, value) for key, value in own.shared_stamps.items()}
         paths = [item_dir / naming.manifest_name(process) for process in self.reporters]
-        read = self.runtime.map(posix.read_bytes, paths, threads=READS)
+        read = self.runtime.map(lambda path: store_path(path).read(), paths, threads=READS)
         for path, data in zip(paths, read, strict=True):
             found = manifest.from_bytes(data, name=path.name)
             _check_agreed(own, found)

@@ -35,7 +35,7 @@ from deltackpt.save.branch import (
     discontinuity,
 )
 from deltackpt.state.touch_state import clock_exhausted
-from deltackpt.storage import posix
+from deltackpt.storage.store import store_path
 
 if TYPE_CHECKING:
     from deltackpt.save.tracking_audit import Samples
@@ -491,7 +491,7 @@ def _committed_manifest(known: Known, item: str) -> Written | None:
     """Returns the contents of the manifest at the path of a save, if it is that save's."""
     try:
         path = known.path / item / naming.manifest_name(0)
-        data = posix.read_bytes(path)
+        data = store_path(path).read()
         crc32c = google_crc32c.value(data)
         if known.written is None or known.written.crc32c != crc32c:
             name = path.relative_to(known.path.parent).as_posix()

@@ -58,7 +58,7 @@ def key(directory: str | os.PathLike[str], item: str) -> str:
 
 def root_name(directory: str | os.PathLike[str]) -> str:
     """Returns a directory's canonical name: an absolute path, or a URL."""
-    if buckets.is_path(directory):
+    if buckets.file_path(directory) is not None:
         return os.fspath(Path(buckets.file_path(directory) or "").absolute())
     return buckets.locate(directory).url
 

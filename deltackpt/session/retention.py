@@ -17,6 +17,7 @@ from deltackpt.errors import Damaged, RestoreError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import ocp
+from deltackpt.ledger import directory
 from deltackpt.ledger.directory import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
@@ -98,7 +99,8 @@ def enforce(policy: PreservationPolicy, run: Run) -> None:
         run.ledger.remove_steps(_unneeded(surplus, stay, run.root, protected))
     # Last: a full disk gets room first.
     newest = max((checkpoint.step for checkpoint in steps), default=-1)
-    run.local.write_kept(Kept(policy=type(policy).__name__, newest=newest, steps=tuple(stay)))
+    note = Kept(policy=type(policy).__name__, newest=newest, steps=tuple(stay))
+    directory.write_kept(run.local.path, note)
 
 
 def _unneeded(

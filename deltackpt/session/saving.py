@@ -31,6 +31,7 @@ from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
+from deltackpt.ledger import directory
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.resources.runtime import Task, no_thread
@@ -368,7 +369,7 @@ class Saver:
         if run.coordinator.index == 0:
             try:
                 if self._retention is None:
-                    run.local.write_kept(None)
+                    directory.write_kept(run.local.path, None)
                 else:  # After the commit, since the policy counts this step.
                     retention.enforce(self._retention, run)
             except Exception as error:

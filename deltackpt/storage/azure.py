@@ -182,21 +182,18 @@ class AzureStore(Store):
         except self._api.exceptions.AlreadyExistsError as error:
             key = action.partition(" ")[2]
             raise Exists(f"{self._url}/{key}") from OSError(_message(error))
-        except FileNotFoundError as error:
-            if missing is not None:
-                raise Missing(f"{self._url}/{missing}") from OSError(_message(error))
-            raise self._failed(Refused, action, _message(error)) from OSError(_message(error))
         except (OSError, ValueError, self._api.exceptions.BaseError) as error:
             if isinstance(error, StorageError):
                 raise
-            if _UNTRUSTED in str(error):
-                raise untrusted(self._url, action) from OSError(_message(error))
-            raise self._failed(_kind(error), action, _message(error)) from OSError(_message(error))
-
-    def _failed(self, kind: type[StorageError], action: str, message: str) -> StorageError:
-        if kind is Unanswered and not _STATUS.search(message):
-            return unanswered(self._url, action, self._deadline_secs)
-        return refusal(kind, self._url, action, message)
+            kind, message = _kind(error), _message(error)
+            failed = refusal(kind, self._url, action, message)
+            if missing is not None and isinstance(error, FileNotFoundError):
+                failed = Missing(f"{self._url}/{missing}")
+            elif _UNTRUSTED in str(error):
+                failed = untrusted(self._url, action)
+            elif kind is Unanswered and not _STATUS.search(message):
+                failed = unanswered(self._url, action, self._deadline_secs)
+            raise failed from OSError(message)
 
 
 def _kind(error: Exception) -> type[StorageError]:

@@ -99,11 +99,6 @@ def is_url(where: str | os.PathLike[str]) -> bool:
     return text.startswith("{") or _URL.match(text) is not None
 
 
-def is_path(where: str | os.PathLike[str]) -> bool:
-    """Returns whether something is a path, or a file URL."""
-    return file_path(where) is not None
-
-
 def file_path(where: str | os.PathLike[str]) -> Path | None:
     """Returns the local path; None for a bucket. A URL of another host's file is an OptionError."""
     text = os.fspath(where)
@@ -181,14 +176,7 @@ def _of_nodes(text: str, named: str, endpoint: str | None) -> BucketLocation:
 
 
 def _by_spec(text: str, endpoint: str | None) -> BucketLocation:
-    shown = redaction.shown(text)
-    try:
-        spec, problem = json.loads(text), ""
-    except ValueError as error:
-        # Not chained: the error contains the complete text.
-        spec, problem = None, str(error)
-    except RecursionError:
-        spec, problem = None, "objects that are nested too deep"
+    shown, (spec, problem) = redaction.shown(text), redaction.parse_spec(text)
     if problem:
         raise OptionError(
             f"{shown}: expected a TensorStore kvstore spec as JSON, found {problem}; correct it"

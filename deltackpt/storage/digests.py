@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -224,20 +223,19 @@ class Digests:
         known = self.block_bytes == BLOCK_BYTES
         return Digest(*self.files[name], self.blocks.get(name, b"") if known else b"")
 
+    def by_path(self) -> dict[str, Digest]:
+        """Returns the digest of each file."""
+        return {name: self.digest(name) for name in self.files}
+
 
 def digest_tree(
     directory: Path, *, skip: Callable[[str], bool] = lambda name: False
 ) -> dict[str, Digest]:
     """Returns digests of all files below a directory, without those whose path ``skip`` rejects."""
-    wanted = []
-    for folder, folders, found in os.walk(directory):
-        inside = Path(folder).relative_to(directory)
-        folders[:] = [name for name in folders if not skip((inside / name).as_posix())]
-        names = ((inside / name).as_posix() for name in found)
-        wanted += [name for name in names if not skip(name)]
-    wanted.sort()
+    at = store_path(directory)
+    wanted = [name for name in at.keys() if not skip(name)]
     with Runtime(_READERS) as runtime:
-        digests = runtime.map(lambda name: digest_file(directory / name), wanted)
+        digests = runtime.map(lambda name: digest_file(at / name), wanted)
     return dict(zip(wanted, digests, strict=True))
 
 
@@ -284,15 +282,6 @@ def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
-def check(
-    directory: StorePath | Path, digests: Digests, *, share: tuple[int, int] = (0, 1)
-) -> list[Damaged]:
-    """Returns what is missing, truncated or altered; ``(i, n)`` checks the i-th of n shares."""
-    number, count = share
-    by_size = sorted(digests.files, key=lambda name: (-digests.files[name][0], name))
-    return check_files(directory, {name: digests.digest(name) for name in by_size[number::count]})
-
-
 def check_files(
     directory: StorePath | Path,
     expected: Mapping[str, Digest],
@@ -332,22 +321,18 @@ def check_step_files(
 
     ``files`` is that of its manifest.
     """
-    number, count = share
-
-    def chosen(digests: Digests) -> Digests:
-        def is_chosen(name: str) -> bool:
-            return wanted(name) or naming.step_digests_process(name) is not None
-
-        return Digests({name: of for name, of in digests.files.items() if is_chosen(name)})
-
+    (number, count), at = share, store_path(step_dir)
     try:
-        at = step_dir / naming.STEP_DIGESTS
-        digests = Digests({**files}) if files else read_digests(at)
-        damage = check(step_dir, chosen(digests), share=share)
-        for name in digests.files:
-            process = naming.step_digests_process(name)
+        listed = files or read_digests(at / naming.STEP_DIGESTS).files
+        process_of = {name: naming.step_digests_process(name) for name in listed}
+        # Each process gets files of all sizes.
+        by_size = sorted(listed, key=lambda name: (-listed[name][0], name))
+        chosen = [one for one in by_size if wanted(one) or process_of[one] is not None]
+        damage = check_files(at, {one: Digest(*listed[one]) for one in chosen[number::count]})
+        for name, process in process_of.items():
             if process is not None and process % count == number:
-                damage += check(step_dir, chosen(read_digests(step_dir / name)))
+                others = read_digests(at / name).files.items()
+                damage += check_files(at, {one: Digest(*of) for one, of in others if wanted(one)})
     except Damaged as error:
         return [error]
     return damage
@@ -363,8 +348,7 @@ def parse_step_digests(read: Callable[[str], bytes], files: Files, shown: str) -
         data = read(name)
         if wanted is not None:
             check_bytes(data, wanted, f"{shown}/{name}")
-        known = digests_from(data, name=f"{shown}/{name}")
-        return {path: known.digest(path) for path in known.files}
+        return digests_from(data, name=f"{shown}/{name}").by_path()
 
     found = {name: Digest(*of) for name, of in files.items()}
     found = found or digests_of(naming.STEP_DIGESTS)

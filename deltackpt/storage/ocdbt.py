@@ -247,12 +247,6 @@ def merge(item: Path, processes: Iterable[int], described: Mapping[str, bytes]) 
         transaction.commit_sync()
 
 
-def read(item: Path) -> dict[str, bytes]:
-    """Returns all keys and values of a database; for tests and debugging."""
-    store = _open(_files(item), _context())
-    return {key.decode(): bytes(store.read(key).result().value) for key in store.list().result()}
-
-
 def _reference(within: ts.KvStore, key: str, data: np.ndarray) -> ts.WriteFutures:
     """Writes one chunk through the zarr driver, which does not copy it."""
     name, _, index = key.rpartition("/")

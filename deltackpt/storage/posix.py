@@ -12,7 +12,6 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
@@ -22,7 +21,6 @@ import numpy as np
 
 from deltackpt.errors import Damaged, DeltackptError, OptionError, OutOfSpace, StorageError
 from deltackpt.format import naming
-from deltackpt.format.records import MOST_BYTES
 from deltackpt.resources.host_memory import ALIGNMENT, is_aligned
 from deltackpt.resources.runtime import Pace
 
@@ -56,19 +54,6 @@ def typed_errors(path: os.PathLike[str], action: str, *, full: str = FULL) -> It
         raise unreadable(path, error, action) from error
 
 
-def read_bytes(path: Path) -> bytes:
-    """Reads a whole file; ``Damaged`` if missing, or longer than ``MOST_BYTES``."""
-    shown = object_name(path)
-    if (nbytes := length(path, shown)) > MOST_BYTES:
-        raise Damaged(shown, f"at most {MOST_BYTES} bytes", f"{nbytes} bytes")
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise Damaged(shown, "a file", "no such file") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
 def listing(path: Path) -> list[str]:
     """Returns the names in a directory."""
     with typed_errors(path, "list it"):
@@ -86,19 +71,6 @@ def unreadable(path: os.PathLike[str] | str, error: OSError, action: str = "read
     )
 
 
-def length(path: Path, name: str) -> int:
-    """Returns the length of a file; ``Damaged`` if missing, or not a file: a pipe would block."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Damaged(name, "a file", "no such file") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise Damaged(name, "a file", "something other than a file")
-    return found.st_size
-
-
 def object_name(path: PurePath | str, components: int = 3) -> str:
     """Returns the last components of a path: enough to find it in a checkpoint directory."""
     names = path.split("/") if isinstance(path, str) else path.parts
@@ -106,16 +78,6 @@ def object_name(path: PurePath | str, components: int = 3) -> str:
     if first and names[first - 1] == naming.COMPACTED:
         first -= 1  # Not the resolved path.
     return "/".join(names[first:])
-
-
-def tree_bytes(directory: Path) -> int:
-    """Returns the total size of files below a directory; tolerates concurrent removals."""
-    total = 0
-    for folder, _, inside in os.walk(directory):
-        for name in inside:
-            with contextlib.suppress(OSError):  # Deleted concurrently, or unreadable.
-                total += os.stat(os.path.join(folder, name)).st_size
-    return total
 
 
 def free_bytes(path: Path) -> int:

@@ -29,13 +29,23 @@ def shown(where: str | os.PathLike[str]) -> str:
     """Returns a path, URL or kvstore spec for error messages, without credentials and queries."""
     text = os.fspath(where)
     if text.startswith("{"):
-        spec = _parsed(text)
+        spec, _ = parse_spec(text)
         return json.dumps(_redacted(spec), sort_keys=True) if isinstance(spec, dict) else "{...}"
     found = _URL.match(text)
     if found is None:
         return text
     rest = _QUERY.sub(lambda match: match[0][0] + _HIDDEN, text[found.end() :])
     return found[0] + _USER.sub(f"{_HIDDEN}@", rest)
+
+
+def parse_spec(text: str) -> tuple[object, str]:
+    """Returns a kvstore spec, and what is wrong with it as JSON, if anything is."""
+    try:
+        return json.loads(text), ""
+    except ValueError as error:  # Not chained by callers: it contains the complete text.
+        return None, str(error)
+    except RecursionError:
+        return None, "objects that are nested too deep"
 
 
 def secret_in(spec: object) -> str | None:
@@ -59,13 +69,6 @@ def check_token(token: str) -> None:
             f"token: expected 1 to 4,096 printable ASCII characters without spaces, found "
             f"{len(token)} that are not; use the one that the nodes were started with"
         )
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _redacted(value: object, key: str = "") -> object:

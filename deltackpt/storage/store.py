@@ -386,19 +386,15 @@ class FileStore:
                 if whole or start < 0:
                     length = os.fstat(descriptor).st_size
                     start = first_byte(f"{self.path / key}", start, wanted, length, whole=whole)
-                for buffer in buffers:
-                    start = self._fill(descriptor, key, buffer, start)
+                for left in buffers:
+                    while left.nbytes:
+                        count = os.preadv(descriptor, [left], start)
+                        if count == 0:
+                            expected = f"{start + left.nbytes} bytes"
+                            raise Damaged(f"{self.path / key}", expected, f"{start} bytes")
+                        left, start = left[count:], start + count
             finally:
                 os.close(descriptor)
-
-    def _fill(self, descriptor: int, key: str, buffer: memoryview, start: int) -> int:
-        while buffer.nbytes:
-            count = os.preadv(descriptor, [buffer], start)
-            if count == 0:
-                expected = f"{start + buffer.nbytes} bytes"
-                raise Damaged(f"{self.path / key}", expected, f"{start} bytes")
-            buffer, start = buffer[count:], start + count
-        return start
 
     def length(self, key: str) -> int:
         """See ``Store``."""

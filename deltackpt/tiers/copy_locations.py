@@ -138,7 +138,7 @@ class Directory:
         """Copies a unit and makes it visible atomically; ``reading`` surrounds the reads."""
         staged = self._staged(unit)
         self._dir.make(staged)
-        needed = unit.nbytes - posix.tree_bytes(staged)
+        needed = unit.nbytes - store_path(staged).tree_bytes()
         shown = f"{self.name}/{unit.name}"
         posix.require_room(staged, needed, shown, "make room, then copy again")
 
@@ -227,7 +227,7 @@ class Directory:
         if unit.key.item is None:
             head = f"{self.item}/{head}"
         try:
-            data = posix.read_bytes(self._path / unit.name / head)
+            data = store_path(self._path / unit.name / head).read()
         except Damaged as error:
             raise _differs(f"{self.name}/{unit.name}", f"no {head}") from error
         if digests.digest_bytes(data)[:3] != unit.files[head][:3]:

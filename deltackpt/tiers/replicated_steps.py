@@ -25,7 +25,6 @@ from deltackpt.ledger.steps import local_folder
 from deltackpt.ledger.uploaded_wal import UploadedWals
 from deltackpt.reading import inventory
 from deltackpt.reading.wal_locations import WalFolder, WalLocation, WalLocations
-from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import (
     DirIdentity,
@@ -144,7 +143,7 @@ class ReplicatedSteps(BucketSteps):
         known = self._metadata
         if (found := known.get(info.save_id)) is None:
             try:
-                found = posix.read_bytes(self._local.step_dir(step) / naming.STEP_METADATA)
+                found = store_path(self._local.step_dir(step) / naming.STEP_METADATA).read()
             except (RestoreError, StorageError):
                 found = super().metadata(step)
             ids = {one.save_id for one in infos.values()}

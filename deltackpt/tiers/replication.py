@@ -134,7 +134,7 @@ class ReplicationClient:
         """
         if self._is_reader:
             return
-        self.local.check_start()
+        self.local.check_lease(is_starting=True)
         self._is_confirmed = True
         self.stage.order(self.orders)
         self._finish_start()
@@ -383,7 +383,7 @@ class ReplicationClient:
     def _help_on_full_disk(self) -> None:
         """Restarts the uploader, and reads the journal if it may have no room for its reports."""
         if behind := self.lag():
-            self.local.check_lease_now()
+            self.local.check_lease(wait=False)
             self.start()
             if posix.free_bytes(self.stage.path) < 2 * max(behind.values()):
                 self.journal.state()
@@ -476,7 +476,7 @@ class ReplicationClient:
             ):
                 continue
             if key not in sizes:
-                sizes[key] = posix.tree_bytes(self.local.path / str(step))
+                sizes[key] = self.local.at(step).tree_bytes()
             found[step] = sizes[key]
         self._sizes = sizes  # Without saves that are no longer staged.
         return found
@@ -493,7 +493,7 @@ class ReplicationClient:
 
     def keep_waiting(self, deadline: float | None = None) -> bool:
         """Waits a moment; returns whether to continue, by default until ``stop_waiting``."""
-        self.local.check_lease_now()
+        self.local.check_lease(wait=False)
         self.check_claim()
         self.start()
         if deadline is None:

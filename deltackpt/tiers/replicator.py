@@ -23,6 +23,7 @@ from deltackpt.errors import InUse, StorageError
 from deltackpt.ledger import lease
 from deltackpt.resources import host_memory, runtime
 from deltackpt.storage import posix
+from deltackpt.storage.store import store_path
 from deltackpt.tiers.cursor import WAKE, Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.staging import StagingDir
@@ -163,7 +164,7 @@ def status_of(stage: StagingDir) -> Status | None:
     return Status(
         url=orders.url,
         waiting=len(waiting),
-        nbytes=sum(posix.tree_bytes(stage.steps / str(step)) for step in waiting),
+        nbytes=sum(store_path(stage.steps / str(step)).tree_bytes() for step in waiting),
         damaged=progress.damaged,
         problem=progress.fenced or progress.problem,
         problem_unix_secs=progress.problem_unix_secs,
@@ -211,5 +212,5 @@ def _pushing(stage: StagingDir, trainer: Trainer) -> Iterator[None]:
 
 def _shorten(log: Path) -> None:
     with contextlib.suppress(OSError, StorageError):
-        if posix.length(log, log.name) > _MOST_LOG_BYTES:
+        if store_path(log).length(log.name) > _MOST_LOG_BYTES:
             os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))

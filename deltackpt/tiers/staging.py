@@ -42,6 +42,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, Hidden, ObjectKey, State
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DurableDir
+from deltackpt.storage.store import store_path
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
@@ -323,7 +324,7 @@ class StagingDir:
         """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
         path = self._progress(tier)
         try:
-            data = posix.read_bytes(path)
+            data = store_path(path).read()
             found = manifest.from_bytes(data, TierProgress, name=path.name, magic=_PROGRESS)
         except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return TierProgress(holder=holder)
@@ -360,13 +361,13 @@ class StagingDir:
 def _read(path: Path) -> bytes | None:
     """Reads a record; None if it does not exist or cannot be read."""
     with contextlib.suppress(RestoreError):
-        return posix.read_bytes(path)
+        return store_path(path).read()
     return None
 
 
 def _read_orders(path: Path) -> Orders | None:
     try:
-        data = posix.read_bytes(path)
+        data = store_path(path).read()
     except Damaged:
         if not os.path.lexists(path):
             return None

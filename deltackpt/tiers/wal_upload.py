@@ -284,7 +284,7 @@ class WalUpload:
         if ref.prefix not in self._sent:
             found = pieces_at(self._journal.root / ref.prefix)
             self._sent[ref.prefix] = {
-                segment: _Uploaded([*one.every]) for segment, one in found.items()
+                segment: _Uploaded([*pieces]) for segment, pieces in found.items()
             }
         return self._sent[ref.prefix]
 

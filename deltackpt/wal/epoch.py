@@ -159,18 +159,9 @@ class OpenEpoch:
 
     def close(self) -> dict[str, np.ndarray]:
         """Ends the writer; returns the rows that no durable record contains, by table."""
-        self.end()
-        return self.writer.drain_pending()
-
-    def end(self) -> None:
-        """Stops the writer."""
         self.writer.close()
         self.progress.close()
-
-    def void(self) -> None:
-        """Informs the other processes that this process has no valid records."""
-        self.progress.record(0, 0)
-        self.progress.close()
+        return self.writer.drain_pending()
 
     def _is_durable(self, records: Sequence[Batch]) -> None:
         with self._lock:
@@ -410,37 +401,23 @@ class FileProgress(WalProgress):
 
 
 class LagWatch:
-    """Finds processes that lack a record that others have had for ``deadline_secs``."""
+    """Finds processes that lack a record that another has had for ``deadline_secs``."""
 
     def __init__(self, deadline_secs: float):
         self._deadline_secs = deadline_secs
-        #: When a process had come so far, oldest first: the first is the newest that is long ago.
-        self._tops: collections.deque[tuple[float, int]] = collections.deque()
-        self._looked_at = self._reported_at = -math.inf
+        #: The newest record of any process at the last look, and when the next look is due.
+        self._top, self._due = 0, -math.inf
 
     def look(self, now: float, numbers: Callable[[], Sequence[int]]) -> WalBehind | None:
         """Returns an error about the processes that lag, at most once a minute."""
-        if now - self._looked_at < self._deadline_secs / 4:
+        if now < self._due:
             return None
-        self._looked_at = now
-        lagging = self.poll(now, numbers())
-        return self._error(lagging) if lagging else None
-
-    def poll(self, now: float, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Returns the processes to report now; none if they were reported recently."""
-        tops, before = self._tops, now - self._deadline_secs
-        tops.append((now, max(numbers)))
-        while len(tops) > 1 and tops[1][0] <= before:
-            tops.popleft()
-        if tops[0][0] > before or now < self._reported_at + _REPORT_SECS:
-            return ()
-        lagging = tuple(process for process, at in enumerate(numbers) if at < tops[0][1])
-        if lagging:
-            self._reported_at = now
-        return lagging
-
-    def _error(self, lagging: tuple[int, ...]) -> WalBehind:
-        """Returns the error about processes that lag."""
+        found = numbers()
+        lagging = tuple(process for process, number in enumerate(found) if number < self._top)
+        self._top, self._due = max(found), now + self._deadline_secs
+        if not lagging:
+            return None
+        self._due = max(self._due, now + _REPORT_SECS)
         which = f"process{'es' if len(lagging) > 1 else ''} {', '.join(map(str, lagging))}"
         return WalBehind(
             f"WAL: expected every process within {self._deadline_secs:g} s of the others "

@@ -24,6 +24,7 @@ from typing import Literal
 from deltackpt import events
 from deltackpt.errors import (
     DeltackptError,
+    FencedError,
     OptionError,
     StorageError,
     TrackingError,
@@ -421,10 +422,9 @@ class Recorder(WalHooks):
         """Reports durable records and failed ones; returns the failure."""
         while writer.reports:
             self._run.emit(writer.reports.popleft())
-        if writer.fenced is not None:
+        if writer.failure is not None and isinstance(writer.failure.cause, FencedError):
             # A start that failed gives the lease back that it had taken for a moment.
             self._run.check_lease()
-            writer.fenced = None
         failure = writer.pop_failure()
         if failure is not None:
             for step in failure.steps:
@@ -512,7 +512,7 @@ class Recorder(WalHooks):
         """Ends the writer once all records are durable, or have failed."""
         self._save_requests.close()
         if self._epoch is not None:
-            self._epoch.end()
+            self._epoch.close()
         self.wait_trimmed()
 
     # Called by saves; see ``session.run.WalHooks``.
@@ -692,7 +692,8 @@ class Recorder(WalHooks):
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         epoch.close()
-        epoch.void()
+        epoch.progress.record(0, 0)  # The other processes must not count its records either.
+        epoch.progress.close()
         self._pending_rows = NamedRows()
         self._epoch, self._voiding = None, False
 

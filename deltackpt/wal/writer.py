@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt import events
-from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
+from deltackpt.errors import AppendFailed, StorageError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.resources.runtime import Runtime, no_thread
 from deltackpt.storage.shard_writer import SegmentSink
@@ -86,7 +86,6 @@ class WalWriter:
         #: The error that ended the thread.
         self._died: Exception | None = None
         self.failure: WalFailure | None = None
-        self.fenced: FencedError | None = None
         self.reports: collections.deque[events.AppendEvent] = collections.deque(maxlen=_REPORTS)
         #: Bytes that were written in all.
         self.bytes_written = 0
@@ -332,8 +331,6 @@ class WalWriter:
                 self._lose(lost, error)
             self._failures += 1
             self.losses += 1
-            if isinstance(error, FencedError):
-                self.fenced = error
         self._drop(lost)
         self._segments.start_part(self._durable_at)
         self._dense.restart()
