@@ -273,15 +273,6 @@ def test_manifests_of_one_run_share_equal_parts(tmp_path):
     assert heads[1].save_id != heads[2].save_id
 
 
-def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path):
-    saved(tmp_path, 3, 2)
-    for step in range(2):
-        path = tmp_path / str(step) / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
-        quick = manifest.from_bytes(path.read_bytes(), name="quick")
-        with mock.patch.object(records, "quickly", lambda *args, **kwargs: None):
-            assert manifest.from_bytes(path.read_bytes(), name="strict") == quick
-
-
 @pytest.mark.parametrize(
     "changed", [{"tables": 3}, {"kind": "neither"}, {"save_id": None}, {"parents": ["../x"]}]
 )

@@ -102,7 +102,7 @@ class WalRecord:
         segments = self._segments(lambda group: group.name.startswith(row_blocks.SEGMENTS))
         try:
             found = DenseBlocks(
-                values=wal_format.unpacked_values(self.head.values),
+                values=wal_format.unpacked_values(self.head.values, self.name),
                 segments=segments,
                 complete=self.head.against is None,
             )

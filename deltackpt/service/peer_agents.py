@@ -20,7 +20,7 @@ import ray.exceptions
 import ray.util
 
 from deltackpt.errors import RestoreError
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Copies, Erasure
@@ -76,7 +76,7 @@ class PeerAgent:
             fragments=count,
             claimed=self._holder is not None,
         )
-        return manifest.to_bytes(state, _MAGIC)
+        return records.to_bytes(state, _MAGIC)
 
     def admit(self, holder: str, token: str, claims: bool) -> str:
         """Admits another token of a claim; revokes the tokens of other claims.
@@ -178,7 +178,7 @@ def _state(node: str, answer: bytes | None) -> AgentState | None:
     """Returns an agent's state; None if it did not answer or has another version."""
     with contextlib.suppress(RestoreError):
         if answer is not None:
-            return manifest.from_bytes(answer, AgentState, name=f"peer agent {node}", magic=_MAGIC)
+            return records.from_bytes(answer, AgentState, name=f"peer agent {node}", magic=_MAGIC)
     return None
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and actors of the hot standby, and messages between its replicas and clients.
 
-A replica answers with ``manifest.to_bytes``: another version may not load Ray's pickle.
+A replica answers with ``records.to_bytes``: another version may not load Ray's pickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray.util
 
 from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError, RestoreError, ServiceMismatch, ServiceUnavailable
-from deltackpt.format import manifest, naming
+from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
@@ -248,13 +248,13 @@ def point_of(plain: tuple[int, str, int, int]) -> RecoveryPoint:
 
 def packed(record: Description | Pinned) -> bytes:
     """Returns the bytes of an answer."""
-    return manifest.to_bytes(record, _MAGIC)
+    return records.to_bytes(record, _MAGIC)
 
 
 def unpacked(data: bytes, kind: type[_Record], replica: str) -> _Record:
     """Decodes an answer; raises ``ServiceMismatch`` if another version encoded it."""
     try:
-        found = manifest.from_bytes(data, kind, name=replica, magic=_MAGIC)
+        found = records.from_bytes(data, kind, name=replica, magic=_MAGIC)
         if found.protocol == PROTOCOL:
             return found
         problem = f"protocol {found.protocol} of version {found.version}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatMismatch, OptionError, ServiceUnavailable
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.rows import Rows, RowsAddress
@@ -56,7 +56,7 @@ class SharedVersion:
     def publish(self, path: Path) -> None:
         """Writes the address of the description to a file, atomically."""
         temporary = posix.temporary_beside(path)
-        temporary.write_bytes(manifest.to_bytes(self._memory.address, _MAGIC))
+        temporary.write_bytes(records.to_bytes(self._memory.address, _MAGIC))
         temporary.replace(path)
 
     def write(self, shown: PublishedState) -> None:
@@ -64,7 +64,7 @@ class SharedVersion:
         rows = shown.rows
         assert rows is not None and isinstance(rows.memory, SharedMemory)
         point = shown.point
-        data = manifest.to_bytes(
+        data = records.to_bytes(
             VersionDescription(
                 save_id=shown.save_id,
                 point=None if point is None else point.save_id,
@@ -128,7 +128,7 @@ class Attached(Versions):
         with self._unavailable():
             stat = os.stat(self._path)
             if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
-                address: MemoryAddress = manifest.from_bytes(
+                address: MemoryAddress = records.from_bytes(
                     self._path.read_bytes(), MemoryAddress, name=str(self._path), magic=_MAGIC
                 )
                 self._described, self._known = MemoryReader(address, follow=True), None
@@ -158,7 +158,7 @@ class Attached(Versions):
         if described.sequence != sequence:
             return None
         with self._unavailable():
-            found: VersionDescription = manifest.from_bytes(
+            found: VersionDescription = records.from_bytes(
                 data, VersionDescription, name=str(self._path), magic=_MAGIC
             )
             if self._rows is None or self._rows[0] != found.address:
