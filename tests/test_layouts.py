@@ -28,7 +28,6 @@ from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.save import selection
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
-from deltackpt.state.placement import ByLayout
 from deltackpt.storage.store import StorePath
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -222,9 +221,10 @@ def test_saves_of_changing_layouts_are_the_same_with_and_without_cached_values(
 
 def forget(stack: contextlib.ExitStack) -> None:
     """Has everything computed anew that depends on a layout alone."""
-    stack.enter_context(mock.patch.object(ByLayout, "get", lambda self, layout, rest, make: make()))
-    state_tables._plans.clear()
-    state_tables._newest.clear()
+    stack.enter_context(
+        mock.patch.object(records.IdentityCache, "get", lambda self, make, *_, rest=None: make())
+    )
+    state_tables._known.clear()
 
 
 def kept_but(state, before, ids):
@@ -240,14 +240,14 @@ def kept_but(state, before, ids):
 
 
 def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
-    known: ByLayout[int] = ByLayout()
+    known: records.IdentityCache[int] = records.IdentityCache()
     one, other = (manifest.Layout((), (), (), ()) for _ in range(2))
-    assert known.get(one, "a", lambda: 1) == 1
-    assert known.get(one, "a", lambda: 2) == 1
-    assert known.get(one, "b", lambda: 3) == 3
-    assert known.get(other, "a", lambda: 4) == 4
+    assert known.get(lambda: 1, one, rest="a") == 1
+    assert known.get(lambda: 2, one, rest="a") == 1
+    assert known.get(lambda: 3, one, rest="b") == 3
+    assert known.get(lambda: 4, other, rest="a") == 4
     known.clear()
-    assert known.get(one, "a", lambda: 5) == 5
+    assert known.get(lambda: 5, one, rest="a") == 5
 
 
 def test_a_division_keeps_no_array(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -49,7 +49,8 @@ _SHARED: records.Shared = {
 #: Fields of manifests that development versions did not write, or wrote under other names. They
 #: also gave the files of bases other names.
 _SINCE_DEVELOPMENT = frozenset({"files", "shards"})
-_sound_paths = records.IdentityCache()
+_Key = TypeVar("_Key")
+_sound_paths: records.IdentityCache[None] = records.IdentityCache(records.KEPT_FIELDS)
 
 #: Most entries of ``Manifest.parents``, all of which a restore reads ahead at once.
 MOST_PARENTS = 64
@@ -362,10 +363,8 @@ def from_bytes(data: bytes, *, name: str) -> Manifest:
         shared=_SHARED,
         since_development=_SINCE_DEVELOPMENT,
     )
-    try:
+    with records.as_damage(name):
         _check(record)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
     return record
 
 
@@ -377,21 +376,17 @@ def _check(record: Manifest) -> None:
     if is_base:
         require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
     named = record.tables, record.dense, record.tracking_paths
-    _sound_paths.get(lambda *_: check_paths(record), *named)
+    _sound_paths.get(lambda: check_paths(record), *named)
     for number, segment in enumerate(record.segments):
-        try:
+        try:  # A context would take as long as the check itself.
             check_segment(segment)
         except InvalidRecord as error:
             raise error.within(f"segments[{number}]") from None
-    try:
+    with records.within("files"):
         records.check_files(record.files)
-    except InvalidRecord as error:
-        raise error.within("files") from None
     if record.dense_blocks is not None:
-        try:
+        with records.within("dense_blocks"):
             row_blocks.check(record.dense_blocks)
-        except InvalidRecord as error:
-            raise error.within("dense_blocks") from None
 
 
 def _check_ids(record: Manifest) -> None:
@@ -573,13 +568,18 @@ def nested(layout: Layout, by_name: Mapping[str, object], dense: Mapping[str, ob
 
 def nested_at(found: Iterable[tuple[KeyPath, object]]) -> PyTree:
     """Returns nested dicts and lists of some leaves, each at its typed key path."""
-    root: dict[KeyEntry, PyTree] = {}
-    for path, value in found:
+    return _typed(nest(found))
+
+
+def nest(found: Iterable[tuple[Sequence[_Key], object]]) -> dict[_Key, PyTree]:
+    """Returns nested dicts of some leaves, each at its path of keys."""
+    root: dict[_Key, PyTree] = {}
+    for path, leaf in found:
         node = root
-        for entry in path[:-1]:
-            node = node.setdefault(entry, {})
-        node[path[-1]] = value
-    return _typed(root)
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return root
 
 
 def _typed(node: object) -> PyTree:

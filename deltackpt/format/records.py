@@ -7,15 +7,17 @@ trusted: each must have the type that the dataclass declares, and integers must 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
+import threading
 import types
 import typing
 import urllib.parse
-from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import google_crc32c
 import msgpack
@@ -42,7 +44,7 @@ _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
 #: Values of shared fields that are kept: those of a few layouts, and of each process of a job.
-_KEPT_FIELDS = 128
+KEPT_FIELDS = 128
 _NIL = b"\xc0"
 _MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 _Record = TypeVar("_Record")
@@ -66,28 +68,54 @@ class InvalidRecord(ValueError):
         inner = self.place if not self.place or self.place[0] == "[" else f".{self.place}"
         return InvalidRecord(self.expected, self.found, f"{name}{inner}")
 
-    def damage(self, name: str) -> Damaged:
-        """Returns the ``Damaged`` error for a record with this problem."""
-        where = f" in {self.place}" if self.place else ""
-        return Damaged(name, f"{self.expected}{where}", self.found)
+
+@contextlib.contextmanager
+def within(place: str) -> Iterator[None]:
+    """Adds the place of an inner record to InvalidRecord errors."""
+    try:
+        yield
+    except InvalidRecord as error:
+        raise error.within(place) from None
 
 
-class IdentityCache:
-    """Results for values that stay the same objects: shared fields of equal bytes are."""
+@contextlib.contextmanager
+def as_damage(name: str) -> Iterator[None]:
+    """Turns InvalidRecord errors into the ``Damaged`` error of an object."""
+    try:
+        yield
+    except InvalidRecord as error:
+        where = f" in {error.place}" if error.place else ""
+        raise Damaged(name, f"{error.expected}{where}", error.found) from error
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
 
-    def get(self, make: Callable[..., _Result], *values: object) -> _Result:
-        """Returns ``make(*values)``, called once for the same objects."""
-        key = tuple(map(id, values))
+class IdentityCache(Generic[_Result]):
+    """Results by inputs of which some are compared by identity; evicts the oldest. Thread-safe.
+
+    Shared fields of equal bytes are the same objects, and ``tables.split`` returns the same layout
+    for equal states. Comparing two layouts of a thousand tables would cost more than is saved.
+    """
+
+    def __init__(self, most: int = 8):
+        self._most, self._lock = most, threading.Lock()
+        self._known: dict[Hashable, tuple[tuple[object, ...], _Result]] = {}
+
+    def get(self, make: Callable[[], _Result], *values: object, rest: Hashable = None) -> _Result:
+        """Returns the result for the same values and an equal ``rest``; caches no error."""
+        key = rest, *map(id, values)
         known = self._known.get(key)
         if known is None:
             # Keeps the values alive, so that their identities stay unique.
-            known = self._known[key] = values, make(*values)
-            for oldest in [*self._known][:-_KEPT_FIELDS]:  # Other threads may do the same.
-                self._known.pop(oldest, None)
+            known = values, make()
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > self._most:
+                    del self._known[next(iter(self._known))]
         return known[1]
+
+    def clear(self) -> None:
+        """Empties the cache."""
+        with self._lock:
+            self._known.clear()
 
 
 def shown(value: object) -> str:
@@ -146,7 +174,7 @@ def from_bytes(
     other arguments, see ``built``. Raises Damaged, FormatTooNew or FormatTooOld.
     """
     version, body = _head_of(data, name, magic)
-    try:
+    with as_damage(name):
         fields = _fields_in(body)
         if _VERSION not in fields:
             raise _too_old(name, f"a version in the body of the {magic} record")
@@ -154,8 +182,6 @@ def from_bytes(
         if not since_development <= fields.keys():
             raise _too_old(name, f"{' and '.join(sorted(since_development))} in the record")
         return _built(kind, fields, name, known_features, shared)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
 
 
 def built(
@@ -170,10 +196,8 @@ def built(
     Unknown fields are ignored. If ``known_features`` are given, raises FormatTooNew if the record
     needs others. Raises Damaged if the map or a field is invalid; ``name`` is for errors.
     """
-    try:
+    with as_damage(name):
         return _built(kind, _fields_in(data), name, known_features, {})
-    except InvalidRecord as error:
-        raise error.damage(name) from error
 
 
 def _check_version(name: str, version: int, repeated: object) -> None:
@@ -197,7 +221,7 @@ def _too_old(name: str, expected: str) -> FormatTooOld:
     )
 
 
-@functools.lru_cache(_KEPT_FIELDS)
+@functools.lru_cache(KEPT_FIELDS)
 def _built_once(kind: type, field: str, data: bytes) -> object:
     return _field_builders(kind)[0][field](_unpacked(data))
 
@@ -214,9 +238,7 @@ def _built(
     builders, required = _field_builders(kind)
     _check_required(required, fields)
     found = {}
-    for field, build in builders.items():
-        if field not in fields:
-            continue
+    for field in builders.keys() & fields.keys():
         data, kept = fields[field], shared.get(field)
         try:
             if kept is not None and data != _NIL:
@@ -224,7 +246,7 @@ def _built(
             elif field in shared:
                 found[field] = _built_once(kind, field, data)
             else:
-                found[field] = build(_unpacked(data))
+                found[field] = builders[field](_unpacked(data))
         except InvalidRecord as error:
             raise error.within(field) from None
     return kind(**found)
@@ -305,6 +327,9 @@ def _builder(kind: object) -> Callable[[object], Any]:
         return _PLAIN[kind]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record_builder(kind)
+    if (make := getattr(kind, "_make", None)) is not None:  # A named tuple.
+        each = functools.partial(_each, tuple(map(_builder, typing.get_type_hints(kind).values())))
+        return lambda value: make(each(value))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return functools.partial(_one_of, args)

@@ -30,7 +30,7 @@ import numpy as np
 
 from deltackpt.format import manifest, records
 from deltackpt.format.manifest import DenseEntry, KeyPath, Layout, SaveId, TableEntry
-from deltackpt.format.records import InvalidRecord, is_name, require
+from deltackpt.format.records import is_name, require
 from deltackpt.format.row_blocks import BlockedValue, GroupEntry
 
 _MAGIC = "deltackpt.log"
@@ -105,10 +105,8 @@ def epoch_header_from(data: bytes, *, name: str) -> EpochHeader:
     head = records.from_bytes(
         data, EpochHeader, name=name, magic=_MAGIC, known_features=KNOWN_FEATURES
     )
-    try:
+    with records.as_damage(name):
         _check(head)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
     return head
 
 

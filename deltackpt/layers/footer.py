@@ -277,16 +277,10 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
     if found != trailer.digest:
         raise Damaged(shown, f"crc32c {trailer.digest:08x}", f"crc32c {found:08x}")
     _check_version(trailer.version, shown)
-    try:
-        manifest = records.built(
-            bytes(data[: trailer.manifest_bytes]),
-            LayerManifest,
-            name=shown,
-            known_features=KNOWN_FEATURES,
-        )
+    record = bytes(data[: trailer.manifest_bytes])
+    manifest = records.built(record, LayerManifest, name=shown, known_features=KNOWN_FEATURES)
+    with records.as_damage(shown):
         _check(manifest)
-    except InvalidRecord as error:
-        raise error.damage(shown) from error
     return manifest
 
 

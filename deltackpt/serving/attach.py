@@ -38,9 +38,7 @@ class VersionDescription:
     """The newest version, for other processes; see ``PublishedState``."""
 
     save_id: SaveId
-    point: SaveId | None  # Save id of the recovery point.
-    epoch: int  # WAL epoch of the point.
-    full: bool  # Whether the point has dense leaves.
+    point: RecoveryPoint | None
     unix_secs: float
     number: int
     sequence: int
@@ -63,13 +61,10 @@ class SharedVersion:
         """Describes a version instead of the one before."""
         rows = shown.rows
         assert rows is not None and isinstance(rows.memory, SharedMemory)
-        point = shown.point
         data = records.to_bytes(
             VersionDescription(
                 save_id=shown.save_id,
-                point=None if point is None else point.save_id,
-                epoch=0 if point is None else point.epoch,
-                full=point is not None and point.full,
+                point=shown.point,
                 unix_secs=shown.unix_secs,
                 number=shown.number,
                 sequence=shown.sequence,
@@ -165,11 +160,8 @@ class Attached(Versions):
                 memory = MemoryReader(found.address.memory, follow=True)
                 self._rows = found.address, Rows(memory, found.address.tables)
             rows = self._rows[1]
-        point = None
-        if found.point is not None:
-            point = RecoveryPoint(found.epoch, found.point, found.full, found.unix_secs)
         return PublishedState(
-            found.save_id, point, found.unix_secs, found.number, None, rows, found.sequence
+            found.save_id, found.point, found.unix_secs, found.number, None, rows, found.sequence
         )
 
     @contextlib.contextmanager

@@ -30,6 +30,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming
 from deltackpt.format.naming import PyTree
+from deltackpt.format.records import IdentityCache
 from deltackpt.handlers import orbax_dense
 from deltackpt.handlers.items import HandlerItem, Metrics, save_args
 from deltackpt.options import WhenBusy
@@ -46,7 +47,6 @@ from deltackpt.session.run import HASHED, Run
 from deltackpt.session.save_call import Done, Failure, InFlight, SaveArguments
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
@@ -611,15 +611,14 @@ def _release(items: Mapping[str, Item]) -> None:
 
 
 #: Whether states of a layout have tables or slots that can change in place.
-_host_arrays: ByLayout[bool] = ByLayout()
+_host_arrays: IdentityCache[bool] = IdentityCache()
 
 
 def _has_host_arrays(split: Split) -> bool:
     """Returns whether a table or slot can change in place while a base is written."""
     return _host_arrays.get(
-        split.layout,
-        None,
         lambda: not all(isinstance(array, jax.Array) for array in arrays_of(split)),
+        split.layout,
     )
 
 

@@ -39,44 +39,95 @@ from deltackpt.storage.store import DirIdentity, StorePath
 _REFUSED_SECS = 30.0
 
 
-class FollowedWal:
-    """The WAL of a directory, as far as it was read; used by one thread."""
+#: Distinguishes a step's directory from a later one with the same name.
+_StepIdentity = tuple[int, DirIdentity]
 
-    def __init__(self, root: Steps, item: str, *, soft: bool):
-        self._reader = WalReader(root.wal_location)
+
+class StateReplica(Protocol):
+    """Holds one step or recovery point at a time."""
+
+    def is_at(self, plan: ReplayPlan | None) -> bool:
+        """Returns whether a plan's recovery point is held; without a plan, whether the step is."""
+        ...
+
+    def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
+        """Loads a step, or a recovery point above it; returns whether the held state has changed.
+
+        If the step must be loaded first, the call may load only the step; then call it again.
+        """
+        ...
+
+
+class Tailer:
+    """Chooses which state of a directory a replica holds, and loads it; used by one thread."""
+
+    def __init__(self, root: Steps, item: str, *, soft: bool, wal: bool = True):
+        self._root, self._soft = root, soft
+        self._reader = WalReader(root.wal_location) if wal else None
         self._ids = _SaveIds(root, item)
-        self._root = root
-        self._soft = soft
-        #: Parts of the WAL that two reads found missing.
-        self._lost: Sequence[Loss] = ()
         self._index = WalIndex(())
         self._unreadable: DeltackptError | None = None
-        #: Errors of records, and when to read them again, on the monotonic clock.
-        self._refused: dict[SaveId, tuple[float, RestoreError]] = {}
+        #: Parts of the WAL that two reads found missing.
+        self._lost: Sequence[Loss] = ()
+        self._seen: _StepIdentity | None = None
+        #: Errors of steps and records, and when to read them again, on the monotonic clock.
+        self._refused: dict[_StepIdentity | SaveId, tuple[float, RestoreError]] = {}
+        #: The error of a newer state than the held one, or None.
+        self.problem: DeltackptError | None = None
 
-    def poll(self) -> None:
-        """Reads the newly written records; if that fails, all records are ignored."""
-        now = time.monotonic()
-        self._refused = {
-            record: refusal for record, refusal in self._refused.items() if now < refusal[0]
-        }
-        try:
-            # A bucket's names the epochs that its journal had.
-            self._reader.places = self._root.wal_location
-            self._index, self._unreadable = self._reader.read(), None
-        except (RestoreError, StorageError) as error:
-            self._index, self._unreadable = WalIndex(()), without_frames(error)
+    def load_newest(self, replica: StateReplica) -> bool | None:
+        """Loads the newest intact state; returns whether it changed, or None without a step."""
+        self._poll()
+        failure: RestoreError | None = None
+        steps = {*self._root.steps()}
+        is_changed = False
+        while steps:
+            plan = self._plan(steps)
+            step = max(steps) if plan is None else plan.step.step
+            step_dir = self._root.at(step)
+            found = step_dir.dir_identity()
+            if found is None:
+                steps.remove(step)
+                continue
+            identity = step, found
+            if identity in self._refused:
+                failure = failure or self._refused[identity][1]
+                steps.remove(step)
+                continue
+            try:
+                if identity != self._seen or not replica.is_at(plan):
+                    with stored_saves.detect_removal(step_dir):
+                        is_changed = replica.load_state(step_dir, plan) or is_changed
+            except StepGone as error:
+                failure = failure or without_frames(error)
+                steps.remove(step)
+                continue
+            except DamagedWal as error:
+                assert plan is not None
+                self._refuse(plan.point.save_id, error)
+                if isinstance(error.record, SaveId):
+                    self._refuse(error.record, error)
+                continue
+            except RestoreError as error:
+                self._refuse(identity, error)
+                failure = failure or error
+                steps.remove(step)
+                continue
+            self._seen = identity
+            if replica.is_at(plan):  # Otherwise the step had to be loaded first.
+                above = step if plan is None else plan.point.step
+                self.problem = failure or self._wal_problem(above)
+                return is_changed
+        if failure is not None:
+            raise failure
+        self.problem = None
+        return None
 
-    @property
     def newest_step(self) -> int | None:
-        """Returns the training step of the newest full recovery point, or None."""
-        return next((one.step for one in self._index.points() if one.full), None)
-
-    def plan(self, steps: Collection[int]) -> ReplayPlan | None:
-        """Returns the plan to the recovery point to hold; None to hold the newest intact step."""
-        if not self._index.views:
-            return None
-        return newest_plan(self._index, self._ids.of(steps), self._refused.keys(), soft=self._soft)
+        """Returns the training step of the newest committed step or full point, or None."""
+        newest_point = (one.step for one in self._index.points() if one.full)
+        found = [self._root.newest_step(), next(newest_point, None)]
+        return max((step for step in found if step is not None), default=None)
 
     def full(self, plan: ReplayPlan) -> ReplayPlan | None:
         """Returns the replay plan from the same step to the newest point with dense leaves."""
@@ -99,16 +150,39 @@ class FollowedWal:
         index = self._index
         return point.step <= step.step and index.counts(point) and index.has_step(step)
 
-    def refuse(self, plan: ReplayPlan, error: DamagedWal) -> None:
-        """Excludes plans with a damaged record for a while."""
-        refusal = time.monotonic() + _REFUSED_SECS, without_frames(error)
-        self._refused[plan.point.save_id] = refusal
-        if isinstance(error.record, SaveId):
-            self._refused[error.record] = refusal
+    def _poll(self) -> None:
+        """Reads the newly written records; if that fails, all records are ignored."""
+        now = time.monotonic()
+        self._refused = {one: error for one, error in self._refused.items() if now < error[0]}
+        if self._reader is None:
+            return
+        try:
+            # A bucket's names the epochs that its journal had.
+            self._reader.places = self._root.wal_location
+            self._index, self._unreadable = self._reader.read(), None
+        except (RestoreError, StorageError) as error:
+            self._index, self._unreadable = WalIndex(()), without_frames(error)
 
-    def problem(self, step: int) -> DeltackptError | None:
+    def _plan(self, steps: Collection[int]) -> ReplayPlan | None:
+        """Returns the plan to the recovery point to hold; None to hold the newest intact step."""
+        if not self._index.views:
+            return None
+        refused = {one for one in self._refused if isinstance(one, SaveId)}
+        return newest_plan(self._index, self._ids.of(steps), refused, soft=self._soft)
+
+    def _refuse(self, one: _StepIdentity | SaveId, error: RestoreError) -> None:
+        """Excludes a step or record for a while."""
+        self._refused[one] = time.monotonic() + _REFUSED_SECS, without_frames(error)
+
+    def _wal_problem(self, step: int) -> DeltackptError | None:
         """Returns what is wrong with the WAL above a training step."""
-        found = [error for record, (_, error) in self._refused.items() if record.step > step]
+        if self._reader is None:
+            return None
+        found: list[DeltackptError] = [
+            error
+            for one, (_, error) in self._refused.items()
+            if isinstance(one, SaveId) and one.step > step
+        ]
         lost = losses_of(self._root, self._index, step, above=step)
         if lost != in_both(self._lost, lost):
             with contextlib.suppress(RestoreError, StorageError):
@@ -149,93 +223,3 @@ class _SaveIds(Mapping[int, SaveId | None]):
             if known is not None:
                 self._known[step] = known
         return None if identity is None or known is None else known[1]
-
-
-#: Distinguishes a step's directory from a later one with the same name.
-_StepIdentity = tuple[str, DirIdentity]
-
-
-class StateReplica(Protocol):
-    """Holds one step or recovery point at a time."""
-
-    def is_at(self, plan: ReplayPlan | None) -> bool:
-        """Returns whether a plan's recovery point is held; without a plan, whether the step is."""
-        ...
-
-    def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
-        """Loads a step, or a recovery point above it; returns whether the held state has changed.
-
-        If the step must be loaded first, the call may load only the step; then call it again.
-        """
-        ...
-
-
-class Candidates:
-    """The steps and recovery points of a directory, polled repeatedly; used by one thread."""
-
-    def __init__(self, root: Steps, wal: FollowedWal | None):
-        self._root, self._wal = root, wal
-        self._seen: _StepIdentity | None = None
-        #: Errors of steps, and when to read them again, on the monotonic clock.
-        self._refused: dict[_StepIdentity, tuple[float, RestoreError]] = {}
-        #: The error of a newer state than the held one, or None.
-        self.problem: DeltackptError | None = None
-
-    def load_newest(self, replica: StateReplica) -> bool | None:
-        """Loads the newest intact state; returns whether it changed, or None without a step."""
-        wal = self._wal
-        if wal is not None:
-            wal.poll()
-        failure: RestoreError | None = None
-        steps = {*self._root.steps()}
-        self._refused = {
-            identity: found
-            for identity, found in self._refused.items()
-            if int(identity[0]) in steps
-        }
-        is_changed = False
-        while steps:
-            plan = None if wal is None else wal.plan(steps)
-            step = max(steps) if plan is None else plan.step.step
-            step_dir = self._root.at(step)
-            found = step_dir.dir_identity()
-            if found is None:
-                steps.remove(step)
-                continue
-            identity = str(step), found
-            until, problem = self._refused.get(identity, (0.0, None))
-            if problem is not None and time.monotonic() < until:
-                failure = failure or problem
-                steps.remove(step)
-                continue
-            try:
-                if identity != self._seen or not replica.is_at(plan):
-                    with stored_saves.detect_removal(step_dir):
-                        is_changed = replica.load_state(step_dir, plan) or is_changed
-            except StepGone as error:
-                failure = failure or without_frames(error)
-                steps.remove(step)
-                continue
-            except DamagedWal as error:
-                assert wal is not None and plan is not None
-                wal.refuse(plan, error)
-                continue
-            except RestoreError as error:
-                self._refused[identity] = time.monotonic() + _REFUSED_SECS, without_frames(error)
-                failure = failure or error
-                steps.remove(step)
-                continue
-            self._seen = identity
-            if replica.is_at(plan):  # Otherwise the step had to be loaded first.
-                above = step if plan is None else plan.point.step
-                self.problem = failure or (None if wal is None else wal.problem(above))
-                return is_changed
-        if failure is not None:
-            raise failure
-        self.problem = None
-        return None
-
-    def newest_step(self) -> int | None:
-        """Returns the newest committed training step, intact or not, or None."""
-        found = [self._root.newest_step(), None if self._wal is None else self._wal.newest_step]
-        return max((step for step in found if step is not None), default=None)

@@ -20,9 +20,8 @@ import collections
 import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ from jax.sharding import Sharding
 from deltackpt import coordination
 from deltackpt.coordination import Device
 from deltackpt.errors import DeltackptError, TemplateMismatch, TrackingError
-from deltackpt.format.manifest import Layout
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.format.row_blocks import Box, Span
 from deltackpt.state import paths
@@ -100,42 +98,6 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     [device] = array.sharding.device_set  # Also of an array that was donated.
     return jax.default_device(device)
-
-
-#: A training run has one layout or two.
-_MOST = 8
-
-
-class ByLayout(Generic[_T]):
-    """Caches results by layout and other inputs; evicts the oldest. Thread-safe.
-
-    A layout is compared by identity: ``tables.split`` returns the same object for equal states, and
-    comparing two of a thousand tables would cost more than this cache saves. It contains no arrays.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # With the layout, whose identity no other has while it is kept.
-        self._known: dict[tuple[int, Hashable], tuple[Layout, _T]] = {}
-
-    def get(self, layout: Layout, rest: Hashable, make: Callable[[], _T]) -> _T:
-        """Returns the result for a layout and all other inputs; errors are not cached."""
-        key = id(layout), rest
-        with self._lock:
-            known = self._known.get(key)  # Hashing a thousand shardings takes a millisecond.
-        if known is not None:
-            return known[1]
-        made = make()
-        with self._lock:
-            self._known[key] = layout, made
-            while len(self._known) > _MOST:
-                del self._known[next(iter(self._known))]
-        return made
-
-    def clear(self) -> None:
-        """Empties the cache."""
-        with self._lock:
-            self._known.clear()
 
 
 _Box = TypeVar("_Box")
@@ -511,20 +473,8 @@ def _owned(
                 piece = _subspan(rows, number, len(owners))
                 if coordination.process_of(owner) == here and piece[0] < piece[1]:
                     skip = piece[0] - box.rows[0]
-                    _append(found, _Owned(Box(piece, box.columns), owner, skip))
+                    found.append(_Owned(Box(piece, box.columns), owner, skip))
     return tuple(found)
-
-
-def _append(found: list[_Owned], more: _Owned) -> None:
-    """Appends, or extends the last one if ``more`` continues it."""
-    if found:
-        last = found[-1]
-        together = (last.device, last.box.columns) == (more.device, more.box.columns)
-        if together and last.box.rows[1] == more.box.rows[0]:
-            rows = (last.box.rows[0], more.box.rows[1])
-            found[-1] = last._replace(box=Box(rows, last.box.columns))
-            return
-    found.append(more)
 
 
 def _known(

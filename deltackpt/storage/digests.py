@@ -25,7 +25,7 @@ from deltackpt import kernels
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.format.records import TAIL_BYTES, InvalidRecord
+from deltackpt.format.records import TAIL_BYTES
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import StorePath, store_path
 
@@ -262,10 +262,8 @@ def digests_from(data: bytes, *, name: str) -> Digests:
 
 def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
     """Raises ``Damaged`` if a path leads out of the save, or no file can have such a digest."""
-    try:
+    with records.as_damage(name):
         records.check_files(found)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
 
 
 def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:
