@@ -150,7 +150,7 @@ def _peer_group(
     addresses: dict[str, str],
 ) -> PeerGroup:
     racks = _racks()
-    copies = how.copies if isinstance(how, Copies) else 0
+    k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
     return PeerGroup(
         root=protocol.key(root, item),
         own=protocol.node_id(),
@@ -160,8 +160,8 @@ def _peer_group(
             for node, address in addresses.items()
             if address
         ),
-        k=how.k if isinstance(how, Erasure) else 1,
-        m=how.m if isinstance(how, Erasure) else copies - 1,
+        k=k,
+        m=m,
     )
 
 

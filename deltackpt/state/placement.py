@@ -136,16 +136,17 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     if not abstract:
         return template
-    mesh, faults = jax.sharding.get_mesh(), {}
+    mesh, faults = jax.sharding.get_mesh(), dict[int, str]()
     for i in abstract:
-        try:
-            leaves[i] = _on_devices(leaves[i], mesh)
-        except _NoMesh as fault:
-            faults[i] = fault
+        placed = _on_devices(leaves[i], mesh)
+        if isinstance(placed, str):
+            faults[i] = placed
+        else:
+            leaves[i] = placed
     if faults:
         raise error(_described(template, faults, mesh))
-    placed = (leaf for leaf in leaves if not isinstance(leaf, Tracer))
-    shardings = [one for one in map(sharding_of, placed) if one is not None]
+    untraced = (leaf for leaf in leaves if not isinstance(leaf, Tracer))
+    shardings = [one for one in map(sharding_of, untraced) if one is not None]
     if any(len(one.device_set) > 1 for one in shardings):
         default = {_default_device()}
         for i in abstract:
@@ -154,20 +155,17 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     return jax.tree.unflatten(treedef, leaves)
 
 
-class _NoMesh(Exception):
-    """Raised if the current mesh does not fit a leaf's sharding; names what it is over."""
-
-
-def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct | str:
+    """Returns a leaf over devices; if the mesh does not fit its sharding, what that is over."""
     try:
         sharding = leaf.sharding
     except TypeError:
-        raise _NoMesh("a PartitionSpec alone") from None
+        return "a PartitionSpec alone"
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return leaf
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         if mesh.empty or mesh.shape_tuple != sharding.mesh.shape_tuple:
-            raise _NoMesh(f"an AbstractMesh of {dict(sharding.mesh.shape)}")
+            return f"an AbstractMesh of {dict(sharding.mesh.shape)}"
         memory = sharding.memory_kind
         sharding = jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=memory)
     elif mesh.empty:
@@ -182,7 +180,7 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=leaf.weak_type)
 
 
-def _described(template: PyTree, faults: Mapping[int, _NoMesh], mesh: jax.sharding.Mesh) -> str:
+def _described(template: PyTree, faults: Mapping[int, str], mesh: jax.sharding.Mesh) -> str:
     keyed = jax.tree.leaves_with_path(template)
     lines = [f"{jax.tree_util.keystr(keyed[i][0])}: over {fault}" for i, fault in faults.items()]
     found = "no current mesh" if mesh.empty else f"the current mesh {dict(mesh.shape)}"
