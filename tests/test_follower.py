@@ -37,7 +37,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
 from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.reading.stored_saves import StoredShard
-from deltackpt.standby import cached_files, loaded_state, shared_memory, wal
+from deltackpt.standby import cached_files, loaded_state, shared_memory, tailer
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.loaded_state import Region
@@ -542,7 +542,7 @@ def test_a_damaged_base_changes_nothing(trainer, one, relaid):
 
 def test_a_repaired_step_is_applied(tmp_path, monkeypatch):
     """For example, one that was copied into the directory before its parent."""
-    monkeypatch.setattr(wal, "_REFUSED_SECS", 0.0)
+    monkeypatch.setattr(tailer, "_REFUSED_SECS", 0.0)
     trainer, one = polled_before(tmp_path, 2)
     trainer.assert_held(one, 1)
     assert "parent 2" in one.health

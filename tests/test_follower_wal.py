@@ -37,7 +37,7 @@ from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, ne
 from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import loaded_state
-from deltackpt.standby import wal as followed
+from deltackpt.standby import tailer as followed
 from deltackpt.standby.follower import Follower
 from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall, states

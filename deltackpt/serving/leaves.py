@@ -290,7 +290,7 @@ def _size(nbytes: int) -> int:
 
 
 class LeafReplica(StateHolder[ServedLeaves]):
-    """The dense leaves of the next version; see ``standby.wal.StateReplica``. Used by one thread.
+    """The dense leaves of the next version, for one thread; see ``standby.tailer.StateReplica``.
 
     The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """

@@ -39,7 +39,7 @@ from deltackpt.serving.status import FollowerStatus, StatusServer, TableStatus
 from deltackpt.serving.version import Position, PublishedState, Version, Versions
 from deltackpt.serving.version_replica import TableChoice, VersionReplica
 from deltackpt.standby.follower import RowReplica
-from deltackpt.standby.wal import Tailer
+from deltackpt.standby.tailer import Tailer
 
 if TYPE_CHECKING:
     import jax

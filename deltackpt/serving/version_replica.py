@@ -17,12 +17,12 @@ from deltackpt.serving.row_changes import ChangedTables, ChangeLog
 from deltackpt.serving.rows import Rows, choose, is_meant, served_tables
 from deltackpt.serving.version import Position, PublishedState
 from deltackpt.standby.follower import ReplicaTables, RowReplica
-from deltackpt.standby.wal import Tailer
+from deltackpt.standby.tailer import Tailer
 from deltackpt.storage.store import StorePath
 
 
 class VersionReplica:
-    """The rows and dense leaves of the next version; see ``standby.wal.StateReplica``.
+    """The rows and dense leaves of the next version; see ``standby.tailer.StateReplica``.
 
     Rows change in place, so readers open no version from the moment when they change until the
     dense leaves of the same state are held, too. ``shown`` is the newest complete state.

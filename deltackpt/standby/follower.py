@@ -55,7 +55,7 @@ from deltackpt.standby.loaded_state import (
     everything,
 )
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
-from deltackpt.standby.wal import Tailer
+from deltackpt.standby.tailer import Tailer
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
