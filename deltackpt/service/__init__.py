@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from deltackpt.errors import MissingExtra
-from deltackpt.lazy_import import attributes
 
 if TYPE_CHECKING:
     from deltackpt.service import jax_trainer
@@ -24,15 +23,16 @@ if TYPE_CHECKING:
         find,
     )
 
-_named = attributes(
-    __name__,
-    {
-        **dict.fromkeys(("start", "stop"), ".lifecycle"),
-        "ServiceOptions": ".protocol",
-        **dict.fromkeys(("ReplicaStatus", "RestoreService", "ServiceStatus"), ".restore_service"),
-        **dict.fromkeys(("connect", "find"), ".restore_service"),
-    },
-)
+_NAMES = {
+    "ReplicaStatus": "restore_service",
+    "RestoreService": "restore_service",
+    "ServiceOptions": "protocol",
+    "ServiceStatus": "restore_service",
+    "connect": "restore_service",
+    "find": "restore_service",
+    "start": "lifecycle",
+    "stop": "lifecycle",
+}
 
 __all__ = [
     "ReplicaStatus",
@@ -60,9 +60,12 @@ def require_ray(what: str = "the restore service") -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        require_ray(f"deltackpt.service.{name}")
-    return importlib.import_module(f".{name}", __name__) if name == "jax_trainer" else _named(name)
+    if name not in __all__:
+        raise AttributeError(f"module 'deltackpt.service' has no attribute {name!r}")
+    require_ray(f"deltackpt.service.{name}")
+    if name not in _NAMES:
+        return importlib.import_module(f"deltackpt.service.{name}")
+    return getattr(importlib.import_module(f"deltackpt.service.{_NAMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
