@@ -519,7 +519,7 @@ def test_an_error_of_the_follow_thread_is_reported_as_its_problem(tmp_path):
         again.set()
         raise error
 
-    with mock.patch.object(live_module.Candidates, "load_newest", give):
+    with mock.patch.object(live_module.Tailer, "load_newest", give):
         with serving.follow(tmp_path, poll_secs=0.01) as live:
             assert again.wait(LIMIT_SECS)
             while live.problem is None:

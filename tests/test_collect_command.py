@@ -24,7 +24,7 @@ from test_compact import contents, manager, run_compaction
 
 import deltackpt
 from deltackpt import errors
-from deltackpt.format import manifest, naming
+from deltackpt.format import manifest, naming, records
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
 from deltackpt.maintenance import compact
@@ -76,7 +76,7 @@ def ended(root: Path, **changes) -> None:
         since_secs=0.0,
     )
     lease = dataclasses.replace(lease, **changes)
-    path.write_bytes(manifest.to_bytes(lease, "deltackpt.lease"))
+    path.write_bytes(records.to_bytes(lease, "deltackpt.lease"))
     for one in (path, *root.glob("[0-9]*")):
         os.utime(one, (1e9, 1e9))
 

@@ -28,7 +28,7 @@ from test_verify import chunk, flip
 
 import deltackpt
 from deltackpt import errors
-from deltackpt.format import manifest, naming
+from deltackpt.format import manifest, naming, records
 from deltackpt.ledger import lease
 from deltackpt.ledger.journal import Journal
 from deltackpt.maintenance.verify import verify_root
@@ -402,7 +402,7 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     found = digests.digests_from(record.read_bytes(), name="record")
     found.files[name] = (1, 2, 3)
     at = buckets.locate(spec).open()
-    digest = manifest.to_bytes(found, digests._MAGIC)
+    digest = records.to_bytes(found, digests._MAGIC)
     at.store.put(f"saves/{record.parent.name}/commit.msgpack", digest)
     ledger = Journal(at)
     ledger.resume()

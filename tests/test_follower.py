@@ -37,7 +37,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.policies import CodecChoice, Consecutive, Intermittent, OneShot
 from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.reading.stored_saves import StoredShard
-from deltackpt.standby import cached_files, loaded_state, shared_memory, wal
+from deltackpt.standby import cached_files, loaded_state, shared_memory, tailer
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.loaded_state import Region
@@ -542,7 +542,7 @@ def test_a_damaged_base_changes_nothing(trainer, one, relaid):
 
 def test_a_repaired_step_is_applied(tmp_path, monkeypatch):
     """For example, one that was copied into the directory before its parent."""
-    monkeypatch.setattr(wal, "_REFUSED_SECS", 0.0)
+    monkeypatch.setattr(tailer, "_REFUSED_SECS", 0.0)
     trainer, one = polled_before(tmp_path, 2)
     trainer.assert_held(one, 1)
     assert "parent 2" in one.health
@@ -788,7 +788,7 @@ def test_a_reader_that_dies_with_a_pin_blocks_the_writer_for_a_limited_time(trai
     trainer.assert_held(one, 2)
     assert not one.renew(pin)
     with pytest.raises(errors.ServiceUnavailable, match="expected a pinned state"):
-        one.read(pin, "any", "values", 0, 1)
+        one.read(pin, 0, 1, files=False)
     one.unpin(pin)
 
 
@@ -832,11 +832,11 @@ def test_rows_are_read_only_from_a_pinned_state(trainer):
         table = table_of(holding.layout, region)
         expected = in_state(trainer.state)[table.name][region.field]
         first, last = region.rows
-        rows = one.read(pin, region.group, region.field, first, last)
+        rows = one.read(pin, region.offset, region.offset + region.nbytes, files=False)
         assert rows.tobytes() == expected[first - table.offset : last - table.offset].tobytes()
-        for wrong in ((pin, first - 1, last), (pin, first, last + 1), (pin + 1, first, last)):
-            with pytest.raises(errors.ServiceUnavailable):
-                one.read(wrong[0], region.group, region.field, *wrong[1:])
+    for wrong in ((pin, -1, 1), (pin, 0, one.nbytes + 1), (pin + 1, 0, 1)):
+        with pytest.raises(errors.ServiceUnavailable):
+            one.read(*wrong, files=False)
     with pytest.raises(errors.ServiceUnavailable, match="expected it to hold"):
         one.pin(SaveId(holding.save.save_id.run, 2, 0), 0)
 
@@ -911,13 +911,14 @@ def test_files_other_than_tables_are_held_as_stored(tmp_path):
             for path in (*dense, root / "digests.step.msgpack"):
                 assert found[path.relative_to(root).as_posix()] == path.read_bytes()
     pin, _ = one.pin(one.loaded.save.save_id, 0)
-    name = next(name for name in found if name.startswith("dense/d/"))
-    assert one.read_file(pin, name, 3, 9).tobytes() == found[name][3:9]
-    with pytest.raises(errors.ServiceUnavailable, match="the file dense/none, found none"):
-        one.read_file(pin, "dense/none", 0, 1)
+    file = next(file for file in files.index if file.name.startswith("dense/d/"))
+    start, stop = file.offset + 3, file.offset + 9
+    assert one.read(pin, start, stop, files=True).tobytes() == found[file.name][3:9]
+    with pytest.raises(errors.ServiceUnavailable, match="of its files, found none"):
+        one.read(pin, start, files.memory.nbytes + 1, files=True)
     one.unpin(pin)
     with pytest.raises(errors.ServiceUnavailable):
-        one.read_file(pin, name, 3, 9)
+        one.read(pin, start, stop, files=True)
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 20])

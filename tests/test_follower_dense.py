@@ -127,7 +127,7 @@ def test_damaged_blocks_leave_the_held_step_unchanged(tmp_path):
             advanced(one)
         assert_holds_dense(one, tmp_path, step - 1)
         found.flip()
-        one._candidates._refused.clear()
+        one._tailer._refused.clear()
         advanced(one)
         assert_holds_dense(one, tmp_path, step + 1)
 

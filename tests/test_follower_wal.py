@@ -27,6 +27,7 @@ from test_wal_invariants import COLLECTOR, LogMachine
 
 import deltackpt
 from deltackpt import errors
+from deltackpt.format import row_blocks
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers.targets import Targets, empty_buffers, targets_of
 from deltackpt.policies import CodecChoice, Consecutive, OneShot
@@ -35,7 +36,8 @@ from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, newest_plan
 from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import wal as followed
+from deltackpt.standby import loaded_state
+from deltackpt.standby import tailer as followed
 from deltackpt.standby.follower import Follower
 from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall, states
@@ -451,13 +453,16 @@ class Source:
     def tables(self, save, wanted, *, timeout_secs, point=None):
         pin, holding = self.follower.pin(save.info.save_id, timeout_secs, point)
         buffers, targets = empty_buffers(save.layout, wanted)
-        for target in targets.all:
-            for table in save.layout.tables:
-                start = max(table.offset, target.rows[0])
-                stop = min(table.offset + table.rows, target.rows[1])
-                if table.group == target.group and start < stop:
-                    rows = self.follower.read(pin, target.group, target.field, start, stop)
-                    target.buffer[start - target.rows[0] : stop - target.rows[0]] = rows
+        for region in loaded_state.regions(save.layout, 0, 1):
+            stop = region.offset + region.nbytes
+            data = self.follower.read(pin, region.offset, stop, files=False)
+            rows = data.view(region.dtype).reshape(-1, *region.trailing)
+            for target in targets.over(
+                region.group, region.field, region.rows, region.columns or (0, 1)
+            ):
+                first, last = row_blocks.common(region.rows, target.rows)
+                part = rows[first - region.rows[0] : last - region.rows[0]]
+                target.buffer[first - target.rows[0] : last - target.rows[0]] = part
         whole = point is not None and holding.point == point
         files, held = None, holding.files
         if held is not None and (point is None or whole):

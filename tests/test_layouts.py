@@ -28,7 +28,6 @@ from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.save import selection
 from deltackpt.state import placement
 from deltackpt.state import tables as state_tables
-from deltackpt.state.placement import ByLayout
 from deltackpt.storage.store import StorePath
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -222,9 +221,10 @@ def test_saves_of_changing_layouts_are_the_same_with_and_without_cached_values(
 
 def forget(stack: contextlib.ExitStack) -> None:
     """Has everything computed anew that depends on a layout alone."""
-    stack.enter_context(mock.patch.object(ByLayout, "get", lambda self, layout, rest, make: make()))
-    state_tables._plans.clear()
-    state_tables._newest.clear()
+    stack.enter_context(
+        mock.patch.object(records.IdentityCache, "get", lambda self, make, *_, rest=None: make())
+    )
+    state_tables._known.clear()
 
 
 def kept_but(state, before, ids):
@@ -240,14 +240,14 @@ def kept_but(state, before, ids):
 
 
 def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
-    known: ByLayout[int] = ByLayout()
+    known: records.IdentityCache[int] = records.IdentityCache()
     one, other = (manifest.Layout((), (), (), ()) for _ in range(2))
-    assert known.get(one, "a", lambda: 1) == 1
-    assert known.get(one, "a", lambda: 2) == 1
-    assert known.get(one, "b", lambda: 3) == 3
-    assert known.get(other, "a", lambda: 4) == 4
+    assert known.get(lambda: 1, one, rest="a") == 1
+    assert known.get(lambda: 2, one, rest="a") == 1
+    assert known.get(lambda: 3, one, rest="b") == 3
+    assert known.get(lambda: 4, other, rest="a") == 4
     known.clear()
-    assert known.get(one, "a", lambda: 5) == 5
+    assert known.get(lambda: 5, one, rest="a") == 5
 
 
 def test_a_division_keeps_no_array(tmp_path):
@@ -271,15 +271,6 @@ def test_manifests_of_one_run_share_equal_parts(tmp_path):
     assert heads[1].tables is heads[2].tables
     assert heads[1].groups is heads[2].groups
     assert heads[1].save_id != heads[2].save_id
-
-
-def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path):
-    saved(tmp_path, 3, 2)
-    for step in range(2):
-        path = tmp_path / str(step) / naming.EMBEDDINGS_ITEM / naming.manifest_name(0)
-        quick = manifest.from_bytes(path.read_bytes(), name="quick")
-        with mock.patch.object(records, "quickly", lambda *args, **kwargs: None):
-            assert manifest.from_bytes(path.read_bytes(), name="strict") == quick
 
 
 @pytest.mark.parametrize(

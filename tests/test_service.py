@@ -170,9 +170,10 @@ def on_another_machine(every: int = 1) -> Iterator[list]:
     def machine():
         return "elsewhere" if next(count) % every == 0 else real()
 
-    def counted(self, pin, copies):
-        fetched.append(pin)
-        return fetch(self, pin, copies)
+    def counted(self, pin, pieces, *, files=False):
+        if not files:
+            fetched.append(pin)
+        return fetch(self, pin, pieces, files=files)
 
     with (
         mock.patch.object(shared_memory, "machine", machine),

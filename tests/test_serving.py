@@ -449,7 +449,7 @@ def test_a_damaged_version_is_never_shown_and_the_next_one_is(trainer, caplog):
         trainer.assert_shown(live, 2)
         assert live.staleness().steps == 1
         chunk.flip()
-        live._candidates._refused.clear()
+        live._tailer._refused.clear()
     assert "a newer version cannot be read" in caplog.text
     damaged[0].flip()
     assert not live.advance()

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deltackpt import errors, touched
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.format.manifest import Layout
 from deltackpt.policies import CodecChoice
 from deltackpt.state.tables import Split, Tables, join, split
@@ -411,7 +411,9 @@ def test_join_undoes_split(tree, rows):
     assert all(step for leaf in pieces.layout.dense for step in leaf.key)
     assert not any("." in step for leaf in pieces.layout.dense for step in leaf.key)
     assert len({leaf.key for leaf in pieces.layout.dense}) == len(pieces.layout.dense)
-    layout = manifest.from_bytes(manifest.to_bytes(pieces.layout), Layout, name="layout")
+    layout = records.from_bytes(
+        records.to_bytes(pieces.layout, "layout"), Layout, name="layout", magic="layout"
+    )
     assert layout == pieces.layout
     plain = join(None, layout, pieces.fields, pieces.dense, None)
     assert_same(plain, {"TABLE": state["TABLE"], "rest": _as_plain(tree)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -20,9 +20,7 @@ from deltackpt.format.records import (
     InvalidRecord,
     check_save_id,
     check_segment,
-    features_in,
     is_name,
-    refuse_unknown,
     require,
 )
 from deltackpt.format.row_blocks import DenseBlocks, Encoding, FieldSpec, GroupEntry, Segment
@@ -44,13 +42,15 @@ DENSE_BLOCKS = "dense_blocks"
 LAYERS = "layers"
 
 #: Fields that are the same in all saves of a run, and large where there are many tables.
-_ALIKE = frozenset(
-    {"groups", "tables", "dense", "tracking_paths", "writers", "dense_blocks.values"}
-)
-#: Fields of manifests that development versions did not write, or wrote under other names.
+_SHARED: records.Shared = {
+    **dict.fromkeys(("groups", "tables", "dense", "tracking_paths", "writers")),
+    "dense_blocks": (DenseBlocks, {"values": None}),
+}
+#: Fields of manifests that development versions did not write, or wrote under other names. They
+#: also gave the files of bases other names.
 _SINCE_DEVELOPMENT = frozenset({"files", "shards"})
-_sound_paths = records.IdentityCache()
-_Record = TypeVar("_Record")
+_Key = TypeVar("_Key")
+_sound_paths: records.IdentityCache[None] = records.IdentityCache(records.KEPT_FIELDS)
 
 #: Most entries of ``Manifest.parents``, all of which a restore reads ahead at once.
 MOST_PARENTS = 64
@@ -344,55 +344,27 @@ def with_codecs(
     )
 
 
-def to_bytes(record: object, magic: str = MAGIC) -> bytes:
-    """Encodes a record of this module (or a dataclass like them) with its checksum."""
-    return records.to_bytes(record, magic)
+def to_bytes(record: Manifest) -> bytes:
+    """Encodes a manifest with its checksum."""
+    return records.to_bytes(record, MAGIC)
 
 
-@overload
-def from_bytes(data: bytes, *, name: str, magic: str = MAGIC) -> Manifest: ...
-@overload
-def from_bytes(
-    data: bytes,
-    cls: type[_Record],
-    *,
-    name: str,
-    magic: str = MAGIC,
-    since_development: frozenset[str] = ...,
-) -> _Record: ...
-def from_bytes(
-    data: bytes,
-    cls: type = Manifest,
-    *,
-    name: str,
-    magic: str = MAGIC,
-    since_development: frozenset[str] = frozenset(),
-) -> object:
-    """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
+def from_bytes(data: bytes, *, name: str) -> Manifest:
+    """Decodes a manifest, which ``name`` names in errors.
 
-    Records without a field in ``since_development`` were written by a development version.
     Raises Damaged, FormatTooNew or FormatTooOld (a development version wrote it).
     """
-    if cls is Manifest:
-        record = records.quickly(Manifest, data, name=name, magic=magic, alike=_ALIKE)
-        if record is not None and KNOWN_FEATURES.issuperset(record.features):
-            with contextlib.suppress(InvalidRecord):
-                _check(record)
-                return record
-    fields = records.fields_of(data, name=name, magic=magic)
-    if cls is Manifest:
-        # Such versions also gave the files of bases other names.
-        since_development = _SINCE_DEVELOPMENT
-    if not since_development <= fields.keys():
-        raise records.too_old(name, f"{' and '.join(sorted(since_development))} in the record")
-    try:
-        if cls is Manifest:
-            refuse_unknown(features_in(fields), KNOWN_FEATURES, name)
-        record = records.built(cls, fields)
-        if isinstance(record, Manifest):
-            _check(record)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
+    record = records.from_bytes(
+        data,
+        Manifest,
+        name=name,
+        magic=MAGIC,
+        known_features=KNOWN_FEATURES,
+        shared=_SHARED,
+        since_development=_SINCE_DEVELOPMENT,
+    )
+    with records.as_damage(name):
+        _check(record)
     return record
 
 
@@ -404,21 +376,17 @@ def _check(record: Manifest) -> None:
     if is_base:
         require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
     named = record.tables, record.dense, record.tracking_paths
-    _sound_paths.get(lambda *_: check_paths(record), *named)
+    _sound_paths.get(lambda: check_paths(record), *named)
     for number, segment in enumerate(record.segments):
-        try:
+        try:  # A context would take as long as the check itself.
             check_segment(segment)
         except InvalidRecord as error:
             raise error.within(f"segments[{number}]") from None
-    try:
+    with records.within("files"):
         records.check_files(record.files)
-    except InvalidRecord as error:
-        raise error.within("files") from None
     if record.dense_blocks is not None:
-        try:
+        with records.within("dense_blocks"):
             row_blocks.check(record.dense_blocks)
-        except InvalidRecord as error:
-            raise error.within("dense_blocks") from None
 
 
 def _check_ids(record: Manifest) -> None:
@@ -600,13 +568,18 @@ def nested(layout: Layout, by_name: Mapping[str, object], dense: Mapping[str, ob
 
 def nested_at(found: Iterable[tuple[KeyPath, object]]) -> PyTree:
     """Returns nested dicts and lists of some leaves, each at its typed key path."""
-    root: dict[KeyEntry, PyTree] = {}
-    for path, value in found:
+    return _typed(nest(found))
+
+
+def nest(found: Iterable[tuple[Sequence[_Key], object]]) -> dict[_Key, PyTree]:
+    """Returns nested dicts of some leaves, each at its path of keys."""
+    root: dict[_Key, PyTree] = {}
+    for path, leaf in found:
         node = root
-        for entry in path[:-1]:
-            node = node.setdefault(entry, {})
-        node[path[-1]] = value
-    return _typed(root)
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return root
 
 
 def _typed(node: object) -> PyTree:

@@ -7,15 +7,17 @@ trusted: each must have the type that the dataclass declares, and integers must 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
+import threading
 import types
 import typing
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import google_crc32c
 import msgpack
@@ -41,11 +43,15 @@ _PATH_CHARACTERS = 4096
 _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
-#: Values of fields in which records are alike: those of a few layouts.
-_KEPT_FIELDS = 32
+#: Values of shared fields that are kept: those of a few layouts, and of each process of a job.
+KEPT_FIELDS = 128
 _NIL = b"\xc0"
+_MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 _Record = TypeVar("_Record")
 _Result = TypeVar("_Result")
+#: Fields whose equal bytes are decoded once, since all saves of a run have the same tables. With
+#: the dataclass of a field, only these of its fields are.
+Shared = Mapping[str, "tuple[type, Shared] | None"]
 
 
 class InvalidRecord(ValueError):
@@ -62,28 +68,54 @@ class InvalidRecord(ValueError):
         inner = self.place if not self.place or self.place[0] == "[" else f".{self.place}"
         return InvalidRecord(self.expected, self.found, f"{name}{inner}")
 
-    def damage(self, name: str) -> Damaged:
-        """Returns the ``Damaged`` error for a record with this problem."""
-        where = f" in {self.place}" if self.place else ""
-        return Damaged(name, f"{self.expected}{where}", self.found)
+
+@contextlib.contextmanager
+def within(place: str) -> Iterator[None]:
+    """Adds the place of an inner record to InvalidRecord errors."""
+    try:
+        yield
+    except InvalidRecord as error:
+        raise error.within(place) from None
 
 
-class IdentityCache:
-    """Results for values that stay the same objects: ``quickly`` makes them of equal bytes."""
+@contextlib.contextmanager
+def as_damage(name: str) -> Iterator[None]:
+    """Turns InvalidRecord errors into the ``Damaged`` error of an object."""
+    try:
+        yield
+    except InvalidRecord as error:
+        where = f" in {error.place}" if error.place else ""
+        raise Damaged(name, f"{error.expected}{where}", error.found) from error
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
 
-    def get(self, make: Callable[..., _Result], *values: object) -> _Result:
-        """Returns ``make(*values)``, called once for the same objects."""
-        key = tuple(map(id, values))
+class IdentityCache(Generic[_Result]):
+    """Results by inputs of which some are compared by identity; evicts the oldest. Thread-safe.
+
+    Shared fields of equal bytes are the same objects, and ``tables.split`` returns the same layout
+    for equal states. Comparing two layouts of a thousand tables would cost more than is saved.
+    """
+
+    def __init__(self, most: int = 8):
+        self._most, self._lock = most, threading.Lock()
+        self._known: dict[Hashable, tuple[tuple[object, ...], _Result]] = {}
+
+    def get(self, make: Callable[[], _Result], *values: object, rest: Hashable = None) -> _Result:
+        """Returns the result for the same values and an equal ``rest``; caches no error."""
+        key = rest, *map(id, values)
         known = self._known.get(key)
         if known is None:
             # Keeps the values alive, so that their identities stay unique.
-            known = self._known[key] = values, make(*values)
-            for oldest in [*self._known][:-_KEPT_FIELDS]:  # Other threads may do the same.
-                self._known.pop(oldest, None)
+            known = values, make()
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > self._most:
+                    del self._known[next(iter(self._known))]
         return known[1]
+
+    def clear(self) -> None:
+        """Empties the cache."""
+        with self._lock:
+            self._known.clear()
 
 
 def shown(value: object) -> str:
@@ -126,22 +158,52 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
-    """Parses the fields of a record of the kind ``magic``; ``name`` names the object in errors.
+def from_bytes(
+    data: bytes,
+    kind: type[_Record],
+    *,
+    name: str,
+    magic: str,
+    known_features: frozenset[str] | None = None,
+    shared: Shared = types.MappingProxyType({}),
+    since_development: frozenset[str] = frozenset(),
+) -> _Record:
+    """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
-    Raises Damaged, FormatTooNew, or FormatTooOld (a development version wrote it).
+    Records without a field in ``since_development`` were written by a development version. For the
+    other arguments, see ``built``. Raises Damaged, FormatTooNew or FormatTooOld.
     """
     version, body = _head_of(data, name, magic)
-    try:
-        fields = unpacked(body)
-    except ValueError as error:
-        raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
-    if _VERSION not in fields:
-        raise too_old(name, f"a version in the body of the {magic} record")
-    # No checksum covers the version beside the body.
-    repeated = fields[_VERSION]
+    with as_damage(name):
+        fields = _fields_in(body)
+        if _VERSION not in fields:
+            raise _too_old(name, f"a version in the body of the {magic} record")
+        _check_version(name, version, _unpacked(fields[_VERSION]))
+        if not since_development <= fields.keys():
+            raise _too_old(name, f"{' and '.join(sorted(since_development))} in the record")
+        return _built(kind, fields, name, known_features, shared)
+
+
+def built(
+    data: bytes,
+    kind: type[_Record],
+    *,
+    name: str,
+    known_features: frozenset[str] | None = None,
+) -> _Record:
+    """Builds a dataclass from a msgpack map of its fields, whose bytes are verified.
+
+    Unknown fields are ignored. If ``known_features`` are given, raises FormatTooNew if the record
+    needs others. Raises Damaged if the map or a field is invalid; ``name`` is for errors.
+    """
+    with as_damage(name):
+        return _built(kind, _fields_in(data), name, known_features, {})
+
+
+def _check_version(name: str, version: int, repeated: object) -> None:
+    """Checks the version in a record's body; no checksum covers the one beside the body."""
     if type(repeated) is not int or repeated < 1:
-        raise Damaged(name, f"a version in the body of a {magic} record", shown(repeated))
+        raise InvalidRecord("a version", repeated, _VERSION)
     if repeated > FORMAT_VERSION:
         raise FormatTooNew(
             f"{name}: written with format version {repeated}, this deltackpt reads up to "
@@ -149,10 +211,9 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, object]:
         )
     if version != repeated:
         raise Damaged(name, f"version {repeated} as its body says", f"version {version}")
-    return fields
 
 
-def too_old(name: str, expected: str) -> FormatTooOld:
+def _too_old(name: str, expected: str) -> FormatTooOld:
     """Returns the error for a record without a field that development versions did not write."""
     return FormatTooOld(
         f"{name}: expected {expected}, found none, as written by a development version of "
@@ -160,96 +221,90 @@ def too_old(name: str, expected: str) -> FormatTooOld:
     )
 
 
-def quickly(
-    kind: type[_Record], data: bytes, *, name: str, magic: str, alike: frozenset[str]
-) -> _Record | None:
-    """Like ``built`` of ``fields_of``, but decodes equal bytes of the fields in ``alike`` once.
-
-    All saves of a run have the same tables. ``a.b`` in ``alike`` is the field ``b`` of the map in
-    ``a``. Returns None if anything is unusual, which ``fields_of`` and ``built`` then report.
-    """
-    version, body = _head_of(data, name, magic)
-    try:
-        slices = _sliced(body)
-        if version != FORMAT_VERSION or _unpacked_plainly(slices[_VERSION]) != FORMAT_VERSION:
-            return None
-        return _map_built(kind, slices, alike, _built_once)
-    except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException):
-        return None
-
-
-@functools.lru_cache(_KEPT_FIELDS)
+@functools.lru_cache(KEPT_FIELDS)
 def _built_once(kind: type, field: str, data: bytes) -> object:
-    return _field_builders(kind)[0][field](_unpacked_plainly(data))
+    return _field_builders(kind)[0][field](_unpacked(data))
 
 
-#: A cache of its own: each process of a job has other fields of this kind.
-_inner_built_once = functools.lru_cache(_KEPT_FIELDS)(_built_once.__wrapped__)
-
-
-@functools.cache
-def _inner(alike: frozenset[str], field: str) -> frozenset[str]:
-    """Names of the shared fields within a field."""
-    return frozenset(
-        name.removeprefix(f"{field}.") for name in alike if name.startswith(f"{field}.")
-    )
-
-
-@functools.cache
-def _map_in(kind: type, field: str) -> type:
-    """The dataclass of a field that is one, or nil."""
-    hint = typing.get_type_hints(kind)[field]
-    kinds = (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type))
-    return next(one for one in kinds if dataclasses.is_dataclass(one))
-
-
-def _map_built(
-    kind: Callable[..., _Record],
-    slices: Mapping[str, bytes],
-    alike: frozenset[str],
-    built_once: Callable[[Any, str, bytes], object],
+def _built(
+    kind: type[_Record],
+    fields: Mapping[str, bytes],
+    name: str,
+    known_features: frozenset[str] | None,
+    shared: Shared,
 ) -> _Record:
-    """Builds a map from the bytes of its fields, of which some are shared."""
+    if known_features is not None:
+        _check_features(fields, known_features, name)
     builders, required = _field_builders(kind)
-    if not required <= slices.keys():
-        raise ValueError("a field is missing")
+    _check_required(required, fields)
     found = {}
-    for name in builders.keys() & slices.keys():
-        data, inner = slices[name], _inner(alike, name)
-        if name in alike:
-            found[name] = built_once(kind, name, data)
-        elif inner and data != _NIL:
-            within = _map_in(kind, name)
-            found[name] = _map_built(within, _sliced(data), inner, _inner_built_once)
-        else:
-            found[name] = builders[name](_unpacked_plainly(data))
+    for field in builders.keys() & fields.keys():
+        data, kept = fields[field], shared.get(field)
+        try:
+            if kept is not None and data != _NIL:
+                found[field] = _built(kept[0], _fields_in(data), name, None, kept[1])
+            elif field in shared:
+                found[field] = _built_once(kind, field, data)
+            else:
+                found[field] = builders[field](_unpacked(data))
+        except InvalidRecord as error:
+            raise error.within(field) from None
     return kind(**found)
 
 
-def _sliced(body: bytes) -> dict[str, bytes]:
-    """Returns the bytes of each field of a map."""
-    walker = msgpack.Unpacker(raw=False, strict_map_key=True, max_buffer_size=max(1, len(body)))
+def _check_required(required: Set[str], fields: Mapping[str, object]) -> None:
+    if not required <= fields.keys():
+        raise InvalidRecord(f"fields {sorted(required - fields.keys())}", "none of that name")
+
+
+def _check_features(fields: Mapping[str, bytes], known: frozenset[str], name: str) -> None:
+    """Raises FormatTooNew if a record needs unknown features, before its other fields are built."""
+    features = _unpacked(fields["features"]) if "features" in fields else []
+    if type(features) is not list or not all(type(feature) is str for feature in features):
+        raise InvalidRecord("names of features", features, "features")
+    if unknown := {*features} - known:
+        raise FormatTooNew(
+            f"{name}: expected known features, found {sorted(unknown)}; install a newer deltackpt"
+        )
+
+
+def _fields_in(body: bytes) -> dict[str, bytes]:
+    """Returns the bytes of each field of a map, all of whose elements exist."""
+    # A key is text: others are not decoded, since a list may claim any length.
+    walker = msgpack.Unpacker(
+        max_buffer_size=max(1, len(body)), max_array_len=0, max_map_len=0, max_ext_len=0
+    )
     walker.feed(body)
-    count, found = walker.read_map_header(), {}
-    # Passes over all elements, so none is missing.
-    for _ in range(count):
-        field = walker.unpack()
-        start = walker.tell()
-        walker.skip()
-        found[field] = body[start : walker.tell()]
-    if len(found) != count or walker.tell() != len(body):
-        raise ValueError("duplicate fields, or trailing bytes after the map")
+    found = {}
+    try:
+        count = walker.read_map_header()
+        for _ in range(count):
+            field = walker.unpack()
+            start = walker.tell()
+            walker.skip()
+            found[field] = body[start : walker.tell()]
+    except _MSGPACK_ERRORS as error:
+        raise InvalidRecord("a map of msgpack", str(error) or type(error).__name__) from error
+    require(
+        len(found) == count and walker.tell() == len(body) and {*map(type, found)} <= {str},
+        *("a map of msgpack with different texts as keys", "others, or bytes after the map"),
+    )
     return found
 
 
-def _unpacked_plainly(data: bytes) -> object:
-    return msgpack.unpackb(data, raw=False, strict_map_key=True)
+def _unpacked(data: bytes) -> object:
+    """Decodes a value whose elements all exist."""
+    try:
+        # No list is unpacked: the keys of all our maps are strings.
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except _MSGPACK_ERRORS as error:
+        raise InvalidRecord("a value of msgpack", str(error) or type(error).__name__) from error
 
 
 def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
     """The version in a record's head, and its verified body."""
     try:
-        head = unpacked(data)
+        head = {field: _unpacked(value) for field, value in _fields_in(data).items()}
         if head.get("format") != magic:
             raise ValueError("no such magic")
         version, crc, body = head["version"], head["crc32c"], head["body"]
@@ -265,28 +320,6 @@ def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
     return version, body
 
 
-def built(kind: type[_Record], fields: Mapping[str, object]) -> _Record:
-    """Builds a dataclass from its fields, ignoring unknown ones; raises InvalidRecord."""
-    return _builder(kind)(fields)
-
-
-def unpacked(data: bytes) -> dict[str, object]:
-    """Decodes a msgpack map with memory proportional to its bytes; raises ValueError."""
-    try:
-        # Decoding allocates an array before its elements are read. Skipping all elements first
-        # proves that they exist.
-        walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
-        walker.feed(data)
-        walker.skip()
-        # No list is unpacked: the keys of all our maps are strings.
-        found = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a map, found a {type(found).__name__}")
-    return found
-
-
 @functools.cache
 def _builder(kind: object) -> Callable[[object], Any]:
     # Built once per type: a chain of twenty saves has about ten thousand values.
@@ -294,6 +327,9 @@ def _builder(kind: object) -> Callable[[object], Any]:
         return _PLAIN[kind]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record_builder(kind)
+    if (make := getattr(kind, "_make", None)) is not None:  # A named tuple.
+        each = functools.partial(_each, tuple(map(_builder, typing.get_type_hints(kind).values())))
+        return lambda value: make(each(value))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return functools.partial(_one_of, args)
@@ -321,8 +357,7 @@ def _record_builder(kind: type) -> Callable[[object], object]:
     def build(value: object) -> object:
         if type(value) is not dict:
             raise InvalidRecord("a map", value)
-        if not required <= value.keys():
-            raise InvalidRecord(f"fields {sorted(required - value.keys())}", "none of that name")
+        _check_required(required, value)
         found = {}
         for name, make in builders.items():
             if name in value:
@@ -468,22 +503,6 @@ def check_save_id(save_id: SaveId, place: str) -> None:
     """Raises InvalidRecord if the identity of a save or WAL record is invalid."""
     require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
     require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
-
-
-def features_in(fields: Mapping[str, object]) -> list[str]:
-    """Returns the features that a record needs, before its other fields are checked."""
-    features = fields.get("features", [])
-    if type(features) is not list or not all(type(feature) is str for feature in features):
-        raise InvalidRecord("names of features", features, "features")
-    return features
-
-
-def refuse_unknown(features: Iterable[str], known: frozenset[str], name: str) -> None:
-    """Raises FormatTooNew if a record needs features unknown here."""
-    if unknown := {*features} - known:
-        raise FormatTooNew(
-            f"{name}: expected known features, found {sorted(unknown)}; install a newer deltackpt"
-        )
 
 
 def check_segment(segment: Segment) -> None:

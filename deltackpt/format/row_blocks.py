@@ -18,13 +18,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from deltackpt.format import dtypes
-from deltackpt.format.records import MOST, IdentityCache, check_segment, is_name, require
+from deltackpt.format.records import (
+    KEPT_FIELDS,
+    MOST,
+    IdentityCache,
+    InvalidRecord,
+    check_segment,
+    is_name,
+    require,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -509,7 +517,7 @@ SEGMENTS = "dense."
 #: Field of the blocks of a segment.
 BLOCKS = "blocks"
 
-_known = IdentityCache()
+_known: IdentityCache[tuple[Mapping[str, int], int]] = IdentityCache(KEPT_FIELDS)
 
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
@@ -596,7 +604,7 @@ BLOCKED_DTYPES = frozenset(
 def check(record: DenseBlocks) -> None:
     """Raises InvalidRecord if a record is invalid on its own."""
     # Most records of a run have the same tuple of values.
-    ends, plain_stop = _known.get(_ends_of, record.values)
+    ends, plain_stop = _known.get(lambda: _ends_of(record.values), record.values)
     names: set[str] = set()
     plain = [segment.count for segment in record.segments if segment.group == PLAIN]
     require(len(plain) <= 1, "one segment of plain values", f"{len(plain)}", "segments")
@@ -626,24 +634,13 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
     ends: dict[str, int] = {}
     plain_end = plain_stop = 0
     for value in values:
-        # A record may have thousands of values, so errors are described only if there are any.
-        key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
-        expected = 0 if plain else ends.get(value.group, 0)
-        sound = (
-            key not in keys
-            and 0 <= value.count <= MOST // 16
-            and not value.file
-            and (
-                value.dtype == "uint8" and (at is None or at >= 0)
-                if plain
-                else value.dtype in BLOCKED_DTYPES and value.group == value.dtype and at == expected
-            )
-        )
-        if not sound:
-            _check_value(value, keys, expected)
+        key, at = (value.file, value.key), value.at
+        if key in keys:
+            raise InvalidRecord("one value of a key", value.key, "values")
         keys.add(key)
-        if not plain:
-            ends[value.group] = expected + value.blocks
+        _check_value(value, ends.get(value.group, 0))
+        if not value.plain:
+            ends[value.group] = ends.get(value.group, 0) + value.blocks
         elif at is not None:
             plain_end += value.count
             plain_stop = max(plain_stop, at + value.count if value.count else 0)
@@ -651,21 +648,20 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
     return ends, plain_stop
 
 
-def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:
-    """Checks a value; ``expected`` is its first block, and ``keys`` are those before it."""
-    place = f"values.{value.key}"
-    require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
-    if value.file:
-        inside = all(map(is_name, value.key.split("/")))
-        require(inside, "a path in the item", value.key, f"{place}.key")
-    require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
-    require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
+def _check_value(value: BlockedValue, end: int) -> None:
+    """Checks a value on its own, and that it begins at the ``end`` of its group's blocks."""
+    # A record may have thousands of values, so errors are described only if there are any. Its
+    # decoder has checked the types, and that no number is negative.
+    if value.file and not all(map(is_name, value.key.split("/"))):
+        raise InvalidRecord("a path in the item", value.key, f"values.{value.key}.key")
+    if value.count > MOST // 16:
+        raise InvalidRecord("numbers", value.count, f"values.{value.key}.count")
     if value.plain:
-        require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
-        require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
-        return
-    require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
-    require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
+        if value.dtype != "uint8":
+            raise InvalidRecord("bytes", value.dtype, f"values.{value.key}.dtype")
+    elif value.dtype not in BLOCKED_DTYPES or (value.group, value.at) != (value.dtype, end):
+        found = value.dtype, value.group, value.at
+        raise InvalidRecord(f"a dtype of blocks from {end} on", found, f"values.{value.key}")
 
 
 def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:

@@ -28,10 +28,9 @@ import google_crc32c
 import msgpack
 import numpy as np
 
-from deltackpt.errors import Damaged
 from deltackpt.format import manifest, records
 from deltackpt.format.manifest import DenseEntry, KeyPath, Layout, SaveId, TableEntry
-from deltackpt.format.records import InvalidRecord, is_name, refuse_unknown, require
+from deltackpt.format.records import is_name, require
 from deltackpt.format.row_blocks import BlockedValue, GroupEntry
 
 _MAGIC = "deltackpt.log"
@@ -103,13 +102,11 @@ def epoch_header_bytes(head: EpochHeader) -> bytes:
 
 def epoch_header_from(data: bytes, *, name: str) -> EpochHeader:
     """Decodes an epoch header; raises Damaged or FormatTooNew."""
-    fields = records.fields_of(data, name=name, magic=_MAGIC)
-    try:
-        head = records.built(EpochHeader, fields)
-        refuse_unknown(head.features, KNOWN_FEATURES, name)
+    head = records.from_bytes(
+        data, EpochHeader, name=name, magic=_MAGIC, known_features=KNOWN_FEATURES
+    )
+    with records.as_damage(name):
         _check(head)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
     return head
 
 
@@ -176,12 +173,7 @@ def record_head_bytes(head: RecordHead) -> bytes:
 
 def record_head_from(data: bytes, *, name: str) -> RecordHead:
     """Decodes a record head, whose bytes are verified; raises Damaged if it is invalid."""
-    try:
-        return records.built(RecordHead, records.unpacked(data))
-    except InvalidRecord as error:
-        raise error.damage(name) from error
-    except ValueError as error:
-        raise Damaged(name, "a map of msgpack", str(error)) from error
+    return records.built(data, RecordHead, name=name)
 
 
 def packed_values(values: Iterable[BlockedValue]) -> bytes:
@@ -192,30 +184,20 @@ def packed_values(values: Iterable[BlockedValue]) -> bytes:
     return data
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PackedValues:
+    values: tuple[tuple[str, str, int, str, int | None, bool], ...]
+
+
 @functools.lru_cache(maxsize=16)
-def unpacked_values(data: bytes) -> tuple[BlockedValue, ...]:
-    """Decodes values of a dense item, mostly those of the last call; raises InvalidRecord."""
-    try:
-        rows = records.unpacked(data).get("values")
-    except ValueError as error:
-        raise InvalidRecord("a map of msgpack", str(error), "values") from error
-    if type(rows) is not list:
-        raise InvalidRecord("a list", rows, "values")
-    return tuple(map(_value_of, rows))
-
-
-_TYPES = ((str,), (str,), (int,), (str,), (int, type(None)), (bool,))
-
-
-def _value_of(row: object) -> BlockedValue:
-    if type(row) is not list or len(row) != len(_TYPES) or not all(map(_is_one_of, row, _TYPES)):
-        raise InvalidRecord("the fields of a value", row, "values")
-    key, dtype, count, group, at, file = row
-    return BlockedValue(key=key, dtype=dtype, count=count, group=group, at=at, file=file)
-
-
-def _is_one_of(value: object, types: tuple[type, ...]) -> bool:
-    return type(value) in types
+def unpacked_values(data: bytes, name: str) -> tuple[BlockedValue, ...]:
+    """Decodes values of a dense item, mostly those of the last call; raises Damaged."""
+    return tuple(
+        BlockedValue(key=key, dtype=dtype, count=count, group=group, at=at, file=file)
+        for key, dtype, count, group, at, file in records.built(
+            data, _PackedValues, name=name
+        ).values
+    )
 
 
 #: Magic and version; part; number and CRC32C of the epoch; sequence number; chunk, and their count.

@@ -25,6 +25,7 @@ from etils import epath
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format.manifest import nest
 from deltackpt.format.naming import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.format.records import MOST_ZSTD_RATIO
 from deltackpt.handlers import orbax_dense
@@ -35,7 +36,6 @@ from deltackpt.reading.stored_dense import DenseValues, StoredItem
 from deltackpt.resources import host_memory
 from deltackpt.restore.sources import DenseFiles
 from deltackpt.state import placement
-from deltackpt.state.paths import nest
 from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
 
 #: Containers without leaves, by their names in Orbax's metadata.

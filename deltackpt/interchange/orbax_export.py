@@ -17,6 +17,7 @@ from jax import tree_util
 
 from deltackpt import events, inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
+from deltackpt.format.manifest import nest
 from deltackpt.format.naming import COMMIT_SUCCESS, PyTree
 from deltackpt.handlers import orbax_dense
 from deltackpt.interchange.orbax_source import with_numbers
@@ -117,7 +118,7 @@ def _only(state: PyTree, wanted: Collection[str]) -> PyTree:
         keys = [step.key if isinstance(step, tree_util.DictKey) else str(step.idx) for step in path]
         if "/".join(map(str, keys)) in wanted:
             found.append((keys, leaf))
-    return paths.nest(found)
+    return nest(found)
 
 
 def _warn_of_nnx(state: PyTree) -> None:

@@ -26,8 +26,6 @@ from deltackpt.format.records import (
     MOST_ZSTD_RATIO,
     InvalidRecord,
     check_save_id,
-    features_in,
-    refuse_unknown,
     require,
 )
 from deltackpt.format.row_blocks import ArrayEntry
@@ -279,15 +277,10 @@ def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerM
     if found != trailer.digest:
         raise Damaged(shown, f"crc32c {trailer.digest:08x}", f"crc32c {found:08x}")
     _check_version(trailer.version, shown)
-    try:
-        fields = records.unpacked(bytes(data[: trailer.manifest_bytes]))
-        refuse_unknown(features_in(fields), KNOWN_FEATURES, shown)
-        manifest = records.built(LayerManifest, fields)
+    record = bytes(data[: trailer.manifest_bytes])
+    manifest = records.built(record, LayerManifest, name=shown, known_features=KNOWN_FEATURES)
+    with records.as_damage(shown):
         _check(manifest)
-    except InvalidRecord as error:
-        raise error.damage(shown) from error
-    except ValueError as error:
-        raise Damaged(shown, "a map of msgpack", str(error)) from error
     return manifest
 
 

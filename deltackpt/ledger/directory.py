@@ -33,7 +33,7 @@ from deltackpt.errors import (
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.format import chain, manifest, naming
+from deltackpt.format import chain, naming, records
 from deltackpt.format.manifest import SaveId
 from deltackpt.lazy_import import LazyModule
 from deltackpt.ledger import lease
@@ -64,7 +64,7 @@ class Kept:
 def write_kept(root: Path, kept: Kept | None) -> None:
     """Records what a policy keeps, replacing the previous note; None if it keeps every step."""
     if kept is not None:
-        DurableDir(root, fsync=False).write(root / naming.KEPT, manifest.to_bytes(kept, _MAGIC))
+        DurableDir(root, fsync=False).write(root / naming.KEPT, records.to_bytes(kept, _MAGIC))
         return
     with posix.typed_errors(root / naming.KEPT, "remove"):
         (root / naming.KEPT).unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def read_kept(root: StorePath) -> Kept | None:
     """Returns what a policy keeps; None if there is no readable note."""
     with contextlib.suppress(RestoreError):
         data = (root / naming.KEPT).read(naming.KEPT)
-        return manifest.from_bytes(data, Kept, name=naming.KEPT, magic=_MAGIC)
+        return records.from_bytes(data, Kept, name=naming.KEPT, magic=_MAGIC)
     return None
 
 

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest, naming, records
+from deltackpt.format import naming, records
 from deltackpt.format.manifest import Kind, ParentRef, SaveId, SaveInfo
-from deltackpt.format.records import refuse_unknown
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
@@ -298,10 +297,14 @@ def to_bytes(entry: Entry) -> bytes:
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     """Parses an entry, or raises Damaged or FormatMismatch; ``name`` is for errors."""
-    found: Entry = manifest.from_bytes(
-        data, Entry, name=name, magic=ENTRY_MAGIC, since_development=_SINCE_DEVELOPMENT
+    found = records.from_bytes(
+        data,
+        Entry,
+        name=name,
+        magic=ENTRY_MAGIC,
+        known_features=frozenset(),
+        since_development=_SINCE_DEVELOPMENT,
     )
-    refuse_unknown(found.features, frozenset(), name)
     if number is not None and found.number != number:
         raise Damaged(name, f"the entry with number {number}", f"that of number {found.number}")
     epochs = [claim.lease.epoch for claim in found.claims]
@@ -313,12 +316,19 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class _Nonces:
+    number: int = 0
+    nonce: str = ""
+    previous: str = ""
+
+
 def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
     """Returns the nonces of an entry and of its predecessor, without parsing the rest."""
-    fields = records.fields_of(data, name=name, magic=ENTRY_MAGIC)
-    if fields.get("number") != number:
-        raise Damaged(name, f"the entry with number {number}", records.shown(fields.get("number")))
-    return str(fields.get("nonce", "")), str(fields.get("previous", ""))
+    found = records.from_bytes(data, _Nonces, name=name, magic=ENTRY_MAGIC)
+    if found.number != number:
+        raise Damaged(name, f"the entry with number {number}", f"that of number {found.number}")
+    return found.nonce, found.previous
 
 
 def check(name: str, catalog: Iterable[CatalogEntry]) -> None:

@@ -38,7 +38,7 @@ from deltackpt.errors import (
     RestoreError,
     StorageError,
 )
-from deltackpt.format import manifest, naming
+from deltackpt.format import naming, records
 from deltackpt.storage import posix
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
 from deltackpt.storage.store import store_path
@@ -238,7 +238,7 @@ class DirectoryLease:
         """Writes the holder into the file; a torn file reads as a trainer that is starting."""
         try:
             with contextlib.closing(DirectFile(self._name, new=False, full=_FULL)) as file:
-                file.append(np.frombuffer(manifest.to_bytes(self._own, _MAGIC), np.uint8))
+                file.append(np.frombuffer(records.to_bytes(self._own, _MAGIC), np.uint8))
                 file.sync()
         except StorageError as error:
             # A newer trainer has taken the directory and removed it: the first commit reports it.
@@ -367,7 +367,7 @@ def epochs(path: Path) -> Iterator[int]:
 
 def read_lease(path: Path) -> Lease:
     """Reads a directory's holder; Damaged if the lease was not signed or is altered."""
-    lease = manifest.from_bytes(store_path(path).read(), Lease, name=path.name, magic=_MAGIC)
+    lease = records.from_bytes(store_path(path).read(), Lease, name=path.name, magic=_MAGIC)
     if not 0 <= lease.since_secs < _MOST_SECS:
         raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
     return lease

@@ -23,7 +23,7 @@ from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
-_sound = records.IdentityCache()
+_sound: records.IdentityCache[None] = records.IdentityCache(records.KEPT_FIELDS)
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
 _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
@@ -33,14 +33,12 @@ def check_head(head: Manifest, name: str) -> None:
 
     Raises Damaged if no valid save has this manifest, and FormatTooNew if a codec is not known.
     """
-    try:
+    with records.as_damage(name):
         require(head.process == 0, "the manifest of process 0", head.process, "process")
         check_tables(head, name)
         groups = head.group_by_name
         for shard in head.shards:
             _check_covers(shard, head, groups)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
     check_shard(head, head, name)
     if not head.shards and head.kind == "base":
         _check_whole(head, name)
@@ -61,7 +59,7 @@ def check_segment(
 
     ``tables`` has each group's number of tables; None if the segment has no statistics per table.
     """
-    try:
+    with records.as_damage(name), records.within(f"segment {segment.name}"):
         require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
         group = groups[segment.group]
         specs = _checked_fields(segment, group, name)
@@ -70,16 +68,12 @@ def check_segment(
             for encoding in segment.encodings:
                 _check_encoding(encoding, segment, tables[group.name])
         _check_arrays(segment, specs)
-    except InvalidRecord as error:
-        raise error.within(f"segment {segment.name}").damage(name) from error
 
 
 def check_tables(head: Manifest | EpochHeader, name: str) -> None:
     """Checks what a record claims about groups and tables; raises as ``check_head`` does."""
-    try:
-        _sound.get(lambda *_: _check_tables(head, name), head.groups, head.tables)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
+    with records.as_damage(name):
+        _sound.get(lambda: _check_tables(head, name), head.groups, head.tables)
 
 
 def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], name: str) -> None:

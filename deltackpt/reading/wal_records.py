@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
-from deltackpt.format import naming, row_blocks, wal_format
+from deltackpt.format import naming, records, row_blocks, wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.naming import SegmentId
-from deltackpt.format.records import InvalidRecord, check_segment
+from deltackpt.format.records import check_segment
 from deltackpt.format.row_blocks import DenseBlocks, Encoding, Segment
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead
 from deltackpt.layers import footer
@@ -100,15 +100,13 @@ class WalRecord:
         if self.head.values is None:
             return None
         segments = self._segments(lambda group: group.name.startswith(row_blocks.SEGMENTS))
-        try:
-            found = DenseBlocks(
-                values=wal_format.unpacked_values(self.head.values),
-                segments=segments,
-                complete=self.head.against is None,
-            )
+        found = DenseBlocks(
+            values=wal_format.unpacked_values(self.head.values, self.name),
+            segments=segments,
+            complete=self.head.against is None,
+        )
+        with records.as_damage(self.name), records.within("dense"):
             row_blocks.check(found)
-        except InvalidRecord as error:
-            raise error.within("dense").damage(self.name) from error
         return found
 
     @functools.cached_property
@@ -151,10 +149,8 @@ class WalRecord:
         found = []
         for group in filter(wanted, self.layer.manifest.row_groups):
             if group.name != REMOVED:
-                try:
+                with records.as_damage(self.name), records.within(f"row group {group.name}"):
                     found.append(segment_of(group, self.layer.arrays(group).values()))
-                except InvalidRecord as error:
-                    raise error.within(f"row group {group.name}").damage(self.name) from error
         return tuple(found)
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
 from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.format.records import IdentityCache
 from deltackpt.save import capture
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.storage import ocdbt
 
@@ -47,7 +47,7 @@ _NAMED_DTYPES = frozenset(
 _EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
 
 
-_nbytes: ByLayout[int] = ByLayout()
+_nbytes: IdentityCache[int] = IdentityCache()
 
 
 def nbytes(split: Split) -> int:
@@ -56,7 +56,7 @@ def nbytes(split: Split) -> int:
     def count() -> int:
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
 
-    return _nbytes.get(split.layout, None, count)
+    return _nbytes.get(count, split.layout)
 
 
 def storable(dense: PyTree) -> PyTree:

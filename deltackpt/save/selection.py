@@ -25,12 +25,12 @@ from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.format import manifest, row_blocks
 from deltackpt.format.manifest import Cover, Layout, TableEntry
 from deltackpt.format.naming import Leaf
+from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import CyclicRows, FieldSpec, GroupEntry, RowSet, Span, width
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import capture
 from deltackpt.save.capture import FieldSource, SegmentSource
 from deltackpt.state import placement
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.stacks import MemberRows
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
@@ -192,10 +192,10 @@ def _covers(shards: StampShards, rows: int) -> bool:
 
 def divide(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
     """Returns the cached division of a state; ``stamps`` may be empty for a base."""
-    return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
+    return _divisions.get(lambda: Division(layout, leaves, stamps), layout, rest=_kinds(stamps))
 
 
-_divisions: ByLayout[Division] = ByLayout()
+_divisions: IdentityCache[Division] = IdentityCache()
 
 
 def stamp_shards_of(stamps: Any) -> StampShards:

@@ -12,6 +12,7 @@ depends on the state; ``TrackingVerifier`` checks all rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -205,7 +206,7 @@ def _compare_sample(
 
 def differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns which rows of two (n, row_bytes) uint8 arrays differ; compares 8-byte words."""
-    size = next(size for size in (8, 4, 2, 1) if one.shape[1] % size == 0)
+    size = math.gcd(8, one.shape[1])
     return (one.view(f"u{size}") != other.view(f"u{size}")).any(axis=1)
 
 

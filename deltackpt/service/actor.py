@@ -14,7 +14,6 @@ import numpy as np
 import ray
 
 from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
-from deltackpt.format.manifest import SaveId
 from deltackpt.service import protocol
 from deltackpt.service.protocol import Description, Pinned, Replica, ServiceOptions
 from deltackpt.standby.follower import Follower
@@ -43,9 +42,10 @@ class RestoreActor:
     def describe(self) -> bytes:
         """Returns a packed ``Description``."""
         follower, error = self._follower, self._error
-        holding = None if follower is None else follower.loaded
-        newest = None
+        holding = newest = None
+        health, nbytes = "starting", 0
         if follower is not None:
+            holding, health, nbytes = follower.loaded, follower.health, follower.nbytes
             try:
                 newest = follower.newest_step()
             except DeltackptError as found:
@@ -55,44 +55,35 @@ class RestoreActor:
                 directory=self._directory,
                 node=protocol.node_id(),
                 pid=os.getpid(),
-                health=self._health if error is None else f"{type(error).__name__}: {error}",
+                health=f"{type(error).__name__}: {error}" if error is not None else health,
                 code=getattr(error, "code", "") if error is not None else "",
                 save_id=None if holding is None else holding.save.save_id,
                 point=None if holding is None or holding.point is None else holding.point.save_id,
                 newest_step=newest,
                 lag_secs=None if holding is None else holding.lag_secs,
-                nbytes=0 if follower is None else follower.nbytes,
+                nbytes=nbytes,
             )
         )
 
     @ray.method(concurrency_group="pin")
-    def pin(
-        self,
-        run: str,
-        step: int,
-        attempt: int,
-        timeout_secs: float,
-        point: tuple[int, str, int, int] | None = None,
-    ) -> bytes:
-        """Pins a state for a reader; returns a packed ``Pinned``. ``point``: see ``point_of``."""
-        follower, wanted = self._follower, SaveId(run, step, attempt)
-        if follower is None:
-            return protocol.packed(Pinned(refused=f"{self._replica}: {self._health}"))
-        asked = None if point is None else protocol.point_of(point)
+    def pin(self, request: bytes, timeout_secs: float) -> bytes:
+        """Pins a state for a reader: a packed ``PinRequest``; returns a packed ``Pinned``."""
+        asked = protocol.request_from(request)
         try:
-            pin, holding = follower.pin(wanted, timeout_secs, asked)
+            follower = self._opened()
+            pin, holding = follower.pin(asked.save_id, timeout_secs, asked.point)
         except ServiceUnavailable as error:
-            held = follower.loaded
+            held = None if self._follower is None else self._follower.loaded
             found = None if held is None else held.save.save_id
-            soon = held is not None and held.may_reach(wanted, asked) and self._error is None
+            is_ahead = held is not None and held.may_reach(asked.save_id, asked.point)
+            soon = is_ahead and self._error is None
             return protocol.packed(Pinned(refused=str(error), soon=soon, loaded=found))
-        files, above = holding.files, holding.point
+        files = holding.files
         return protocol.packed(
             Pinned(
                 pin=pin,
-                loaded=wanted,
-                epoch=0 if above is None else above.epoch,
-                point=None if above is None else above.save_id,
+                loaded=asked.save_id,
+                point=holding.point,
                 address=follower.address,
                 sequence=holding.sequence,
                 chain=holding.chain,
@@ -111,23 +102,10 @@ class RestoreActor:
             self._follower.unpin(pin)
 
     @ray.method(concurrency_group="read")
-    def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray | str:
-        """Returns the bytes of virtual rows of a pinned state, or an error text."""
-        if self._follower is None:
-            return f"{self._replica}: {self._health}"
+    def read(self, pin: int, start: int, stop: int, files: bool) -> np.ndarray | str:
+        """Returns bytes of a pinned state's rows or files, or a string that explains why not."""
         try:
-            rows = self._follower.read(pin, group, field, start, stop)
-        except ServiceUnavailable as error:
-            return str(error)
-        return rows.reshape(-1).view(np.uint8)
-
-    @ray.method(concurrency_group="read")
-    def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray | str:
-        """Returns bytes of a file of a pinned state, or a string that explains why it cannot."""
-        if self._follower is None:
-            return f"{self._replica}: {self._health}"
-        try:
-            return self._follower.read_file(pin, name, start, stop)
+            return self._opened().read(pin, start, stop, files=files)
         except ServiceUnavailable as error:
             return str(error)
 
@@ -136,9 +114,10 @@ class RestoreActor:
         self._stopping.set()
         self._thread.join(_STOP_SECS)
 
-    @property
-    def _health(self) -> str:
-        return "starting" if self._follower is None else self._follower.health
+    def _opened(self) -> Follower:
+        if self._follower is None:
+            raise ServiceUnavailable(f"{self._replica}: starting")
+        return self._follower
 
     def _follow(self) -> None:
         rest = 0.0

@@ -20,7 +20,7 @@ import ray.exceptions
 import ray.util
 
 from deltackpt.errors import RestoreError
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.nodes.blobs import MemoryBlobs
 from deltackpt.nodes.server import NodeServer, Tokens
 from deltackpt.options import Copies, Erasure
@@ -76,7 +76,7 @@ class PeerAgent:
             fragments=count,
             claimed=self._holder is not None,
         )
-        return manifest.to_bytes(state, _MAGIC)
+        return records.to_bytes(state, _MAGIC)
 
     def admit(self, holder: str, token: str, claims: bool) -> str:
         """Admits another token of a claim; revokes the tokens of other claims.
@@ -150,7 +150,7 @@ def _peer_group(
     addresses: dict[str, str],
 ) -> PeerGroup:
     racks = _racks()
-    copies = how.copies if isinstance(how, Copies) else 0
+    k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
     return PeerGroup(
         root=protocol.key(root, item),
         own=protocol.node_id(),
@@ -160,8 +160,8 @@ def _peer_group(
             for node, address in addresses.items()
             if address
         ),
-        k=how.k if isinstance(how, Erasure) else 1,
-        m=how.m if isinstance(how, Erasure) else copies - 1,
+        k=k,
+        m=m,
     )
 
 
@@ -178,7 +178,7 @@ def _state(node: str, answer: bytes | None) -> AgentState | None:
     """Returns an agent's state; None if it did not answer or has another version."""
     with contextlib.suppress(RestoreError):
         if answer is not None:
-            return manifest.from_bytes(answer, AgentState, name=f"peer agent {node}", magic=_MAGIC)
+            return records.from_bytes(answer, AgentState, name=f"peer agent {node}", magic=_MAGIC)
     return None
 
 

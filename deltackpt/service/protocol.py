@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and actors of the hot standby, and messages between its replicas and clients.
 
-A replica answers with ``manifest.to_bytes``: another version may not load Ray's pickle.
+A replica answers with ``records.to_bytes``: another version may not load Ray's pickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray.util
 
 from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError, RestoreError, ServiceMismatch, ServiceUnavailable
-from deltackpt.format import manifest, naming
+from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
@@ -182,7 +182,7 @@ class ServiceOptions:
 
 
 #: Incremented when a replica's answers or arguments change their meaning.
-PROTOCOL = 4
+PROTOCOL = 5
 _MAGIC = "deltackpt.service"
 _Record = TypeVar("_Record", "Description", "Pinned")
 
@@ -210,13 +210,21 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PinRequest:
+    """The state that a reader wants: a step, or a recovery point above it."""
+
+    save_id: SaveId
+    point: RecoveryPoint | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned:
     """A state that a replica keeps for a reader.
 
     ``pin`` is 0 if the state is not pinned: ``refused`` is the reason, and ``soon`` whether the
-    replica may hold it soon. ``point``, of the WAL ``epoch``, is the recovery point above the save
-    ``held``. ``chain`` lists the merged saves, base first. ``address`` and ``files_address`` are
-    paths of memory for processes on the same machine; ``sequence`` is that of the memory.
+    replica may hold it soon. ``point`` is the recovery point above the save ``loaded``.
+    ``chain`` lists the merged saves, base first. ``address`` and ``files_address`` are paths of
+    memory for processes on the same machine; ``sequence`` is that of the memory.
     """
 
     protocol: int = PROTOCOL
@@ -225,8 +233,7 @@ class Pinned:
     refused: str = ""
     soon: bool = False
     loaded: SaveId | None = None
-    epoch: int = 0
-    point: SaveId | None = None
+    point: RecoveryPoint | None = None
     address: MemoryAddress | None = None
     sequence: int = 0
     chain: tuple[SaveInfo, ...] = ()
@@ -234,27 +241,20 @@ class Pinned:
     files_address: MemoryAddress | None = None
 
 
-def plain_point(point: RecoveryPoint | None) -> tuple[int, str, int, int] | None:
-    """Returns a recovery point as a request: WAL epoch, run, step and attempt."""
-    if point is None:
-        return None
-    return point.epoch, *dataclasses.astuple(point.save_id)
+def packed(record: Description | PinRequest | Pinned) -> bytes:
+    """Returns the bytes of a request or an answer."""
+    return records.to_bytes(record, _MAGIC)
 
 
-def point_of(plain: tuple[int, str, int, int]) -> RecoveryPoint:
-    """Returns the recovery point of a ``plain_point``, without its time, which no caller reads."""
-    return RecoveryPoint(plain[0], SaveId(*plain[1:]), full=True, unix_secs=0.0)
-
-
-def packed(record: Description | Pinned) -> bytes:
-    """Returns the bytes of an answer."""
-    return manifest.to_bytes(record, _MAGIC)
+def request_from(data: bytes) -> PinRequest:
+    """Decodes a request; the reader checks the protocol of the answer."""
+    return records.from_bytes(data, PinRequest, name="request", magic=_MAGIC)
 
 
 def unpacked(data: bytes, kind: type[_Record], replica: str) -> _Record:
     """Decodes an answer; raises ``ServiceMismatch`` if another version encoded it."""
     try:
-        found = manifest.from_bytes(data, kind, name=replica, magic=_MAGIC)
+        found = records.from_bytes(data, kind, name=replica, magic=_MAGIC)
         if found.protocol == PROTOCOL:
             return found
         problem = f"protocol {found.protocol} of version {found.version}"

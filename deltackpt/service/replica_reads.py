@@ -6,15 +6,17 @@ Contiguous memory of a replica on this machine is mapped copy-on-write (``standb
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
+import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import ray
 import ray.exceptions
 
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
@@ -33,6 +35,7 @@ from deltackpt.standby.cached_files import CachedFile
 from deltackpt.standby.loaded_state import Region
 from deltackpt.standby.shared_memory import MemoryReader
 
+_BYTES = np.dtype(np.uint8)
 #: Bytes per copy, and per answer from another machine.
 _PIECE_BYTES = 16 << 20
 #: Answers of one replica in flight; they bound the use of Ray's object store.
@@ -53,6 +56,24 @@ class _Copy(NamedTuple):
     @property
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.region.row_bytes
+
+    @property
+    def offset(self) -> int:
+        """In the replica's memory."""
+        return self.region.offset + (self.start - self.region.rows[0]) * self.region.row_bytes
+
+    def rows(self, data: np.ndarray) -> np.ndarray:
+        """Returns the bytes as rows."""
+        rows = data.view(self.region.dtype)
+        return rows.reshape(self.stop - self.start, *self.region.trailing)
+
+
+class _Piece(NamedTuple):
+    """Some bytes of a replica's memory, and what writes them to where they belong."""
+
+    start: int
+    stop: int
+    put: Callable[[np.ndarray], None]
 
 
 @contextlib.contextmanager
@@ -217,16 +238,14 @@ class _Read:
 
     def _pin(self, replica: Replica, *, others: int) -> Pinned:
         """Asks a replica to pin the state; leaves some of the time to the others."""
-        wanted = self._save.info.save_id
+        wanted = protocol.PinRequest(save_id=self._save.info.save_id, point=self._point)
         left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
-        call = protocol.actor(replica).pin.remote(
-            wanted.run, wanted.step, wanted.attempt, left / 2, protocol.plain_point(self._point)
-        )
+        call = protocol.actor(replica).pin.remote(protocol.packed(wanted), left / 2)
         return protocol.unpacked(protocol.answer(replica, call, left), Pinned, str(replica))
 
     def _is_at_point(self, pinned: Pinned) -> bool:
         wanted = self._point
-        return wanted is not None and (pinned.epoch, pinned.point) == wanted[:2]
+        return wanted is not None and loaded_state.same_point(pinned.point, wanted)
 
     def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.loaded
@@ -242,43 +261,33 @@ class _Read:
         try:
             files = self._files_of(pin) if with_files and pin.pinned.files else None
             if pin.memory is None:
-                self._fetch(pin, copies)
+                self._fetch(pin, _row_pieces(copies))
             else:
                 whole = [(copy, self._mappable(copy)) for copy in copies]
-                self._copy(pin.memory, [copy for copy, place in whole if place is None])
+                self._copy(pin.memory, _row_pieces(copy for copy, place in whole if place is None))
                 pin.check()
                 # Last: another replica would not undo what this one wrote.
                 for copy, place in whole:
                     if place is not None:
                         fields, box = place
-                        fields[box] = _rows(pin.memory, copy)
+                        data = pin.memory.array(copy.offset, (copy.nbytes,), _BYTES)
+                        fields[box] = copy.rows(data)
             self.files = self.files or files
         finally:
             self._pins.end(pin)
 
     def _files_of(self, pin: _Pin) -> dict[str, np.ndarray]:
         """Returns the files of a state, mapped or fetched from another machine."""
-        pinned, memory = pin.pinned, None
+        pinned = pin.pinned
         assert pinned.files_address is not None
         with contextlib.suppress(OSError):
             memory = MemoryReader(pinned.files_address)
-        if memory is not None:
             return {
-                file.name: memory.array(file.offset, (file.nbytes,), np.dtype(np.uint8))
+                file.name: memory.array(file.offset, (file.nbytes,), _BYTES)
                 for file in pinned.files
             }
-        return {file.name: self._file(pin, file) for file in pinned.files}
-
-    def _file(self, pin: _Pin, file: CachedFile) -> np.ndarray:
-        found = np.empty(file.nbytes, np.uint8)
-        actor = protocol.actor(pin.replica)
-        for start in range(0, file.nbytes, _PIECE_BYTES):
-            stop = min(file.nbytes, start + _PIECE_BYTES)
-            call = actor.read_file.remote(pin.pinned.pin, file.name, start, stop)
-            data = protocol.answer(pin.replica, call, self._timeout_secs)
-            if isinstance(data, str):
-                raise ServiceUnavailable(data)
-            found[start:stop] = data
+        found = {file.name: np.empty(file.nbytes, np.uint8) for file in pinned.files}
+        self._fetch(pin, _file_pieces(pinned.files, found), files=True)
         return found
 
     def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
@@ -296,30 +305,27 @@ class _Read:
                 return fields, box
         return None
 
-    def _copy(self, memory: MemoryReader, copies: Sequence[_Copy]) -> None:
-        self._runtime.map(lambda piece: _put(piece, _rows(memory, piece)), _pieces(copies))
+    def _copy(self, memory: MemoryReader, pieces: Iterable[_Piece]) -> None:
+        def put(piece: _Piece) -> None:
+            piece.put(memory.array(piece.start, (piece.stop - piece.start,), _BYTES))
 
-    def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
+        self._runtime.map(put, pieces)
+
+    def _fetch(self, pin: _Pin, pieces: Iterable[_Piece], *, files: bool = False) -> None:
+        """Reads pieces of a replica's memory on another machine, a few at a time."""
         actor = protocol.actor(pin.replica)
-        waiting: list[tuple[_Copy, ray.ObjectRef[np.ndarray | str]]] = []
-        pieces = _pieces(copies)
-        while True:
-            for piece in pieces:
-                region = piece.region
-                call = actor.read.remote(
-                    pin.pinned.pin, region.group, region.field, piece.start, piece.stop
-                )
-                waiting.append((piece, call))
-                if len(waiting) == _ANSWERS_IN_FLIGHT:
-                    break
-            if not waiting:
-                return
-            piece, call = waiting.pop(0)
+        calls = (
+            (piece, actor.read.remote(pin.pinned.pin, piece.start, piece.stop, files))
+            for piece in pieces
+        )
+        waiting = collections.deque(itertools.islice(calls, _ANSWERS_IN_FLIGHT))
+        while waiting:
+            piece, call = waiting.popleft()
             found = protocol.answer(pin.replica, call, self._timeout_secs)
             if isinstance(found, str):
                 raise ServiceUnavailable(found)
-            rows = found.view(piece.region.dtype)
-            _put(piece, rows.reshape(piece.stop - piece.start, *piece.region.trailing))
+            waiting.extend(itertools.islice(calls, 1))
+            piece.put(found)
 
 
 def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[_Copy]:
@@ -335,22 +341,25 @@ def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[
     return found
 
 
-def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
+def _row_pieces(copies: Iterable[_Copy]) -> Iterator[_Piece]:
     for copy in copies:
         rows = max(1, _PIECE_BYTES // max(1, copy.region.row_bytes))
         for start in range(copy.start, copy.stop, rows):
-            yield copy._replace(start=start, stop=min(copy.stop, start + rows))
+            piece = copy._replace(start=start, stop=min(copy.stop, start + rows))
+            yield _Piece(piece.offset, piece.offset + piece.nbytes, functools.partial(_put, piece))
 
 
-def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
-    region = copy.region
-    offset = region.offset + (copy.start - region.rows[0]) * region.row_bytes
-    return memory.array(offset, (copy.stop - copy.start, *region.trailing), region.dtype)
+def _file_pieces(files: Iterable[CachedFile], found: Mapping[str, np.ndarray]) -> Iterator[_Piece]:
+    for file in files:
+        for start in range(0, file.nbytes, _PIECE_BYTES):
+            out = found[file.name][start : start + _PIECE_BYTES]
+            at = file.offset + start
+            yield _Piece(at, at + len(out), functools.partial(np.copyto, out))
 
 
-def _put(piece: _Copy, rows: np.ndarray) -> None:
+def _put(piece: _Copy, data: np.ndarray) -> None:
     """Writes complete rows of a region to a target, which may want some of their columns."""
-    target = piece.target
+    target, rows = piece.target, piece.rows(data)
     if target.columns is not None and target.columns != piece.region.columns:
         rows = rows[:, target.columns[0] : target.columns[1]]
     if target.cycle is not None:

@@ -201,10 +201,10 @@ class RestoreService:
         """Returns the replicas of each shard, in the order in which to try them."""
         replicas = self.replicas()
         count = replicas[0].shards
-        by_shard: list[list[Replica]] = [[] for _ in range(count)]
-        for replica in replicas:
-            if replica.shards == count:
-                by_shard[replica.shard].append(replica)
+        by_shard = [
+            [one for one in replicas if (one.shard, one.shards) == (shard, count)]
+            for shard in range(count)
+        ]
         for shard, found in enumerate(by_shard):
             if not found:
                 raise ServiceUnavailable(

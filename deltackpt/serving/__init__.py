@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from deltackpt.serving import patches as patches
 from deltackpt.serving.attach import Attached, attach
+from deltackpt.serving.leaves import ServedLeaves
 from deltackpt.serving.live import DeviceTable, DeviceWeights, Live, Staleness, follow
 from deltackpt.serving.row_changes import ChangeBatch, Changes
-from deltackpt.serving.served_dense import ServedLeaves
 from deltackpt.serving.status import FollowerStatus, TableStatus
 from deltackpt.serving.version import Position, Version
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatMismatch, OptionError, ServiceUnavailable
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.rows import Rows, RowsAddress
@@ -38,9 +38,7 @@ class VersionDescription:
     """The newest version, for other processes; see ``PublishedState``."""
 
     save_id: SaveId
-    point: SaveId | None  # Save id of the recovery point.
-    epoch: int  # WAL epoch of the point.
-    full: bool  # Whether the point has dense leaves.
+    point: RecoveryPoint | None
     unix_secs: float
     number: int
     sequence: int
@@ -56,20 +54,17 @@ class SharedVersion:
     def publish(self, path: Path) -> None:
         """Writes the address of the description to a file, atomically."""
         temporary = posix.temporary_beside(path)
-        temporary.write_bytes(manifest.to_bytes(self._memory.address, _MAGIC))
+        temporary.write_bytes(records.to_bytes(self._memory.address, _MAGIC))
         temporary.replace(path)
 
     def write(self, shown: PublishedState) -> None:
         """Describes a version instead of the one before."""
         rows = shown.rows
         assert rows is not None and isinstance(rows.memory, SharedMemory)
-        point = shown.point
-        data = manifest.to_bytes(
+        data = records.to_bytes(
             VersionDescription(
                 save_id=shown.save_id,
-                point=None if point is None else point.save_id,
-                epoch=0 if point is None else point.epoch,
-                full=point is not None and point.full,
+                point=shown.point,
                 unix_secs=shown.unix_secs,
                 number=shown.number,
                 sequence=shown.sequence,
@@ -128,7 +123,7 @@ class Attached(Versions):
         with self._unavailable():
             stat = os.stat(self._path)
             if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
-                address: MemoryAddress = manifest.from_bytes(
+                address: MemoryAddress = records.from_bytes(
                     self._path.read_bytes(), MemoryAddress, name=str(self._path), magic=_MAGIC
                 )
                 self._described, self._known = MemoryReader(address, follow=True), None
@@ -158,18 +153,15 @@ class Attached(Versions):
         if described.sequence != sequence:
             return None
         with self._unavailable():
-            found: VersionDescription = manifest.from_bytes(
+            found: VersionDescription = records.from_bytes(
                 data, VersionDescription, name=str(self._path), magic=_MAGIC
             )
             if self._rows is None or self._rows[0] != found.address:
                 memory = MemoryReader(found.address.memory, follow=True)
                 self._rows = found.address, Rows(memory, found.address.tables)
             rows = self._rows[1]
-        point = None
-        if found.point is not None:
-            point = RecoveryPoint(found.epoch, found.point, found.full, found.unix_secs)
         return PublishedState(
-            found.save_id, point, found.unix_secs, found.number, None, rows, found.sequence
+            found.save_id, found.point, found.unix_secs, found.number, None, rows, found.sequence
         )
 
     @contextlib.contextmanager

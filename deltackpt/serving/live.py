@@ -33,13 +33,13 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.attach import SharedVersion
-from deltackpt.serving.leaf_replica import LeafReplica
+from deltackpt.serving.leaves import LeafReplica
 from deltackpt.serving.row_changes import NO_ROWS, Changes
 from deltackpt.serving.status import FollowerStatus, StatusServer, TableStatus
 from deltackpt.serving.version import Position, PublishedState, Version, Versions
 from deltackpt.serving.version_replica import TableChoice, VersionReplica
 from deltackpt.standby.follower import RowReplica
-from deltackpt.standby.wal import Candidates, FollowedWal
+from deltackpt.standby.tailer import Tailer
 
 if TYPE_CHECKING:
     import jax
@@ -210,11 +210,11 @@ def follow(
         raise OptionError(f"follow: expected positive reader_secs, found {reader_secs}")
     kafka = wal if isinstance(wal, KafkaWal) else None
     opened = open_steps(directory, item=item, endpoint=endpoint, wal=kafka, follow=True)
-    followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
+    tailer = Tailer(opened, opened.item, soft=soft and bool(chosen), wal=bool(wal))
     choice, rows = TableChoice(chosen, of_slots), None
     if chosen:
         rows = RowReplica(
-            followed,
+            tailer,
             item=opened.item,
             shard=shard,
             shards=shards,
@@ -224,9 +224,8 @@ def follow(
             memory_bytes=memory_bytes,
         )
     of_leaves = LeafReplica(opened.item, patterns) if patterns else None
-    replica = VersionReplica(opened, followed, of_leaves, rows, choice)
-    candidates = Candidates(opened, followed if wal else None)
-    return Live(str(directory), replica, candidates, poll_secs, opened)
+    replica = VersionReplica(opened, tailer, of_leaves, rows, choice)
+    return Live(str(directory), replica, tailer, poll_secs, opened)
 
 
 class Live(Versions):
@@ -244,14 +243,14 @@ class Live(Versions):
         self,
         directory: str,
         replica: VersionReplica,
-        candidates: Candidates,
+        tailer: Tailer,
         poll_secs: float | None,
         opened: Steps,
     ):
         """Internal: call ``follow``."""
         super().__init__()
         self.problem: DeltackptError | None = None
-        self._directory, self._replica, self._candidates = directory, replica, candidates
+        self._directory, self._replica, self._tailer = directory, replica, tailer
         self._root = opened
         self._newest: int | None = None
         self._shown: PublishedState | None = None
@@ -297,14 +296,14 @@ class Live(Versions):
             if self._closing.is_set():
                 raise ClosedError("serving: expected an open Live, found it closed; call follow()")
             try:
-                self._candidates.load_newest(self._replica)
+                self._tailer.load_newest(self._replica)
             except DeltackptError as error:
                 self._set_problem(without_frames(error))
                 raise
             finally:
                 changed = self._show()
-            self._set_problem(self._candidates.problem)
-            self._newest = self._candidates.newest_step()
+            self._set_problem(self._tailer.problem)
+            self._newest = self._tailer.newest_step()
             return changed
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:

@@ -178,69 +178,46 @@ class _Collector:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>deltackpt follower</title>
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<style>
+<html lang="en"><head><meta charset="utf-8"><title>deltackpt follower</title><style>
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.3rem; margin: 0 } h2 { font-size: 1rem; margin: 2rem 0 .5rem }
-#directory, .unit { opacity: .65 }
-#figures { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0 }
-#figures div { border: 1px solid #8886; border-radius: .5rem; padding: .6rem 1rem; min-width: 8rem }
-#figures b { display: block; font-size: 1.5rem; font-weight: 600 }
 table { border-collapse: collapse; width: 100% } th, td { padding: .3rem .6rem; text-align: right }
 th:first-child, td:first-child { text-align: left } tr + tr { border-top: 1px solid #8884 }
-#problem { border-left: 4px solid #d33; padding: .5rem 1rem; white-space: pre-wrap }
-#problem:empty { display: none }
+#problem { color: #d33; white-space: pre-wrap }
 </style></head><body>
-<h1>deltackpt follower</h1><div id="directory"></div>
-<div id="figures"></div><div id="problem" role="alert"></div>
-<h2>Tables</h2><table id="tables"></table>
+<h1>deltackpt follower</h1><p id="directory"></p><p id="problem" role="alert"></p>
+<table id="figures"></table><h2>Tables</h2><table id="tables"></table>
 <h2>Consumers of changes</h2><table id="consumers"></table>
 <script>
-const count = new Intl.NumberFormat("en"), $ = id => document.getElementById(id)
-const short = new Intl.NumberFormat("en", {notation: "compact", maximumFractionDigits: 1})
+const $ = id => document.getElementById(id), count = new Intl.NumberFormat("en").format
+const short = new Intl.NumberFormat("en", {notation: "compact", maximumFractionDigits: 1}).format
 let before = null
-function fill(table, head, rows) {
-  table.replaceChildren(...[head, ...rows].map((cells, at) => {
+function fill(id, rows) {
+  $(id).replaceChildren(...rows.map(cells => {
     const row = document.createElement("tr")
-    row.append(...cells.map(text => {
-      const cell = document.createElement(at ? "td" : "th"); cell.textContent = text; return cell
-    }))
+    for (const text of cells) row.insertCell().textContent = text
     return row
   }))
 }
-function rate(now, pick) {
-  const secs = before && now.unix_secs - before.unix_secs
-  return secs > 0 ? (pick(now) - pick(before)) / secs : 0
-}
 function show(now) {
-  $("directory").textContent = now.directory
+  const secs = before ? now.unix_secs - before.unix_secs : 0
+  const rate = pick => short(secs > 0 ? (pick(now) - pick(before)) / secs : 0)
   const total = field => one => Object.values(one.tables).reduce((sum, t) => sum + t[field], 0)
-  const behind = now.step === null ? "-" : Math.max(0, (now.newest_step ?? now.step) - now.step)
-  const figures = [
-    [now.step === null ? "-" : count.format(now.step), "training step"],
-    [behind, "steps behind"],
-    [now.age_secs === null ? "-" : now.age_secs.toFixed(1) + " s", "age"],
-    [rate(now, one => one.versions).toFixed(1), "versions per second"],
-    [short.format(rate(now, total("looked_up"))), "rows looked up per second"],
-    [short.format(rate(now, total("changed"))), "rows changed per second"],
-    [short.format(total("nbytes")(now) + now.dense_bytes), "bytes held"],
-  ]
-  $("figures").replaceChildren(...figures.map(([value, name]) => {
-    const box = document.createElement("div"), bold = document.createElement("b")
-    const unit = document.createElement("span")
-    bold.textContent = value; unit.textContent = name; unit.className = "unit"
-    box.append(bold, unit); return box
-  }))
+  $("directory").textContent = now.directory
   $("problem").textContent = now.problem ?? ""
-  fill($("tables"), ["table", "rows", "bytes", "looked up", "per second", "changed", "per second"],
-    Object.entries(now.tables).map(([name, t]) => [name, count.format(t.rows),
-      short.format(t.nbytes), count.format(t.looked_up),
-      short.format(rate(now, one => one.tables[name]?.looked_up ?? 0)), count.format(t.changed),
-      short.format(rate(now, one => one.tables[name]?.changed ?? 0))]))
-  fill($("consumers"), ["consumer", "versions behind"],
-    Object.entries(now.consumers).map(([name, behind]) => [name, count.format(behind)]))
+  fill("figures", [
+    ["training step", now.step === null ? "-" : count(now.step)],
+    ["steps behind", now.step === null ? "-" : Math.max(0, (now.newest_step ?? 0) - now.step)],
+    ["age", now.age_secs === null ? "-" : now.age_secs.toFixed(1) + " s"],
+    ["versions per second", rate(one => one.versions)],
+    ["rows looked up per second", rate(total("looked_up"))],
+    ["rows changed per second", rate(total("changed"))],
+    ["bytes held", short(total("nbytes")(now) + now.dense_bytes)]])
+  fill("tables", [["table", "rows", "bytes", "looked up", "per second", "changed", "per second"],
+    ...Object.entries(now.tables).map(([name, t]) => [name, count(t.rows), short(t.nbytes),
+      count(t.looked_up), rate(one => one.tables[name]?.looked_up ?? 0),
+      count(t.changed), rate(one => one.tables[name]?.changed ?? 0)])])
+  fill("consumers", [["consumer", "versions behind"], ...Object.entries(now.consumers)])
   before = now
 }
 async function poll() {

@@ -17,8 +17,8 @@ import numpy as np
 from deltackpt.errors import ClosedError, OptionError, ServiceUnavailable, VersionExpired
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.serving.leaves import ServedLeaves
 from deltackpt.serving.rows import Rows
-from deltackpt.serving.served_dense import ServedLeaves
 
 #: Pause before a reader that met a change looks again.
 _RETRY_SECS = 1e-4

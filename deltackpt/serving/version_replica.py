@@ -12,18 +12,17 @@ from deltackpt.format.row_blocks import VALUES
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import ReplayPlan
-from deltackpt.serving.leaf_replica import LeafReplica
+from deltackpt.serving.leaves import LeafReplica
 from deltackpt.serving.row_changes import ChangedTables, ChangeLog
 from deltackpt.serving.rows import Rows, choose, is_meant, served_tables
-from deltackpt.serving.served_dense import ServedLeaves
 from deltackpt.serving.version import Position, PublishedState
 from deltackpt.standby.follower import ReplicaTables, RowReplica
-from deltackpt.standby.wal import FollowedWal
+from deltackpt.standby.tailer import Tailer
 from deltackpt.storage.store import StorePath
 
 
 class VersionReplica:
-    """The rows and dense leaves of the next version; see ``standby.wal.StateReplica``.
+    """The rows and dense leaves of the next version; see ``standby.tailer.StateReplica``.
 
     Rows change in place, so readers open no version from the moment when they change until the
     dense leaves of the same state are held, too. ``shown`` is the newest complete state.
@@ -32,14 +31,14 @@ class VersionReplica:
     def __init__(
         self,
         root: Steps,
-        wal: FollowedWal,
+        tailer: Tailer,
         leaves: LeafReplica | None,
         rows: RowReplica | None,
         choice: TableChoice,
     ):
         self.shown: PublishedState | None = None
         self.changes = ChangeLog()
-        self._root, self._wal = root, wal
+        self._root, self._tailer = root, tailer
         self._leaves, self._rows, self._choice = leaves, rows, choice
         self._known: tuple[ReplicaTables, Rows] | None = None
 
@@ -57,7 +56,7 @@ class VersionReplica:
         changed = False
         if self._leaves is not None:
             # Before the rows: the leaves of the version before stay valid.
-            full = None if plan is None else self._wal.full(plan)
+            full = None if plan is None else self._tailer.full(plan)
             changed = self._leaves.load_state(step_dir, full)
         if self._rows is not None and self._rows.load_state(step_dir, plan):
             loaded = self._rows.loaded
@@ -84,16 +83,15 @@ class VersionReplica:
             return None
 
     def _holds(self, plan: ReplayPlan | None) -> bool:
-        full = None if plan is None else self._wal.full(plan)
+        full = None if plan is None else self._tailer.full(plan)
         return (self._leaves is None or self._leaves.is_at(full)) and (
             self._rows is None or self._rows.is_at(plan)
         )
 
     def _is_held(self, shown: PublishedState) -> bool:
         """Returns whether a state is the one in memory."""
-        if self._leaves is not None:
-            if shown.dense is None or not shown.dense.is_of(self._leaves.loaded):
-                return False
+        if self._leaves is not None and shown.dense is not self._leaves.loaded:
+            return False
         tables = None if self._rows is None else self._rows.tables
         if tables is None:
             return self._rows is None
@@ -101,11 +99,8 @@ class VersionReplica:
 
     def _complete(self) -> PublishedState:
         """Returns the held state for readers."""
-        held = None if self._leaves is None else self._leaves.loaded
-        dense = None if self.shown is None else self.shown.dense
-        if held is not None and (dense is None or not dense.is_of(held)):
-            dense = ServedLeaves(held)
-        loaded, rows, sequence = held, None, 0
+        dense = None if self._leaves is None else self._leaves.loaded
+        loaded, rows, sequence = dense, None, 0
         if self._rows is not None:
             loaded, tables = self._rows.loaded, self._rows.tables
             assert loaded is not None and tables is not None

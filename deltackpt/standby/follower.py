@@ -55,7 +55,7 @@ from deltackpt.standby.loaded_state import (
     everything,
 )
 from deltackpt.standby.shared_memory import Gate, MemoryAddress, SharedMemory
-from deltackpt.standby.wal import Candidates, FollowedWal
+from deltackpt.standby.tailer import Tailer
 from deltackpt.storage.store import StorePath
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RowReplica(StateHolder[LoadedState]):
 
     def __init__(
         self,
-        wal: FollowedWal,
+        tailer: Tailer,
         *,
         item: str,
         shard: int = 0,
@@ -98,7 +98,7 @@ class RowReplica(StateHolder[LoadedState]):
         reader_secs: float = 0.0,  # How long a change waits for ``ReadLock``s.
         memory_bytes: int | None = None,  # None: what the machine has.
     ):
-        self._wal = wal
+        self._tailer = tailer
         self._item, self._shard, self._shards = item, shard, shards
         self._choice, self._with_files, self._reader_secs = choice, with_files, reader_secs
         self._memory_bytes = memory_bytes
@@ -157,35 +157,25 @@ class RowReplica(StateHolder[LoadedState]):
         """Releases a pin."""
         self._gate.unpin(pin)
 
-    def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of virtual rows; raises ``ServiceUnavailable`` if the pin expired."""
-        if self._gate.renew(pin):
-            assert self.tables is not None
-            for target in self.tables.targets.all:
-                first, last = target.rows
-                if (target.group, target.field) == (group, field) and first <= start:
-                    if stop <= last:
-                        rows = target.buffer[start - first : stop - first].copy()
-                        # This thread may have been suspended for longer than the pin lasts.
-                        if self._gate.renew(pin):
-                            return rows
-        raise ServiceUnavailable(
-            f"shard {self._shard} of {self._shards}: expected a pinned state with rows [{start}, "
-            f"{stop}) of {group}.{field}, found none; restore from storage"
-        )
+    def read(self, pin: int, start: int, stop: int, *, files: bool) -> np.ndarray:
+        """Returns a copy of some bytes of the rows' memory, or of the files'.
 
-    def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of a file's bytes; raises ``ServiceUnavailable`` if the pin expired."""
-        state = self.loaded if self._gate.renew(pin) else None
-        if state is not None and state.files is not None:
-            for file in state.files.index:
-                if file.name == name:
-                    data = state.files.array(file)[start:stop].copy()
-                    if self._gate.renew(pin):
-                        return data
+        Raises ``ServiceUnavailable`` if the pin has expired.
+        """
+        tables, state = self.tables, self.loaded if self._gate.renew(pin) else None
+        memory = None
+        if files:
+            memory = None if state is None or state.files is None else state.files.memory
+        elif state is not None and tables is not None:
+            memory = tables.memory
+        if memory is not None and 0 <= start <= stop <= memory.nbytes:
+            data = memory.array(start, (stop - start,), np.dtype(np.uint8)).copy()
+            # This thread may have been suspended for longer than the pin lasts.
+            if self._gate.renew(pin):
+                return data
         raise ServiceUnavailable(
-            f"shard {self._shard} of {self._shards}: expected a pinned state with the file {name}, "
-            "found none; restore from storage"
+            f"shard {self._shard} of {self._shards}: expected a pinned state with bytes [{start}, "
+            f"{stop}) of its {'files' if files else 'rows'}, found none; restore from storage"
         )
 
     def load_state(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
@@ -193,7 +183,7 @@ class RowReplica(StateHolder[LoadedState]):
         newest = stored_saves.read_save(step_dir, self._item)
         if plan is not None and plan.step != newest.info.save_id:
             raise stored_saves.gone(step_dir)
-        full = None if plan is None else self._wal.full(plan)
+        full = None if plan is None else self._tailer.full(plan)
         goal = Goal(save=newest, plan=plan, full=full)
         held = self.loaded
         if held is not None and held.is_at(goal.save_id, goal.point):
@@ -232,7 +222,7 @@ class RowReplica(StateHolder[LoadedState]):
         not available any more.
         """
         tables, newest = self.tables, stored_saves.read_save(step_dir, self._item)
-        plan = None if point is None else self._wal.plan_to(point, save_id)
+        plan = None if point is None else self._tailer.plan_to(point, save_id)
         replaced = newest.info.save_id != save_id or (plan is None) != (point is None)
         if tables is None or newest.layout != tables.layout or replaced:
             return None
@@ -262,36 +252,29 @@ class RowReplica(StateHolder[LoadedState]):
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
             return newer, goal.plan if newer else rest
-        if newer and self._wal.leads_to(goal.save_id, point):
+        if newer and self._tailer.leads_to(goal.save_id, point):
             return newer, goal.plan
         return None
 
     def _load(self, chain: Sequence[StoredSave], goal: Goal) -> None:
-        """Loads a complete chain, base first; the step alone if nothing is held in its layout."""
-        held = self.loaded
-        if held is not None and held.layout == chain[-1].layout == chain[0].layout:
+        """Loads a complete chain, base first; the step alone if it needs other memory."""
+        if self.tables is not None and self.tables.layout == chain[-1].layout == chain[0].layout:
+            # Also after a change that failed: rows are compared with what the memory has.
             self._apply(chain, (), goal.plan, goal)
             return
         goal = Goal(save=goal.save, plan=None, full=None)
         self.health = f"loads step {goal.save_id.step}"
-        infos = tuple(save.info for save in chain)
         with self._state_files(goal) as state_files:
-            tables = self.tables
-            is_new = tables is None or tables.layout != goal.save.layout
-            if tables is None or is_new:
-                # The held state is kept until the new one is loaded, if there is room.
-                tables = self._new_tables(goal.save.layout, previous=self.nbytes)
+            # The held state is kept until the new one is loaded, if there is room.
+            tables = self._new_tables(goal.save.layout, previous=self.nbytes)
             try:
-                if is_new:
-                    reader.fill(chain, tables.targets)
+                reader.fill(chain, tables.targets)
                 lossless = _are_lossless(reader.layers_of(chain, tables.targets))
             except BaseException:
-                if is_new:
-                    tables.memory.close()
+                tables.memory.close()
                 raise
-            with self._changing(tables) as changing:
-                if not is_new:
-                    reader.fill(chain, changing.targets)
+            with self._changing(tables):
+                infos = tuple(save.info for save in chain)
                 self._publish(infos, goal, state_files.files, lossless=lossless)
 
     def _apply(
@@ -361,7 +344,10 @@ class RowReplica(StateHolder[LoadedState]):
             if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen.update(held.replayed)
             state_files.complete(seen, tables.layout)
-            by_table = None if changed is None else changed.by_table(tables.regions)
+            # If nothing is held, readers have rows of an earlier state.
+            by_table = None
+            if changed is not None and held is not None:
+                by_table = changed.by_table(tables.regions)
             if changing is None:
                 changing = stack.enter_context(self._changing(tables, state_files.files))
             _merge(staged, changing.targets)
@@ -517,14 +503,13 @@ class Follower(RowReplica):
         soft: bool = True,  # Also apply records without dense leaves, soon above a full point.
     ):
         self._root = open_steps(directory, item=item, endpoint=endpoint, wal=wal, follow=True)
-        followed = FollowedWal(self._root, item, soft=soft)
-        super().__init__(followed, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
-        self._candidates = Candidates(self._root, followed)
+        tailer = Tailer(self._root, item, soft=soft)
+        super().__init__(tailer, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
 
     def advance(self) -> bool:
         """Polls once and applies new saves and records; returns whether the state has changed."""
-        is_changed = self._candidates.load_newest(self)
-        problem = self._candidates.problem
+        is_changed = self._tailer.load_newest(self)
+        problem = self._tailer.problem
         if is_changed is None:
             self.health = "waiting for a first step"
         else:

@@ -11,7 +11,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from deltackpt.format.naming import Leaf, PyTree, listed, matches
 #: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
 Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Leaf], bool]
-
-_Key = TypeVar("_Key")
 
 #: Tables of a manager without handlers: leaves that match and have this many rows, if any do.
 DEFAULT_SELECT = ("**/embedding", "**/embeddings")
@@ -89,17 +87,6 @@ def nodes(tree: PyTree, wanted: Callable[[object], bool]) -> list[KeyPath]:
     """Returns canonical paths of the outermost nodes for which ``wanted`` is true."""
     flat = flatten_with_paths(tree, wanted)
     return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if wanted(leaf)]
-
-
-def nest(found: Iterable[tuple[Sequence[_Key], object]]) -> dict[_Key, PyTree]:
-    """Returns nested dicts of some leaves, each at its path of keys."""
-    root: dict[_Key, PyTree] = {}
-    for path, leaf in found:
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return root
 
 
 def _variable_paths(tree: PyTree) -> set[tree_util.KeyPath]:

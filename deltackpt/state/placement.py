@@ -20,9 +20,8 @@ import collections
 import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ from jax.sharding import Sharding
 from deltackpt import coordination
 from deltackpt.coordination import Device
 from deltackpt.errors import DeltackptError, TemplateMismatch, TrackingError
-from deltackpt.format.manifest import Layout
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.format.row_blocks import Box, Span
 from deltackpt.state import paths
@@ -102,42 +100,6 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[object]:
     return jax.default_device(device)
 
 
-#: A training run has one layout or two.
-_MOST = 8
-
-
-class ByLayout(Generic[_T]):
-    """Caches results by layout and other inputs; evicts the oldest. Thread-safe.
-
-    A layout is compared by identity: ``tables.split`` returns the same object for equal states, and
-    comparing two of a thousand tables would cost more than this cache saves. It contains no arrays.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # With the layout, whose identity no other has while it is kept.
-        self._known: dict[tuple[int, Hashable], tuple[Layout, _T]] = {}
-
-    def get(self, layout: Layout, rest: Hashable, make: Callable[[], _T]) -> _T:
-        """Returns the result for a layout and all other inputs; errors are not cached."""
-        key = id(layout), rest
-        with self._lock:
-            known = self._known.get(key)  # Hashing a thousand shardings takes a millisecond.
-        if known is not None:
-            return known[1]
-        made = make()
-        with self._lock:
-            self._known[key] = layout, made
-            while len(self._known) > _MOST:
-                del self._known[next(iter(self._known))]
-        return made
-
-    def clear(self) -> None:
-        """Empties the cache."""
-        with self._lock:
-            self._known.clear()
-
-
 _Box = TypeVar("_Box")
 #: Memory kinds that device programs cannot gather rows from.
 HOST_MEMORY = ("pinned_host", "unpinned_host")
@@ -174,16 +136,17 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     if not abstract:
         return template
-    mesh, faults = jax.sharding.get_mesh(), {}
+    mesh, faults = jax.sharding.get_mesh(), dict[int, str]()
     for i in abstract:
-        try:
-            leaves[i] = _on_devices(leaves[i], mesh)
-        except _NoMesh as fault:
-            faults[i] = fault
+        placed = _on_devices(leaves[i], mesh)
+        if isinstance(placed, str):
+            faults[i] = placed
+        else:
+            leaves[i] = placed
     if faults:
         raise error(_described(template, faults, mesh))
-    placed = (leaf for leaf in leaves if not isinstance(leaf, Tracer))
-    shardings = [one for one in map(sharding_of, placed) if one is not None]
+    untraced = (leaf for leaf in leaves if not isinstance(leaf, Tracer))
+    shardings = [one for one in map(sharding_of, untraced) if one is not None]
     if any(len(one.device_set) > 1 for one in shardings):
         default = {_default_device()}
         for i in abstract:
@@ -192,20 +155,17 @@ def resolved(template: PyTree, error: type[DeltackptError] = TemplateMismatch) -
     return jax.tree.unflatten(treedef, leaves)
 
 
-class _NoMesh(Exception):
-    """Raised if the current mesh does not fit a leaf's sharding; names what it is over."""
-
-
-def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+def _on_devices(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct | str:
+    """Returns a leaf over devices; if the mesh does not fit its sharding, what that is over."""
     try:
         sharding = leaf.sharding
     except TypeError:
-        raise _NoMesh("a PartitionSpec alone") from None
+        return "a PartitionSpec alone"
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return leaf
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         if mesh.empty or mesh.shape_tuple != sharding.mesh.shape_tuple:
-            raise _NoMesh(f"an AbstractMesh of {dict(sharding.mesh.shape)}")
+            return f"an AbstractMesh of {dict(sharding.mesh.shape)}"
         memory = sharding.memory_kind
         sharding = jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=memory)
     elif mesh.empty:
@@ -220,7 +180,7 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=leaf.weak_type)
 
 
-def _described(template: PyTree, faults: Mapping[int, _NoMesh], mesh: jax.sharding.Mesh) -> str:
+def _described(template: PyTree, faults: Mapping[int, str], mesh: jax.sharding.Mesh) -> str:
     keyed = jax.tree.leaves_with_path(template)
     lines = [f"{jax.tree_util.keystr(keyed[i][0])}: over {fault}" for i, fault in faults.items()]
     found = "no current mesh" if mesh.empty else f"the current mesh {dict(mesh.shape)}"
@@ -511,20 +471,8 @@ def _owned(
                 piece = _subspan(rows, number, len(owners))
                 if coordination.process_of(owner) == here and piece[0] < piece[1]:
                     skip = piece[0] - box.rows[0]
-                    _append(found, _Owned(Box(piece, box.columns), owner, skip))
+                    found.append(_Owned(Box(piece, box.columns), owner, skip))
     return tuple(found)
-
-
-def _append(found: list[_Owned], more: _Owned) -> None:
-    """Appends, or extends the last one if ``more`` continues it."""
-    if found:
-        last = found[-1]
-        together = (last.device, last.box.columns) == (more.device, more.box.columns)
-        if together and last.box.rows[1] == more.box.rows[0]:
-            rows = (last.box.rows[0], more.box.rows[1])
-            found[-1] = last._replace(box=Box(rows, last.box.columns))
-            return
-    found.append(more)
 
 
 def _known(

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 
 import jax
 from jax import tree_util
@@ -27,7 +27,15 @@ from deltackpt.errors import (
     UnsupportedLeaf,
 )
 from deltackpt.format import row_blocks
-from deltackpt.format.manifest import DenseEntry, KeyPath, Layout, dense_at, nested, path_name
+from deltackpt.format.manifest import (
+    DenseEntry,
+    KeyPath,
+    Layout,
+    dense_at,
+    nest,
+    nested,
+    path_name,
+)
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.policies import CodecChoice
 from deltackpt.state import paths, slots, stacks, touch_state
@@ -161,16 +169,28 @@ class _Plan:
     windows: tuple[tuple[int, int], ...]
 
 
-# By the caller's ``Tables``: managers and Orbax's stateless handlers share them.
-_plans: weakref.WeakKeyDictionary[Tables, dict[Hashable, _Plan]] = weakref.WeakKeyDictionary()
-#: The one that was asked for last, with its key: its shardings are those of the next state, too,
-#: where one jitted step has made both, and are quickly compared with themselves.
-_newest: weakref.WeakKeyDictionary[Tables, tuple[Hashable, _Plan]] = weakref.WeakKeyDictionary()
-#: Those whose dense leaves can be stored, with the numbers of those whose value decides.
-_storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictionary()
-#: Choices of tables with a warning about slots that each save stores whole.
-_warned: weakref.WeakSet[Tables] = weakref.WeakSet()
-_logged_averages: weakref.WeakSet[Tables] = weakref.WeakSet()
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """What is kept of one ``Tables``, which managers and Orbax's stateless handlers share."""
+
+    #: Newest last: its shardings are those of the next state, too, if one jitted step has made
+    #: both, and are quickly compared with themselves.
+    plans: list[tuple[Hashable, _Plan]] = dataclasses.field(default_factory=list)
+    #: Plans whose dense leaves can be stored, with the numbers of those whose value decides.
+    storable: MutableMapping[_Plan, list[int]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    #: Warnings that were issued.
+    warned: set[str] = dataclasses.field(default_factory=set)
+
+    def warns(self, kind: str) -> bool:
+        """Returns whether to issue a warning, which is issued once."""
+        is_new = kind not in self.warned
+        self.warned.add(kind)
+        return is_new
+
+
+_known: weakref.WeakKeyDictionary[Tables, _Known] = weakref.WeakKeyDictionary()
 
 
 def split(state: PyTree, tables: Tables, *, dense_fault: DenseFault | None = None) -> Split:
@@ -196,13 +216,15 @@ def split(state: PyTree, tables: Tables, *, dense_fault: DenseFault | None = Non
         _check_readable(state, leaves)
     plan = _plan_of(state, tables, leaves, treedef)
     if dense_fault is not None:
-        _check_storable(plan, leaves, dense_fault)
-        _log_dense_slots(plan, leaves, tables)
-        _log_averages(plan, leaves, tables)
-        _report_default(plan, tables)
+        known = _known.setdefault(tables, _Known())
+        _check_storable(plan, leaves, dense_fault, known)
+        _log_dense_slots(plan, leaves, known)
+        _log_averages(plan, leaves, known)
+        if tables.select is paths.DEFAULT_SELECT:
+            _report_default(plan, known)
     held = [*leaves, *(view.of(leaves) for view in plan.views)] if plan.views else leaves
     fields = {name: dict(zip(names, of(held))) for name, names, of in plan.fields}
-    dense = paths.nest((key, _plain_empty(leaves[i])) for key, i in plan.dense)
+    dense = nest((key, _plain_empty(leaves[i])) for key, i in plan.dense)
     marks = tuple(Marks(path_name(place.path), _touched_at(place, leaves)) for place in plan.places)
     windows = tuple((leaves[updates], leaves[gathered]) for updates, gathered in plan.windows)
     return Split(plan.layout, fields, dense, marks, plan.codecs, windows)
@@ -257,23 +279,16 @@ def join(
 
 
 def _plan_of(state: PyTree, tables: Tables, leaves: list[Leaf], treedef: object) -> _Plan:
-    known = _plans.setdefault(tables, {})
+    plans = _known.setdefault(tables, _Known()).plans
     key = (treedef, *_signature(leaves))
     try:
-        newest = _newest.get(tables)
-        if newest is not None and newest[0] == key:
-            plan = newest[1]
-        else:
-            plan = known.get(key)
-    except (TypeError, ValueError):  # a static field that cannot be hashed, or compared
+        found = next((one for one in reversed(plans) if one[0] == key), None)
+    except (TypeError, ValueError):  # A static field that cannot be compared.
         return _find_plan(state, tables)
-    if plan is None:
-        plan = _find_plan(state, tables)
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        known[key] = plan
-    _newest[tables] = key, plan
-    return plan
+    if found is None:
+        found = key, _find_plan(state, tables)
+    plans[:] = [*(one for one in plans if one[1] is not found[1]), found][-_REMEMBERED:]
+    return found[1]
 
 
 def _signature(leaves: list[Leaf]) -> Iterator[tuple[object, ...]]:
@@ -327,8 +342,10 @@ def _unreadable(leaf: object) -> str | None:
     return "was deleted" if is_deleted is not None and is_deleted() else None
 
 
-def _check_storable(plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault) -> None:
-    numbers = _storable.get(plan)
+def _check_storable(
+    plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault, known: _Known
+) -> None:
+    numbers = known.storable.get(plan)
     faults = []
     for number in range(len(plan.dense)) if numbers is None else numbers:
         key, place = plan.dense[number]
@@ -344,14 +361,13 @@ def _check_storable(plan: _Plan, leaves: list[Leaf], dense_fault: DenseFault) ->
         )
     if numbers is None:
         values = enumerate(leaves[i] for _, i in plan.dense)
-        _storable[plan] = [number for number, leaf in values if not hasattr(leaf, "dtype")]
+        known.storable[plan] = [number for number, leaf in values if not hasattr(leaf, "dtype")]
 
 
-def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
+def _log_dense_slots(plan: _Plan, leaves: list[Leaf], known: _Known) -> None:
     nbytes = sum(slots.bytes_of(leaves[i]) for i in plan.dense_slots)
-    if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
+    if nbytes < _DENSE_SLOT_BYTES or not known.warns("slots"):
         return
-    _warned.add(tables)
     paths_of = {i: entry.path for entry, (_, i) in zip(plan.layout.dense, plan.dense, strict=True)}
     names = paths.listed(path_name(paths_of[i]) for i in plan.dense_slots)
     events.warn(
@@ -361,18 +377,16 @@ def _log_dense_slots(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
     )
 
 
-def _log_averages(plan: _Plan, leaves: list[Leaf], tables: Tables) -> None:
+def _log_averages(plan: _Plan, leaves: list[Leaf], known: _Known) -> None:
     nbytes = sum(slots.bytes_of(leaves[one.leaf]) for one in plan.averages)
-    if nbytes >= _DENSE_SLOT_BYTES and tables not in _logged_averages:
-        _logged_averages.add(tables)
+    if nbytes >= _DENSE_SLOT_BYTES and known.warns("averages"):
         events.warn(slots.warning(plan.averages, leaves))
 
 
-def _report_default(plan: _Plan, tables: Tables) -> None:
+def _report_default(plan: _Plan, known: _Known) -> None:
     """Logs the tables that the default pattern selects, once; warns if it selects none."""
-    if tables.select is not paths.DEFAULT_SELECT or tables in _warned:
+    if not known.warns("default"):
         return
-    _warned.add(tables)
     pattern = " or ".join(map(repr, paths.DEFAULT_SELECT))
     advice = 'CheckpointManager(handlers={"embeddings": Tables(select=...)})'
     if plan.layout.tables:

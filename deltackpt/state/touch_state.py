@@ -24,10 +24,10 @@ from deltackpt.errors import TrackingError
 from deltackpt.format import naming
 from deltackpt.format.manifest import KeyPath, Layout
 from deltackpt.format.naming import Leaf, PyTree
+from deltackpt.format.records import IdentityCache
 from deltackpt.resources import host_memory
 from deltackpt.state import paths, placement
 from deltackpt.state.paths import Flat
-from deltackpt.state.placement import ByLayout
 
 #: The clock stops here; a save that sees it takes a base.
 CLOCK_MAX = int(np.iinfo(np.int32).max)
@@ -270,7 +270,7 @@ def with_more_rows(array: jax.Array, rows: int) -> jax.Array:
 
 
 #: Table name to the key of its stamps, by layout and by the stamps' names and lengths.
-_matched: ByLayout[dict[str, str]] = ByLayout()
+_matched: IdentityCache[dict[str, str]] = IdentityCache()
 
 
 def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, jax.Array]]:
@@ -296,9 +296,9 @@ def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
     """
     names, lengths = [*touched.stamps], [stamps.shape[0] for stamps in touched.stamps.values()]
     return _matched.get(
-        layout,
-        (*names, *lengths),
         lambda: _find_matched(dict(zip(names, lengths, strict=True)), layout),
+        layout,
+        rest=(*names, *lengths),
     )
 
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from deltackpt import kernels
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format import manifest, naming, records
+from deltackpt.format import naming, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.format.records import TAIL_BYTES, InvalidRecord
+from deltackpt.format.records import TAIL_BYTES
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import StorePath, store_path
 
@@ -242,12 +242,12 @@ def digest_tree(
 def digests_bytes(digests: Digests) -> bytes:
     """Serializes digests; a path that readers would reject raises ``Damaged``."""
     check_digests(digests.files, "digests")
-    return manifest.to_bytes(digests, _MAGIC)
+    return records.to_bytes(digests, _MAGIC)
 
 
 def digests_from(data: bytes, *, name: str) -> Digests:
     """Parses digests; ``Damaged`` if altered, of another kind, or naming files outside."""
-    found: Digests = manifest.from_bytes(data, Digests, name=name, magic=_MAGIC)
+    found: Digests = records.from_bytes(data, Digests, name=name, magic=_MAGIC)
     check_digests(found.files, name)
     for path, sums in found.blocks.items():
         if path not in found.files or found.block_bytes < 1:
@@ -260,10 +260,8 @@ def digests_from(data: bytes, *, name: str) -> Digests:
 
 def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
     """Raises ``Damaged`` if a path leads out of the save, or no file can have such a digest."""
-    try:
+    with records.as_damage(name):
         records.check_files(found)
-    except InvalidRecord as error:
-        raise error.damage(name) from error
 
 
 def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:

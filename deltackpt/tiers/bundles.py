@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory, stored_saves
@@ -180,7 +180,7 @@ class StagedBundle:
     """A bundle of a step directory's files, which are read on demand."""
 
     def __init__(self, step_dir: Path, contents: BundleManifest):
-        record = manifest.to_bytes(contents, _MAGIC)
+        record = records.to_bytes(contents, _MAGIC)
         self.root = contents.root
         self._files = FileStore(step_dir)
         self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record
@@ -262,7 +262,7 @@ def read_manifest(reader: Reader, ref: BundleRef) -> tuple[BundleManifest, int]:
         raise Damaged(ref.key, "the beginning of a bundle", f"{bytes(prefix[:8])!r}, {length}")
     record = bytearray(length)
     reader.read_into(len(prefix), memoryview(record))
-    found: BundleManifest = manifest.from_bytes(
+    found: BundleManifest = records.from_bytes(
         bytes(record),
         BundleManifest,
         name=ref.key,

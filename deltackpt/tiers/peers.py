@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from deltackpt.errors import ClosedError, Damaged, OptionError, StorageError
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.storage import striping
 from deltackpt.storage.digests import crc32c
 from deltackpt.storage.node_client import Node
@@ -69,12 +69,12 @@ class PeerGroup:
 
     def to_bytes(self) -> bytes:
         """Serializes the record with its token; anyone who can read it can access the peers."""
-        return manifest.to_bytes(self, _MAGIC)
+        return records.to_bytes(self, _MAGIC)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PeerGroup:
         """Parses the result of ``to_bytes``."""
-        return manifest.from_bytes(data, cls, name="peers.msgpack", magic=_MAGIC)
+        return records.from_bytes(data, cls, name="peers.msgpack", magic=_MAGIC)
 
 
 #: Concurrent connections that transfer fragments.

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltackpt.errors import Damaged, OptionError, RestoreError
-from deltackpt.format import manifest
+from deltackpt.format import records
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, Hidden, ObjectKey, State
@@ -310,7 +310,7 @@ class StagingDir:
     def order(self, orders: Orders) -> None:
         """Writes orders durably; without effect if a newer lease has orders."""
         path = self._orders(orders.lease)
-        self._write(path, manifest.to_bytes(orders, _ORDERS), fsync=True)
+        self._write(path, records.to_bytes(orders, _ORDERS), fsync=True)
         for lease in self._leases():
             if lease < orders.lease:
                 with contextlib.suppress(OSError):  # A leftover is harmless.
@@ -318,14 +318,14 @@ class StagingDir:
 
     def announce(self, orders: Orders) -> None:
         """Writes the orders of a trainer that starts, which are not in force yet."""
-        self._write(self._starting, manifest.to_bytes(orders, _ORDERS))
+        self._write(self._starting, records.to_bytes(orders, _ORDERS))
 
     def progress(self, holder: str, tier: TierName = "remote") -> TierProgress:
         """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
         path = self._progress(tier)
         try:
             data = store_path(path).read()
-            found = manifest.from_bytes(data, TierProgress, name=path.name, magic=_PROGRESS)
+            found = records.from_bytes(data, TierProgress, name=path.name, magic=_PROGRESS)
         except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return TierProgress(holder=holder)
         return found if found.holder == holder else TierProgress(holder=holder)
@@ -351,7 +351,7 @@ class StagingDir:
 
     def report(self, progress: TierProgress, tier: TierName = "remote") -> None:
         """Reports the progress of a tier to the trainer."""
-        self._write(self._progress(tier), manifest.to_bytes(progress, _PROGRESS))
+        self._write(self._progress(tier), records.to_bytes(progress, _PROGRESS))
 
     def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
         """Writes a record that only this user can read."""
@@ -372,7 +372,7 @@ def _read_orders(path: Path) -> Orders | None:
         if not os.path.lexists(path):
             return None
         raise
-    return manifest.from_bytes(
+    return records.from_bytes(
         data, Orders, name=str(path), magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
     )
 

@@ -32,7 +32,7 @@ from deltackpt.errors import (
     StorageError,
     TargetDiffers,
 )
-from deltackpt.format import manifest, naming
+from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
 from deltackpt.ledger.entries import SAVES, Entry, ObjectKey, State, prefix_epoch
 from deltackpt.ledger.journal import Journal
@@ -89,7 +89,7 @@ class ShardReports:
         """Stores a report. Idempotent."""
         if self._at is not None:
             at = self._at / f"{report.process}{_SUFFIX}"
-            at.store.put(at.key, manifest.to_bytes(report, _REPORT))
+            at.store.put(at.key, records.to_bytes(report, _REPORT))
         self._known[report.process] = report
 
     def read(self) -> dict[int, ShardReport]:
@@ -572,7 +572,7 @@ def _read_report(at: StorePath, process: int) -> ShardReport:
     """Reads a report; an unreadable one is a problem of its save, since nobody replaces it."""
     data = at.store.get(at.key)
     try:
-        return manifest.from_bytes(data, ShardReport, name=at.shown(), magic=_REPORT)
+        return records.from_bytes(data, ShardReport, name=at.shown(), magic=_REPORT)
     except RestoreError as error:
         return ShardReport(process=process, problem=f"the report of process {process}: {error}")
 

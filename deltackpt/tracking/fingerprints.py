@@ -31,7 +31,7 @@ from deltackpt.state.touch_state import (
     with_more_rows,
 )
 from deltackpt.tracking import stamps as stamping
-from deltackpt.tracking.stamps import bits, folded
+from deltackpt.tracking.stamps import bits, folded, resharded
 
 #: Table name to field name to array, as ``tables.split`` gives them.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -365,16 +365,10 @@ def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
             )
             for odd, seed in ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
         ]
-        total = total + _as_sharded(jnp.stack(lanes, axis=1), total)
+        found = jnp.stack(lanes, axis=1)
+        # The rows of a slot may be placed unlike the table's.
+        total = total + (found if total.ndim == 0 else resharded(found, total))
     return _mix(total)
-
-
-def _as_sharded(lanes: jax.Array, total: jax.Array) -> jax.Array:
-    """Reshards the lanes of a field whose rows are placed unlike the table's (Explicit meshes)."""
-    wanted = jax.typeof(total).sharding
-    if total.ndim == 0 or jax.typeof(lanes).sharding == wanted:
-        return lanes
-    return jax.sharding.reshard(lanes, wanted)
 
 
 def _words(array: jax.Array) -> jax.Array:

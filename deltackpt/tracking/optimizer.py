@@ -18,7 +18,7 @@ from deltackpt.state import paths, placement, slots
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import TouchState, is_touch_state, mark_rows
 from deltackpt.tracking import by_gradient
-from deltackpt.tracking.stamps import bits, flagged_rows, init, width
+from deltackpt.tracking.stamps import bits, flagged_rows, init, resharded, width
 
 Rule = Literal["bits", "gradient"]
 
@@ -123,7 +123,7 @@ def track(
 @placement.neutral()
 def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
     rows = {
-        name: _like(mask, touched.stamps[name])
+        name: resharded(mask, touched.stamps[name])
         for name, mask in changed.items()
         if name in touched.stamps
     }
@@ -196,7 +196,7 @@ def _any(flags: list[jax.Array]) -> jax.Array:
     """Returns the rows that any of several (rows,) uint8 arrays flags: (rows,) bool."""
     first, *others = flags
     for rows in others:
-        first = first | _like(rows, first)
+        first = first | resharded(rows, first)
     return first != 0
 
 
@@ -227,12 +227,3 @@ def _away_from_zero(array: jax.Array) -> jax.Array:
     pattern = bits(array)
     moved = jax.lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
     return jnp.where((array == 0) | jnp.isnan(array), array, moved)
-
-
-def _like(mask: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns ``mask`` with the sharding of ``other`` in its type (Explicit meshes)."""
-    wanted = jax.typeof(other).sharding
-    # An array that was never placed names no mesh; it follows the others.
-    if wanted.mesh.empty or jax.typeof(mask).sharding == wanted:
-        return mask
-    return jax.sharding.reshard(mask, wanted)

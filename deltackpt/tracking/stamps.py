@@ -80,6 +80,15 @@ def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(array.reshape(*rows, last // length, length) for array in arrays)
 
 
+def resharded(rows: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns an array with the sharding of another in its type (Explicit meshes)."""
+    wanted = jax.typeof(other).sharding
+    # An array that was never placed names no mesh; it follows the others.
+    if wanted.mesh.empty or jax.typeof(rows).sharding == wanted:
+        return rows
+    return jax.sharding.reshard(rows, wanted)
+
+
 # Outside jit, each call of ``platform_dependent`` would compile anew.
 @functools.partial(jax.jit, static_argnums=0)
 def flagged_rows(flags: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:

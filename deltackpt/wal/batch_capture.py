@@ -11,6 +11,7 @@ import numpy as np
 from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
 from deltackpt.format import naming, row_blocks
 from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import VALUES, RowSet
 from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Runtime
@@ -20,7 +21,6 @@ from deltackpt.save.capture import SegmentSource, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows
 from deltackpt.session.run import Run
-from deltackpt.state.placement import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, match_marks
 from deltackpt.wal.record_batch import Batch, RecordedItem
@@ -39,7 +39,7 @@ def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
             "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
             "a window; omit them: the stamps record which rows moved"
         )
-    names = _meant.get(layout, tuple(ids), lambda: _tables_meant(ids, layout))
+    names = _meant.get(lambda: _tables_meant(ids, layout), layout, rest=tuple(ids))
     found: dict[str, np.ndarray] = {}
     for (given, indices), (name, count) in zip(ids.items(), names, strict=True):
         rows = np.asarray(indices)
@@ -60,7 +60,7 @@ def rows_of(ids: Mapping[str, object], layout: Layout, clocks: Clocks) -> Rows:
 
 
 #: Names and rows of the tables that the keys of ``ids`` mean.
-_meant: ByLayout[tuple[tuple[str, int], ...]] = ByLayout()
+_meant: IdentityCache[tuple[tuple[str, int], ...]] = IdentityCache()
 
 
 def _tables_meant(given: Iterable[str], layout: Layout) -> tuple[tuple[str, int], ...]:

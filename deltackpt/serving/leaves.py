@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the followed leaves of a step or recovery point, in full or from the version before.
+"""The followed dense leaves, read in full or from those of the version before.
 
 Published memory is never written: values that do not change are shared between versions.
 """
@@ -7,36 +7,240 @@ Published memory is never written: values that do not change are shared between 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import itertools
+import json
 import logging
 import math
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal, OptionError, RestoreError
-from deltackpt.format import naming
+from deltackpt.format import dtypes, naming
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.manifest import DenseEntry, Layout, path_name
+from deltackpt.format.manifest import (
+    DenseEntry,
+    KeyPath,
+    Layout,
+    SaveId,
+    nested_at,
+    path_name,
+)
+from deltackpt.format.naming import PyTree
 from deltackpt.format.row_blocks import BLOCK, BlockedValue
 from deltackpt.inspect.dense_items import DenseItem
 from deltackpt.reading import chains, dense_state, stored_dense, stored_saves
 from deltackpt.reading.dense_state import KnownStates, Wanted
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.resources import host_memory
-from deltackpt.serving import served_dense
-from deltackpt.serving.served_dense import LeafArray, LoadedLeaves, name_of
-from deltackpt.standby.loaded_state import StateHolder, committed_secs
-from deltackpt.storage.ocdbt import ZARRAY
+from deltackpt.standby.loaded_state import HeldState, StateHolder, committed_secs
+from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 from deltackpt.storage.store import StorePath
 
 _logger = logging.getLogger(__name__)
-
 #: Sizes are multiples of the largest block, so a value has the same one with its padding.
 _UNIT_BYTES = BLOCK * 8
+#: Kinds of leaves that are arrays; see ``inspect.DenseLeaf``.
+_ARRAYS = ("array", "key", "scalar")
+#: Bytes per comparison.
+_COMPARED_BYTES = 1 << 20
+
+
+def chosen(layout: Layout, patterns: Sequence[str]) -> tuple[DenseEntry, ...]:
+    """Returns the dense leaves that a glob matches; raises ``OptionError`` if there are none."""
+    found = tuple(
+        leaf
+        for leaf in layout.dense
+        if any(naming.matches(one, path_name(leaf.path)) for one in patterns)
+    )
+    if not found:
+        slots = (path_name(path) for table in layout.tables for path in table.leaves.values())
+        tables = [name for name in slots if any(naming.matches(one, name) for one in patterns)]
+        what = f"only tables and slots\n{naming.listed(tables)}" if tables else "none"
+        raise OptionError(
+            f"leaves: expected {list(patterns)} to match dense leaves, found {what}\n"
+            "the dense leaves are\n"
+            f"{naming.listed(path_name(leaf.path) for leaf in layout.dense)}\n"
+            "tables and slots are not followed; read them with inspect.open(directory).at(step)"
+        )
+    counts = collections.Counter(path_name(leaf.path) for leaf in found)
+    if clashes := [name for name, count in counts.items() if count > 1]:
+        raise OptionError(
+            f"leaves: expected a unique path for each leaf, found several with\n"
+            f"{naming.listed(clashes)}\n"
+            "a key that contains '/' looks like two keys; rename it, or choose other leaves"
+        )
+    return found
+
+
+def name_of(leaf: DenseEntry) -> str:
+    """Returns the name of a leaf in Orbax's database."""
+    return ".".join(leaf.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafArray:
+    """The layout of a leaf's array."""
+
+    name: str  # In Orbax's database.
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]  # Shape of each chunk, which is one value and padded at the edges.
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of its values."""
+        return [chunk_key(self.name, index) for index in self._indices()]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of each value in bytes."""
+        return math.prod(self.chunks) * self.dtype.itemsize
+
+    def of(self, values: Mapping[str, memoryview]) -> np.ndarray:
+        """Returns the leaf, read-only: a view if it is a single value, else a copy."""
+        keys = self.keys
+        if len(keys) == 1 and self.chunks == self.shape:
+            return self._chunk(values[keys[0]])
+        found = np.empty(self.shape, self.dtype)
+        for index, key in zip(self._indices(), keys):
+            starts = [at * size for at, size in zip(index, self.chunks)]
+            chunk = tuple(slice(start, start + size) for start, size in zip(starts, self.chunks))
+            out = found[chunk]
+            out[...] = self._chunk(values[key])[tuple(slice(size) for size in out.shape)]
+        found.flags.writeable = False
+        return found
+
+    def _chunk(self, data: memoryview) -> np.ndarray:
+        held = np.frombuffer(data.toreadonly(), np.uint8)[: self.chunk_bytes]
+        return held.view(self.dtype).reshape(self.chunks)
+
+    def _indices(self) -> Iterator[tuple[int, ...]]:
+        counts = [-(-size // piece) for size, piece in zip(self.shape, self.chunks)]
+        return itertools.product(*map(range, counts))
+
+
+def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArray | None:
+    """Parses a leaf's ``.zarray``; None if there is none, or values are not plain in C order."""
+    if text is None:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(bytes(text))
+        shape = tuple(int(size) for size in found["shape"])
+        chunks = tuple(int(size) for size in found["chunks"])
+        written, plain = str(found["dtype"]), not (found["compressor"] or found["filters"])
+        if len(shape) != len(chunks) or min((*shape, *chunks), default=1) < 1:
+            raise ValueError(f"shape {shape} in chunks {chunks}")
+        if not plain or found["order"] != "C" or found.get("dimension_separator", ".") != ".":
+            return None
+        dtype = dtypes.dtype_of(written) if dtypes.is_known(written) else np.dtype(written)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(
+            f"{shown}, {name}/{ZARRAY}", "Zarr metadata of an array", str(error)
+        ) from error
+    return LeafArray(name, shape, dtype, chunks) if dtype.isnative else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ServedLeaves(HeldState, Mapping[str, np.ndarray]):
+    """The followed dense leaves at one step or recovery point, by '/'-joined path.
+
+    Arrays are read-only and never change. A leaf that is sharded in storage is assembled on first
+    access; others are not copied.
+
+    Attributes:
+      point: the recovery point; None for a step.
+      unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
+      bytes_read: bytes of stored arrays and values that were read for these leaves.
+    """
+
+    # Values, their Zarr metadata, and Orbax's files; never written.
+    stored: DenseValues
+    # Value to a number, equal in two versions only if the value is.
+    numbers: Mapping[str, int]
+    entries: Mapping[DenseEntry, LeafArray]
+    accepts_deltas: bool  # Whether a delta of the step can be applied.
+    bytes_read: int
+    _arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self.save_id.step
+
+    @property
+    def save_id(self) -> SaveId:
+        """Id of the save, or of the recovery point's WAL record."""
+        return self.save.save_id if self.point is None else self.point.save_id
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, LeafArray]:
+        return {path_name(leaf.path): found for leaf, found in self.entries.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self._leaves.values())
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        if path not in self._leaves:
+            raise KeyError(f"expected one of {sorted(self._leaves)}, found {path!r}")
+        with self._lock:
+            if path not in self._arrays:
+                self._arrays[path] = self._leaves[path].of(self.stored.values)
+            return self._arrays[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __repr__(self) -> str:
+        return f"<ServedLeaves of step {self.step}: {len(self)} leaves>"
+
+    def tree(self) -> PyTree:
+        """Returns the leaves in nested dicts and lists, with the structure of the state."""
+        return nested_at((path, self[path_name(path)]) for path in self.paths)
+
+    @property
+    def paths(self) -> tuple[KeyPath, ...]:
+        """Typed key paths of the leaves in the state."""
+        return tuple(leaf.path for leaf in self.entries)
+
+    @functools.cached_property
+    def prng_impls(self) -> Mapping[str, str]:
+        """Implementation of each typed PRNG key among the leaves, such as ``threefry2x32``.
+
+        The array of such a leaf is its key data; get the keys from
+        ``jax.random.wrap_key_data(dense[path], impl=dense.prng_impls[path])``.
+        """
+        impls: dict[str, str] = {}
+        for name, data in self.stored.files.items():
+            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
+                continue
+            try:
+                impls |= key_impls(json.loads(bytes(data)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                shown = f"step {self.save.save_id.step}, {name}"
+                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
+        return {path: impls[leaf.name] for path, leaf in self._leaves.items() if leaf.name in impls}
+
+    def content(self, path: str) -> tuple[int, ...]:
+        """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
+        leaf, numbers = self._leaves[path], self.numbers
+        return tuple(
+            numbers[key] for key in (f"{leaf.name}/{ZARRAY}", *leaf.keys) if key in numbers
+        )
 
 
 class Buffers:
@@ -85,20 +289,14 @@ def _size(nbytes: int) -> int:
     return -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES
 
 
-#: Kinds of leaves that are arrays; see ``inspect.DenseLeaf``.
-_ARRAYS = ("array", "key", "scalar")
-#: Bytes per comparison.
-_COMPARED_BYTES = 1 << 20
-
-
-class LeafReplica(StateHolder[LoadedLeaves]):
-    """The dense leaves of the next version; see ``standby.wal.StateReplica``. Used by one thread.
+class LeafReplica(StateHolder[ServedLeaves]):
+    """The dense leaves of the next version, for one thread; see ``standby.tailer.StateReplica``.
 
     The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """
 
     def __init__(self, item: str, patterns: Sequence[str]):
-        self._step: LoadedLeaves | None = None
+        self._step: ServedLeaves | None = None
         self._item, self._patterns = item, patterns
         self._buffers = Buffers()
         self._known: KnownStates = {}
@@ -124,7 +322,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
             self.loaded = self._step = self._after(newest) or self._whole(newest)
         return True
 
-    def _after(self, newest: StoredSave) -> LoadedLeaves | None:
+    def _after(self, newest: StoredSave) -> ServedLeaves | None:
         """Reads a step by applying deltas to the one before; None if that is not possible."""
         before = self._step
         if before is None or not before.accepts_deltas:
@@ -135,7 +333,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         leaves, read = self._chosen(newest.layout), list[int]()
         try:
             found = dense_state.after(
-                before.dense,
+                before.stored,
                 further,
                 _wanted(leaves),
                 room=self._buffers.room,
@@ -152,7 +350,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
             # A newer compacted base replaces the damaged saves.
             return None
 
-    def _whole(self, newest: StoredSave) -> LoadedLeaves:
+    def _whole(self, newest: StoredSave) -> ServedLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
         leaves, read = self._chosen(chain[-1].layout), list[int]()
         found = stored_dense.open_values(
@@ -160,7 +358,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         )
         return self._version(chain[-1], leaves, found, self.loaded, read)
 
-    def _at_point(self, save: StoredSave, plan: ReplayPlan) -> LoadedLeaves:
+    def _at_point(self, save: StoredSave, plan: ReplayPlan) -> ServedLeaves:
         leaves, read = self._chosen(save.layout), list[int]()
         found = dense_state.at_point(
             plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=read.append
@@ -171,7 +369,7 @@ class LeafReplica(StateHolder[LoadedLeaves]):
             raise DamagedWal.from_damage(error, plan.point.save_id) from error
 
     def _chosen(self, layout: Layout) -> tuple[DenseEntry, ...]:
-        found = served_dense.chosen(layout, self._patterns)
+        found = chosen(layout, self._patterns)
         names = [path_name(leaf.path) for leaf in found]
         for pattern in self._patterns:
             if not any(naming.matches(pattern, name) for name in names):
@@ -185,18 +383,18 @@ class LeafReplica(StateHolder[LoadedLeaves]):
         save: StoredSave,
         leaves: Sequence[DenseEntry],
         found: DenseValues,
-        before: LoadedLeaves | None,
+        before: ServedLeaves | None,
         read: list[int],  # Bytes, by the threads that read.
         plan: ReplayPlan | None = None,
         *,
         compare: bool = True,
-    ) -> LoadedLeaves:
+    ) -> ServedLeaves:
         """Makes a version from values, which share memory with equal ones before if compared."""
         values, numbers, accepts_deltas = dict(found.values), dict[str, int](), True
         arrays: dict[DenseEntry, LeafArray] = {}
         for leaf in leaves:
             name = name_of(leaf)
-            array = served_dense.described(name, values.get(f"{name}/{ZARRAY}"), save.name)
+            array = described(name, values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None and plan is None:
                 array = self._by_orbax(save, leaf, values, read)
                 accepts_deltas = accepts_deltas and array is None
@@ -214,20 +412,20 @@ class LeafReplica(StateHolder[LoadedLeaves]):
                 f"match\n{names}\nchoose other leaves"
             )
         for key, data in values.items():
-            other = None if before is None else before.dense.values.get(key)
+            other = None if before is None else before.stored.values.get(key)
             if before is not None and other is not None and _same(data, other, compare=compare):
                 values[key], numbers[key] = other, before.numbers[key]
             else:
                 numbers[key] = next(self._numbers)
         self._buffers.trim(data.nbytes for data in values.values())
         stored_saves.check_exists(save)
-        return LoadedLeaves(
+        return ServedLeaves(
             save=save.info,
             layout=save.layout,
             point=None if plan is None else plan.point,
-            dense=found._replace(values=values),
+            stored=found._replace(values=values),
             numbers=numbers,
-            leaves=arrays,
+            entries=arrays,
             accepts_deltas=accepts_deltas,
             unix_secs=committed_secs(save) if plan is None else plan.point.unix_secs,
             bytes_read=sum(read),
