@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,19 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
     assert buffers[0][:2] == data[48:50]
     with pytest.raises(Damaged):
         log.read_into("0/x.seg", 45, [memoryview(buffers[0])])
+
+
+def test_threads_that_list_different_processes_find_all_segments(tmp_path):
+    for process in range(4):
+        at = store_path(tmp_path) / f"{process}/x.seg" / naming.piece_name(PieceRange(0, 1, 7))
+        at.store.put(at.key, b"a")
+    log = UploadedWal(store_path(tmp_path))
+    # With many known segments, the threads replace them at the same time.
+    log._known = {f"9/{number}.seg": () for number in range(100_000)}
+    keys = [f"{process}/x.seg" for process in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(log.length, keys)] == [1] * 4
+    assert {*keys} <= log._known.keys()
 
 
 def test_pieces_without_the_start_of_their_segment_are_ignored():

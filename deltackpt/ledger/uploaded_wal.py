@@ -7,6 +7,7 @@ segment ends where the next piece is missing, as a torn one does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ class UploadedWal(ReadOnlyStore):
         self._at = at
         #: The contiguous pieces of each segment.
         self._known: dict[str, tuple[PieceRange, ...]] = {}
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -115,8 +117,9 @@ class UploadedWal(ReadOnlyStore):
         found = pieces_at(self._at, folder)
         fresh = {segment: contiguous(pieces) for segment, pieces in found.items()}
         inside = f"{folder}/" if folder else ""
-        others = {key: one for key, one in self._known.items() if not key.startswith(inside)}
-        self._known = others | fresh
+        with self._lock:  # Or another thread's listing of another folder would be lost.
+            others = {key: one for key, one in self._known.items() if not key.startswith(inside)}
+            self._known = others | fresh
         return sorted(key for key in fresh if key > after)
 
     def dir_identity(self, folder: str) -> DirIdentity | None:
@@ -125,9 +128,13 @@ class UploadedWal(ReadOnlyStore):
         return DirIdentity((self.url, folder), tuple(found)) if found else None
 
     def _pieces(self, key: str) -> tuple[PieceRange, ...]:
-        if key not in self._known and key not in self.keys(key.rpartition("/")[0]):
+        found = self._known.get(key)
+        if found is None:
+            self.keys(key.rpartition("/")[0])
+            found = self._known.get(key)
+        if found is None:
             raise Missing(f"{self.url}/{key}")
-        return self._known[key]
+        return found
 
 
 class UploadedWals:
