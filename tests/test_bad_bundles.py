@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import google_crc32c
 import hypothesis
@@ -26,7 +26,7 @@ from test_tiers import Node, same, without_uploader
 from test_tiers_peers import Cluster
 
 import deltackpt
-from deltackpt.errors import FormatTooOld, RestoreError, StorageError
+from deltackpt.errors import FormatTooOld, OptionError, RestoreError, StorageError
 from deltackpt.events import FailureEvent
 from deltackpt.format.extents import ExtentHeader
 from deltackpt.nodes.blobs import MemoryBlobs
@@ -35,6 +35,7 @@ from deltackpt.storage import node_client
 from deltackpt.tiers import Copies, Extents, bundles
 from deltackpt.tiers.bundles import BundleName, BundleRef
 from deltackpt.tiers.extent_store import ExtentFile
+from deltackpt.tiers.local_replicas import LocalReplicas
 from deltackpt.tiers.peers import PeerTier
 
 EXTENT, EXTENTS = 16 << 10, 500
@@ -393,3 +394,35 @@ def test_a_bundle_of_another_save_than_it_claims_is_skipped(trained, tmp_path):
     warned = start(trained, tmp_path, "extents", [changed])
     assert changed.ref.key in warned
     assert warned.startswith(f"skipped {{{name_of(other).step}}}\n")
+
+
+class _Peers:
+    """A tier of bundles in memory."""
+
+    name = "peers"
+
+    def __init__(self, held: list[Bundle]):
+        self._held = {one.ref: one for one in held}
+
+    def refs(self) -> list[BundleRef]:
+        return [*self._held]
+
+    def open(self, ref: BundleRef) -> contextlib.AbstractContextManager[Bundle]:
+        return contextlib.nullcontext(self._held[ref])
+
+
+def test_extents_of_another_remote_directory_are_refused_although_peers_hold_saves(
+    trained, tmp_path
+):
+    body, payload = pieces(trained.good[1])
+    other = with_files(body, body["files"]) | {"root": "s3://elsewhere/run"}
+    with contextlib.closing(extent_file(tmp_path)) as file:
+        file.put(remade(other, payload, name_of(other).key))
+        replicas = LocalReplicas(cast(Any, None), cast(Any, None), file)
+        replicas.peers = cast(PeerTier, _Peers(trained.good))
+        with pytest.raises(OptionError, match=r"Tiers\.extents.*found saves of s3://elsewhere"):
+            replicas.manifests(body["root"], 1)
+        # One of the directory's own: the other is left where it is.
+        file.put(trained.good[0])
+        with pytest.warns(UserWarning, match="left where it is"):
+            assert len(replicas.manifests(body["root"], 1)) == 2

@@ -164,12 +164,14 @@ class LocalReplicas:
     # ---- recovery
 
     def manifests(self, root: str, shards: int) -> list[BundleManifest]:
-        """Returns the manifests of the bundles of ``root``; OptionError if all are of other roots.
+        """Returns the manifests of the bundles of ``root``, each from the nearest readable copy.
 
-        Each is read from the nearest tier that has a readable copy.
+        Raises OptionError if all bundles, or all in the extents, are of other roots: full extents
+        would delete them.
         """
         read: dict[BundleName, BundleManifest] = {}
-        others: dict[str, OptionError] = {}
+        others: dict[tuple[str, str], OptionError] = {}
+        own_tiers: set[str] = set()
         self._offers = self.offers()
         for one in self._offers:
             if one.name in read:
@@ -178,14 +180,16 @@ class LocalReplicas:
                 found = bundles.read_manifest(reader, one.ref)[0]
                 if found.root == root:
                     read[one.name] = found
+                    own_tiers.add(one.tier.name)
                 else:
-                    others[one.name.key] = OptionError(
+                    others[one.tier.name, one.name.key] = OptionError(
                         f"Tiers.{one.tier.name}: expected replicas of {root}, found saves of "
                         f"{found.root}; use separate replicas for each checkpoint directory"
                     )
-        if others and not read:
-            raise next(iter(others.values()))
-        for key, other in others.items():
+        for (tier, _), other in others.items():
+            if not read or (tier == ExtentFile.name and tier not in own_tiers):
+                raise other
+        for (_, key), other in others.items():
             events.warn(f"{other} ({key}); that bundle is left where it is")
         return [one for one in read.values() if one.shards == shards]
 
@@ -306,10 +310,11 @@ class LocalReplicas:
 
 def _delete_oldest(extents: ExtentFile, may_go: Callable[[SaveId], bool]) -> bool:
     """Deletes the oldest save that ``may_go``; returns whether there is one."""
-    newest_first = bundles.newest_first(extents.refs())
-    gone = [ref for name, ref in newest_first if may_go(name.save_id)][-1:]
-    extents.delete(gone)
-    return bool(gone)
+    oldest_first = reversed(bundles.newest_first(extents.refs()))
+    gone = next((ref for name, ref in oldest_first if may_go(name.save_id)), None)
+    if gone is not None:
+        extents.delete([gone])
+    return gone is not None
 
 
 def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
