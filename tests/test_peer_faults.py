@@ -23,7 +23,7 @@ from deltackpt.nodes.server import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import stored_saves
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import bundles, peers
+from deltackpt.tiers import bundles, peers, replicator
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.peer_push import Pusher
 from deltackpt.tiers.peers import PeerTier
@@ -382,3 +382,14 @@ def test_peers_that_were_absent_do_not_bring_back_abandoned_steps(node, cluster,
     one.run(2, start=1, peers=None, wait_for="staging")
     one.resumed(2, peers=None, wait_for="staging")  # A restart without a save.
     one.resumed(2, wait_for="staging")
+
+
+def test_an_unreadable_record_of_peers_does_not_end_the_replicator(tmp_path):
+    stage = StagingDir(tmp_path)
+    stage.make()
+    record = tmp_path / "peers.msgpack"
+    record.symlink_to(record)
+    with pytest.raises(StorageError):
+        stage.peers()
+    with replicator._pushing(stage, Trainer()):
+        pass
