@@ -184,7 +184,8 @@ class WalUpload:
                 continue  # It would be trimmed remotely at once.
             segment = f"{process}/{name}"
             sent = known.setdefault(segment, _Uploaded())
-            fresh = [one for one in records if one.end > sent.end]
+            end = sent.end
+            fresh = [one for one in records if one.end > end]
             if sent.damaged is not None and time.monotonic() < sent.damaged[1]:
                 fresh = [one for one in fresh if one.end < sent.damaged[0]]
             if fresh:
@@ -224,8 +225,9 @@ class WalUpload:
             one.save_id
             for name, records in log.segments.items()
             if (sent := known.get(f"{process}/{name}")) is not None
+            for end in (sent.end,)
             for one in records
-            if noted < one.save_id.attempt <= log.durable.number and one.end <= sent.end
+            if noted < one.save_id.attempt <= log.durable.number and one.end <= end
         ]
         if fresh:
             if not is_checked:
