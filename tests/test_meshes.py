@@ -26,9 +26,10 @@ from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, Tracki
 from deltackpt.reading import chains, reader, stored_saves
 from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
-from deltackpt.save import lineage, pending_save, shard
+from deltackpt.save import lineage, pending_save
 from deltackpt.save.pending_save import Embeddings, PipelineOptions
 from deltackpt.state import tables
+from deltackpt.storage import shard_writer
 
 P = jax.sharding.PartitionSpec
 #: Mesh shapes with axes x and y; smaller meshes use a subset of the devices.
@@ -368,14 +369,14 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
 def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
     job = Job(4)
-    real = shard.described
+    real = shard_writer.described
 
-    def failing(plan, item_dir, segments, batch, writers, **given):
-        if writers.process == 1:
+    def failing(item_dir, head, segments, batch, **given):
+        if head.process == 1:
             raise OSError(28, "No space left on device")
-        return real(plan, item_dir, segments, batch, writers, **given)
+        return real(item_dir, head, segments, batch, **given)
 
-    with job.running(), mock.patch.object(shard, "described", failing):
+    with job.running(), mock.patch.object(shard_writer, "described", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
     assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3
