@@ -28,7 +28,14 @@ from golden import make_golden
 from test_compact import manager, run_compaction, write_chain
 
 import deltackpt
-from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
+from deltackpt.errors import (
+    Damaged,
+    ForeignDirectory,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
 from deltackpt.format import manifest, naming
 from deltackpt.format.row_blocks import StoredRows
 from deltackpt.layers.read import LayerReader
@@ -399,6 +406,17 @@ def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path):
         report = verify_root(tmp_path)
     assert report.intact
     assert [(step.step, step.chain) for step in report.steps] == [(2, ("compacted/1", "2"))]
+
+
+def test_a_save_that_is_replaced_while_ids_are_read_is_not_damage(tmp_path):
+    write_chain(tmp_path, 2)
+
+    def replaced(*_):
+        raise Damaged("0/embeddings/0/table/ids/c.0", "a file", "no such file")
+
+    with model.before_first_call(reader, "verify_keys", replaced):
+        report = verify_root(tmp_path)
+    assert report.problems == () and report.intact
 
 
 def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):

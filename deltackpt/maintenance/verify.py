@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DamagedKeys,
     DeltackptError,
     ForeignDirectory,
     RestoreError,
@@ -313,12 +314,18 @@ class _Audit:
             if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
                 return [oldest]
             item.check()
-            reader.verify_keys(saves)
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
             return [str(step)]
         except (RestoreError, StorageError):
             return [str(step)]  # Removed since, or reported for the save itself.
+        try:
+            reader.verify_keys(saves)
+        except DamagedKeys as error:
+            self._add(step, error)
+            return [str(step)]
+        except (RestoreError, StorageError):
+            return [str(step)]  # Removed since: each save was intact.
         return []
 
     def _has_damaged_item(self, name: str) -> bool:
