@@ -27,7 +27,7 @@ from deltackpt import errors
 from deltackpt.format import manifest, naming, records
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
-from deltackpt.maintenance import compact
+from deltackpt.maintenance import compact, verify
 from deltackpt.maintenance import gc as collection
 from deltackpt.maintenance.garbage import Retention
 from deltackpt.maintenance.gc import collect, collectable
@@ -316,6 +316,16 @@ def test_a_damaged_compacted_base_never_replaces_its_chain(root):
     done = collect(root, retention=Retention(keep_last=1))
     assert done.kept == (3, 4) and "compacted/4 stays because it is damaged" in done.notes[0]
     assert contents(root, 4, compacted=False) == before
+
+
+def test_only_what_is_kept_is_read(root):
+    """Reading what is about to be removed could take much longer than removing it."""
+    run_compaction(root, 4)
+    ended(root)
+    with mock.patch.object(verify, "verify_save", wraps=verify.verify_save) as read:
+        found = collectable(root, retention=Retention(keep_last=1))
+    assert {"0", "3", "compacted/1/embeddings"} <= {*names(found)}
+    assert {call.args[0].name for call in read.call_args_list} == {"4", "compacted/4"}
 
 
 def test_nothing_is_removed_if_no_kept_step_is_intact(root):

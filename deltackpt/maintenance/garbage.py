@@ -116,7 +116,9 @@ class GarbageFinder:
                 break
             # A damaged base replaces nothing: the steps below it are needed.
             bases = {name: info for name, info in bases.items() if name not in damaged}
-        if (steps or unneeded) and not any(map(self._is_intact, sorted(keep, reverse=True))):
+        kept = {*map(str, live), *(f"{naming.COMPACTED}/{name}" for name in {*bases} - {*unneeded})}
+        newest_first = sorted(keep, reverse=True)
+        if (steps or unneeded) and not any(self._is_intact(step, kept) for step in newest_first):
             self._notes.append("every step and base stays: no kept step is intact")
             return [], self._notes
         if extra := sorted(live - keep):
@@ -168,12 +170,12 @@ class GarbageFinder:
         found = (at.name for at in folders if (at / naming.manifest_name(0)).is_file())
         return {*found} - {self._item}
 
-    def _is_intact(self, step: int) -> bool:
-        """Reads everything that a restore of a step reads; notes why it cannot be restored."""
+    def _is_intact(self, step: int, kept: Collection[str]) -> bool:
+        """Reads what a restore of a step from the ``kept`` saves needs; notes why it fails."""
         # Not imported above: trainers remove WAL epochs with this module, and verify nothing.
         from deltackpt.maintenance.verify import broken_by
 
-        if reason := broken_by(self._root, step):
+        if reason := broken_by(self._root, step, kept):
             self._notes.append(f"step {step} cannot be restored: {reason}")
         return not reason
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,9 +105,12 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
-def broken_by(opened: Steps, step: int) -> str:
-    """Reads everything that a restore of a step needs; returns what breaks it, if anything."""
-    audit = _Audit(opened, [step], None)
+def broken_by(opened: Steps, step: int, kept: Collection[str]) -> str:
+    """Returns what breaks a step, if anything, after reading what its restore needs.
+
+    Only the ``kept`` saves count: names of steps, and of bases such as ``compacted/5``.
+    """
+    audit = _Audit(opened, [step], None, kept)
     if any(verdict.restorable for verdict in audit.run()):
         return ""
     damage = (one for save in audit.reports for one in save.problems if one.stops != "nothing")
@@ -178,12 +181,18 @@ def _verified(
 
 
 class _Audit:
-    def __init__(self, opened: Steps, steps: Collection[int] | None, progress: Progress | None):
+    def __init__(
+        self,
+        opened: Steps,
+        steps: Collection[int] | None,
+        progress: Progress | None,
+        kept: Collection[str] | None = None,
+    ):
         self.notes: list[str] = []
         self.meter = ProgressMeter(progress)
         self._root = opened
         self._item = opened.item
-        self._steps = steps
+        self._steps, self._kept = steps, kept
         self._found: dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]] = {}
 
     @property
@@ -210,11 +219,17 @@ class _Audit:
         infos = {one.step: self._found[str(one.step)][2] for one in verdicts if one.restorable}
         return {step: info.save_id for step, info in infos.items() if info is not None}
 
+    def _standing(self) -> Iterator[CommittedSave]:
+        """The committed saves that count."""
+        for save in committed_saves(self._root):
+            if self._kept is None or save.name in self._kept:
+                yield save
+
     def _changes(self) -> bool:
         """Whether the directory changes within a moment, so that missing saves may be replaced."""
         known = {(save.name, save.dir_identity.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
-            now = {(save.name, save.dir_identity.identity) for save in committed_saves(self._root)}
+            now = {(save.name, save.dir_identity.identity) for save in self._standing()}
             if self._steps is None and now != known or not known <= now:
                 return True
             time.sleep(_INTERVAL_SECS)
@@ -226,7 +241,7 @@ class _Audit:
 
     def _verify_new(self) -> bool:
         """Verifies new saves and forgets removed ones; returns whether there were new ones."""
-        standing = {save.name: save for save in committed_saves(self._root)}
+        standing = {save.name: save for save in self._standing()}
         for name, (save, _, _) in list(self._found.items()):
             if name not in standing or not standing[name].dir_identity.same(save.dir_identity):
                 del self._found[name]
