@@ -91,6 +91,18 @@ def test_an_unsupported_url_scheme_is_a_problem():
     assert "does not support" in found["bucket"].found
 
 
+def test_a_file_url_is_a_problem_and_not_a_missing_directory(tmp_path):
+    found = by_subject(doctor.examine(f"file://{tmp_path}"))
+    assert found["directory"].severity == "problem"
+    assert "found the scheme 'file'" in found["directory"].found
+
+
+def test_an_empty_name_is_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "other").touch()
+    monkeypatch.chdir(tmp_path)
+    assert by_subject(doctor.examine(""))["directory"].severity == "problem"
+
+
 @pytest.mark.parametrize("call", ["os.fsync", "os.rename", "os.replace"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_file_system_error_is_a_problem_and_leaves_no_files(tmp_path, call, code):

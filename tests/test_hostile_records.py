@@ -252,6 +252,19 @@ def run_program(program: str, *paths: Path) -> None:
     assert found.returncode == 0, found.stderr[-2000:]
 
 
+def test_records_are_decoded_without_the_compiled_part_of_msgpack(written, monkeypatch):
+    """msgpack installs without it where no compiler is, and then checks limits in other places."""
+    monkeypatch.setenv("MSGPACK_PUREPYTHON", "1")
+    program = """
+import sys, msgpack
+from deltackpt.format import manifest
+assert msgpack.Unpacker.__module__ == "msgpack.fallback"
+with open(sys.argv[1], "rb") as file:
+    assert manifest.from_bytes(file.read(), name="a manifest").kind == "base"
+"""
+    run_program(program, written["raw"] / "0" / MANIFEST)
+
+
 LIMITED = """
 import resource, sys, warnings
 from pathlib import Path

@@ -97,6 +97,19 @@ def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     assert counts == [7] * 4
 
 
+def test_rows_of_one_device_are_read_at_once_even_if_their_stamps_are_sharded():
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    rows, columns = (
+        jax.sharding.NamedSharding(mesh, spec)
+        for spec in (jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec(None, "x"))
+    )
+    stamps = jax.device_put(jnp.zeros((64, 1), jnp.int32), rows)
+    table = jnp.zeros((64, 16))
+    for placed, boxes in ((table, 1), (jax.device_put(table, columns), mesh.size)):
+        owned = [*placement.owned_boxes(placed, stamps, turn=0)]
+        assert [one.box.rows for one in owned] == [(0, 64)] * boxes
+
+
 def test_tables_with_stamps_in_two_touch_states_are_tracked_one_by_one(tmp_path):
     state = a_state(2)
     first, second = (deltackpt.touched.init(state["tables"]) for _ in range(2))

@@ -230,6 +230,12 @@ def test_an_unknown_name_is_an_attribute_error():
         deltackpt.Checkpointer  # noqa: B018
 
 
+def test_names_that_are_imported_when_used_are_listed():
+    from deltackpt import interchange
+
+    assert dir(interchange) == sorted(interchange.__all__)
+
+
 def test_every_module_is_imported():
     for module in MODULES:
         with contextlib.suppress(MissingExtra):

@@ -41,6 +41,7 @@ from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable, T
 from deltackpt.reading import stored_saves
 from deltackpt.restore import sources as restore_sources
 from deltackpt.service import RestoreService, ServiceOptions, protocol, replica_reads
+from deltackpt.service.actor import RestoreActor
 from deltackpt.standby import shared_memory
 from deltackpt.testing.states import assert_same
 from deltackpt.testing.training_run import TrainingRun
@@ -394,6 +395,14 @@ def test_a_replica_of_another_version_is_rejected(standing):
     told = f"expected an answer of protocol {protocol.PROTOCOL + 1}"
     assert all(told in one.problem for one in status.replicas)
     assert_from_service(restored(standing.root, standing.state), standing.state)
+
+
+def test_a_request_of_another_version_is_answered_so_that_the_reader_reports_the_version():
+    other = protocol.packed(protocol.Description(directory="", node="", pid=1, health=""))
+    answer = RestoreActor.pin(mock.Mock(), other, timeout_secs=0.0)
+    with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
+        with pytest.raises(ServiceMismatch, match=f"found protocol {protocol.PROTOCOL - 1} of"):
+            protocol.unpacked(answer, protocol.Pinned, "a replica")
 
 
 def test_a_version_mismatch_falls_back_to_storage(cluster, tmp_path):

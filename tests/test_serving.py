@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,24 @@ def test_sharded_leaves_are_assembled(tmp_path):
         for _ in range(3):
             trainer.save()
             trainer.assert_applied(live)
+
+
+def test_assembled_leaves_are_freed_with_their_version(tmp_path):
+    """The step itself is kept as the base of the next one."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    with Trainer(tmp_path, wal=deltackpt.WalOptions(dense="whole")) as trainer:
+        params = trainer.state["params"]
+        params["w"] = jax.device_put(params["w"], sharding)
+        trainer.save()
+        live = opened(tmp_path)
+        trainer.assert_applied(live)
+        assembled = weakref.ref(shown(live)["params/w"])
+        assert assembled() is not None
+        trainer.log()
+        trainer.assert_applied(live)
+        gc.collect()
+        assert assembled() is None
 
 
 # Failures.

@@ -200,6 +200,11 @@ def built(
         return _built(kind, _fields_in(data), name, known_features, {})
 
 
+def unpacked(data: bytes, kind: type[_Record]) -> _Record:
+    """Like ``built``, but raises InvalidRecord."""
+    return _built(kind, _fields_in(data), "", None, {})
+
+
 def _check_version(name: str, version: int, repeated: object) -> None:
     """Checks the version in a record's body; no checksum covers the one beside the body."""
     if type(repeated) is not int or repeated < 1:
@@ -238,15 +243,17 @@ def _built(
     builders, required = _field_builders(kind)
     _check_required(required, fields)
     found = {}
-    for field in builders.keys() & fields.keys():
-        data, kept = fields[field], shared.get(field)
+    for field, make in builders.items():
+        if (data := fields.get(field)) is None:
+            continue
+        kept = shared.get(field)
         try:
             if kept is not None and data != _NIL:
                 found[field] = _built(kept[0], _fields_in(data), name, None, kept[1])
             elif field in shared:
                 found[field] = _built_once(kind, field, data)
             else:
-                found[field] = builders[field](_unpacked(data))
+                found[field] = make(_unpacked(data))
         except InvalidRecord as error:
             raise error.within(field) from None
     return kind(**found)
@@ -270,17 +277,16 @@ def _check_features(fields: Mapping[str, bytes], known: frozenset[str], name: st
 
 def _fields_in(body: bytes) -> dict[str, bytes]:
     """Returns the bytes of each field of a map, all of whose elements exist."""
-    # A key is text: others are not decoded, since a list may claim any length.
-    walker = msgpack.Unpacker(
-        max_buffer_size=max(1, len(body)), max_array_len=0, max_map_len=0, max_ext_len=0
-    )
+    walker = msgpack.Unpacker(max_buffer_size=max(1, len(body)))
     walker.feed(body)
     found = {}
     try:
         count = walker.read_map_header()
         for _ in range(count):
-            field = walker.unpack()
             start = walker.tell()
+            # Skipped first: decoding allocates a list before its elements are read.
+            walker.skip()
+            field, start = _unpacked(body[start : walker.tell()]), walker.tell()
             walker.skip()
             found[field] = body[start : walker.tell()]
     except _MSGPACK_ERRORS as error:

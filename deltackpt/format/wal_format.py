@@ -190,13 +190,12 @@ class _PackedValues:
 
 
 @functools.lru_cache(maxsize=16)
-def unpacked_values(data: bytes, name: str) -> tuple[BlockedValue, ...]:
-    """Decodes values of a dense item, mostly those of the last call; raises Damaged."""
+def unpacked_values(data: bytes) -> tuple[BlockedValue, ...]:
+    """Decodes values of a dense item, mostly those of the last call; raises InvalidRecord."""
+    # By bytes alone: records with equal values share one tuple, which is checked once.
     return tuple(
         BlockedValue(key=key, dtype=dtype, count=count, group=group, at=at, file=file)
-        for key, dtype, count, group, at, file in records.built(
-            data, _PackedValues, name=name
-        ).values
+        for key, dtype, count, group, at, file in records.unpacked(data, _PackedValues).values
     )
 
 

@@ -94,7 +94,7 @@ class LazyArray:
           Damaged: a required object is missing or altered; it is named.
           StepGone: the step was removed while it was read.
         """
-        np.broadcast_to(np.False_, self.shape)[index]  # Raises what numpy raises.
+        np.broadcast_to(np.empty((), "V0"), self.shape)[index]  # Raises what numpy raises.
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         found = _rows_asked_for(first, len(self))
         if found is None:

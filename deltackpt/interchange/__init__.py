@@ -40,3 +40,7 @@ __getattr__ = attributes(
         "import_orbax": ".orbax_import",
     },
 )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

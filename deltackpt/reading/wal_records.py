@@ -100,12 +100,12 @@ class WalRecord:
         if self.head.values is None:
             return None
         segments = self._segments(lambda group: group.name.startswith(row_blocks.SEGMENTS))
-        found = DenseBlocks(
-            values=wal_format.unpacked_values(self.head.values, self.name),
-            segments=segments,
-            complete=self.head.against is None,
-        )
         with records.as_damage(self.name), records.within("dense"):
+            found = DenseBlocks(
+                values=wal_format.unpacked_values(self.head.values),
+                segments=segments,
+                complete=self.head.against is None,
+            )
             row_blocks.check(found)
         return found
 

@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import ray
 
-from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
+from deltackpt.errors import DeltackptError, RestoreError, ServiceUnavailable, without_frames
 from deltackpt.service import protocol
 from deltackpt.service.protocol import Description, Pinned, Replica, ServiceOptions
 from deltackpt.standby.follower import Follower
@@ -68,7 +68,11 @@ class RestoreActor:
     @ray.method(concurrency_group="pin")
     def pin(self, request: bytes, timeout_secs: float) -> bytes:
         """Pins a state for a reader: a packed ``PinRequest``; returns a packed ``Pinned``."""
-        asked = protocol.request_from(request)
+        try:
+            asked = protocol.request_from(request)
+        except RestoreError as error:
+            # Of another version, which the reader reports: the answer has this one's protocol.
+            return protocol.packed(Pinned(refused=str(error)))
         try:
             follower = self._opened()
             pin, holding = follower.pin(asked.save_id, timeout_secs, asked.point)

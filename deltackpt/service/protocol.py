@@ -247,7 +247,7 @@ def packed(record: Description | PinRequest | Pinned) -> bytes:
 
 
 def request_from(data: bytes) -> PinRequest:
-    """Decodes a request; the reader checks the protocol of the answer."""
+    """Decodes a request; raises ``RestoreError`` if another version encoded it."""
     return records.from_bytes(data, PinRequest, name="request", magic=_MAGIC)
 
 

@@ -316,10 +316,11 @@ class LeafReplica(StateHolder[ServedLeaves]):
             return False
         if plan is not None:
             self.loaded = self._at_point(newest, plan)
-        elif self._step is not None and self._step.is_at(save_id, None):
-            self.loaded = self._step
         else:
-            self.loaded = self._step = self._after(newest) or self._whole(newest)
+            if self._step is None or not self._step.is_at(save_id, None):
+                self._step = self._after(newest) or self._whole(newest)
+            # Not the step itself, which is kept longer: leaves that readers assemble are freed.
+            self.loaded = dataclasses.replace(self._step, _arrays={}, _lock=threading.Lock())
         return True
 
     def _after(self, newest: StoredSave) -> ServedLeaves | None:

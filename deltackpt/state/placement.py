@@ -471,8 +471,20 @@ def _owned(
                 piece = _subspan(rows, number, len(owners))
                 if coordination.process_of(owner) == here and piece[0] < piece[1]:
                     skip = piece[0] - box.rows[0]
-                    found.append(_Owned(Box(piece, box.columns), owner, skip))
+                    _append(found, _Owned(Box(piece, box.columns), owner, skip))
     return tuple(found)
+
+
+def _append(found: list[_Owned], more: _Owned) -> None:
+    """Appends, or extends the last one if ``more`` continues it: each one is read separately."""
+    if found:
+        last = found[-1]
+        together = (last.device, last.box.columns) == (more.device, more.box.columns)
+        if together and last.box.rows[1] == more.box.rows[0]:
+            rows = (last.box.rows[0], more.box.rows[1])
+            found[-1] = last._replace(box=Box(rows, last.box.columns))
+            return
+    found.append(more)
 
 
 def _known(

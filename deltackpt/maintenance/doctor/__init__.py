@@ -39,7 +39,7 @@ def examine(
         found += _checked(
             "directory", "bucket", lambda: _contents.bucket_findings(where, read_only, endpoint)
         )
-    elif where:
+    elif directory is not None:
         found += _checked(
             "directory", "contents", lambda: _contents.content_findings(where, read_only, wal)
         )

@@ -17,7 +17,7 @@ from deltackpt.format.row_blocks import PLAIN
 from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.lease import read_lease, utc
 from deltackpt.ledger.steps import Steps, in_both, losses_of
-from deltackpt.maintenance.doctor.machine import Finding
+from deltackpt.maintenance.doctor.machine import SCHEME, Finding
 from deltackpt.reading import chains, stored_saves
 from deltackpt.reading.stored_dense import StoredItem
 from deltackpt.reading.wal_index import (
@@ -46,7 +46,7 @@ def content_findings(
 ) -> Iterator[Finding]:
     """Checks the steps of a directory, its WAL, leftovers and lease."""
     path = Path(os.path.expanduser(directory)).absolute()
-    if not path.exists():
+    if not SCHEME.match(directory) and not path.exists():
         yield Finding(
             "directory",
             "warning",
