@@ -44,7 +44,7 @@ _MOST_FOLDERS = 100
 #: Length of ``Digest.tail``: the last bytes of a file, stored unhashed.
 TAIL_BYTES = 4
 #: Values of shared fields that are kept: those of a few layouts, and of each process of a job.
-KEPT_FIELDS = 128
+KEPT_FIELDS = 32
 _NIL = b"\xc0"
 _MSGPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 _Record = TypeVar("_Record")
