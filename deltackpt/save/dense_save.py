@@ -344,31 +344,31 @@ def _captured(
     copies: list[tuple[np.ndarray, np.ndarray]] = []
     try:
         for chunk, source in zip(plan.chunks, sources, strict=True):
-            if (value := on_device.get(chunk.key)) is None:
-                leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-                held, dtype = given.get(chunk.key), chunk.source.dtype
-                if held is None:
-                    data = np.asarray(source)[chunk.window]
-                    is_copied = chunk.on_host or keeper is not None
-                else:
-                    data = held.view(dtype)
-                    is_copied = data.size % BLOCK > 0
-                group = _group_of(chunk)
-                value = DenseValue(chunk.key, group, data, chunk.shape, dtype, coding, leaf)
-                if value.plain:
-                    value.data = np.frombuffer(data.tobytes(), np.uint8)
-                elif is_copied:
-                    shape = row_blocks.blocks_of(data.size), BLOCK
-                    is_staged = math.prod(shape) * dtype.itemsize >= _STAGED_BYTES
-                    allocate = runtime.memory.allocate if is_staged else np.empty
-                    value.data = allocate(shape, dtype)
-                    flat = value.data.reshape(-1)
-                    flat[data.size :] = 0
-                    copies.append((flat[: data.size].reshape(data.shape), data))
-                else:
-                    flat = np.ascontiguousarray(data).reshape(-1)
-                    value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
-            values.append(value)
+            if (value := on_device.get(chunk.key)) is not None:
+                values.append(value)
+                continue
+            leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
+            held, dtype = given.get(chunk.key), chunk.source.dtype
+            if held is None:
+                data = np.asarray(source)[chunk.window]
+                is_copied = chunk.on_host or keeper is not None
+            else:
+                data = held.view(dtype)
+                is_copied = data.size % BLOCK > 0
+            value = DenseValue(chunk.key, _group_of(chunk), data, chunk.shape, dtype, coding, leaf)
+            values.append(value)  # Before its memory is lent.
+            if value.plain:
+                value.data = np.frombuffer(data.tobytes(), np.uint8)
+            elif is_copied:
+                shape = row_blocks.blocks_of(data.size), BLOCK
+                is_staged = math.prod(shape) * dtype.itemsize >= _STAGED_BYTES
+                value.data = (runtime.memory.allocate if is_staged else np.empty)(shape, dtype)
+                flat = value.data.reshape(-1)
+                flat[data.size :] = 0
+                copies.append((flat[: data.size].reshape(data.shape), data))
+            else:
+                flat = np.ascontiguousarray(data).reshape(-1)
+                value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
         _copy(copies, runtime)
         return DenseLeaves(plan, values, runtime, keeper)
     except BaseException:
