@@ -47,7 +47,6 @@ from deltackpt.reading.stored_saves import StoredShard
 from deltackpt.resources import runtime
 from deltackpt.restore import placing
 from deltackpt.save import commit, exits, pending_save
-from deltackpt.save import shard as save_shard
 from deltackpt.session import saving, step_reader
 from deltackpt.storage import batch, ocdbt, shard_writer, zarr_writer
 from deltackpt.storage.posix import DirectFile, DurableDir
@@ -795,7 +794,7 @@ POINTS: dict[str, Point] = {
     "waiting for the commit": _before(commit.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(commit, "_commit"),
-    "commit: after the digests": _after(save_shard, "write_index"),
+    "commit: after the digests": _after(pending_save.PendingSave, "complete"),
     "commit: before the rename": _around(DurableDir, "publish", _publishes_step, before=True),
     "commit: between the rename and the fsync": _around(os, "rename", _renames_step, before=False),
     "commit: after the rename": _around(DurableDir, "publish", _publishes_step, before=False),
