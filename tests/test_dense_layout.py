@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ from orbax.checkpoint import v1
 from written import write_dense
 
 from deltackpt.errors import Disagreement, UnsupportedLeaf
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layout
+from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
 
@@ -295,3 +298,22 @@ def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
     metadatas = [f"array_metadatas/process_{number}" for number in range(count)]
     for file in (*_FILES, *metadatas):
         assert _json(ours / file) == _json(stock / file), file
+
+
+def test_copies_of_small_leaves_share_memory_that_is_used_again() -> None:
+    runtime = Runtime()
+    memory = runtime.memory
+    tree = {f"{n:02d}": np.full(5000 + n, n, np.float32 if n % 3 else np.int16) for n in range(40)}
+    captured = DenseLeaves.capture(tree, 0, runtime)
+    for value, leaf in zip(captured.chunks, tree.values(), strict=True):
+        np.testing.assert_array_equal(value.array, leaf)
+    nbytes = memory.nbytes
+    assert nbytes > 0 and not memory.fits(memory.limit_bytes)
+    captured.release()
+    assert memory.fits(memory.limit_bytes)
+    with (
+        mock.patch.object(runtime, "map", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        DenseLeaves.capture(tree, 0, runtime)
+    assert memory.fits(memory.limit_bytes) and memory.nbytes == nbytes
