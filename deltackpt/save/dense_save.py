@@ -206,7 +206,7 @@ class DenseLeaves:
         deltas: list[LeafDelta] = []
         try:
             if keeper is None:
-                return write_whole(sink_of, values)
+                return write_whole(sink_of, values, self._shared)
             deltas.extend(
                 encode(
                     values,
@@ -433,6 +433,25 @@ def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
     yield last
 
 
+def _joined(pieces: Iterable[np.ndarray], shared: np.ndarray) -> Iterator[np.ndarray]:
+    """Joins blocks of one dtype that follow each other in shared memory, to be written in place."""
+    begin, first, stop, dtype = shared.ctypes.data, 0, 0, shared.dtype
+    for piece in pieces:
+        start, dtype = piece.ctypes.data - begin, piece.dtype
+        if first < stop == start < shared.nbytes:
+            stop += piece.nbytes
+            continue
+        if first < stop:
+            yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
+        first = stop = 0
+        if 0 <= start < shared.nbytes:
+            first, stop = start, start + piece.nbytes
+        else:
+            yield piece
+    if first < stop:
+        yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
+
+
 class WrittenDense(NamedTuple):
     """Dense leaves that were written."""
 
@@ -442,16 +461,19 @@ class WrittenDense(NamedTuple):
 
 
 def write_whole(
-    sink_of: Callable[[str], SegmentSink], values: Iterable[DenseValue]
+    sink_of: Callable[[str], SegmentSink],
+    values: Iterable[DenseValue],
+    shared: np.ndarray = _NOTHING,
 ) -> WrittenDense:
-    """Writes all values in full."""
+    """Writes all values in full; some may be copies in ``shared`` memory."""
     values = sorted(values, key=lambda value: "" if value.plain else value.group)
     segments = []
     plain = [np.asarray(value.data) for value in values if value.plain]
     if nbytes := sum(data.nbytes for data in plain):
         segments.append(write_plain(sink_of, plain, zstd=nbytes >= _COMPRESSED_BYTES))
     for group, held in itertools.groupby(values[len(plain) :], lambda value: value.group):
-        blocks = [piece for value in held for piece in _blocks(np.asarray(value.data))]
+        pieces = (piece for value in held for piece in _blocks(np.asarray(value.data)))
+        blocks = [*_joined(pieces, shared)]
         rows = range(sum(map(len, blocks)))
         segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": blocks}))
     described = tuple(_described(values, [True] * len(values)))
