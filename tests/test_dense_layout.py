@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ from orbax.checkpoint import v1
 from written import write_dense
 
 from deltackpt.errors import Disagreement, UnsupportedLeaf
+from deltackpt.format.manifest import SaveId
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layout
+from deltackpt.save.dense_save import DenseLeaves
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
 
@@ -295,3 +299,56 @@ def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
     metadatas = [f"array_metadatas/process_{number}" for number in range(count)]
     for file in (*_FILES, *metadatas):
         assert _json(ours / file) == _json(stock / file), file
+
+
+def test_copies_of_small_leaves_share_memory_that_is_used_again() -> None:
+    runtime = Runtime()
+    memory = runtime.memory
+    tree = {f"{n:02d}": np.full(5000 + n, n, np.float32 if n % 3 else np.int16) for n in range(40)}
+    captured = DenseLeaves.capture(tree, 0, runtime)
+    for value, leaf in zip(captured.chunks, tree.values(), strict=True):
+        np.testing.assert_array_equal(value.array, leaf)
+    nbytes = memory.nbytes
+    assert nbytes > 0 and not memory.fits(memory.limit_bytes)
+    captured.release()
+    assert memory.fits(memory.limit_bytes)
+    with (
+        mock.patch.object(runtime, "map", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        DenseLeaves.capture(tree, 0, runtime)
+    assert memory.fits(memory.limit_bytes) and memory.nbytes == nbytes
+
+
+class _Sink:
+    """Keeps copies of the pieces of each array."""
+
+    def __init__(self, segment: str, pieces: dict[str, list[np.ndarray]]):
+        self.segment, self._pieces = segment, pieces.setdefault(segment, [])
+
+    def writer(self, entry: Any, *, pinned: bool = False) -> _Sink:
+        return self
+
+    def write(self, rows: np.ndarray) -> None:
+        self._pieces.append(rows.copy())
+
+    def finish(self) -> int:
+        return sum(rows.nbytes for rows in self._pieces)
+
+
+def test_copies_that_follow_each_other_are_written_as_one_piece() -> None:
+    dtypes = [np.float32, np.float32, np.int16]
+    tree = {f"{n}": np.full(5000 + n, n, dtypes[n % 3]) for n in range(9)}
+    tree["9"] = np.full(1 << 19, 9, np.float32)  # It has memory of its own.
+    pieces: dict[str, list[np.ndarray]] = {}
+    captured = DenseLeaves.capture(tree, 0, Runtime())
+    captured.write_layer(lambda segment: _Sink(segment, pieces), SaveId("run", 1, 0), None)
+    for dtype, count in ((np.float32, 4), (np.int16, 3)):
+        [found] = [one for name, one in pieces.items() if np.dtype(dtype).name in name]
+        assert len(found) == count
+        blocks = np.concatenate(found)
+        for leaf in (leaf for leaf in tree.values() if leaf.dtype == dtype):
+            own, blocks = np.split(blocks, [-(-leaf.size // 256)])
+            np.testing.assert_array_equal(own.reshape(-1)[: leaf.size], leaf)
+            assert not own.reshape(-1)[leaf.size :].any()
+        assert not len(blocks)

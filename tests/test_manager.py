@@ -21,6 +21,7 @@ import deltackpt
 from deltackpt import errors, events
 from deltackpt.options import Timeouts
 from deltackpt.save import pending_save
+from deltackpt.state import placement
 from deltackpt.testing import failing_saves, paused_saves
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
@@ -260,6 +261,29 @@ def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog)
         caplog.clear()
         saver.read_state(1, {"t": grown["t"]})
         assert "t (9 rows in the step, 16 in the template)" in caplog.text
+
+
+def test_a_restore_copies_only_the_shards_of_a_template_with_new_rows(tmp_path):
+    copied, local_arrays = [], placement.local_arrays
+
+    class Piece:
+        def __init__(self, array):
+            self.array = array
+
+        def __array__(self, *arguments, **options):
+            copied.append(self.array.shape)
+            return np.asarray(self.array)
+
+    def pieces_of(leaf):
+        return {device: Piece(array) for device, array in local_arrays(leaf).items()}
+
+    by_rows = jax.sharding.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x"))
+    with saver_of(tmp_path, deltackpt.Tables(select="t")) as saver:
+        model.commit(saver, 1, {"t": jnp.ones((9, 4))})
+        with mock.patch.object(placement, "local_arrays", pieces_of):
+            found = saver.restore_latest({"t": jax.device_put(jnp.zeros((16, 4)), by_rows)})
+        np.testing.assert_array_equal(np.asarray(found.state["t"]).sum(axis=1), [4] * 9 + [0] * 7)
+    assert copied == [(2, 4)] * 4
 
 
 # Other items, retention and metrics.

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -331,10 +333,33 @@ def test_only_the_counts_up_to_the_needed_blocks_are_read(run):
     for first, count in ((0, 1), (2, 5)):
         field.piece(row_blocks.StoredRows(range(count), first), target)
     reads = []
-    with mock.patch.object(DenseShard, "read_into", lambda *call: reads.append(call[2:5])):
+
+    def read_into(*call):
+        reads.append(call[2:5])
+        call[5].fill(0)
+
+    with mock.patch.object(DenseShard, "read_into", read_into):
         field.arrays(0, 1, np.empty)
     entry, start, stop = reads[0]
     assert (entry.name, start, stop) == ("blocks.count", 0, 7)
+
+
+def test_threads_read_counts_once(run):
+    shard = saved(run, "f", "sparse")
+    field = shard.field_of(shard.record.segments[0])
+    target = targets.Target("", BLOCKS, (0, 100), None, np.zeros((100, 256), np.uint16))
+    field.piece(row_blocks.StoredRows(range(4), 0), target)
+    real, together, reads = DenseShard.read_into, threading.Barrier(2), []
+
+    def read_into(*call):
+        reads.append(call[2].name)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # For a second thread that reads the same.
+        real(*call)
+
+    with mock.patch.object(DenseShard, "read_into", read_into), Runtime() as runtime:
+        runtime.map(lambda start: field.arrays(start, start + 1, np.empty), range(2))
+    assert reads.count("blocks.count") == 1
 
 
 @pytest.mark.parametrize("codec", ["raw", "sparse"])

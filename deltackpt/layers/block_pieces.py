@@ -49,6 +49,8 @@ class BlockField:
         #: Array and number to the windows that were used last.
         self._windows: dict[tuple[str, int], Task[np.ndarray]] = {}
         self._lock = threading.Lock()
+        #: Reads ``_counts`` once.
+        self._counting: Task[np.ndarray] | None = None
 
     def piece(self, held: StoredRows, target: Target) -> BlockPiece:
         """Returns some blocks of a target; make all pieces before you run one."""
@@ -121,18 +123,25 @@ class BlockField:
                     del self._windows[oldest]
             return self._windows[key]
 
-    @functools.cached_property
+    @property
     def _counts(self) -> np.ndarray:
         """Element counts of the needed blocks in ragged arrays."""
-        found = np.empty(self._stop, self.stored[_COUNT].dtype)
-        self.layer.read_into(self.segment, self.stored[_COUNT], 0, self._stop, found)
-        return found
+
+        def read() -> np.ndarray:
+            found = np.empty(self._stop, self.stored[_COUNT].dtype)
+            self.layer.read_into(self.segment, self.stored[_COUNT], 0, self._stop, found)
+            return found
+
+        with self._lock:
+            task = self._counting = self._counting or Task(read)
+        return task.result()
 
     @functools.cached_property
     def _begins(self) -> np.ndarray:
         """Where the elements of each of these blocks begin, int64; and the end of the last."""
-        found = np.zeros(len(self._counts) + 1, np.int64)
-        np.cumsum(self._counts, out=found[1:])
+        counts = self._counts
+        found = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=found[1:])
         return found
 
 

@@ -119,9 +119,15 @@ def report_grown(step: int, tables: GrownTables) -> None:
 
 def _keep_new_rows(held: Mapping[Box, np.ndarray], template: Leaf, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
+    if isinstance(template, MemberRows):
+        [(box, buffer)] = held.items()
+        first = len(box.within(stored))
+        template.take(np.asarray(box.within(box.rows[1]))[first:], buffer[first:])
+        return
     for box, piece in _local_boxes(template):
         first = len(box.within(stored))
-        held[box][first:] = np.asarray(piece)[first:]
+        if first < len(held[box]):  # Copies of the other shards would only take memory.
+            held[box][first:] = np.asarray(piece)[first:]
 
 
 def _placed(held: Mapping[Box, np.ndarray], template: Leaf) -> Leaf:

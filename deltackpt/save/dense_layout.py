@@ -85,14 +85,9 @@ class WrittenChunk(NamedTuple):
     leaf: int  # its number
     shard: int | None
     window: tuple[slice, ...]
+    shape: tuple[int, ...]  # of the window
     on_host: bool
     source: Any = None  # the array; None in a plan without values
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the chunk's shape."""
-        sizes = zip(self.window, self.source.shape, strict=True)
-        return tuple(len(range(size)[piece]) for piece, size in sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +218,8 @@ def _outline(tree: PyTree, process: int) -> Plan:
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
-                pieces.append(WrittenChunk(key, number, None, (slice(None),) * array.ndim, True))
+                whole = (slice(None),) * array.ndim
+                pieces.append(WrittenChunk(key, number, None, whole, array.shape, True))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -270,7 +266,7 @@ def _pieces(
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
             key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
-            yield WrittenChunk(key, number, None, whole, capture.on_host(array))
+            yield WrittenChunk(key, number, None, whole, extent, capture.on_host(array))
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
@@ -283,7 +279,7 @@ def _pieces(
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
         key = ocdbt.chunk_key(name, index)
-        yield WrittenChunk(key, number, place, tuple(window), capture.on_host(shard.data))
+        yield WrittenChunk(key, number, place, tuple(window), extent, capture.on_host(shard.data))
 
 
 def _covered_array(array: jax.Array) -> str | None:

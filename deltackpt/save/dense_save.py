@@ -33,15 +33,16 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, dense_layout, device_blocks
 from deltackpt.save.block_codes import Array, EncodedBlocks, LeafDelta, Left, References
 from deltackpt.save.commit import StepWriters
-from deltackpt.save.dense_layout import Plan, WrittenChunk
+from deltackpt.save.dense_layout import Plan
 from deltackpt.state import placement
 from deltackpt.storage import ocdbt, shard_writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.storage.shard_writer import SegmentSink
 
-#: Smaller copies are not taken from staging, which lends whole MiB.
+#: Smaller copies share memory, because staging lends whole MiB; those that a keeper keeps do not.
 _STAGED_BYTES = 1 << 20
+_NOTHING = np.empty(0, np.uint8)
 #: Threads share copies of so many bytes at least, in pieces of about so many.
 _LARGE_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
 #: Leaves whose codec a record explains.
@@ -144,6 +145,7 @@ class DenseLeaves:
         chunks: Sequence[DenseValue],
         runtime: Runtime,
         keeper: DenseKeeper | None,
+        shared: np.ndarray,
     ):
         #: Bytes of all values.
         self.nbytes = sum(value.data.nbytes for value in chunks)
@@ -153,6 +155,7 @@ class DenseLeaves:
         self._plan = plan
         self._runtime = runtime
         self._keeper = keeper
+        self._shared = shared
 
     @classmethod
     def capture(cls, tree: PyTree, process: int, runtime: Runtime) -> DenseLeaves:
@@ -203,7 +206,7 @@ class DenseLeaves:
         deltas: list[LeafDelta] = []
         try:
             if keeper is None:
-                return write_whole(sink_of, values)
+                return write_whole(sink_of, values, self._shared)
             deltas.extend(
                 encode(
                     values,
@@ -231,8 +234,8 @@ class DenseLeaves:
         if self._keeper is not None:
             self._keeper.references.release(copies)
         else:
-            self._runtime.memory.give_back(copies)
-        self.chunks = ()
+            self._runtime.memory.give_back([*copies, self._shared])
+        self.chunks, self._shared = (), _NOTHING
 
 
 class DenseKeeper:
@@ -327,12 +330,16 @@ def _captured(
     # copy. Without a keeper, copies from accelerators stay as they are.
     codings, given = codings or {}, given or {}
     on_device: dict[str, DenseValue] = {}
-    sources = []
+    sources, shared_bytes = [], 0
     for chunk in plan.chunks:
         source = chunk.source
-        if not chunk.on_host:
+        if chunk.on_host:
+            _, nbytes = _form_of(chunk.shape, source.dtype)
+            shared_bytes += nbytes if keeper is None and nbytes < _STAGED_BYTES else 0
+        else:
             leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-            if device_blocks.can_encode(coding.codec, group := _group_of(chunk)):
+            group, _ = _form_of(chunk.shape, source.dtype)
+            if device_blocks.can_encode(coding.codec, group):
                 data, shape = device_blocks.capture(source, chunk.window)
                 on_device[chunk.key] = DenseValue(
                     chunk.key, group, data, shape, source.dtype, coding, leaf
@@ -342,43 +349,55 @@ def _captured(
         sources.append(source)
     values: list[DenseValue] = []
     copies: list[tuple[np.ndarray, np.ndarray]] = []
+    shared = _NOTHING
     try:
+        if shared_bytes:
+            shared = runtime.memory.allocate((shared_bytes,), np.dtype(np.uint8))
+        free = shared
         for chunk, source in zip(plan.chunks, sources, strict=True):
-            if (value := on_device.get(chunk.key)) is None:
-                leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-                held, dtype = given.get(chunk.key), chunk.source.dtype
-                if held is None:
-                    data = np.asarray(source)[chunk.window]
-                    is_copied = chunk.on_host or keeper is not None
+            if (value := on_device.get(chunk.key)) is not None:
+                values.append(value)
+                continue
+            leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
+            held, dtype = given.get(chunk.key), chunk.source.dtype
+            if held is None:
+                data = np.asarray(source)[chunk.window]
+                is_copied = chunk.on_host or keeper is not None
+            else:
+                data = held.view(dtype)
+                is_copied = data.size % BLOCK > 0
+            group, nbytes = _form_of(chunk.shape, dtype)
+            value = DenseValue(chunk.key, group, data, chunk.shape, dtype, coding, leaf)
+            values.append(value)  # Before its memory is lent.
+            if value.plain:
+                value.data = np.frombuffer(data.tobytes(), np.uint8)
+            elif is_copied:
+                shape = row_blocks.blocks_of(data.size), BLOCK
+                if nbytes >= _STAGED_BYTES:
+                    value.data = runtime.memory.allocate(shape, dtype)
+                elif len(free):
+                    value.data, free = free[:nbytes].view(dtype).reshape(shape), free[nbytes:]
                 else:
-                    data = held.view(dtype)
-                    is_copied = data.size % BLOCK > 0
-                group = _group_of(chunk)
-                value = DenseValue(chunk.key, group, data, chunk.shape, dtype, coding, leaf)
-                if value.plain:
-                    value.data = np.frombuffer(data.tobytes(), np.uint8)
-                elif is_copied:
-                    shape = row_blocks.blocks_of(data.size), BLOCK
-                    is_staged = math.prod(shape) * dtype.itemsize >= _STAGED_BYTES
-                    allocate = runtime.memory.allocate if is_staged else np.empty
-                    value.data = allocate(shape, dtype)
-                    flat = value.data.reshape(-1)
-                    flat[data.size :] = 0
-                    copies.append((flat[: data.size].reshape(data.shape), data))
-                else:
-                    flat = np.ascontiguousarray(data).reshape(-1)
-                    value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
-            values.append(value)
+                    value.data = np.empty(shape, dtype)
+                flat = value.data.reshape(-1)
+                flat[data.size :] = 0
+                copies.append((flat[: data.size].reshape(data.shape), data))
+            else:
+                flat = np.ascontiguousarray(data).reshape(-1)
+                value.data = flat if flat.size % BLOCK else flat.reshape(-1, BLOCK)
         _copy(copies, runtime)
-        return DenseLeaves(plan, values, runtime, keeper)
+        return DenseLeaves(plan, values, runtime, keeper, shared)
     except BaseException:
-        runtime.memory.give_back(value.data for value in values)
+        runtime.memory.give_back([shared, *(value.data for value in values)])
         raise
 
 
-def _group_of(chunk: WrittenChunk) -> str:
-    dtype = chunk.source.dtype
-    return row_blocks.group_of(math.prod(chunk.shape) * dtype.itemsize, _native_name_of(dtype))
+@functools.lru_cache(1024)
+def _form_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[str, int]:
+    """Returns the group of a chunk, and the bytes of its blocks; 0 if it is stored as bytes."""
+    count, name = math.prod(shape), dtype.name if dtype.isnative else ""
+    group = row_blocks.group_of(count * dtype.itemsize, name)
+    return group, 0 if group == PLAIN else row_blocks.blocks_of(count) * BLOCK * dtype.itemsize
 
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
@@ -395,12 +414,6 @@ def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, n
     count = max(1, len(source) * _PIECE_BYTES // source.nbytes)
     for start in range(0, len(source), count):
         yield out[start : start + count], source[start : start + count]
-
-
-@functools.cache
-def _native_name_of(dtype: np.dtype) -> str:
-    """Returns the name of a dtype in the machine's byte order; empty for others."""
-    return dtype.name if dtype.isnative else ""
 
 
 def _name_of(key: str) -> str:
@@ -420,6 +433,25 @@ def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
     yield last
 
 
+def _joined(pieces: Iterable[np.ndarray], shared: np.ndarray) -> Iterator[np.ndarray]:
+    """Joins blocks of one dtype that follow each other in shared memory, to be written in place."""
+    begin, first, stop, dtype = shared.ctypes.data, 0, 0, shared.dtype
+    for piece in pieces:
+        start, dtype = piece.ctypes.data - begin, piece.dtype
+        if first < stop == start < shared.nbytes:
+            stop += piece.nbytes
+            continue
+        if first < stop:
+            yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
+        first = stop = 0
+        if 0 <= start < shared.nbytes:
+            first, stop = start, start + piece.nbytes
+        else:
+            yield piece
+    if first < stop:
+        yield shared[first:stop].view(dtype).reshape(-1, BLOCK)
+
+
 class WrittenDense(NamedTuple):
     """Dense leaves that were written."""
 
@@ -429,16 +461,19 @@ class WrittenDense(NamedTuple):
 
 
 def write_whole(
-    sink_of: Callable[[str], SegmentSink], values: Iterable[DenseValue]
+    sink_of: Callable[[str], SegmentSink],
+    values: Iterable[DenseValue],
+    shared: np.ndarray = _NOTHING,
 ) -> WrittenDense:
-    """Writes all values in full."""
+    """Writes all values in full; some may be copies in ``shared`` memory."""
     values = sorted(values, key=lambda value: "" if value.plain else value.group)
     segments = []
     plain = [np.asarray(value.data) for value in values if value.plain]
     if nbytes := sum(data.nbytes for data in plain):
         segments.append(write_plain(sink_of, plain, zstd=nbytes >= _COMPRESSED_BYTES))
     for group, held in itertools.groupby(values[len(plain) :], lambda value: value.group):
-        blocks = [piece for value in held for piece in _blocks(np.asarray(value.data))]
+        pieces = (piece for value in held for piece in _blocks(np.asarray(value.data)))
+        blocks = [*_joined(pieces, shared)]
         rows = range(sum(map(len, blocks)))
         segments.append(_write_blocks(sink_of, group, _RAW, rows, {"": blocks}))
     described = tuple(_described(values, [True] * len(values)))

@@ -120,7 +120,7 @@ def _unneeded(
     known = {step: info for step, info in infos.items() if info is not None}
     keep = [known[step].save_id for step in stay if step in known]
     live = chain.live_set(keep, known.values(), protected, root.compacted())
-    return [step for step in surplus if step in known and known[step].save_id not in live]
+    return sorted(one for one in surplus if one in known and known[one].save_id not in live)
 
 
 def _nan_is_worst(policy: Any) -> PreservationPolicy:
