@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import itertools
 import json
 import os
@@ -543,16 +544,16 @@ def test_the_last_step_is_saved_while_another_is_in_flight(tmp_path, when_busy):
 # Failures.
 
 
-def failing(call, number=errno.ENOSPC):
-    """Makes calls of a ``Path`` method fail for the files of positions."""
-    real = getattr(Path, call)
+def failing(owner, call, number=errno.ENOSPC):
+    """Makes calls that take a path first fail for the files of positions."""
+    real = getattr(owner, call)
 
     def refuse(path, *arguments, **options):
-        if path.name.startswith("process_"):
+        if fnmatch.fnmatch(Path(path).name, "process_*.json"):
             raise OSError(number, os.strerror(number))
         return real(path, *arguments, **options)
 
-    return mock.patch.object(Path, call, refuse)
+    return mock.patch.object(owner, call, refuse)
 
 
 def test_an_unwritable_position_fails_the_save_and_keeps_the_previous_step(tmp_path):
@@ -561,7 +562,7 @@ def test_an_unwritable_position_fails_the_save_and_keeps_the_previous_step(tmp_p
         saves.after_step(1, state)
         saves.manager.wait_until_finished()
         batch = next(iterator)
-        with failing("write_bytes"):
+        with failing(Path, "write_bytes"):
             saves.after_step(2, ADAGRAD.step(state, batch["id"]))
             with pytest.raises(SaveFailed, match="room to write") as failure:
                 saves.manager.wait_until_finished()
@@ -617,7 +618,7 @@ def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_
 def test_a_position_that_is_unreadable_or_of_another_process_count_is_refused(tmp_path):
     train(tmp_path, 2)
     with job(tmp_path) as (saves, _):
-        with failing("read_bytes", errno.EIO):
+        with failing(os, "open", errno.EIO):
             with pytest.raises(StorageError, match="process_0-of-1.json"):
                 saves.resume(ADAGRAD.state())
         with mock.patch("deltackpt.coordination.process_count", return_value=2):

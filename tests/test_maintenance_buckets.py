@@ -169,7 +169,7 @@ def test_a_starting_trainer_hides_no_running_one_from_collection_and_copies(serv
     starting.claim(pending=True)
     holder = f"epoch {running.claimed.lease.epoch},"
     assert "claimed by process" in str(collectable(url, endpoint=server.endpoint).in_use)
-    assert holder in str(Bucket(url, server.endpoint, "embeddings").in_use())
+    assert holder in str(Bucket(url, server.endpoint, "embeddings", workers=1).in_use())
     with pytest.raises(InUse):
         collect(url, endpoint=server.endpoint)
     starting.withdraw()

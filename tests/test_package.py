@@ -135,6 +135,8 @@ SMALL_MODULES = {
     "service/discovery.py",
     # The command line and `inspect` share it, and `--help` loads neither numpy nor the stores.
     "inspect/listing.py",
+    # What a merge, its plan, its pieces and the readers of single segments share.
+    "layers/row_indices.py",
     # `doctor` shows directories even if a dependency of the stores is missing.
     "storage/redaction.py",
     # Public: integrations and the test kit.

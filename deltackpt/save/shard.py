@@ -26,7 +26,7 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.save.capture import BusyClock, CapturedRows, RowPiece, SegmentSource, encode_ahead
 from deltackpt.save.encode import Encoded
 from deltackpt.storage import shard_writer
-from deltackpt.storage.shard_writer import SegmentSink, StoredArray, StoredField
+from deltackpt.storage.shard_writer import SegmentSink, StoredField, WrittenArray
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -153,7 +153,7 @@ class _Attempt:
 
     def finish(self, plan: PlannedCodec) -> StoredField:
         written = [
-            StoredArray(self._entries[suffix], stored.finish())
+            WrittenArray(self._entries[suffix], stored.finish())
             for suffix, stored in self._writers.items()
         ]
         if self._raw_rows:
@@ -172,7 +172,7 @@ class _Attempt:
         for stored in self._writers.values():
             stored.remove()
 
-    def _write_raw_rows(self) -> Iterator[StoredArray]:
+    def _write_raw_rows(self) -> Iterator[WrittenArray]:
         rows = np.concatenate(self._raw_rows).view(codecs.stored_dtype(self._field.dtype))
         positions = np.concatenate(self._raw_positions)
         for suffix, array, zstd in (

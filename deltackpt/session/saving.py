@@ -176,9 +176,11 @@ class Saver:
             raise
         run.wal.saved()
         run.tracking.saved()
-        # Arrays of numpy can change in place while a base is written.
-        on_devices = all(isinstance(array, jax.Array) for array in arrays_of(split))
-        if run.options.deltas.base_snapshot == "block" or not on_devices:
+        # A delta has copied its rows. While a base is written, arrays of numpy can change in place.
+        if not pending.released.is_set() and (
+            run.options.deltas.base_snapshot == "block"
+            or not all(isinstance(array, jax.Array) for array in arrays_of(split))
+        ):
             limit = run.options.timeouts.save_secs
             with run.runtime.pace.lifted():
                 if not pending.released.wait(limit):

@@ -62,7 +62,7 @@ class SegmentSink(Protocol):
         ...
 
 
-class StoredArray(NamedTuple):
+class WrittenArray(NamedTuple):
     """An array that was written, and the bytes of all its files."""
 
     entry: ArrayEntry
@@ -78,7 +78,7 @@ class StoredField(NamedTuple):
 
 def write_array(
     sink: SegmentSink, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, pinned: bool = False
-) -> StoredArray:
+) -> WrittenArray:
     """Writes one array from its pieces, in order.
 
     With ``pinned``, all pieces may be kept until the array is written; see ``SegmentSink.writer``.
@@ -86,7 +86,7 @@ def write_array(
     writer = sink.writer(entry, pinned=pinned)
     for piece in pieces:
         writer.write(piece)
-    return StoredArray(entry, writer.finish())
+    return WrittenArray(entry, writer.finish())
 
 
 def write_rows(sink: SegmentSink, rows: row_blocks.Rows) -> tuple[ArrayEntry, ...]:
@@ -96,7 +96,7 @@ def write_rows(sink: SegmentSink, rows: row_blocks.Rows) -> tuple[ArrayEntry, ..
 
 def stored_field(
     name: str,
-    arrays: Sequence[StoredArray],
+    arrays: Sequence[WrittenArray],
     *,
     codec: str,
     reason: str,
