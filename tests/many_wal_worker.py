@@ -141,7 +141,7 @@ class Logger(Worker):
         """Makes one process find the record of a step damaged whenever it replays it."""
         if process != self._task["process"]:
             return
-        real = StepReader.load
+        real = StepReader._load
 
         def load(reader: StepReader, *arguments: Any) -> None:
             for _, one in () if reader.plan is None else reader.plan.records:
@@ -149,7 +149,7 @@ class Logger(Worker):
                     raise DamagedWal("its record", "the bytes", "others", record=one.save_id)
             real(reader, *arguments)
 
-        StepReader.load = load
+        StepReader._load = load
 
     def run_until_told(self, at_most: int) -> dict[str, Any]:
         """Trains and appends until a failure is reported."""
