@@ -62,7 +62,7 @@ class StoredBytes:
         """Reads nothing yet."""
         self._store, self._key = at
         self.name = at.shown()
-        # What a file has is verified while it is in the cache.
+        # Shorter runs from files: a run is verified while its bytes are in the CPU cache.
         self.run_bytes = _FILE_RUN_BYTES if isinstance(at.store, FileStore) else _RANGE_BYTES
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:

@@ -232,7 +232,7 @@ def _searched(codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Arra
         least = _measured(codec, columns, candidate)[0]
         candidate = _parameters(codec, *_shrunk(codec, columns, low, high))
     for number in range(codec.refits + 1):
-        # Of l2 errors, not their squares, which may underflow.
+        # Compare l2 errors: their squares may underflow.
         error, fitted = _measured(codec, columns, candidate, fit=number < codec.refits)
         better = error < least
         least = jnp.where(better, error, least)

@@ -71,7 +71,7 @@ class RestoreActor:
         try:
             asked = protocol.request_from(request)
         except RestoreError as error:
-            # Of another version, which the reader reports: the answer has this one's protocol.
+            # The reader has another version. It reports that, since the answer has this protocol.
             return protocol.packed(Pinned(refused=str(error)))
         try:
             follower = self._opened()

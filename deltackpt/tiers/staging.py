@@ -372,8 +372,14 @@ def _read_orders(path: Path) -> Orders | None:
         if not os.path.lexists(path):
             return None
         raise
+    return _orders_from(data, str(path))
+
+
+@functools.lru_cache(2)
+def _orders_from(data: bytes, name: str) -> Orders:
+    """Decodes orders, once: the uploader reads the same file for each piece that it sends."""
     return records.from_bytes(
-        data, Orders, name=str(path), magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
+        data, Orders, name=name, magic=_ORDERS, since_development=_SINCE_DEVELOPMENT
     )
 
 
