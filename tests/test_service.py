@@ -40,7 +40,7 @@ from deltackpt import service
 from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable, TooLittleMemory
 from deltackpt.reading import stored_saves
 from deltackpt.restore import sources as restore_sources
-from deltackpt.service import RestoreService, ServiceOptions, protocol, replica_reads
+from deltackpt.service import RestoreService, ServiceOptions, lifecycle, protocol, replica_reads
 from deltackpt.service.actor import RestoreActor
 from deltackpt.standby import shared_memory
 from deltackpt.testing.states import assert_same
@@ -412,6 +412,21 @@ def test_a_version_mismatch_falls_back_to_storage(cluster, tmp_path):
         found = restored(trainer.root, trainer.state)
     assert_from_storage(found, trainer.state, ServiceMismatch)
     assert "install one version of deltackpt everywhere" in str(found.service_error)
+
+
+def test_a_service_whose_methods_have_other_parameters_falls_back_to_storage(cluster, tmp_path):
+    class Earlier:
+        def pin(self, run: str, step: int, attempt: int, timeout_secs: float) -> bytes:
+            raise AssertionError("Ray does not call it")
+
+    trainer = saved_run(tmp_path)
+    replica = protocol.Replica(protocol.key(trainer.root, "embeddings"), 0, 1, 0)
+    ray.remote(Earlier).options(**lifecycle.detached(replica.name, protocol.node_id())).remote()
+    found = restored(trainer.root, trainer.state)
+    assert_from_storage(found, trainer.state, ServiceMismatch)
+    [status] = service.connect(trainer.root).status().replicas
+    for shown in (str(found.service_error), status.problem):
+        assert "install one version of deltackpt everywhere" in shown
 
 
 def test_too_little_memory_is_reported_and_storage_still_works(cluster, tmp_path):

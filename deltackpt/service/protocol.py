@@ -99,6 +99,18 @@ def actor(replica: Replica) -> Any:
         ) from error
 
 
+def call(replica: Replica, method: str, *arguments: object) -> Any:
+    """Calls a method of a replica's actor; returns a reference to the answer.
+
+    Raises ``ServiceUnavailable`` as ``actor`` does, and ``ServiceMismatch`` if the actor is of
+    another version, whose method does not exist or has other parameters.
+    """
+    try:
+        return getattr(actor(replica), method).remote(*arguments)
+    except (AttributeError, TypeError) as error:  # Ray compares the call with the actor's class.
+        raise mismatch(str(replica), f"{method}(): {error}") from error
+
+
 def answer(replica: Replica, call: ray.ObjectRef[_T], timeout_secs: float) -> _T:
     """Returns a replica's answer; raises ``ServiceUnavailable`` if none arrives in time."""
     try:
@@ -260,7 +272,12 @@ def unpacked(data: bytes, kind: type[_Record], replica: str) -> _Record:
         problem = f"protocol {found.protocol} of version {found.version}"
     except (RestoreError, TypeError) as error:
         problem = str(error)
-    raise ServiceMismatch(
+    raise mismatch(replica, problem)
+
+
+def mismatch(replica: str, problem: str) -> ServiceMismatch:
+    """Returns the error for a replica of another version."""
+    return ServiceMismatch(
         f"{replica}: expected an answer of protocol {PROTOCOL} (version {__version__}), found "
         f"{problem}; install one version of deltackpt everywhere, stop the service and start it "
         "again"

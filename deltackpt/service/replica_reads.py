@@ -175,14 +175,14 @@ class _Pins:
         """Releases a pin without waiting; pins also expire."""
         self._pins.remove(pin)
         with contextlib.suppress(ServiceError, ray.exceptions.RayError):
-            protocol.actor(pin.replica).unpin.remote(pin.pinned.pin)
+            protocol.call(pin.replica, "unpin", pin.pinned.pin)
 
     def _renew(self) -> None:
         try:
             while not self._done.wait(shared_memory.PIN_SECS / 3):
                 for pin in [*self._pins]:
                     with contextlib.suppress(ServiceError, ray.exceptions.RayError):
-                        protocol.actor(pin.replica).renew.remote(pin.pinned.pin)
+                        protocol.call(pin.replica, "renew", pin.pinned.pin)
         except Exception as error:
             self._error = error
 
@@ -240,7 +240,7 @@ class _Read:
         """Asks a replica to pin the state; leaves some of the time to the others."""
         wanted = protocol.PinRequest(save_id=self._save.info.save_id, point=self._point)
         left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
-        call = protocol.actor(replica).pin.remote(protocol.packed(wanted), left / 2)
+        call = protocol.call(replica, "pin", protocol.packed(wanted), left / 2)
         return protocol.unpacked(protocol.answer(replica, call, left), Pinned, str(replica))
 
     def _is_at_point(self, pinned: Pinned) -> bool:

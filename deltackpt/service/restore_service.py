@@ -128,7 +128,7 @@ class RestoreService:
         asked = []
         for replica in replicas:
             try:
-                asked.append((replica, protocol.actor(replica).describe.remote()))
+                asked.append((replica, protocol.call(replica, "describe")))
             except (ServiceError, ray.exceptions.RayError) as error:
                 asked.append((replica, error))
         end = time.monotonic() + timeout_secs
