@@ -220,14 +220,14 @@ class Trainer(TrainingRun):
         self.assert_held(one, self.step)
 
 
-def grown(state: dict, value: float) -> dict:
+def grown(state: dict, value: float, table: str = "items") -> dict:
     """A state with 37 more rows of a table and its slot."""
     found = {}
     for kind in ("tables", "slots"):
-        leaf = np.asarray(state[kind]["items"])
+        leaf = np.asarray(state[kind][table])
         more = np.full((37, *leaf.shape[1:]), value, leaf.dtype)
-        found[kind] = {**state[kind], "items": jnp.asarray(np.concatenate([leaf, more]))}
-    assert len(found["slots"]["items"]) == len(state["slots"]["items"]) + 37
+        found[kind] = {**state[kind], table: jnp.asarray(np.concatenate([leaf, more]))}
+    assert len(found["slots"][table]) == len(state["slots"][table]) + 37
     return {**state, **found}
 
 

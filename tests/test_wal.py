@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +15,14 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from test_follower import grown
 
 import deltackpt
 from deltackpt import RecoveryPoint, touched
 from deltackpt.errors import OptionError, SaveFailed, TrackingError, WaitTimeout
 from deltackpt.layers import merge
 from deltackpt.reading import reader
-from deltackpt.testing import STEP_FILES, Disk, TrainingRun
+from deltackpt.testing import STEP_FILES, Disk, TrainingRun, paused_saves
 from deltackpt.wal.recorder import Recorder
 
 POLICIES = {
@@ -154,6 +156,40 @@ def test_records_of_a_point_that_training_has_returned_to_are_not_trimmed(run):
             assert run.append().kind == "full"
         assert run.append_durably(1).step == run.step
     assert_found_again(run)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["table", "leaf"])
+@pytest.mark.parametrize("resumed", [True, False])
+def test_points_count_until_a_step_with_other_tables_or_leaves_is_committed(
+    tmp_path, grows, resumed
+):
+    run = WalRun(tmp_path / "root", options=options())
+    with run.started(appends=3):
+        pass
+    with run.open():
+        run.resume()
+        if not resumed:
+            run.append_durably(2)
+        durable = run.step
+        run.append()
+        run.manager.wait_appended()
+        if grows:
+            run.state = grown(run.state, 5, "users")
+            table = {"tables/users": run.state["tables"]["users"]}
+            run.touched = touched.grow(run.touched, table)
+        else:
+            run.state = {**run.state, "more": jnp.zeros(4)}
+        with paused_saves(run.root):
+            assert run.append().saved is not None
+            assert run.append().kind == "full"
+            shutil.copytree(run.root, tmp_path / "killed")
+        run.append_durably(1)
+    run.restarted()
+    assert run.step == durable + 4
+    run.root = tmp_path / "killed"
+    with run.open(deltackpt.ManagerOptions(access="read")) as manager:
+        assert run.points() == [*range(durable + 1, 0, -1)]
+        run.check(manager.restore_latest(run.states[durable + 1]))
 
 
 def test_a_step_is_saved_if_the_records_of_a_point_were_trimmed(tmp_path, run):

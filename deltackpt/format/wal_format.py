@@ -69,6 +69,8 @@ class EpochHeader:
     ``process_count`` is 0 if the run has no log and only records its fork point. ``directory`` is
     the location of the segments if it is not next to the header. ``base`` is the step that was
     restored, or onto which the point was replayed; ``continues`` is the restored recovery point.
+    If the tables or leaves of a run change, ``base`` is the save of the new ones, and ``continues``
+    the newest point of the run below it.
     """
 
     epoch: int

@@ -534,6 +534,8 @@ class Recorder(WalHooks):
         known, continues = run.lineage.newest_known, run.lineage.forked_from
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
+        # If only the tables are others, its points count until the save of these is committed.
+        ending = self._epoch if self._begun and self._ended is None else None
 
         def write() -> tuple[str, bool]:
             leads = True
@@ -544,6 +546,8 @@ class Recorder(WalHooks):
                 DurableDir(Path(self._to_make)).create()
                 self._to_make = None
             base, fork = None if known is None else known.info.save_id, continues if leads else None
+            if ending is not None and continues is None and base is not None:
+                fork = self._end_of(ending, base)
             head = write_head(run, self._reader, base, fork, split.layout)
             return wal_format.epoch_header_bytes(head).decode("latin-1"), leads
 
@@ -562,6 +566,15 @@ class Recorder(WalHooks):
         self._save_requests.start_epoch(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
+
+    def _end_of(self, epoch: OpenEpoch, base: SaveId) -> Continues | None:
+        """Returns the newest point of an epoch between the committed steps and a save."""
+        point, newest = epoch.newest_point(fresh=True), self._run.lineage.newest_committed
+        end = epoch.head.continues
+        if point is not None:
+            end = Continues(epoch=point.epoch, save_id=point.save_id)
+        committed = -1 if newest is None else newest.step
+        return end if end is not None and committed < end.save_id.step < base.step else None
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``WalHooks``."""
