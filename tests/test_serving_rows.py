@@ -33,16 +33,17 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
-from test_follower import grown, wait_until
+from test_follower import BESIDE, grown, wait_until
 from test_follower_wal import FollowedMachine, Trainer, from_storage, logs_of, saved
 from test_ids import Vocabulary
 from test_ids import manager as ids_manager
 from test_wal_invariants import COLLECTOR
 
 import deltackpt
-from deltackpt import serving, touched
+from deltackpt import serving, touched, vocab
 from deltackpt.errors import (
     ClosedError,
+    DamagedKeys,
     DamagedWal,
     DeltackptError,
     OptionError,
@@ -52,6 +53,7 @@ from deltackpt.errors import (
     VersionExpired,
 )
 from deltackpt.format.manifest import SaveId
+from deltackpt.reading import reader
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import row_changes as changes_module
 from deltackpt.serving import status as status_module
@@ -379,6 +381,40 @@ def test_a_table_that_grows_is_followed(trainer):
     copy.catch_up_with(live)
 
 
+def held_memory() -> int:
+    """The bytes of shared memory that this process has open."""
+    files = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:deltackpt" in os.readlink(path):
+                files[path.stat().st_ino] = path.stat().st_blocks * 512
+    return sum(files.values())
+
+
+def test_grown_tables_replace_the_old_ones_if_both_do_not_fit(trainer, tmp_path, monkeypatch):
+    nbytes = sum(np.asarray(leaf).nbytes for leaf in trainer.state["tables"].values())
+    live = opened(trainer.root, memory_bytes=BESIDE + nbytes * 3 // 2)
+    live.share(tmp_path / "address")
+    attached = serving.attach(tmp_path / "address")
+    assert_shows(live, trainer)
+    assert shown_rows(attached).tobytes() == shown_rows(live).tobytes()
+    filled, real, before = [], reader.fill, held_memory()
+    trainer.state = grown(trainer.state, 5)
+    trainer.touched = model.new_touched(trainer.state)
+    trainer.save()
+
+    def fill(*how: Any, **named: Any) -> Any:
+        filled.append(held_memory())
+        with pytest.raises(ServiceUnavailable), live.version(timeout_secs=0):
+            pass
+        return real(*how, **named)
+
+    monkeypatch.setattr(reader, "fill", fill)
+    assert_shows(live, trainer)
+    assert filled and filled[0] <= before - nbytes // 2
+    assert shown_rows(attached).tobytes() == shown_rows(live).tobytes()
+
+
 # Concurrent readers.
 
 
@@ -410,6 +446,31 @@ def test_a_version_that_is_open_for_too_long_expires(trainer):
             version.lookup("users", [1])
         assert version.dense is dense
     assert_shows(live, trainer)
+
+
+def test_a_key_column_that_changes_while_it_is_indexed_is_not_damaged(tmp_path, monkeypatch):
+    run = Vocabulary()
+    with ids_manager(tmp_path) as saving:
+
+        def save(step: int) -> None:
+            run.step(step)
+            saving.save(step, run.state, touched=run.touched)
+            saving.wait_until_finished()
+
+        def index(column: np.ndarray) -> None:
+            raise DamagedKeys("key column", "one row for each id", "id 7 in rows 1 and 2")
+
+        save(1)
+        live = opened(tmp_path, leaves=(), slots="key", reader_secs=0.01)
+        live.advance()
+        monkeypatch.setattr(vocab.RowKeys, "index", index)
+        with live.version() as version:
+            with pytest.raises(DamagedKeys):
+                version.rows_of("users", [7])
+            save(2)
+            live.advance()
+            with pytest.raises(VersionExpired):
+                version.rows_of("users", [7])
 
 
 def process(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -578,6 +639,28 @@ def test_a_consumer_continues_after_its_position_when_the_follower_was_restarted
             whole = caught_up(live)
             stored.append((str(whole.position), whole.tables))
             trainer.save() if number in (3, 5) else trainer.log()
+
+
+def test_a_consumer_continues_after_its_table_has_grown_and_its_follower_was_restarted(trainer):
+    """The delta does not have all rows that only now belong to the shard."""
+    shards = [{"shard": shard, "shards": 3} for shard in range(3)]
+    stored = []
+    for which in shards:
+        live = opened(trainer.root, **which)
+        live.advance()
+        stored.append(caught_up(live))
+    trainer.state = grown(trainer.state, 5, "users")
+    trainer.touched = touched.grow(trainer.touched, {USERS: trainer.state["tables"]["users"]})
+    assert trainer.save().kind == "delta"
+    for which, copy in zip(shards, stored):
+        live = opened(trainer.root, **which)
+        live.advance()
+        again = Copy(live, copy.position, copy.tables)
+        again.catch_up()
+        with live.version() as version:
+            for table, held in version.tables.items():
+                rows = rows_by_index(held, rows_of(version, table))
+                assert rows.items() <= again.tables[table].items()
 
 
 def test_a_position_from_which_training_did_not_continue_sends_the_tables_whole(trainer):

@@ -157,7 +157,12 @@ class Attached(Versions):
                 data, VersionDescription, name=str(self._path), magic=_MAGIC
             )
             if self._rows is None or self._rows[0] != found.address:
-                memory = MemoryReader(found.address.memory, follow=True)
+                try:
+                    memory = MemoryReader(found.address.memory, follow=True)
+                except OSError:
+                    if described.sequence != sequence:
+                        return None  # The follower has replaced that memory meanwhile.
+                    raise
                 self._rows = found.address, Rows(memory, found.address.tables)
             rows = self._rows[1]
         return PublishedState(

@@ -225,9 +225,11 @@ class Version:
           VersionExpired, ClosedError: as for ``lookup``.
         """
         name, source = self._name_of(table)
-        rows = source.rows_of(name, ids, self._shown.sequence)
-        self._shown.check_current()
-        return rows
+        try:
+            return source.rows_of(name, ids, self._shown.sequence)
+        finally:
+            # Also if the column is damaged: it may have changed while it was read.
+            self._shown.check_current()
 
     def _name_of(self, table: str) -> tuple[str, Rows]:
         if not self._open:

@@ -231,6 +231,10 @@ class RowReplica(StateHolder[LoadedState]):
         if found is None:
             return None
         newer, rest = found
+        if newer and (parent := newer[0].info.parent) is not None:
+            held = stored_saves.read_save(step_dir.parent / parent.step_dir, self._item)
+            if (held.info.save_id, held.layout) != (before, tables.layout):
+                return None  # A table has grown, so the shard had other rows.
         records = [] if rest is None else wal_rows.layers_of(rest, tables.layout)
         changed = ChangedRows()
         for of_save in (*reader.layers_of(newer, tables.targets), *records):
@@ -481,7 +485,7 @@ class RowReplica(StateHolder[LoadedState]):
             self._end_loaded()
             previous, self.tables = self.tables, None
             if previous is not None:
-                previous.memory.close()
+                previous.memory.free()
 
 
 class Follower(RowReplica):

@@ -200,9 +200,9 @@ class SharedMemory(MappedMemory):
         # file open.
         self._leased = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         self._release = weakref.finalize(self, _close, self._leased, self._descriptor)
-        mapping = mmap.mmap(self._descriptor, _HEADER_BYTES + nbytes)
-        host_memory.advise_huge_pages(mapping)
-        self._bytes = np.frombuffer(mapping, np.uint8)
+        self._mapping = mmap.mmap(self._descriptor, _HEADER_BYTES + nbytes)
+        host_memory.advise_huge_pages(self._mapping)
+        self._bytes = np.frombuffer(self._mapping, np.uint8)
         self._bytes[:_TOKEN_BYTES] = np.frombuffer(self._token, np.uint8)
         self._sequence, self._waiting = _word(self._bytes, 0), _word(self._bytes, 1)
         self._sequence[0] = 1  # Nothing has been written yet.
@@ -253,6 +253,17 @@ class SharedMemory(MappedMemory):
         """
         if not self._reader_secs:
             self._release()
+
+    def free(self) -> None:
+        """Frees the memory, even if readers may lock it: to them, it then changes forever."""
+        if not self._reader_secs:
+            self.close()
+            return
+        self.start_write()
+        start = max(_HEADER_BYTES, mmap.PAGESIZE)
+        if start < len(self._bytes):
+            self._mapping.madvise(mmap.MADV_REMOVE, start)
+        self._admit_readers()
 
     def _admit_readers(self) -> None:
         self._waiting[0] = 0
