@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -490,8 +491,11 @@ def test_verify_plan_inspect_and_exports_close_their_connections(cluster, run, t
     assert librdkafka_threads() <= before
 
 
-def test_a_standby_follows_the_records_and_the_next_run(cluster, run):
+def test_a_standby_follows_the_records_and_the_next_run(cluster, run, tmp_path, monkeypatch):
     wal = KafkaWal(config=lambda: cluster.config)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
     with contextlib.ExitStack() as managers:
         managers.enter_context(run.open())
         run.start(2)
@@ -499,7 +503,7 @@ def test_a_standby_follows_the_records_and_the_next_run(cluster, run):
             Follower(run.root, item="embeddings", shard=shard, shards=2, wal=wal, soft=False)
             for shard in range(2)
         ]
-        for moves in (run.log, run.save, run.log, None, run.log):
+        for moves in (run.log, run.save, run.log, None, run.log, run.save, run.save, run.log):
             if moves is None:
                 managers.close()
                 managers.enter_context(run.open())
@@ -512,6 +516,8 @@ def test_a_standby_follows_the_records_and_the_next_run(cluster, run):
                 held = one.loaded
                 assert (held.save.save_id if held.point is None else held.point).step == run.step
                 test_follower.assert_rows(one, test_follower.in_state(run.state))
+    # Each follower has removed its copy of the epoch that the trainer has removed.
+    assert len([*copies.glob("deltackpt-*/*")]) == len(followers)
 
 
 _EPOCH = EpochRef(number=3, crc32c=77)

@@ -431,7 +431,9 @@ class WalReader:
         return self._index(head).plan(point, step) is not None
 
     def _forget(self, epoch: int) -> None:
-        self._heads.pop(epoch, None)
+        data, head = self._heads.pop(epoch, (b"", None))
+        if head is not None and self.places.topics is not None:
+            self.places.topics.remove(EpochRef.from_header(head, data))
         for key in [key for key in self._logs if key[0] == epoch]:
             del self._logs[key]
 

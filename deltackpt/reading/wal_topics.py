@@ -152,6 +152,12 @@ class WalTopics:
                 partition.offset = max(partition.offset, spans[process].stop)
                 partition.trim(there[process].start)
 
+    def remove(self, epoch: EpochRef) -> None:
+        """Removes the copies of an epoch that no restore needs any more."""
+        with self._lock:
+            if self._epochs.pop(epoch, None) is not None:
+                shutil.rmtree(Path(self._epoch_folder(epoch)), ignore_errors=True)
+
     def close(self) -> None:
         """Disconnects and removes the copies."""
         with self._lock:
