@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -418,15 +419,39 @@ def test_records_deleted_under_a_reader_are_skipped(run):
     assert [one.offset for one in read.read({0: span})] == [*range(span.stop - 10, span.stop)]
 
 
-def test_a_recreated_topic_is_noticed(cluster, run):
+def recreate_topic(cluster: KafkaCluster, topic: str) -> None:
     from confluent_kafka.admin import AdminClient
 
-    run.started(4)
     admin = AdminClient(cluster.config)
-    admin.delete_topics([run.topic])[run.topic].result(30)
+    admin.delete_topics([topic])[topic].result(30)
     time.sleep(1)
-    cluster.topic(run.topic, 2)
+    cluster.topic(topic, 2)
+
+
+def test_a_recreated_topic_is_noticed(cluster, run):
+    run.started(4)
+    recreate_topic(cluster, run.topic)
     run.assert_restores_only_the_save("step 4, which was durable")
+
+
+def test_records_in_a_topic_that_was_recreated_during_a_run_are_not_acknowledged(cluster, run):
+    with run.open():
+        run.start(4)
+        recreate_topic(cluster, run.topic)
+        saved = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while saved is None:
+                saved = run.append().saved
+                if saved is None:
+                    with pytest.raises(AppendFailed):
+                        run.manager.wait_appended()
+            run.manager.wait_until_finished()
+    run.assert_resumes(saved.step)
+    with run.open():
+        run.resume()
+        run.log(2)
+    run.assert_resumes(saved.step + 2)
 
 
 def test_repeated_and_foreign_messages_change_nothing(run):

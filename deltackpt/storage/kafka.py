@@ -199,8 +199,13 @@ class Topic:
         """Deletes the messages below an offset of each partition."""
         self._admin().delete_records(offsets)
 
-    def producer(self, partition: int, *, message_bytes: int, timeout_secs: float) -> Producer:
-        """Returns a new producer; a message waits ``timeout_secs`` for its acknowledgement."""
+    def producer(
+        self, partition: int, *, message_bytes: int, timeout_secs: float, start: int = 0
+    ) -> Producer:
+        """Returns a new producer; a message waits ``timeout_secs`` for its acknowledgement.
+
+        ``start`` is an offset that the partition has reached; an earlier one is an error.
+        """
         millis = min(max(int(timeout_secs * 1000), 1000), (1 << 31) - 1)
         settings = {
             "acks": "all",
@@ -210,7 +215,8 @@ class Topic:
             "queue.buffering.max.kbytes": _QUEUE_KBYTES,
             "linger.ms": 0,
         }
-        return Producer(str(self), _KafkaClient(self, self._kafka.Producer, settings), partition)
+        client = _KafkaClient(self, self._kafka.Producer, settings)
+        return Producer(str(self), client, partition, start)
 
     def close(self) -> None:
         """Closes the connections for reading."""
@@ -264,8 +270,9 @@ class Producer:
     After an error, close it: messages that it could not confirm may still appear.
     """
 
-    def __init__(self, name: str, client: _KafkaClient, partition: int):
+    def __init__(self, name: str, client: _KafkaClient, partition: int, start: int):
         self._name, self._client, self._partition = name, client, partition
+        self._reached = start
         self._pending = 0
         self._failed = ""
         #: Offset after the newest acknowledged message; None before the first.
@@ -311,8 +318,13 @@ class Producer:
         self._pending -= 1
         if error is not None:
             self._failed = self._failed or self._client.redacted(error.str())
-        elif message.offset() is not None:
-            self.stop = message.offset() + 1
+        elif (offset := message.offset()) is not None:
+            if offset < self._reached and not self._failed:
+                self._failed = (
+                    f"offset {offset} after {self._reached - 1}, so the topic was recreated; open "
+                    "the manager again"
+                )
+            self._reached = self.stop = max(offset + 1, self._reached)
 
 
 class _KafkaClient:

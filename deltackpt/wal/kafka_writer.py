@@ -15,7 +15,7 @@ from typing import Unpack
 
 import numpy as np
 
-from deltackpt.errors import OptionError, RestoreError, StorageError
+from deltackpt.errors import OptionError, RestoreError
 from deltackpt.format import wal_format
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_format import WalTopic
@@ -92,6 +92,8 @@ class KafkaWriter(RecordWriter):
         super().__init__(runtime, **of)
         self._topic, self._starts = topic, at.starts
         self._message_bytes, self._deadline_secs = message_bytes, deadline_secs
+        #: Offset after the newest acknowledged message.
+        self._reached = at.starts[self._process]
         self._producer: Producer | None = None
         self._record: _RecordBytes | None = None
 
@@ -115,12 +117,7 @@ class KafkaWriter(RecordWriter):
         """See ``RecordWriter``: waits until all in-sync replicas have every message."""
         if self._producer is not None:
             self._producer.flush()
-            stop, start = self._producer.stop, self._starts[self._process]
-            if stop is not None and stop <= start:
-                raise StorageError(
-                    f"{self._topic}, partition {self._process}: expected offsets from {start}, "
-                    f"found {stop - 1}: the topic was recreated; open the manager again"
-                )
+            self._reached = self._producer.stop or self._reached
 
     def roll(self) -> None:
         """See ``RecordWriter``: later records can be read without those before."""
@@ -148,7 +145,10 @@ class KafkaWriter(RecordWriter):
     def _open(self) -> LayerFile:
         if self._producer is None:
             self._producer = self._topic.producer(
-                self._process, message_bytes=self._message_bytes, timeout_secs=self._deadline_secs
+                self._process,
+                message_bytes=self._message_bytes,
+                timeout_secs=self._deadline_secs,
+                start=self._reached,
             )
         name = f"{self._topic}, partition {self._process}, record {self.position.seq + 1}"
         self._record = _RecordBytes(Path(name))
