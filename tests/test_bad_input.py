@@ -62,6 +62,11 @@ def with_table(state: dict, name: str, table) -> dict:
     return {**state, "tables": {**state["tables"], name: table}}
 
 
+def halves() -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+
 # Templates.
 
 
@@ -95,8 +100,14 @@ def with_table(state: dict, name: str, table) -> dict:
             lambda state: {**state, "slots": {**state["slots"], "users": jnp.zeros((700, 2))}},
             r"slots/users, a slot of table tables/users: expected.*\[700, 2\].*\[700\]",
         ),
+        (
+            lambda state: with_table(
+                state, "tiny", jax.ShapeDtypeStruct((5, 4), jnp.float32, sharding=halves())
+            ),
+            r"found others at\n +tables/tiny\n.*partitioned 2 times, but the dimension size is 5",
+        ),
     ],
-    ids=["rows", "width", "dtype", "missing table", "slot"],
+    ids=["rows", "width", "dtype", "missing table", "slot", "sharding"],
 )
 def test_a_template_mismatch_names_both_sides(written, spoil, match):
     root, state = written
