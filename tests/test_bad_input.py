@@ -363,6 +363,38 @@ def test_an_option_out_of_range_is_named(tmp_path, options):
         manager(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        *(
+            (lambda one=one: deltackpt.policies.OneShot(max_chain=one), "max_chain")
+            for one in (0, "9")
+        ),
+        (lambda: deltackpt.policies.Consecutive(max_delta_ratio=None), "max_delta_ratio"),
+        (lambda: deltackpt.Dense(deltas="blocks", codec={1: "ef4"}), "codec"),
+        *(
+            (lambda name=name, given=given: deltackpt.Tables("*", **{name: given}), name)
+            for name, given in (
+                ("always", 5),
+                ("always", [5]),
+                ("slots", {"*": None}),
+                ("slots", {"*": {5: "slots"}}),
+                ("slots", {"*": {"m": 5}}),
+                ("slots", {1: {"m": "slots"}}),
+                ("key", {"*": 5}),
+                ("key", {1: "keys"}),
+                ("codec", {1: "raw"}),
+                ("slot_codec", {1: "raw"}),
+                ("stacks", None),
+            )
+        ),
+    ],
+)
+def test_an_option_of_another_kind_is_named_when_it_is_given(make, option):
+    with pytest.raises(errors.OptionError, match=f"{option}: expected .* found"):
+        make()
+
+
 def test_the_error_without_tables_names_the_default_ones(tmp_path):
     with pytest.raises(errors.OptionError, match="without handlers, the tables are"):
         deltackpt.CheckpointManager(tmp_path, handlers={"notes": ocp.JsonCheckpointHandler()})

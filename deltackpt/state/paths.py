@@ -118,7 +118,7 @@ def _entry(key: Any) -> KeyEntry:
     return ("attr", str(key))
 
 
-def check_select(select: object) -> None:
+def check_select(select: object, option: str = "select") -> None:
     """Raises ``OptionError`` unless ``select`` has a form of ``Select`` and is not empty."""
     if isinstance(select, (str, re.Pattern)) or callable(select):
         if select != "":
@@ -127,8 +127,8 @@ def check_select(select: object) -> None:
         if all(isinstance(pattern, (str, re.Pattern)) for pattern in select):
             return
     raise OptionError(
-        "select: expected a path pattern, a compiled pattern, a sequence of them, a predicate of "
-        f"(path, leaf), or () for a state without tables, found {select!r}"
+        f"{option}: expected a path pattern, a compiled pattern, a sequence of them, a predicate "
+        f"of (path, leaf), or () for a state without tables, found {select!r}"
     )
 
 
