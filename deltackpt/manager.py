@@ -794,7 +794,7 @@ class CheckpointManager:
         """Returns the step that the next save must exceed: the newest or the restored step.
 
         The restored step remains so after its deletion, because training continues from its state;
-        a single process may save it again.
+        it may then be saved again.
         """
         self._check_usable()
         restored, point = self._run.restored, self._run.lineage.forked_from

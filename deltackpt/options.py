@@ -477,6 +477,8 @@ class Dense:
         _check_at_least_one(self, "max_reference_bytes")
         _check_kind(self, (bool,), "bool", "skip_unchanged")
         _check_kind(self, (str, Mapping), "str or Mapping", "codec")
+        if not all(isinstance(pattern, str) for pattern in self.codec):
+            raise _wrong(self, "codec", "globs over leaf paths")
         for name in _codecs_of(self):
             if name not in block_codecs.names():
                 raise OptionError(

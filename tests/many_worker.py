@@ -501,6 +501,10 @@ class Worker:
 
         ray.shutdown()
 
+    def delete(self, step: int) -> None:
+        """Deletes a committed step."""
+        self._manager.delete(step)
+
     def steps(self) -> dict[str, Any]:
         """The committed steps."""
         return {"steps": self._manager.all_steps()}

@@ -62,6 +62,11 @@ def with_table(state: dict, name: str, table) -> dict:
     return {**state, "tables": {**state["tables"], name: table}}
 
 
+def halves() -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+
 # Templates.
 
 
@@ -95,8 +100,14 @@ def with_table(state: dict, name: str, table) -> dict:
             lambda state: {**state, "slots": {**state["slots"], "users": jnp.zeros((700, 2))}},
             r"slots/users, a slot of table tables/users: expected.*\[700, 2\].*\[700\]",
         ),
+        (
+            lambda state: with_table(
+                state, "tiny", jax.ShapeDtypeStruct((5, 4), jnp.float32, sharding=halves())
+            ),
+            r"found others at\n +tables/tiny\n.*partitioned 2 times, but the dimension size is 5",
+        ),
     ],
-    ids=["rows", "width", "dtype", "missing table", "slot"],
+    ids=["rows", "width", "dtype", "missing table", "slot", "sharding"],
 )
 def test_a_template_mismatch_names_both_sides(written, spoil, match):
     root, state = written
@@ -350,6 +361,38 @@ def test_a_codec_of_blocks_is_refused_if_nothing_is_stored_as_blocks():
 def test_an_option_out_of_range_is_named(tmp_path, options):
     with pytest.raises(errors.OptionError, match=f"{next(iter(options))}: expected .* found"):
         manager(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        *(
+            (lambda one=one: deltackpt.policies.OneShot(max_chain=one), "max_chain")
+            for one in (0, "9")
+        ),
+        (lambda: deltackpt.policies.Consecutive(max_delta_ratio=None), "max_delta_ratio"),
+        (lambda: deltackpt.Dense(deltas="blocks", codec={1: "ef4"}), "codec"),
+        *(
+            (lambda name=name, given=given: deltackpt.Tables("*", **{name: given}), name)
+            for name, given in (
+                ("always", 5),
+                ("always", [5]),
+                ("slots", {"*": None}),
+                ("slots", {"*": {5: "slots"}}),
+                ("slots", {"*": {"m": 5}}),
+                ("slots", {1: {"m": "slots"}}),
+                ("key", {"*": 5}),
+                ("key", {1: "keys"}),
+                ("codec", {1: "raw"}),
+                ("slot_codec", {1: "raw"}),
+                ("stacks", None),
+            )
+        ),
+    ],
+)
+def test_an_option_of_another_kind_is_named_when_it_is_given(make, option):
+    with pytest.raises(errors.OptionError, match=f"{option}: expected .* found"):
+        make()
 
 
 def test_the_error_without_tables_names_the_default_ones(tmp_path):

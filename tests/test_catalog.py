@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from flat_options import manager_options
 import deltackpt
 from deltackpt.errors import Damaged, OptionError, SaveFailed, StepNotFound
 from deltackpt.format import naming
+from deltackpt.testing import failing_saves
 
 policies = ocp.checkpoint_managers
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -202,6 +204,25 @@ def test_training_continues_from_a_restored_step_that_is_deleted(tmp_path, step)
         manager.wait_until_finished()
         assert manager.resume_step == step
         model.assert_same(manager.restore(step, state).state, state)
+
+
+def test_a_restored_step_is_saved_again_after_its_deletion_although_later_steps_exist(tmp_path):
+    with manager_of(tmp_path) as manager:
+        state = save_all(manager, force_base=True)
+        found = manager.restore(1, state)
+        manager.delete(1)
+        manager.delete(0)
+        with failing_saves(tmp_path, errno.ENOSPC):
+            with pytest.warns(UserWarning, match="were moved"):
+                manager.save(1, found.state, touched=found.touched)
+            with pytest.raises(SaveFailed):
+                manager.wait_until_finished()
+        manager.save(1, found.state, touched=found.touched)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+        with pytest.raises(OptionError, match="already saved"):
+            manager.save(1, found.state, touched=found.touched)
+        model.assert_same(manager.restore(1, state).state, found.state)
 
 
 def test_training_continues_after_its_newest_step_is_deleted(tmp_path):

@@ -472,6 +472,9 @@ def test_an_export_never_touches_existing_files_and_leaves_nothing_partial(tmp_p
     def export(step: int = 4, target: str = "plain") -> None:
         interchange.export_orbax(tmp_path / "run", step, tmp_path / target)
 
+    for name in ("back\\slash", "run[1]"):
+        with pytest.raises(errors.UnsupportedRoot, match="use another path"):
+            export(target=name)
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(errors.TargetExists, match="taken"):
         export(target="taken")

@@ -669,3 +669,17 @@ def test_processes_that_only_read_a_step_continue_from_their_own_state(server, t
         assert saved(job, 2)[0]["kind"] == "delta"
         assert step_numbers(root) == [0, 1, 2]
     assert_restores(server, root, 2, PLACE, processes=2)
+
+
+def test_processes_save_a_restored_step_again_after_its_deletion(server, tmp_path):
+    root = tmp_path / "root"
+    with running(server, tmp_path, steps=2) as job:
+        for step, error in ((0, "OptionError"), (9, "StepNotFound")):
+            answers = job.each("delete", step=step)
+            assert [answer["error"]["type"] for answer in answers] == [error] * 2
+        job.all("restore", step=1, place=PLACE, like=1)
+        job.all("delete", step=1)
+        assert job.one("save")["kind"] == "base"
+        job.all("wait")
+        assert step_numbers(root) == [0, 1]
+    assert_restores(server, root, 1, PLACE, processes=2)

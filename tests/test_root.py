@@ -33,6 +33,7 @@ from deltackpt.maintenance.compact import compact
 from deltackpt.save.pending_save import PendingSave
 from deltackpt.storage import posix
 from deltackpt.testing import Disk
+from deltackpt.tiers import copy as copying
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -576,6 +577,25 @@ def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
     with pytest.raises(errors.UnsupportedRoot, match="treats them as glob patterns"):
         Root.open(tmp_path / name)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("back\\slash", "a backslash"), ("\udcff", "bytes that are not UTF-8")]
+)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, name, found, read_only):
+    with pytest.raises(errors.UnsupportedRoot, match=f"found {found}") as caught:
+        Root.open(tmp_path / name, read_only=read_only)
+    assert str(caught.value).encode()
+    with pytest.raises(errors.UnsupportedRoot, match=f"found {found}"):
+        copying.copy(tmp_path, tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["a\0b", "file:///a%00b"])
+def test_a_path_with_a_nul_character_is_refused(where):
+    with pytest.raises(errors.OptionError, match="found a NUL character"):
+        deltackpt.CheckpointManager(where)
 
 
 def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(

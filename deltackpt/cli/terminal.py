@@ -44,7 +44,6 @@ _COMMANDS = {
     ),
     r"(?:restore an older step: )?restore_latest\(\) falls back automatically"
     r"(?: to the previous recovery point)?": _INTACT,
-    r": restore it, or call restore_latest\(\)": "",
     r"restore_latest\(\) examines all of them": "deltackpt verify examines all of them",
 }
 

@@ -38,13 +38,14 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
     if problem is None:
         return tuple(reversed(chain))
     newest = _newest_intact(by_dir, target)
-    if newest is None:
-        known = "none of the examined steps is intact; restore_latest() examines all of them"
-    else:
-        known = f"newest intact step is {newest}: restore it, or call restore_latest()"
+    known = "none of the examined steps is intact"
+    if newest is not None:
+        known = f"the newest intact one of the examined steps is {newest}"
     broken = chain[-1]
     where = "" if broken is target else f"step {broken.step_dir} of its chain: "
-    raise BrokenChain(f"step {target.step_dir}: {where}{problem}; {known}")
+    raise BrokenChain(
+        f"step {target.step_dir}: {where}{problem}; {known}; restore_latest() examines all of them"
+    )
 
 
 def broken_at(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> SaveInfo | None:

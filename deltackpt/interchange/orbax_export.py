@@ -27,6 +27,7 @@ from deltackpt.options import KafkaWal, ManagerOptions, WalOptions
 from deltackpt.reading.reader import Progress
 from deltackpt.state import paths
 from deltackpt.state.tables import Tables
+from deltackpt.storage import posix
 
 _ITEM = "default"
 _FULL = ("No space left on device", "Disk quota exceeded")
@@ -70,12 +71,14 @@ def export_orbax(
 
     Raises:
       TargetExists: the target exists.
+      UnsupportedRoot: Orbax cannot write to a path like that of the target.
       RestoreError: the step is not readable.
       OptionError: a glob matches no leaf, two leaves would get the same name in Orbax, or Orbax
         cannot store the dtype of a table.
       OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
+    posix.check_path(goal, writing=True)
     with inspect.open(directory, item=item, wal=wal) as checkpoints:
         found = checkpoints.at(step)
         number = found.step

@@ -81,8 +81,6 @@ def read_kept(root: StorePath) -> Kept | None:
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
 _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
-#: Orbax 0.12.8 finds the parts of its dense files with a glob over the whole path.
-_PATTERN = frozenset("*?[")
 
 
 class Root(Steps):
@@ -126,6 +124,7 @@ class Root(Steps):
             )
         given = posix.user_path(directory)
         path = Path(os.path.realpath(given))
+        posix.check_path(path, writing=not read_only)
         if read_only:
             if not path.is_dir():
                 raise StorageError(
@@ -133,12 +132,6 @@ class Root(Steps):
                 )
             _refuse_foreign(path)
             return cls(path, item, given=given)
-        if found := sorted(set(str(path)) & _PATTERN):
-            raise UnsupportedRoot(
-                f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
-                "treats them as glob patterns and would commit steps with unreadable dense "
-                "leaves; use another path"
-            )
         DurableDir(path).create()
         _refuse_foreign(path)
         _refuse_other_item(path, item)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import chain, naming
@@ -19,6 +19,9 @@ from deltackpt.reading import stored_saves
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.storage.store import StorePath
+
+if TYPE_CHECKING:
+    from deltackpt.maintenance.verify import Verified
 
 
 def remove_wal_epoch(at: WalFolder, number: int) -> None:
@@ -91,6 +94,7 @@ class GarbageFinder:
         self._item = opened.item
         self._retention = retention
         self._notes: list[str] = []
+        self._verified: Verified = {}
 
     def find(self) -> tuple[list[Removable], list[str]]:
         """Returns removable steps, newest first, and bases; and notes on what is kept, and why."""
@@ -175,22 +179,17 @@ class GarbageFinder:
         # Not imported above: trainers remove WAL epochs with this module, and verify nothing.
         from deltackpt.maintenance.verify import broken_by
 
-        if reason := broken_by(self._root, step, kept):
+        if reason := broken_by(self._root, step, kept, self._verified):
             self._notes.append(f"step {step} cannot be restored: {reason}")
         return not reason
 
     def _is_damaged(self, name: str) -> bool:
         """Reads a compacted base; notes that it stays if it is damaged."""
-        from deltackpt.maintenance.verify_save import committed_saves, verify_save
+        from deltackpt.maintenance.verify import damage_of
 
         shown = f"{naming.COMPACTED}/{name}"
-        damage = ["it was removed"]
-        for save in committed_saves(self._root):
-            if save.name == shown:
-                report, _ = verify_save(save, lambda nbytes: None)
-                damage = [str(one) for one in report.problems if one.stops != "nothing"]
-        if damage:
-            self._notes.append(f"{shown} stays because it is damaged: {damage[0]}")
+        if damage := damage_of(self._root, shown, self._verified):
+            self._notes.append(f"{shown} stays because it is damaged: {damage}")
         return bool(damage)
 
 

@@ -105,16 +105,35 @@ def verify_root(
         return _verified(opened, steps, progress)
 
 
-def broken_by(opened: Steps, step: int, kept: Collection[str]) -> str:
+#: Name of a save to the save, the report on it, and what chains need of it.
+Verified = dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]]
+
+
+def broken_by(opened: Steps, step: int, kept: Collection[str], known: Verified) -> str:
     """Returns what breaks a step, if anything, after reading what its restore needs.
 
-    Only the ``kept`` saves count: names of steps, and of bases such as ``compacted/5``.
+    Only the ``kept`` saves count: names of steps, and of bases such as ``compacted/5``. Those that
+    are ``known`` are not read again, and those that are read become known.
     """
-    audit = _Audit(opened, [step], None, kept)
-    if any(verdict.restorable for verdict in audit.run()):
+    audit = _Audit(opened, [step], None, kept, known)
+    verdicts = audit.run()
+    if any(verdict.restorable for verdict in verdicts):
         return ""
-    damage = (one for save in audit.reports for one in save.problems if one.stops != "nothing")
+    names = {name for verdict in verdicts for name in verdict.broken_by}
+    saves = (save for save in audit.reports if save.name in names)
+    damage = (one for save in saves for one in save.problems if one.stops != "nothing")
     return str(next(damage, "its chain is broken"))
+
+
+def damage_of(opened: Steps, name: str, known: Verified) -> str:
+    """Returns the damage of a save, if any, which is read unless it is ``known``."""
+    for save in committed_saves(opened):
+        if save.name == name:
+            if name not in known or not known[name][0].dir_identity.same(save.dir_identity):
+                known[name] = save, *verify_save(save, lambda nbytes: None)
+            problems = known[name][1].problems
+            return next((str(one) for one in problems if one.stops != "nothing"), "")
+    return "it was removed"
 
 
 def _refuse_foreign(opened: Steps) -> None:
@@ -187,13 +206,14 @@ class _Audit:
         steps: Collection[int] | None,
         progress: Progress | None,
         kept: Collection[str] | None = None,
+        known: Verified | None = None,
     ):
         self.notes: list[str] = []
         self.meter = ProgressMeter(progress)
         self._root = opened
         self._item = opened.item
         self._steps, self._kept = steps, kept
-        self._found: dict[str, tuple[CommittedSave, SaveVerdict, SaveInfo | None]] = {}
+        self._found: Verified = {} if known is None else known
 
     @property
     def reports(self) -> tuple[SaveVerdict, ...]:

@@ -115,12 +115,10 @@ class _Bounded:
 
     def __post_init__(self) -> None:
         for name in ("max_chain", "max_restore_ratio"):
-            if not (found := getattr(self, name)) >= 1:
-                raise OptionError(f"{name}: expected at least 1, found {found}")
-        if not self.max_delta_ratio > 0:
-            raise OptionError(
-                f"max_delta_ratio: expected a positive number, found {self.max_delta_ratio}"
-            )
+            if not (isinstance(found := getattr(self, name), numbers.Real) and float(found) >= 1):
+                raise OptionError(f"{name}: expected a number of at least 1, found {found!r}")
+        if not (isinstance(found := self.max_delta_ratio, numbers.Real) and float(found) > 0):
+            raise OptionError(f"max_delta_ratio: expected a positive number, found {found!r}")
 
     def _bound(self, history: SaveHistory, length: int, nbytes: int) -> Decision | None:
         """Returns a base if one more delta on such a chain would exceed a bound."""

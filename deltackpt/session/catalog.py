@@ -84,11 +84,21 @@ class Catalog:
     def delete(self, step: int) -> None:
         """Deletes one step, on process 0; see ``CheckpointManager.delete``."""
         run, what = self._run, f"deleting step {step}"
-        save_id, is_needed = run.coordinator.from_process_0(
-            what, lambda: self._delete(step, run.lineage.protected()), fatal=True
-        )
+
+        def attempt() -> tuple[str | None, tuple[str, int, int] | str, bool]:
+            try:
+                return None, *self._delete(step, run.lineage.protected())
+            except (OptionError, StepNotFound) as error:
+                return type(error).__name__, str(error), False
+
+        refusal, found, is_needed = run.coordinator.from_process_0(what, attempt, fatal=True)
+        if isinstance(found, str):
+            # The same error on every process, which may catch it and continue.
+            raise OptionError(found) if refusal == OptionError.__name__ else StepNotFound(found)
         run.newest = run.coordinator.from_process_0("the newest step", run.root.newest_step)
-        run.wal.deleted(SaveId(*save_id), is_needed=is_needed)
+        if step == run.restored:
+            run.deleted = step
+        run.wal.deleted(SaveId(*found), is_needed=is_needed)
 
     def _delete(self, step: int, protected: frozenset[SaveId]) -> tuple[tuple[str, int, int], bool]:
         """Deletes a step; returns its save id, and whether only it covered trimmed WAL records."""

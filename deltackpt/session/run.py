@@ -343,6 +343,8 @@ class Run:
         self.item, self.choice, self.extra = handlers
         #: The step that the next save continues from, if it is not the newest one.
         self.restored: int | None = None
+        #: The restored step that was deleted since: it may be saved again.
+        self.deleted: int | None = None
         #: The restored state, and where training continued from it.
         self.restored_state: tuple[object, RestoredState] | None = None
         self.is_emitting = False  # whether event handlers are being called
@@ -452,7 +454,7 @@ class Run:
 
     def check_above(self, step: int) -> None:
         """Raises OptionError if a step is not greater than the newest or the restored one."""
-        newest = self.newest if self.restored is None else self.restored
+        newest = self.newest if self.restored is None else self._restored_newest
         parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
@@ -475,6 +477,13 @@ class Run:
             "restore(step) first to resume from a step, or use an empty directory"
         )
 
+    @property
+    def _restored_newest(self) -> int | None:
+        """The step that the first save after a restore must exceed."""
+        if self.restored is None or self.restored != self.deleted:
+            return self.restored
+        return self.restored - 1
+
     def roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save (``step``)."""
         if self.restored is None:
@@ -483,7 +492,7 @@ class Run:
         what = f"continuing from step {self.restored} with step {step}"
         with self.coordinator.together(what, fatal=True):
             self.ledger.roll_back(self.restored, self.lineage.run)
-        self.newest, self.restored = self.restored, None
+        self.newest, self.restored, self.deleted = self._restored_newest, None, None
 
     def end_hashing(self) -> None:
         """Makes the next save a base if a TouchState has replaced fingerprints.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -118,7 +118,7 @@ def _entry(key: Any) -> KeyEntry:
     return ("attr", str(key))
 
 
-def check_select(select: object) -> None:
+def check_select(select: object, option: str = "select") -> None:
     """Raises ``OptionError`` unless ``select`` has a form of ``Select`` and is not empty."""
     if isinstance(select, (str, re.Pattern)) or callable(select):
         if select != "":
@@ -127,8 +127,8 @@ def check_select(select: object) -> None:
         if all(isinstance(pattern, (str, re.Pattern)) for pattern in select):
             return
     raise OptionError(
-        "select: expected a path pattern, a compiled pattern, a sequence of them, a predicate of "
-        f"(path, leaf), or () for a state without tables, found {select!r}"
+        f"{option}: expected a path pattern, a compiled pattern, a sequence of them, a predicate "
+        f"of (path, leaf), or () for a state without tables, found {select!r}"
     )
 
 
@@ -214,18 +214,40 @@ def table_fault(leaf: object) -> str | None:
 
 
 def check_template(template: PyTree) -> None:
-    """Raises ``TemplateMismatch`` for tracers: inside a jitted function no array can be placed."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(template)):
-        flat = flatten_with_paths(template, lambda node: False)
-        traced = (
-            path_name(path) or "(the state itself)"
-            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-            if isinstance(leaf, Tracer)
-        )
+    """Raises ``TemplateMismatch`` for tracers, and for shardings that do not fit their arrays."""
+    leaves = jax.tree.leaves(template)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        # Inside a jitted function, no array can be placed.
+        traced = _names_of(template, lambda leaf: isinstance(leaf, Tracer))
         raise TemplateMismatch(
             f"template: expected arrays, abstract or not, found tracers\n{listed(traced)}\n"
             "restore outside of jit, grad and scan; jax.eval_shape creates an abstract template"
         )
+    if found := next(filter(None, map(_misfit, leaves)), None):
+        misfits = _names_of(template, lambda leaf: _misfit(leaf) is not None)
+        raise TemplateMismatch(
+            "template: expected shardings that divide the shapes of their arrays, found others at\n"
+            f"{listed(misfits)}\nthe first: {found}; replicate these axes, or use another mesh"
+        )
+
+
+def _misfit(leaf: Leaf) -> str | None:
+    """Returns why the sharding of an abstract array cannot divide it; None if it can."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.Array) or not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _names_of(template: PyTree, wanted: Callable[[Leaf], bool]) -> Iterator[str]:
+    flat = flatten_with_paths(template, lambda node: False)
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if wanted(leaf):
+            yield path_name(path) or "(the state itself)"
 
 
 def narrowed(leaf: Leaf) -> str | None:

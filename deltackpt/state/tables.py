@@ -12,7 +12,15 @@ import dataclasses
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 
 import jax
 from jax import tree_util
@@ -103,6 +111,8 @@ class Tables:
         for option in (self.codec, self.slot_codec):
             for given in option.values() if isinstance(option, Mapping) else [option]:
                 CodecChoice.from_option(given)
+        if not isinstance(self.stacks, Mapping):
+            raise OptionError(f"stacks: expected a mapping, found {self.stacks!r}")
         for pattern, stack in self.stacks.items():
             if not isinstance(stack, StackedTable):
                 raise OptionError(
@@ -110,8 +120,27 @@ class Tables:
                 )
         if self.slots is not None and not isinstance(self.slots, Mapping):
             raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
+        for pattern, declared in (self.slots or {}).items():
+            if not (
+                isinstance(declared, Mapping) and all(isinstance(one, str) for one in declared)
+            ):
+                raise OptionError(
+                    f"slots: expected a mapping from slot names to paths for {pattern!r}, found "
+                    f"{declared!r}"
+                )
+            for select in declared.values():
+                paths.check_select(select, "slots")
         if self.key is not None and not isinstance(self.key, (str, Mapping)):
             raise OptionError(f"key: expected a path, a mapping or None, found {self.key!r}")
+        for select in self.key.values() if isinstance(self.key, Mapping) else ():
+            paths.check_select(select, "key")
+        for name in ("slots", "key", "codec", "slot_codec", "stacks"):
+            given = getattr(self, name)
+            for pattern in given if isinstance(given, Mapping) else ():
+                paths.check_select(pattern, name)
+        always = [self.always] if isinstance(self.always, str) else self.always
+        if not (isinstance(always, Collection) and all(isinstance(one, str) for one in always)):
+            raise OptionError(f"always: expected names of slots, found {always!r}")
 
 
 _logger = logging.getLogger(__name__)

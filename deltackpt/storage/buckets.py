@@ -119,7 +119,7 @@ def file_path(where: str | os.PathLike[str]) -> Path | None:
             f"{redaction.shown(text)}: expected file:/// and an absolute path, found "
             f"{found_host}; write three slashes, or pass the path alone"
         )
-    return Path("/", urllib.parse.unquote(path))
+    return user_path(os.path.join("/", urllib.parse.unquote(path)))
 
 
 def locate(where: str | os.PathLike[str], *, endpoint: str | None = None) -> BucketLocation:

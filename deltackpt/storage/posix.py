@@ -19,7 +19,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deltackpt.errors import Damaged, DeltackptError, OptionError, OutOfSpace, StorageError
+from deltackpt.errors import (
+    Damaged,
+    DeltackptError,
+    OptionError,
+    OutOfSpace,
+    StorageError,
+    UnsupportedRoot,
+)
 from deltackpt.format import naming
 from deltackpt.resources.host_memory import ALIGNMENT, is_aligned
 from deltackpt.resources.runtime import Pace
@@ -31,12 +38,36 @@ FULL = "free space, then try again"
 def user_path(where: str | os.PathLike[str]) -> Path:
     """Makes a user's path absolute; ``~`` in it is a home directory."""
     path = os.path.expanduser(where)
+    if "\0" in path:
+        raise OptionError(f"{path!r}: expected a path, found a NUL character in it; remove that")
     if path.startswith("~"):
         raise OptionError(
             f"{path}: expected '~' or '~user' of a user with a home directory, found none; use an "
             f"absolute path, or ./{path} for a directory of that name"
         )
     return Path(path).absolute()
+
+
+#: Orbax 0.12.8 finds the parts of its dense files with a glob over the whole path.
+_PATTERN = frozenset("*?[")
+
+
+def check_path(path: Path, *, writing: bool) -> None:
+    """Raises UnsupportedRoot for a path that TensorStore, or Orbax while writing, misreads."""
+    text = str(path)
+    shown = text.encode(errors="backslashreplace").decode()
+    if shown != text or "\\" in text:
+        found = "a backslash" if "\\" in text else "bytes that are not UTF-8"
+        raise UnsupportedRoot(
+            f"{shown}: expected a path in UTF-8 without backslashes, found {found}: TensorStore "
+            "would look for dense leaves elsewhere; use another path, or rename the folder"
+        )
+    if writing and (wild := sorted(set(text) & _PATTERN)):
+        raise UnsupportedRoot(
+            f"{text}: expected a path without any of {sorted(_PATTERN)}, found {wild}: Orbax "
+            "treats them as glob patterns and would write dense leaves that cannot be read; "
+            "use another path"
+        )
 
 
 @contextlib.contextmanager

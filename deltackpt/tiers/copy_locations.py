@@ -69,6 +69,7 @@ class Directory:
 
     def __init__(self, path: Path, item: str, workers: int):
         """Opens a directory; ``workers`` is the number of files that are copied at a time."""
+        posix.check_path(path, writing=False)
         self.name = str(path)
         self._path, self._dir = path, DurableDir(path)
         self.item, self._workers = item, workers
