@@ -24,7 +24,6 @@ from typing import Literal
 from deltackpt import events
 from deltackpt.errors import (
     DeltackptError,
-    FencedError,
     OptionError,
     StorageError,
     TrackingError,
@@ -422,9 +421,10 @@ class Recorder(WalHooks):
         """Reports durable records and failed ones; returns the failure."""
         while writer.reports:
             self._run.emit(writer.reports.popleft())
-        if writer.failure is not None and isinstance(writer.failure.cause, FencedError):
-            # A start that failed gives the lease back that it had taken for a moment.
-            self._run.check_lease()
+        if writer.failure is not None:
+            # After a takeover, any error may come first. A start that failed gives the lease back.
+            with contextlib.suppress(StorageError):
+                self._run.check_lease()
         failure = writer.pop_failure()
         if failure is not None:
             for step in failure.steps:
