@@ -34,6 +34,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_format import Continues
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
+from deltackpt.resources.runtime import Reservation
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
 from deltackpt.save.dense_save import DenseKeeper
@@ -288,7 +289,8 @@ class Recorder(WalHooks):
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
         losses, pending = writer.losses, writer.drain_pending()
-        memory, reserved, batch = self._runtime.memory, 0, None
+        memory, batch = self._runtime.memory, None
+        reservation = Reservation(memory)
         try:
             sources, given, segments = batch_capture.segments_of(
                 split, marks, rows, pending, since=since, always=full, runtime=self._runtime
@@ -298,7 +300,7 @@ class Recorder(WalHooks):
                 nbytes += writer.dense_bytes or dense_layout.nbytes(split)
             writer.require_thread()
             coalesces = options.when_full == "coalesce"
-            if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
+            if not reservation.acquire(nbytes, 0 if coalesces else options.deadline_secs):
                 if coalesces:
                     writer.requeue(pending)
                     return False
@@ -308,7 +310,6 @@ class Recorder(WalHooks):
                     "not durable yet; check the disk. No touched row is lost: the next append() "
                     "contains them"
                 )
-            reserved = nbytes
             found = self._audit.compare(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
@@ -322,7 +323,7 @@ class Recorder(WalHooks):
                 items=items,
                 runtime=self._runtime,
                 references=self._references,
-                reserved_bytes=nbytes,
+                reservation=reservation,
                 started=started,
             )
             batch.blocked_secs = time.perf_counter() - started
@@ -332,7 +333,7 @@ class Recorder(WalHooks):
             if batch is None or not batch.queued:
                 if batch is not None:
                     batch.release()
-                memory.release(reserved)
+                reservation.release()
             raise
         return True
 
