@@ -365,9 +365,11 @@ def fenced(run: WalRun, options: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
     manager = run.open(options)
     run.save_initial()
     run.append_durably(1)
-    yield manager
-    with contextlib.suppress(FencedError):
-        manager.close()
+    try:
+        yield manager
+    finally:
+        with contextlib.suppress(FencedError):
+            manager.close()
 
 
 @pytest.mark.parametrize("on_failure", ["save", "raise"])
