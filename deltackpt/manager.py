@@ -944,7 +944,7 @@ class CheckpointManager:
                         if self._recorder is not None:
                             self._recorder.wait_durable_or_warn()
                     yield
-            except (SaveFailed, AppendFailed, StorageError) as error:
+            except (SaveFailed, AppendFailed, StorageError, WaitTimeout) as error:
                 # For example, the new trainer has removed the directory of a save in flight.
                 with contextlib.suppress(StorageError):
                     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 import types
@@ -161,6 +162,27 @@ def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
     one.close()
     assert process.wait(60.0) == 0
     assert told.read_text() == str({one_cpu})
+
+
+def test_a_trainer_that_ends_before_its_uploader_emits_no_warning(tmp_path):
+    program = (
+        "import sys, pathlib\n"
+        "from deltackpt.tiers.replicator import ReplicatorProcess\n"
+        "from deltackpt.tiers.staging import StagingDir\n"
+        "(stage := StagingDir(pathlib.Path(sys.argv[1]))).make()\n"
+        "(uploader := ReplicatorProcess(stage)).start()\n"
+        "uploader.close()"
+    )
+    command = [
+        sys.executable,
+        "-W",
+        "error::ResourceWarning",
+        "-c",
+        program,
+        str(tmp_path / "stage"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
 
 
 def test_a_wake_up_before_the_wait_is_not_lost():

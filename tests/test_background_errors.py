@@ -187,12 +187,18 @@ def test_an_interrupted_start_of_the_thread_that_appends_leaves_one_thread(tmp_p
         model.assert_same(manager.restore(3, states[3][0]).state, states[3][0])
 
 
-def interrupted(call: Callable[[], object], after: int) -> bool:
-    """Calls a function; interrupts it once it has entered so many functions of the package."""
+def interrupted(
+    call: Callable[[], object], after: int = 0, *, at: str = "call", name: str = ""
+) -> bool:
+    """Calls a function; interrupts it once it has entered so many functions of the package.
+
+    Or ``at`` their "return"; only functions with a ``name`` count if there is one.
+    """
     left = iter(range(after))
 
     def profile(frame: types.FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        code = frame.f_code
+        if event == at and code.co_filename.startswith(PACKAGE) and name in ("", code.co_qualname):
             if next(left, None) is None:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
@@ -235,6 +241,19 @@ def test_training_continues_after_a_call_that_was_interrupted_anywhere(tmp_path,
             for memory in (manager._run.runtime.memory, recorder._runtime.memory):
                 assert memory.fits(memory.limit_bytes) and not memory.reserved_bytes, number
         assert number > 8
+
+
+@pytest.mark.parametrize("name", ["Reservation.acquire", "WalWriter.submit"])
+def test_an_append_interrupted_as_a_function_returns_keeps_no_memory(tmp_path, name):
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers=leaver.HANDLERS, options=options
+    ) as manager:
+        model.commit(manager, 0, STATE, touched=MARKS)
+        append = functools.partial(manager.append, 1, STATE, touched=MARKS)
+        assert interrupted(append, at="return", name=name)
+        manager.wait_appended()
+        assert not manager._recorder._runtime.memory.reserved_bytes
 
 
 @pytest.mark.processes

@@ -31,6 +31,7 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import arrays, batch, digests
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.zarr_writer import ZarrWriter
+from deltackpt.testing import Disk, DiskCall
 
 
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
@@ -127,6 +128,23 @@ def test_held_rows_are_dropped_after_an_error(tmp_path, monkeypatch):
         array.finish()
     # The traceback has the chunk that failed.
     assert caught.tb and known[1]() is None
+
+
+@pytest.mark.parametrize("sizes", [[8], [3, 5]])
+def test_held_rows_that_change_during_the_write_of_their_chunk_raise(tmp_path, sizes):
+    entry = row_blocks.array_entry("a", (8, 64), np.dtype(np.float32))
+    pieces = [np.ones((size, 64), np.float32) for size in sizes]
+
+    def change(_: DiskCall) -> None:
+        pieces[-1][2] = 2
+
+    with Disk(tmp_path) as disk:
+        disk.on("truncate", change, "ours/c")
+        array = ZarrWriter(tmp_path / "ours", entry, FileBatch(tmp_path, fsync=False), pinned=True)
+        for piece in pieces:
+            array.write(piece)
+        with pytest.raises(StorageError, match="changed while they were written"):
+            array.finish()
 
 
 def test_two_threads_write_chunks_of_one_array_at_the_same_time(tmp_path, monkeypatch):

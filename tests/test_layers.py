@@ -298,15 +298,18 @@ def test_a_long_array_is_written_from_its_memory_by_two_threads(tmp_path, monkey
     assert_holds(tmp_path / "layer", written, [group])
 
 
+@pytest.mark.parametrize("changes", [{2}, {2, 6}], ids=["once", "and back"])
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
-def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
-    rows = np.zeros((20_000, 2), np.float32)
+def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes, changes):
+    rows = np.ones((20_000, 2), np.float32)
     with layer_file(tmp_path / "layer", chunk_bytes=4096, buffer_bytes=16 << 10) as file:
         layer, real = file.start_layer(manifest_of()), file.file.write
+        writes = itertools.count(1)
 
         def changing(*arguments):
             real(*arguments)
-            rows[:] += 1
+            if next(writes) in changes:
+                rows[:] = -rows
 
         monkeypatch.setattr(file.file, "write", changing)
         writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)

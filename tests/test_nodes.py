@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import os
 import secrets
@@ -13,6 +14,7 @@ import socket
 import struct
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,22 @@ def test_many_empty_objects_fill_a_node():
             for number in range(100):
                 node.put(f"{number}", [])
         assert 0 < len(node.keys("")) < 100
+
+
+def test_the_room_of_thousands_of_objects_is_freed_and_nothing_keeps_their_store():
+    blobs, nbytes = MemoryBlobs(10 << 20), 100_000
+    free = blobs.free_bytes
+    for number in range(5000):
+        incoming = blobs.receive(f"{number}", nbytes + number % 7 * 10_000)
+        incoming.filled(len(incoming.window()))
+        incoming.commit(absent=False)
+        del incoming
+        blobs.delete(f"{number - 2}")
+    assert blobs.free_bytes > free - 3 * 2 * nbytes
+    known = weakref.ref(blobs)
+    del blobs
+    gc.collect()
+    assert known() is None
 
 
 def test_a_directory_without_room_refuses(tmp_path):

@@ -22,6 +22,7 @@ from deltackpt.errors import ClosedError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.nodes.server import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import stored_saves
+from deltackpt.storage.node_client import Node
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import bundles, peers, replicator
 from deltackpt.tiers.cursor import Trainer
@@ -294,6 +295,32 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
         with other.manager(wait_for="staging") as manager:
             assert sorted(manager.all_steps()) == [0, 1, 2]
     assert len(asked) <= 3
+
+
+def test_a_node_that_lets_only_fragments_time_out_delays_one_push(
+    node, cluster, monkeypatch, alone
+):
+    cluster(3)
+    one = node()
+    tried: list[str] = []
+    with one.manager(wait_for="staging") as manager:
+        one.saves(manager, *range(8))
+        orders, saves = one.stage.orders(), staged(manager).local.saves().values()
+        packs = [bundles.staged_bundle(one.stage, info.save_id, orders) for info in saves]
+        with contextlib.closing(PeerTier(one.group())) as found:
+            slow = found._nodes[found._in_order(packs[0].ref)[0]]
+
+            def put(self, key, pieces, real=Node.put):
+                if self is slow:
+                    tried.append(key)
+                    raise StorageError("expected an answer, found none") from TimeoutError()
+                real(self, key, pieces)
+
+            monkeypatch.setattr(Node, "put", put)
+            for pack in packs:
+                found.put(pack)
+            assert len(tried) == 1
+            assert {*found.refs()} == {pack.ref for pack in packs}
 
 
 def test_a_node_that_does_not_answer_at_the_start_is_reported(node, cluster, monkeypatch):

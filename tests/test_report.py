@@ -70,6 +70,7 @@ def test_page_shows_what_the_directory_holds(tmp_path):
     ck = inspect.open(tmp_path / "run")
     written = report.write(ck, tmp_path / "report.html")
     assert (written.newest, written.restorable, written.warnings) == (4, 4, ())
+    assert written.nbytes < 120_000
     text = Page(tmp_path / "report.html").text
     for said in ("5", "1 base, 4 deltas", "a base and 4 deltas, by manifests", "tables/users"):
         assert said in text

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from deltackpt.errors import OptionError
-from deltackpt.resources.runtime import Memory, Runtime, Task
+from deltackpt.resources.runtime import Memory, Reservation, Runtime, Task
 from deltackpt.save import dense_save
 
 
@@ -285,9 +285,9 @@ def test_reservations_are_returned_after_an_error():
         with pytest.raises(KeyError), memory.reserved(10):
             raise KeyError
     with memory.reserved(4), memory.reserved(6):
-        assert memory.reserved_bytes == 10 and not memory.reserve(1, 0.01)
+        assert memory.reserved_bytes == 10 and not Reservation(memory).acquire(1, 0.01)
     with memory.reserved(100):
-        assert not memory.reserve(0, 0.0)
+        assert not Reservation(memory).acquire(0, 0.0)
     assert memory.reserved_bytes == 0
 
 

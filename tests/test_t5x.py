@@ -655,6 +655,25 @@ def test_a_step_removed_before_its_data_position_is_read_is_gone(run_with_data, 
     assert next(data)["number"] == 0
 
 
+@pytest.mark.parametrize("open_job", [open_manager, open_reader])
+def test_a_step_removed_while_its_data_position_is_listed_is_gone(
+    run_with_data, monkeypatch, open_job
+):
+    data, step, real = numbers(), run_with_data.step(3), os.scandir
+
+    def scandir(path="."):
+        if path == step / "dataset":
+            monkeypatch.undo()
+            shutil.rmtree(step)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    manager = open_job(run_with_data.path, run_with_data.initializer, dataset_iterator=data)
+    with contextlib.closing(manager), pytest.raises(StepGone):
+        manager.restore(step=3)
+    assert not step.exists() and next(data)["number"] == 0
+
+
 def test_a_step_without_a_data_position_is_reported(run):
     with pytest.raises(TemplateMismatch, match="save_dataset"):
         run.reader(dataset_iterator=numbers()).restore(step=3)

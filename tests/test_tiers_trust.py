@@ -307,6 +307,23 @@ def test_an_upload_that_fails_repeatedly_sends_each_file_once(one, alone, monkey
     assert len({key.split("/")[1] for key in open_at(one).keys() if key.startswith("saves/")}) == 1
 
 
+def test_uploads_whose_commits_get_no_answer_are_reported_once(one, alone, monkeypatch):
+    one.run(1, 2, 3, bases=(2,), wait_for="staging")
+
+    def unanswered(self, key: str, data, *, absent: bool = False, put=KvStore.put) -> None:
+        put(self, key, data, absent=absent)
+        if absent:  # Of a journal entry.
+            raise Unanswered("the network broke")
+
+    monkeypatch.setattr(KvStore, "put", unanswered)
+    monkeypatch.setattr(cursor, "BACK_OFF_SECS", (0.01, 0.02))
+    upload_all(one)
+    assert one.root() == [1, 2, 3]
+    uploads = one.stage.progress(one.stage.orders().holder).recent
+    assert [upload.save_id.step for upload in uploads] == [1, 2, 3]
+    assert all(upload.nbytes > 0 and upload.objects > 2 for upload in uploads)
+
+
 def test_uploaded_files_of_a_rolled_back_save_are_swept(one, alone, monkeypatch):
     def breaking(self, key: str, data, *, absent: bool = False, put=KvStore.put) -> None:
         if key.endswith("commit.msgpack") and "/2." in key:

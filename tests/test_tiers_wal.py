@@ -417,6 +417,21 @@ def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(alone, missing, 
         assert found.step == missing - 1 and [step for step, _ in found.skipped] == [3]
 
 
+def test_segments_that_were_not_sent_before_later_steps_are_forgotten(alone, one):
+    work = Uploader(one.stage)
+    work.trainer = Trainer()
+    with one.manager(wait_for="staging") as manager:
+        one.save(manager, 0)
+        for first in range(1, 25, 4):
+            one.log(manager, first)
+            while work.step():
+                pass
+            one.saves(manager, *range(first + 1, first + 4))
+        while work.step():
+            pass
+    assert work._wal is not None and sum(map(len, work._wal._sent.values())) <= 2
+
+
 def dies_before_it_notes(one: Logging) -> StorePath:
     """Uploads the appended records without noting it; returns the newest piece."""
     work = Uploader(one.stage)

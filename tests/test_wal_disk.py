@@ -351,15 +351,59 @@ def test_records_that_were_waited_for_survive_a_power_cut(torn, tmp_path, run, d
         assert run.restarted().step >= step
 
 
+def take_lease(root: Path) -> None:
+    """Takes the lease for a trainer that never starts."""
+    own = max(root.glob("lease.*.msgpack"))
+    epoch = int(own.name.split(".")[1])
+    (root / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
+
+
+@contextlib.contextmanager
+def fenced(run: WalRun, options: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Opens a manager that has lost its lease at the end of the block, and closes it."""
+    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
+    manager = run.open(options)
+    run.save_initial()
+    run.append_durably(1)
+    try:
+        yield manager
+    finally:
+        with contextlib.suppress(FencedError):
+            manager.close()
+
+
+@pytest.mark.parametrize("on_failure", ["save", "raise"])
+@pytest.mark.parametrize("kind", ["write", "fdatasync"])
+def test_whatever_fails_after_a_takeover_the_next_append_raises_fenced_error(
+    tmp_path, run, disk, monkeypatch, kind, on_failure
+):
+    with fenced(run, options(on_failure=on_failure), monkeypatch) as manager:
+        take_lease(tmp_path)
+        disk.fail(kind, LOG)
+        run.append()
+        writer_of(manager).wait(60)
+        with pytest.raises(FencedError):
+            run.append()
+
+
+def test_an_append_that_finds_no_room_after_a_takeover_raises_fenced_error(
+    tmp_path, run, disk, monkeypatch
+):
+    with fenced(run, options(buffer_bytes=1, deadline_secs=0.1), monkeypatch):
+        with disk.pause("fdatasync", LOG):
+            run.append()
+            take_lease(tmp_path)
+            with pytest.raises(FencedError):
+                run.append()
+
+
 def test_records_of_a_replaced_trainer_are_ignored(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
+    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     with contextlib.ExitStack() as held:
         first = held.enter_context(run.open())
         run.save_initial()
         run.append_durably(3)
-        own = max(tmp_path.glob("lease.*.msgpack"))
-        epoch = int(own.name.split(".")[1])
-        (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
+        take_lease(tmp_path)
         # Records in flight are written, but not acknowledged.
         with pytest.raises(FencedError):
             run.append_durably(1)

@@ -13,7 +13,6 @@ import base64
 import collections
 import dataclasses
 import html
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,9 +298,7 @@ def _full_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
 
 def _image(figure: Figure) -> str:
     """A plot as an image whose alternative text is the title."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(plots.svg(figure)).decode()
     title = html.escape(figure.axes[0].get_title(loc="left"))
     return f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
 

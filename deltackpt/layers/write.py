@@ -213,7 +213,7 @@ class OpenLayer:
     ) -> ArrayWriter:
         """Begins an array of a core dtype of Zarr v3 that is written piece by piece.
 
-        ``check`` detects that the pieces change while they are copied.
+        ``check`` detects that a piece changes until all of it is copied.
         """
         array = ArrayWriter(self, row_group, name, shape, dtype, compression, check)
         with self._lock:
@@ -331,7 +331,7 @@ class OpenLayer:
 
     def _append(self, array: ArrayWriter, rows: np.ndarray) -> None:
         """Adds whole chunks of an array."""
-        if not array.check and not array.compression:
+        if not array.compression:
             rows = rows[self._write_in_place(array, rows) :]
         while len(rows) and array.row_bytes:
             if array.compression:
@@ -471,25 +471,29 @@ class ArrayWriter:
         Raises StorageError if the rows changed while they were copied.
         """
         given = rows = rows.view(self.dtype) if rows.dtype != self.dtype else rows
-        before = crc32c(np.ascontiguousarray(given)) if self.check else 0
+        copied = 0
         while len(rows):
             at = self._done + self._filled
             is_end = at + len(rows) == self.shape[0]
-            if not self._filled and (is_end or len(rows) >= self.chunk_rows):
+            is_whole = not self._filled and (is_end or len(rows) >= self.chunk_rows)
+            if is_whole and not self.check:
                 whole = len(rows) if is_end else len(rows) - len(rows) % self.chunk_rows
                 self._append(rows[:whole])
             else:
                 whole = min(len(rows), self.chunk_rows - self._filled)
                 if self._rest is None:
                     self._rest = np.empty((self.chunk_rows, *self.shape[1:]), self.dtype)
-                self._rest[self._filled : self._filled + whole] = rows[:whole]
+                copy = self._rest[self._filled : self._filled + whole]
+                copy[:] = rows[:whole]
+                if self.check:
+                    copied = crc32c(copy, copied)
                 self._filled += whole
                 if self._filled == self.chunk_rows or at + whole == self.shape[0]:
                     filled, self._filled = self._filled, 0
                     self._append(self._rest[:filled])
             rows = rows[whole:]
         # The disk may have been waited for in between.
-        if self.check and crc32c(np.ascontiguousarray(given)) != before:
+        if self.check and crc32c(np.ascontiguousarray(given)) != copied:
             raise StorageError(
                 f"segment {self.row_group}, {self.name}: expected rows that stay as they are, "
                 "found others: the arrays changed while they were written; do not write into numpy "

@@ -10,7 +10,6 @@ import mmap
 import secrets
 import socket
 import threading
-import weakref
 from typing import Protocol
 
 import numpy as np
@@ -114,9 +113,7 @@ class MemoryBlobs:
     def receive(self, key: str, nbytes: int) -> Incoming:
         """See ``BlobStore``."""
         memory = self._spare_memory(nbytes) or self._fresh_memory(nbytes)
-        block = _Block(memory, nbytes)
-        weakref.finalize(block, self._release, memory)
-        return _InMemory(self, key, block)
+        return _InMemory(self, key, _Block(self, memory, nbytes))
 
     def _spare_memory(self, nbytes: int) -> mmap.mmap | bytearray | None:
         with self._lock:
@@ -187,12 +184,15 @@ class MemoryBlobs:
 
 
 class _Block:
-    """Memory of one object."""
+    """Memory of one object, which is reused after the last reference."""
 
-    def __init__(self, memory: mmap.mmap | bytearray, nbytes: int):
-        self.memory = memory
+    def __init__(self, blobs: MemoryBlobs, memory: mmap.mmap | bytearray, nbytes: int):
+        self._blobs, self.memory = blobs, memory
         self.nbytes = nbytes
         self.version = ""
+
+    def __del__(self) -> None:
+        self._blobs._release(self.memory)
 
 
 def _cost(nbytes: int) -> int:

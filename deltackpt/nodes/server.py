@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import hmac
 import http
@@ -458,8 +459,12 @@ class _Forwarded:
         self.version = store.version(key)
         self.nbytes = store.length(key)
 
+    @functools.cached_property
+    def _buffer(self) -> memoryview:
+        return memoryview(bytearray(min(self.nbytes, wire.PIECE_BYTES)))
+
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        piece = memoryview(bytearray(min(nbytes, wire.PIECE_BYTES)))
+        piece = self._buffer[:nbytes]
         self._store.read_into(self._key, start, [piece])
         if self._store.version(self._key) != self.version:
             raise OSError(f"{self._key}: the object was replaced while it was sent")

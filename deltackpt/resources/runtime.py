@@ -169,35 +169,15 @@ class Memory:
         # Sums over thousands of buffers would take longer than small copies.
         self._kept_bytes = self._lent_bytes = 0
 
-    def reserve(self, nbytes: int, timeout_secs: float | None = None) -> bool:
-        """Waits for room; returns whether there was some within the timeout.
-
-        A request larger than the limit gets it once nothing is reserved.
-        """
-
-        def fits() -> bool:
-            return not self.reserved_bytes or self.reserved_bytes + nbytes <= self.limit_bytes
-
-        with self._changed:
-            if not self._changed.wait_for(fits, timeout_secs):
-                return False
-            self.reserved_bytes += nbytes
-            return True
-
-    def release(self, nbytes: int) -> None:
-        """Ends a reservation."""
-        with self._changed:
-            self.reserved_bytes -= nbytes
-            self._changed.notify_all()
-
     @contextlib.contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
         """Reserves memory during the context."""
-        self.reserve(nbytes)
+        reservation = Reservation(self)
         try:
+            reservation.acquire(nbytes)
             yield
         finally:
-            self.release(nbytes)
+            reservation.release()
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
@@ -246,6 +226,40 @@ class Memory:
             self.nbytes + more > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
         ):
             self._kept_bytes -= self._kept.pop(0).nbytes
+
+
+class Reservation:
+    """Memory that one owner reserves, or nothing; it exists first, so an interrupt loses none."""
+
+    def __init__(self, memory: Memory):
+        """Reserves nothing yet."""
+        self._memory, self._nbytes = memory, 0
+
+    def acquire(self, nbytes: int, timeout_secs: float | None = None) -> bool:
+        """Waits for room; returns whether there was some within the timeout.
+
+        A request larger than the limit gets it once nothing is reserved.
+        """
+        memory = self._memory
+
+        def fits() -> bool:
+            return not memory.reserved_bytes or memory.reserved_bytes + nbytes <= memory.limit_bytes
+
+        with memory._changed:
+            if not memory._changed.wait_for(fits, timeout_secs):
+                return False
+            # Python handles no signal between two assignments.
+            memory.reserved_bytes += nbytes
+            self._nbytes = nbytes
+            return True
+
+    def release(self) -> None:
+        """Ends the reservation. Idempotent."""
+        memory = self._memory
+        with memory._changed:
+            memory.reserved_bytes -= self._nbytes
+            self._nbytes = 0
+            memory._changed.notify_all()
 
 
 class Runtime:

@@ -120,14 +120,14 @@ class FileBatch:
             }
 
     def write_chunk(
-        self, path: Path, rows: np.ndarray, padding: int = 0, *, pinned: bool = False
+        self, path: Path, rows: np.ndarray, padding: int = 0, *, pinned: Sequence[np.ndarray] = ()
     ) -> None:
         """Writes an uncompressed chunk of a Zarr v3 array: its rows, zeros and the CRC32C of both.
 
-        Contiguous, aligned rows are not copied. With ``pinned``, others might change them
-        concurrently, which is detected.
+        Contiguous, aligned rows are not copied. ``pinned`` are the same rows in memory that others
+        might change concurrently, which is detected.
         """
-        data, zeros = rows.reshape(-1).view(np.uint8), np.zeros(padding, np.uint8)
+        data, zeros = _bytes_of(rows), np.zeros(padding, np.uint8)
         sums = BlockSums(BLOCK_BYTES)
         with self.new(path, direct=True) as file:
             for section in (data, zeros):
@@ -142,7 +142,7 @@ class FileBatch:
                     section = section[len(piece) :]
             crc = sums.crc32c
             file.append(np.frombuffer(crc.to_bytes(CRC_BYTES, "little"), np.uint8))
-        if pinned and _sums_of(data, zeros).blocks != sums.blocks:
+        if pinned and _sums_of(*pinned, zeros).blocks != sums.blocks:
             raise StorageError(
                 f"{path}: expected the rows to match their checksum, found others: the arrays "
                 "changed while they were written; do not write into numpy leaves, nor donate with "
@@ -268,8 +268,12 @@ class FileBatch:
 def _sums_of(*sections: np.ndarray) -> BlockSums:
     sums = BlockSums(BLOCK_BYTES)
     for section in sections:
-        sums.add(section)
+        sums.add(_bytes_of(section))
     return sums
+
+
+def _bytes_of(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
 
 
 def _sync(item: DirectFile | Path) -> None:

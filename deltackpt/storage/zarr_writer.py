@@ -123,7 +123,7 @@ class ZarrWriter:
         """Writes a chunk from its rows and gives back ``buffer``; returns its bytes."""
         entry, batch = self._entry, self._batch
         path = self._directory / arrays.chunk_name(entry, number)
-        rows, pinned = sections[0], self._pinned
+        rows, pinned = sections[0], sections if self._pinned else ()
         try:
             if entry.compressed:
                 data = arrays.compressed_chunk(entry, rows)
@@ -131,9 +131,8 @@ class ZarrWriter:
                 return len(data)
             if len(sections) > 1:
                 shape = (sum(map(len, sections)), *rows.shape[1:])
-                rows, pinned = (buffer := batch.buffer(shape, rows.dtype)), False
+                rows = buffer = batch.buffer(shape, rows.dtype)
                 np.concatenate(sections, out=rows)
-            rows = np.ascontiguousarray(rows)
             padding = arrays.chunk_bytes(entry) - CRC_BYTES - rows.nbytes
             batch.write_chunk(path, rows, padding, pinned=pinned)
             return arrays.chunk_bytes(entry)

@@ -114,6 +114,8 @@ class PeerTier:
         #: Nodes that let a request time out, and the last probe of each. Until one answers, a push
         #: treats them as lost: waiting for each would delay it by the deadline.
         self._silent: dict[str, Future[list[str]]] = {}
+        #: When nodes last let a fragment time out: they may still answer short requests.
+        self._slow: dict[str, float] = {}
         #: The last result of ``refs``, and its time.
         self._listed: tuple[float, dict[erasure.FragmentCoding, erasure.Where]] = (0.0, {})
         self._lock = threading.Lock()
@@ -300,6 +302,7 @@ class PeerTier:
                 for node in found
                 if node in self._silent
                 or now - self._failed.get(node, never)[0] < _PASSED_OVER_SECS
+                or now - self._slow.get(node, never[0]) < _PASSED_OVER_SECS
             }
         return [node for node in found if node not in late] + [n for n in found if n in late]
 
@@ -338,6 +341,8 @@ class PeerTier:
                 except StorageError as error:
                     refused[node] = str(error)
                     self._note_failed(node, error)
+                    if _is_timeout(error):
+                        self._slow[node] = time.monotonic()
                 else:
                     placed[number] = node
             missing = [number for number in missing if number not in placed]

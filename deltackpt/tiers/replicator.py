@@ -7,6 +7,7 @@ It does not contend for the trainer's GIL or cores, and finishes the uploads of 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -42,6 +43,13 @@ _PACKAGES = Path(__file__).parent.parent.parent
 #: Uploaders of closed managers that finish pending uploads: no caller waits for them, and Python
 #: would warn of each ``Popen`` that is deleted before its process ends.
 _left: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _leave_running() -> None:
+    """Prevents that warning at exit, where they are deleted although they may still run."""
+    for process in _left:
+        process.returncode = process.poll() or 0
 
 
 class ReplicatorProcess:

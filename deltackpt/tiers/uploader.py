@@ -34,7 +34,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import naming, records
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.ledger.entries import SAVES, Entry, ObjectKey, State, prefix_epoch
+from deltackpt.ledger.entries import SAVES, CatalogEntry, Entry, ObjectKey, State, prefix_epoch
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import Unit, describe, send
 from deltackpt.reading import inventory, stored_saves
@@ -120,6 +120,8 @@ class _Upload:
     files: dict[str, Digest] | None = None  # of all processes, if process 0 has read them
     done: set[str] = dataclasses.field(default_factory=set)  # files already uploaded
     sent: ShardReport | None = None  # the report of this uploader
+    committed: CatalogEntry | None = None  # what was to be committed; the answer may be lost
+    objects: int = 0  # of all processes, with the digests and the journal entry
     began: float = 0.0  # of ``time.perf_counter()``
 
     def unit(self, files: Mapping[str, Digest]) -> Unit:
@@ -230,6 +232,9 @@ class Uploader(Cursor):
                 self._report_state(orders=orders.number)
             # Commits whose responses were lost may have succeeded, here or elsewhere.
             journal.check()
+        for upload in [*self._uploads.values()]:
+            if upload.committed in journal.known.entry.catalog:
+                self._report_uploaded(upload)
         self._carry_out()
         self._retire()
         self._report_state(problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
@@ -409,20 +414,17 @@ class Uploader(Cursor):
             return False
         try:
             files = upload.files or inventory.every_digest(save.at, orders.item)
-            committed = describe(upload.unit(files), self.journal.root, upload.prefix)
+            upload.committed = describe(upload.unit(files), self.journal.root, upload.prefix)
+            upload.objects = sum(one.objects for one in reports.values()) + 2
             self._require_parent(info)
             if not self._is_staged(upload):
                 raise StepGone(f"step {save.step}: expected {info.save_id}, found it replaced")
-            self.journal.commit(committed)
+            self.journal.commit(upload.committed)
         except (RestoreError, TargetDiffers) as error:
             # Training continued without it.
             self._fail(upload, str(error))
             return True
-        upload.reports.remove()
-        del self._uploads[save.key]
-        # With the digests and the journal entry.
-        objects = sum(one.objects for one in reports.values()) + 2
-        self._report_uploaded(upload, committed.stored_bytes, objects)
+        self._report_uploaded(upload)
         return True
 
     def _upload_of(self, save: StagedSave, info: SaveInfo) -> _Upload:
@@ -539,19 +541,24 @@ class Uploader(Cursor):
                 self.journal.abandon_upload(upload.prefix)
                 self._is_littered = True
 
-    def _report_uploaded(self, upload: _Upload, nbytes: int, objects: int) -> None:
+    def _report_uploaded(self, upload: _Upload) -> None:
         save, recent, now = upload.save, self.progress.recent, time.time()
+        assert upload.committed is not None
+        upload.reports.remove()
+        del self._uploads[save.key]
         record = UploadRecord(
             number=recent[-1].number + 1 if recent else 1,
             save_id=upload.info.save_id,
-            nbytes=nbytes,
-            objects=objects,
+            nbytes=upload.committed.stored_bytes,
+            objects=upload.objects,
             seconds=time.perf_counter() - upload.began,
             lag_secs=max(0.0, now - _made_secs(save.at)),
             committed_unix_secs=now,
         )
         self._report_state(recent=(*recent, record)[-MOST_RECENT:])
-        _logger.info("uploaded step %d: %d bytes in %.2f s", save.step, nbytes, record.seconds)
+        _logger.info(
+            "uploaded step %d: %d bytes in %.2f s", save.step, record.nbytes, record.seconds
+        )
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:

@@ -269,17 +269,18 @@ class WalUpload:
         self._sent = {prefix: one for prefix, one in self._sent.items() if prefix in prefixes}
 
     def _trim(self, ref: WalRef, step: int) -> None:
-        known = {segment: sent for segment, sent in self._known(ref).items() if sent.pieces}
-        last: dict[str, str] = {}
+        known, last = self._known(ref), dict[str, str]()
         for segment in sorted(known):
             last[segment.partition("/")[0]] = segment
         # The last segment of a process may grow, and its beginning is needed then.
         for segment in known.keys() - {*last.values()}:
-            pieces = known[segment].pieces
-            if all(piece.step <= step for piece in pieces):
+            sent = known[segment]
+            if sent.damaged is not None and not sent.pieces:
+                continue  # It is checked again, and was reported.
+            if all(piece.step <= step for piece in sent.pieces):
                 at = self._journal.root / ref.prefix / segment
-                at.store.delete((at / naming.piece_name(piece)).key for piece in pieces)
-                del self._sent[ref.prefix][segment]
+                at.store.delete((at / naming.piece_name(piece)).key for piece in sent.pieces)
+                del known[segment]
 
     def _known(self, ref: WalRef) -> dict[str, _Uploaded]:
         """The uploaded records of a WAL epoch: listed once, as only this process uploads."""

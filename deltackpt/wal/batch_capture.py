@@ -14,7 +14,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.records import IdentityCache
 from deltackpt.format.row_blocks import VALUES, RowSet
 from deltackpt.policies import CodecChoice
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Reservation, Runtime
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks
 from deltackpt.save.capture import SegmentSource, StagedRows
@@ -128,7 +128,7 @@ def capture(
     items: Sequence[RecordedItem],
     runtime: Runtime,
     references: DenseKeeper | None,  # Of the dense leaves; None if they are stored in full.
-    reserved_bytes: int,
+    reservation: Reservation,
     started: float,  # When ``append()`` was called, of ``time.perf_counter()``.
 ) -> Batch:
     """Copies rows and dense leaves, consistent with each other."""
@@ -161,7 +161,7 @@ def capture(
         plans=plans,
         dense=leaves,
         items=items,
-        reserved_bytes=reserved_bytes,
+        reservation=reservation,
         unix_ns=time.time_ns(),
         started=started,
     )

@@ -23,7 +23,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.row_blocks import VALUES
 from deltackpt.format.wal_format import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
 from deltackpt.policies import CodecChoice
-from deltackpt.resources.runtime import Runtime
+from deltackpt.resources.runtime import Reservation, Runtime
 from deltackpt.save.capture import BusyClock, StagedRows
 from deltackpt.save.dense_save import DenseKeeper, DenseLeaves, WrittenDense
 from deltackpt.save.shard import Plans, write_segments
@@ -85,7 +85,7 @@ class Batch:
     plans: Plans  # The first codecs to try.
     dense: DenseLeaves | None  # Of a full record.
     items: Sequence[RecordedItem]
-    reserved_bytes: int  # Reserved until it is durable.
+    reservation: Reservation  # Held until it is durable.
     unix_ns: int  # When it was captured.
     started: float  # The same time, of ``time.perf_counter()``.
     blocked_secs: float = 0.0  # How long ``append()`` blocked.

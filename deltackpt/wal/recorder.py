@@ -24,7 +24,6 @@ from typing import Literal
 from deltackpt import events
 from deltackpt.errors import (
     DeltackptError,
-    FencedError,
     OptionError,
     StorageError,
     TrackingError,
@@ -35,6 +34,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_format import Continues
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
+from deltackpt.resources.runtime import Reservation
 from deltackpt.save import dense_layout, pending_save
 from deltackpt.save.branch import Clocks, Known, clocks_seen, discontinuity, settled
 from deltackpt.save.dense_save import DenseKeeper
@@ -289,7 +289,8 @@ class Recorder(WalHooks):
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
         losses, pending = writer.losses, writer.drain_pending()
-        memory, reserved, batch = self._runtime.memory, 0, None
+        memory, batch = self._runtime.memory, None
+        reservation = Reservation(memory)
         try:
             sources, given, segments = batch_capture.segments_of(
                 split, marks, rows, pending, since=since, always=full, runtime=self._runtime
@@ -299,7 +300,7 @@ class Recorder(WalHooks):
                 nbytes += writer.dense_bytes or dense_layout.nbytes(split)
             writer.require_thread()
             coalesces = options.when_full == "coalesce"
-            if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
+            if not reservation.acquire(nbytes, 0 if coalesces else options.deadline_secs):
                 if coalesces:
                     writer.requeue(pending)
                     return False
@@ -309,7 +310,6 @@ class Recorder(WalHooks):
                     "not durable yet; check the disk. No touched row is lost: the next append() "
                     "contains them"
                 )
-            reserved = nbytes
             found = self._audit.compare(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
@@ -323,7 +323,7 @@ class Recorder(WalHooks):
                 items=items,
                 runtime=self._runtime,
                 references=self._references,
-                reserved_bytes=nbytes,
+                reservation=reservation,
                 started=started,
             )
             batch.blocked_secs = time.perf_counter() - started
@@ -333,7 +333,7 @@ class Recorder(WalHooks):
             if batch is None or not batch.queued:
                 if batch is not None:
                     batch.release()
-                memory.release(reserved)
+                reservation.release()
             raise
         return True
 
@@ -422,9 +422,10 @@ class Recorder(WalHooks):
         """Reports durable records and failed ones; returns the failure."""
         while writer.reports:
             self._run.emit(writer.reports.popleft())
-        if writer.failure is not None and isinstance(writer.failure.cause, FencedError):
-            # A start that failed gives the lease back that it had taken for a moment.
-            self._run.check_lease()
+        if writer.failure is not None:
+            # After a takeover, any error may come first. A start that failed gives the lease back.
+            with contextlib.suppress(StorageError):
+                self._run.check_lease()
         failure = writer.pop_failure()
         if failure is not None:
             for step in failure.steps:

@@ -124,10 +124,10 @@ class WalWriter:
                 self._thread = thread
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             batch.begins_file, self._roll = self._roll, False
-            batch.queued = True
-            self._queue.append(batch)
-            self._busy = True
+            # The last statement: an interrupt before it has queued nothing.
             self._changed.notify_all()
+            batch.queued = self._busy = True
+            self._queue.append(batch)
 
     def drain_pending(self) -> dict[str, np.ndarray]:
         """Returns and clears table name to rows, ascending, that no durable record contains."""
@@ -339,7 +339,7 @@ class WalWriter:
         """Releases all memory of batches that are durable, or never will be."""
         for one in ended:
             one.release()
-            self._memory.release(one.reserved_bytes)
+            one.reservation.release()
 
     def _undurable(self) -> list[Batch]:
         # The batch that is being written is not among the written ones while those are fsynced.
