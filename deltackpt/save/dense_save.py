@@ -402,12 +402,9 @@ def _captured(
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
     """Copies arrays to others of their shapes; threads help if they are large."""
-    if sum(source.nbytes for _, source in pairs) >= _LARGE_BYTES:
-        pieces = [piece for pair in pairs for piece in _pieces(*pair)]
-        runtime.map(lambda pair: np.copyto(*pair), pieces)
-        return
-    for out, source in pairs:
-        out[...] = source
+    large = sum(source.nbytes for _, source in pairs) >= _LARGE_BYTES
+    pieces = [piece for pair in pairs for piece in _pieces(*pair)] if large else pairs
+    runtime.map(lambda pair: np.copyto(*pair), pieces, threads=None if large else 1)
 
 
 def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
