@@ -354,11 +354,6 @@ class SegmentSource:
         """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
         return self.fields[name].bits(np.asarray(self.rows)[positions])
 
-    def viewed(self) -> SegmentSource:
-        """Returns the segment with views of the arrays that hold its rows."""
-        fields = {name: source.viewed(self.rows) for name, source in self.fields.items()}
-        return dataclasses.replace(self, fields=fields)
-
     def detached(self) -> SegmentSource:
         """Returns the segment without its arrays: a reference to them would block donation."""
         fields = {
@@ -476,13 +471,13 @@ class StagedRows:
         self._origins: list[tuple[int, np.ndarray | None]] = [
             (number, None) for number in range(len(segments))
         ]
-        # A view of a jax array takes the GIL anew: all are made before threads compete for it.
-        viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
-            for number, segment in enumerate(viewed):
+            for number, segment in enumerate(segments):
                 for name, source in segment.fields.items():
                     if segment.on_host:
-                        self._copy((number, name), source, segment.rows)
+                        # Each view of a jax array takes the GIL anew: a field's are made at once,
+                        # while threads copy the previous field without the GIL.
+                        self._copy((number, name), source.viewed(segment.rows), segment.rows)
                     else:
                         codec = codecs.get(plans[segment.group][name].codec)
                         self._on_device[number, name] = source.dispatch(segment.rows, codec)
