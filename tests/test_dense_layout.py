@@ -182,8 +182,8 @@ def test_large_values_are_referenced_and_equal(tmp_path: Path) -> None:
 
 def _values(plan: dense_layout.Plan) -> list[ocdbt.Value]:
     chunks = [
-        ocdbt.Value(chunk.key, np.ascontiguousarray(np.asarray(chunk.source)[chunk.window]))
-        for chunk in plan.chunks
+        ocdbt.Value(chunk.key, np.ascontiguousarray(np.asarray(source)[chunk.window]))
+        for chunk, source in zip(plan.chunks, plan.sources, strict=True)
     ]
     return [*(ocdbt.Value(key, data) for key, data in plan.described.items()), *chunks]
 

@@ -344,9 +344,13 @@ def with_codecs(
     )
 
 
+#: Fields that are the same objects in all saves of a layout.
+_KEPT = frozenset({"tables", "dense", "tracking_paths"})
+
+
 def to_bytes(record: Manifest) -> bytes:
     """Encodes a manifest with its checksum."""
-    return records.to_bytes(record, MAGIC)
+    return records.to_bytes(record, MAGIC, _KEPT)
 
 
 def from_bytes(data: bytes, *, name: str) -> Manifest:

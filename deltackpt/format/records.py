@@ -129,9 +129,18 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def to_bytes(record: object, magic: str) -> bytes:
-    """Encodes a dataclass with its checksum; raises OptionError if readers would not accept it."""
-    body = packed(_fields(record) | {_VERSION: FORMAT_VERSION})
+def to_bytes(record: object, magic: str, kept: Set[str] = frozenset()) -> bytes:
+    """Encodes a dataclass with its checksum; raises OptionError if readers would not accept it.
+
+    The bytes of ``kept`` fields are reused for records that have the same objects in them.
+    """
+    fields = _fields(record) | {_VERSION: FORMAT_VERSION}
+    packer = msgpack.Packer(use_bin_type=True, default=_fields)
+    pieces = [packer.pack_map_header(len(fields))]
+    for name, value in fields.items():
+        pack = functools.partial(packer.pack, value)
+        pieces += packer.pack(name), _packed.get(pack, value) if name in kept else pack()
+    body = b"".join(pieces)
     head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
     data = packed(head | {"body": body})
     if len(data) > MOST_BYTES:
@@ -140,6 +149,10 @@ def to_bytes(record: object, magic: str) -> bytes:
             "fewer tables, or more processes"
         )
     return data
+
+
+#: The bytes of fields that equal records share.
+_packed: IdentityCache[bytes] = IdentityCache()
 
 
 def packed(value: Mapping[str, object]) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ from deltackpt.resources.host_memory import is_aligned
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digest, crc32c, joined, joiner
+from deltackpt.storage.digests import BlockSums, Digest, crc32c, joined, joiner
 from deltackpt.storage.posix import DirectFile
 
 #: Reading one row reads and verifies that many bytes.
@@ -184,8 +183,10 @@ class OpenLayer:
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
-        #: Offset, length and CRC32C of each run of written bytes, without the header.
+        #: Offset, length and CRC32C of each run of bytes, without the header and the last run.
         self._runs: list[tuple[int, int, int]] = []
+        #: Offset of the last run, and the CRC32C of its bytes so far.
+        self._run_start, self._run_crc = PAGE_BYTES, 0
 
     def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
         """Writes the row indices of a row group, unless ``ranges_of`` describes them.
@@ -260,13 +261,14 @@ class OpenLayer:
         )
         data = footer.footer_bytes(manifest, self._offset)
         self._room(len(data))[: len(data)] = np.frombuffer(data, np.uint8)
+        self._sum(self._buffer[self._used : self._used + len(data) - footer.CRC_BYTES])
         self._used += len(data)
         nbytes = self._offset
         header = np.frombuffer(Header.from_manifest(manifest, nbytes).page(), np.uint8)
         crc = 0
         if self._file._checksum:
             crc = crc32c(header)
-            self._add_run(self._used - footer.CRC_BYTES)
+            self._end_run(nbytes - footer.CRC_BYTES)
             for _, length, found in sorted(self._runs):
                 crc = joined(crc, found, length)
         if self._first == 0:
@@ -289,15 +291,11 @@ class OpenLayer:
     def _room(self, nbytes: int) -> np.ndarray:
         """Free memory for the next bytes of the layer, at least ``nbytes``."""
         if self._used + nbytes > len(self._buffer):
-            self._flush(nbytes)
+            self._start_write(nbytes)
         return self._buffer[self._used :]
 
-    def _flush(self, nbytes: int) -> None:
-        """Writes all whole pages, and continues in a buffer with room for ``nbytes``."""
-        self._add_run(self._used // PAGE_BYTES * PAGE_BYTES)
-        self._start_write(nbytes)
-
     def _start_write(self, nbytes: int) -> None:
+        """Writes all whole pages, and continues in a buffer with room for ``nbytes``."""
         whole = self._used // PAGE_BYTES * PAGE_BYTES
         rest = self._buffer[whole : self._used]
         following = self._next_buffer(nbytes + len(rest))
@@ -308,12 +306,14 @@ class OpenLayer:
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
 
-    def _add_run(self, stop: int) -> None:
-        """Records the checksum of the buffer up to a position."""
+    def _sum(self, data: np.ndarray) -> None:
+        """Adds the next bytes of the layer to its checksum."""
         if self._file._checksum:
-            start = PAGE_BYTES if self._first == 0 else 0
-            done = self._buffer[start:stop]
-            self._runs.append((self._first + start, len(done), crc32c(done)))
+            self._run_crc = crc32c(data, self._run_crc)
+
+    def _end_run(self, stop: int) -> None:
+        self._runs.append((self._run_start, stop - self._run_start, self._run_crc))
+        self._run_start, self._run_crc = stop, 0
 
     def _next_buffer(self, nbytes: int) -> np.ndarray:
         """Returns a buffer of at least ``nbytes``, after waiting for one to be written."""
@@ -354,12 +354,20 @@ class OpenLayer:
         # One copy instead of many.
         fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
         count = min(len(rows), max(chunk_rows, fitting))
-        out = room[padding : padding + count * row_bytes].view(array.dtype)
-        np.copyto(out.reshape(count, *array.shape[1:]), rows[:count])
-        for first in range(0, count, chunk_rows):
-            nbytes = min(chunk_rows, count - first) * row_bytes
-            self._add_chunk(array, room, padding, nbytes)
-            room, padding = room[padding + nbytes :], 0
+        data = np.ascontiguousarray(rows[:count]).reshape(-1).view(np.uint8)
+        chunk_bytes = chunk_rows * row_bytes
+        if whole := len(data) // chunk_bytes * chunk_bytes:
+            sums, out = BlockSums(chunk_bytes), room[padding : padding + whole]
+            sums.add(data[:whole], out)
+            room[:padding] = 0
+            self._sum(room[:padding])
+            before = self._offset + padding, room[:padding]
+            self._run_crc = self._add_chunks(array, *before, sums.blocks, self._run_crc)
+            self._used += padding + whole
+            room, padding = room[padding + whole :], 0
+        if len(data) > whole:
+            room[padding : padding + len(data) - whole] = data[whole:]
+            self._add_chunk(array, room, padding, len(data) - whole)
         return count
 
     def _write_in_place(self, array: ArrayWriter, rows: np.ndarray) -> int:
@@ -375,25 +383,22 @@ class OpenLayer:
                 return 0
             padding = self._room(PAGE_BYTES)[: -self._offset % PAGE_BYTES]
             padding[:] = 0
+            self._sum(padding)
             self._used += len(padding)
             offset = self._reserve(nbytes)
-        data, join = rows.reshape(-1).view(np.uint8), joiner(chunk_bytes)
+        data = rows.reshape(-1).view(np.uint8)
 
-        def write(start: int) -> list[int]:
+        def write(start: int) -> bytes:
             piece = data[start : min(start + piece_bytes, nbytes)]
-            places = range(0, len(piece), chunk_bytes)
-            found = [crc32c(piece[place : place + chunk_bytes]) for place in places]
+            sums = BlockSums(chunk_bytes)
+            sums.add(piece)
             self._file.file.write(self._start + offset + start, piece)
-            return found
+            return sums.blocks
 
         piece_bytes = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
         pieces = self._runtime.map(write, range(0, nbytes, piece_bytes))
-        whole, place = 0, offset
         before = np.zeros(len(padding), np.uint8)
-        for crc in itertools.chain.from_iterable(pieces):
-            seeded = footer.chunk_crc32c(self._seed, place, before, before[:0])
-            array.chunks.append((place, chunk_bytes, join(seeded, crc)))
-            whole, place, before = join(whole, crc), place + chunk_bytes, before[:0]
+        whole = self._add_chunks(array, offset, before, b"".join(pieces), 0)
         with self._lock:
             self._runs.append((offset, nbytes, whole))
         return nbytes // array.row_bytes
@@ -403,9 +408,11 @@ class OpenLayer:
         if self._offset == PAGE_BYTES:
             self._first, self._used = PAGE_BYTES, 0  # The header is written last.
         elif self._used:
-            self._flush(0)
+            self._start_write(0)
         offset = self._first
+        self._end_run(offset)
         self._first += nbytes
+        self._run_start = self._first
         return offset
 
     def _padding(self, array: ArrayWriter) -> int:
@@ -419,8 +426,24 @@ class OpenLayer:
         room[:padding] = 0
         data = room[padding : padding + nbytes]
         self._used += padding + nbytes
+        self._sum(room[: padding + nbytes])
         crc = footer.chunk_crc32c(self._seed, offset, room[:padding], data)
         array.chunks.append((offset, nbytes, crc))
+
+    def _add_chunks(
+        self, array: ArrayWriter, offset: int, padding: np.ndarray, sums: bytes, crc: int
+    ) -> int:
+        """Describes whole chunks from an offset on, by their CRC32Cs; continues ``crc`` over them.
+
+        The padding lies before the first one.
+        """
+        nbytes = array.chunk_rows * array.row_bytes
+        join = joiner(nbytes)
+        for found in np.frombuffer(sums, "<u4").tolist():
+            seeded = footer.chunk_crc32c(self._seed, offset, padding, padding[:0])
+            array.chunks.append((offset, nbytes, join(seeded, found)))
+            crc, offset, padding = join(crc, found), offset + nbytes, padding[:0]
+        return crc
 
 
 class ArrayWriter:

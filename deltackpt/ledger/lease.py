@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import socket
 import time
@@ -367,9 +368,14 @@ def epochs(path: Path) -> Iterator[int]:
 
 def read_lease(path: Path) -> Lease:
     """Reads a directory's holder; Damaged if the lease was not signed or is altered."""
-    lease = records.from_bytes(store_path(path).read(), Lease, name=path.name, magic=_MAGIC)
+    return _decoded(store_path(path).read(), path.name)
+
+
+@functools.lru_cache(8)  # Each save reads the same bytes twice.
+def _decoded(data: bytes, name: str) -> Lease:
+    lease = records.from_bytes(data, Lease, name=name, magic=_MAGIC)
     if not 0 <= lease.since_secs < _MOST_SECS:
-        raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
+        raise Damaged(name, "a time since 1970", f"{lease.since_secs} seconds")
     return lease
 
 

@@ -221,24 +221,35 @@ class FieldSource:
 
     def dispatch_bits(self, rows: np.ndarray) -> Callable[[], np.ndarray]:
         """Starts to read ``bits`` from the shards that hold them; returns a function that waits."""
-        gather = _gather_on_host if self.on_host else dispatch_rows
-        chunks = [
-            (chunk.stop - chunk.start, gather(data, rows[chunk] - first))
-            for data, first, chunk in self._chunks(rows)
-        ]
+        found = np.empty((len(rows), *self.trailing), self.dtype)
+        chunks = []
+        if self.on_host:
+            self.gather(rows, found)
+        else:
+            chunks = [
+                (found[chunk], dispatch_rows(data, rows[chunk] - first))
+                for data, first, chunk in self._chunks(rows)
+            ]
 
         def landed() -> np.ndarray:
-            found = [np.asarray(chunk)[:count] for count, chunk in chunks]
-            if not found:
-                return np.empty((0, self.row_bytes), np.uint8)
-            bits = found[0] if len(found) == 1 else np.concatenate(found)
-            return bits.view(np.uint8).reshape(len(rows), self.row_bytes)
+            for out, landing in chunks:
+                out[...] = np.asarray(landing)[: len(out)]
+            return found.reshape(len(rows), math.prod(self.trailing)).view(np.uint8)
 
         return landed
+
+    def held(self, rows: np.ndarray) -> np.ndarray | slice:
+        """Returns the positions of the rows, among some ascending ones, that a shard holds."""
+        ends = np.searchsorted(rows, self.bounds)
+        if (ends[:, 1] - ends[:, 0]).sum() == len(rows):
+            return slice(None)
+        return np.concatenate([np.arange(*pair) for pair in ends.tolist()])
 
     def _holders(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of the shards that hold some rows, and the positions at which these end."""
         ends = self.bounds[:, 1]
+        if len(ends) == 1 and len(rows):
+            return np.zeros(1, np.int64), np.array([len(rows)])
         if isinstance(rows, np.ndarray):
             stops = np.searchsorted(rows, ends)
         else:
@@ -342,11 +353,6 @@ class SegmentSource:
     def bits(self, name: str, positions: np.ndarray) -> np.ndarray:
         """Returns the bits of a field of the rows at some positions; see ``FieldSource.bits``."""
         return self.fields[name].bits(np.asarray(self.rows)[positions])
-
-    def viewed(self) -> SegmentSource:
-        """Returns the segment with views of the arrays that hold its rows."""
-        fields = {name: source.viewed(self.rows) for name, source in self.fields.items()}
-        return dataclasses.replace(self, fields=fields)
 
     def detached(self) -> SegmentSource:
         """Returns the segment without its arrays: a reference to them would block donation."""
@@ -465,13 +471,13 @@ class StagedRows:
         self._origins: list[tuple[int, np.ndarray | None]] = [
             (number, None) for number in range(len(segments))
         ]
-        # A view of a jax array takes the GIL anew: all are made before threads compete for it.
-        viewed = [segment.viewed() if segment.on_host else segment for segment in segments]
         try:
-            for number, segment in enumerate(viewed):
+            for number, segment in enumerate(segments):
                 for name, source in segment.fields.items():
                     if segment.on_host:
-                        self._copy((number, name), source, segment.rows)
+                        # Each view of a jax array takes the GIL anew: a field's are made at once,
+                        # while threads copy the previous field without the GIL.
+                        self._copy((number, name), source.viewed(segment.rows), segment.rows)
                     else:
                         codec = codecs.get(plans[segment.group][name].codec)
                         self._on_device[number, name] = source.dispatch(segment.rows, codec)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
+from deltackpt.format import row_blocks
 from deltackpt.format.naming import Leaf, PyTree
 from deltackpt.format.records import IdentityCache
 from deltackpt.save import capture
@@ -87,7 +89,26 @@ class WrittenChunk(NamedTuple):
     window: tuple[slice, ...]
     shape: tuple[int, ...]  # of the window
     on_host: bool
-    source: Any = None  # the array; None in a plan without values
+    dtype: np.dtype
+    group: str  # the dtype of the blocks in which deltas store it, or ``plain``
+    nbytes: int  # of its blocks; 0 if it is stored as bytes
+
+    @classmethod
+    def planned(
+        cls,
+        key: str,
+        leaf: int,
+        shard: int | None,
+        window: tuple[slice, ...],
+        shape: tuple[int, ...],
+        array: Any,
+    ) -> WrittenChunk:
+        """Returns a chunk of an array; ``array`` is the leaf, or the shard that holds it."""
+        dtype, count = np.dtype(array.dtype), math.prod(shape)
+        group = row_blocks.group_of(count * dtype.itemsize, dtype.name if dtype.isnative else "")
+        blocks = 0 if group == row_blocks.PLAIN else row_blocks.blocks_of(count)
+        nbytes = blocks * row_blocks.BLOCK * dtype.itemsize
+        return cls(key, leaf, shard, window, shape, capture.on_host(array), dtype, group, nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +120,12 @@ class Plan:
     files: dict[str, str]  # text of the item's other files, by relative path
     random_keys: frozenset[int]  # numbers of the leaves that are PRNG keys
     strings: tuple[tuple[str, int], ...]  # names and numbers; on process 0 only
+    sources: Sequence[Any] = ()  # the leaf or shard of each chunk; none in a plan without values
 
     def of(self, leaves: Sequence[Leaf]) -> Plan:
         """Returns the plan with the values of a state of the same structure and shardings."""
         shards: dict[int, Any] = {}
-        chunks = []
+        sources = []
         for chunk in self.chunks:
             number, source = chunk.leaf, leaves[chunk.leaf]
             if number in self.random_keys:
@@ -114,12 +136,12 @@ class Plan:
                 source = shards[number][chunk.shard].data
             elif not isinstance(source, jax.Array):
                 source = np.asarray(source)
-            chunks.append(WrittenChunk(*chunk[:-1], source))
+            sources.append(source)
         files = self.files
         if self.strings:
             texts = {name: leaves[number] for name, number in self.strings}
             files = {**files, "_strings.json": json.dumps(texts, separators=(",", ":"))}
-        return dataclasses.replace(self, chunks=tuple(chunks), files=files)
+        return dataclasses.replace(self, sources=sources, files=files)
 
 
 def covered(leaf: Leaf) -> str | None:
@@ -219,7 +241,7 @@ def _outline(tree: PyTree, process: int) -> Plan:
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
                 whole = (slice(None),) * array.ndim
-                pieces.append(WrittenChunk(key, number, None, whole, array.shape, True))
+                pieces.append(WrittenChunk.planned(key, number, None, whole, array.shape, array))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -266,7 +288,7 @@ def _pieces(
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
             key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
-            yield WrittenChunk(key, number, None, whole, extent, capture.on_host(array))
+            yield WrittenChunk.planned(key, number, None, whole, extent, array)
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
@@ -279,7 +301,7 @@ def _pieces(
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
         key = ocdbt.chunk_key(name, index)
-        yield WrittenChunk(key, number, place, tuple(window), extent, capture.on_host(shard.data))
+        yield WrittenChunk.planned(key, number, place, tuple(window), extent, shard.data)
 
 
 def _covered_array(array: jax.Array) -> str | None:

@@ -66,13 +66,13 @@ class FieldPlan:
 class StampBatch(NamedTuple):
     """Tables whose stamps are read together, each with its spans on this process, ascending.
 
-    ``end_to_end`` has the shards of the stamps in order, each with the name of its table, if the
-    tables are adjacent, read whole, and have all their stamps in one TouchState and in the host
-    memory of this process; else None.
+    ``end_to_end`` is the path of the TouchState and which shards of ``Division.stamps`` hold the
+    stamps, if the tables are adjacent, read whole, and have all their stamps in one TouchState and
+    in the host memory of this process; else None.
     """
 
     tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
-    end_to_end: tuple[tuple[str, int], ...] | None
+    end_to_end: tuple[str, slice] | None
 
 
 class Division:
@@ -89,9 +89,9 @@ class Division:
             group.name: tuple(manifest.tables_of_group(group, layout.tables))
             for group in layout.groups
         }
-        self.offsets = {
-            group: np.array([table.offset for table in members])
-            for group, members in self.members.items()
+        #: The stamps of each group, as fields that are named by the path of their TouchState.
+        self.stamps = {
+            group: tuple(_stamp_plans(members, stamps)) for group, members in self.members.items()
         }
         turns = {table.name: turn for turn, table in enumerate(layout.tables)}
         known = {table: next(iter(held.values()), None) for table, held in stamps.items()}
@@ -108,8 +108,8 @@ class Division:
             for group, by_rows in self.fields.items()
         }
         self.batches = {
-            group: tuple(_batches(_spans_by_table(members, self.local_rows[group]), stamps))
-            for group, members in self.members.items()
+            group: tuple(_batches(_spans_by_table(members, self.local_rows[group]), stamps, plans))
+            for (group, members), plans in zip(self.members.items(), self.stamps.values())
         }
 
     @functools.cached_property
@@ -146,7 +146,9 @@ def _spans_by_table(
 
 
 def _batches(
-    tables: Iterable[tuple[TableEntry, tuple[Span, ...]]], stamps: StampsByTable
+    tables: Iterable[tuple[TableEntry, tuple[Span, ...]]],
+    stamps: StampsByTable,
+    plans: Sequence[FieldPlan],
 ) -> Iterator[StampBatch]:
     """Returns tables of a group in batches that are worth a thread, or fit into a cache."""
     batch: list[tuple[TableEntry, tuple[Span, ...]]] = []
@@ -155,14 +157,16 @@ def _batches(
         batch.append((table, spans))
         rows += table.rows
         if rows >= _BATCH_STAMPS:
-            yield _batch(batch, stamps)
+            yield _batch(batch, stamps, plans)
             batch, rows = [], 0
     if batch:
-        yield _batch(batch, stamps)
+        yield _batch(batch, stamps, plans)
 
 
 def _batch(
-    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]], stamps: StampsByTable
+    tables: Sequence[tuple[TableEntry, tuple[Span, ...]]],
+    stamps: StampsByTable,
+    plans: Sequence[FieldPlan],
 ) -> StampBatch:
     whole = all(spans == ((0, table.rows),) for table, spans in tables)
     ends = [table.offset + table.rows for table, _ in tables]
@@ -175,13 +179,10 @@ def _batch(
     )
     if not (whole and adjacent and together):
         return StampBatch(tuple(tables), None)
-    shards = (
-        (table.name, shard)
-        for table, _ in tables
-        for array in stamps[table.name].values()
-        for _, shard in stamp_shards_of(array)
-    )
-    return StampBatch(tuple(tables), tuple(shards))
+    [place] = held[0]
+    firsts = next(plan.source.firsts for plan in plans if plan.name == place)
+    shards = slice(*np.searchsorted(firsts, (tables[0][0].offset, ends[-1])).tolist())
+    return StampBatch(tuple(tables), (place, shards))
 
 
 def _covers(shards: StampShards, rows: int) -> bool:
@@ -204,6 +205,29 @@ def stamp_shards_of(stamps: Any) -> StampShards:
         return (((0, stamps.shape[0]), placement.ITSELF),)
     found = {box.rows: shard for box, shard in placement.shard_boxes(stamps).items()}
     return tuple(sorted(found.items()))
+
+
+def _stamp_plans(members: Iterable[TableEntry], stamps: StampsByTable) -> Iterator[FieldPlan]:
+    """Yields the stamps of a group's tables as a field, for each TouchState that has some."""
+    found: dict[str, list[tuple[Span, str, int]]] = {}
+    for table in members:
+        for place, array in stamps.get(table.name, {}).items():
+            for (first, last), shard in stamp_shards_of(array):
+                span = table.offset + first, table.offset + last
+                found.setdefault(place, []).append((span, table.name, shard))
+    for place, shards in found.items():
+        bounds = np.array([span for span, _, _ in shards], np.int64)
+        source = FieldSource(
+            columns=(0, 1),
+            trailing=(),
+            dtype=np.dtype(np.int32),
+            on_host=all(capture.on_host(stamps[table][place]) for _, table, _ in shards),
+            bounds=bounds,
+            firsts=bounds[:, 0].copy(),
+            data=[],
+        )
+        places = tuple((table, shard) for _, table, shard in shards)
+        yield FieldPlan(place, source, places, RowSet(()))
 
 
 def _kinds(stamps: StampsByTable) -> tuple[object, ...]:
@@ -304,6 +328,10 @@ class Stamps:
         self._division = division
         self._layout = division.layout
         self._stamps = stamps
+        self._sources = {
+            group: {plan.name: plan.source_of(stamps) for plan in plans}
+            for group, plans in division.stamps.items()
+        }
         self._runtime = runtime
         self._scans: dict[str, list[Callable[[], np.ndarray]]] = {}
         self._rows: dict[str, np.ndarray] = {}
@@ -320,18 +348,15 @@ class Stamps:
         for group in self._layout.groups:
             scans = self._scans[group.name] = []
             for tables in self._division.batches[group.name]:
-                scans.append(self._scan_tables(tables, since))
+                scans.append(self._scan_tables(group.name, tables, since))
 
     def _scan_tables(
-        self, tables: StampBatch, since: Mapping[str, int]
+        self, group: str, tables: StampBatch, since: Mapping[str, int]
     ) -> Callable[[], np.ndarray]:
         """Returns a function for the touched rows of tables; threads find those of many rows."""
         if tables.end_to_end is not None:
-            [place] = self._stamps[tables.tables[0][0].name]
-            stamps = [
-                placement.shard_data(self._stamps[table][place], shard)
-                for table, shard in tables.end_to_end
-            ]
+            place, shards = tables.end_to_end
+            stamps = self._sources[group][place].data[shards]
             start = tables.tables[0][0].offset
 
             def scan() -> np.ndarray:
@@ -373,23 +398,15 @@ class Stamps:
         self, group: GroupEntry, rows: np.ndarray
     ) -> Callable[[], dict[str, np.ndarray]]:
         """Starts to read ``at``; returns a function that waits for the result."""
-        members, starts = self._division.members[group.name], self._division.offsets[group.name]
-        numbers = np.searchsorted(starts, rows, "right") - 1
-        one = len(rows) > 0 and numbers[0] == numbers[-1]
-        pieces = []
-        for number in numbers[:1] if one else row_blocks.distinct(numbers):
-            table = members[number]
-            for place in self._stamps.get(table.name, {}):
-                for (first, last), shard in self._shards_of(table.name, place):
-                    piece = row_blocks.row_slice(rows, table.offset + first, table.offset + last)
-                    if piece.start < piece.stop:
-                        local = rows[piece] - (table.offset + first)
-                        pieces.append((place, piece, capture.dispatch_rows(shard, local)))
+        landing = []
+        for place, source in self._sources[group.name].items():
+            positions = source.held(rows)
+            landing.append((place, positions, source.dispatch_bits(rows[positions])))
 
         def landed() -> dict[str, np.ndarray]:
             found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
-            for place, piece, taken in pieces:
-                found[place][piece] = np.asarray(taken)[: piece.stop - piece.start]
+            for place, positions, bits in landing:
+                found[place][positions] = bits().view(np.int32)[:, 0]
             return found
 
         return landed
