@@ -19,8 +19,7 @@ from deltackpt.format.row_blocks import PLAIN
 from deltackpt.inspect.descriptions import Save, Wal, list_saves, wal_of
 from deltackpt.inspect.listing import MOST_LINES
 from deltackpt.lazy_import import LazyModule
-from deltackpt.ledger import directory
-from deltackpt.ledger import steps as ledger_steps
+from deltackpt.ledger import directory, recovery
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, stored_saves
@@ -432,7 +431,7 @@ class Checkpoints:
         if asked is None:
             return self._chosen(None), None
         found = asked if isinstance(asked, RecoveryPoint) else naming.as_step(asked)
-        return ledger_steps.locate(self._root, found)
+        return recovery.locate(self._root, found)
 
     def _at(self, step: int) -> StorePath:
         return self._root.at(step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -15,10 +16,12 @@ from deltackpt.errors import TemplateMismatch
 from deltackpt.format.naming import Leaf
 from deltackpt.format.row_blocks import VALUES, Box
 from deltackpt.layers.targets import Wanted
-from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stored_saves import StoredSave
 from deltackpt.state import paths, placement
 from deltackpt.state.stacks import MemberRows, RestoredMember
+
+if TYPE_CHECKING:
+    from deltackpt.reading.reader import RestoredTables
 
 _logger = logging.getLogger(__name__)
 

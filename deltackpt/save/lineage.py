@@ -22,7 +22,6 @@ import numpy as np
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
-from deltackpt.format.wal_format import Continues
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.reading import stored_saves
 from deltackpt.save.branch import (
@@ -38,6 +37,7 @@ from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage.store import store_path
 
 if TYPE_CHECKING:
+    from deltackpt.format.wal_format import Continues
     from deltackpt.save.tracking_audit import Samples
     from deltackpt.tiers.replicated_steps import ReplicatedSteps
 
