@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 from deltackpt.errors import BrokenChain, Damaged, RestoreError
 from deltackpt.format import chain, naming
 from deltackpt.format.manifest import SaveId, SaveInfo
-from deltackpt.reading import stored_saves
+from deltackpt.lazy_import import LazyModule
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import DirIdentity, FileStore, StorePath
 
 if TYPE_CHECKING:
     from deltackpt.ledger.recovery import DamagedSave
+    from deltackpt.reading import stored_saves
     from deltackpt.reading.wal_topics import WalTopics
+else:  # A new directory has no saves to read.
+    stored_saves = LazyModule("deltackpt.reading.stored_saves")
 
 
 class Steps:

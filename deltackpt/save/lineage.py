@@ -23,7 +23,6 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, naming
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId, SaveInfo
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction
-from deltackpt.reading import stored_saves
 from deltackpt.save.branch import (
     Branch,
     Clocks,
@@ -451,6 +450,8 @@ class Lineage:
 
     def _base_of(self, known: Known) -> BaseRef | None:
         """Returns the readable compacted base that replaces a save, or None."""
+        from deltackpt.reading import stored_saves  # Only a save that is gone needs it.
+
         with contextlib.suppress(RestoreError, OSError):
             base = stored_saves.read_compacted(known.path, known.info.save_id, self._item)
             if base is not None:
