@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -206,7 +205,9 @@ def local_folder(at: StorePath, scratch: Path | None) -> Iterator[Path]:
     if isinstance(at.store, FileStore):
         yield Path(at)
         return
-    from deltackpt.ledger.committed import CommittedStore  # A local directory has no journal.
+    import tempfile  # A local directory needs neither.
+
+    from deltackpt.ledger.committed import CommittedStore
 
     assert isinstance(at.store, CommittedStore)
     with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=scratch) as folder:

@@ -86,8 +86,8 @@ def content_findings(
 
 def bucket_findings(url: str, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
     """Checks a bucket; unless ``read_only``, probes its conditional writes too."""
+    from deltackpt.ledger.bucket_steps import refuse_foreign
     from deltackpt.ledger.journal import Journal
-    from deltackpt.ledger.opening import refuse_foreign
     from deltackpt.storage import buckets
 
     try:
