@@ -98,7 +98,7 @@ def test_a_listing_imports_no_package_that_only_other_commands_need(tmp_path):
         manager.save(1, state, touched=deltackpt.touched.mark(touched, {"words": jnp.array([3])}))
     others = ["jax", "ray", "orbax", "tensorstore", "rich", "h11", "ml_dtypes", "asyncio"]
     others += ["deltackpt.layers.write", "deltackpt.layers.merge", "deltackpt.storage.node_client"]
-    others += ["deltackpt.events", "hashlib", "shutil"]
+    others += ["deltackpt.events", "hashlib", "shutil", "socket"]
     others += ["deltackpt.cli.daemons", "deltackpt.ledger.committed", "deltackpt.format.wal_format"]
     program = (
         f"import sys; sys.argv[1:] = ['ls', {str(tmp_path)!r}];"
